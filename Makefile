@@ -1,0 +1,31 @@
+# `make demo` and `make test` need only Python >= 3.11, pip and make: they create .venv and install everything.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RESULTS ?= results
+
+.PHONY: demo test check install clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedloom needs Python >= 3.11; this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77" wheel
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: install
+	$(BIN)/python -c "import fedloom.tiers"
+
+test: install
+	$(BIN)/pytest
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p fedloom
+	$(BIN)/pytest -q tests/test_repository.py
+
+clean:
+	rm -rf $(VENV) results build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""Ray: client actors, the server actor and the pool that places them."""

@@ -1,0 +1,1 @@
+"""What a person runs: command line, configuration, reports and benchmarks."""

@@ -1,0 +1,1 @@
+"""Programs that print ratios measured in one run."""

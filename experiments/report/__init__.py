@@ -1,0 +1,1 @@
+"""Tables, plots and one self-contained page from the result tables."""

@@ -1,0 +1,1 @@
+"""Data sets, their preparation and their partition over clients."""

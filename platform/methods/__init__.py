@@ -1,0 +1,1 @@
+"""The methods: each a sequence of stages over explicit state."""

@@ -1,0 +1,1 @@
+"""Result tables, checkpoints and the status file of a run."""

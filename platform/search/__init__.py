@@ -1,0 +1,1 @@
+"""Ask/tell searchers over architectures."""

@@ -1,0 +1,104 @@
+"""The rules of the house that no type checker sees: the standard `platform` module, and who may import whom."""
+
+import ast
+import importlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAY_IMPORT = {
+    "tiers": {"tiers"},
+    "platform": {"tiers", "platform"},
+    "actors": {"tiers", "platform", "actors"},
+    "experiments": {"tiers", "platform", "actors", "experiments"},
+}
+
+
+def imported_modules(file: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+def source_files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def test_the_standard_platform_module_wins_with_the_root_on_the_path() -> None:
+    assert not (ROOT / "platform" / "__init__.py").exists()
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import platform; print(platform.system())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "Linux" or sys.platform != "linux"
+
+
+@pytest.mark.parametrize("folder", sorted(MAY_IMPORT))
+def test_folders_import_only_what_lies_below_them(folder: str) -> None:
+    for file in source_files(folder):
+        for module in imported_modules(file):
+            top, _, rest = module.partition(".")
+            assert top not in MAY_IMPORT or top == "platform", f"{file} imports {module}: use fedloom.{module}"
+            if top == "fedloom":
+                assert rest.split(".")[0] in MAY_IMPORT[folder], f"{file} imports {module}"
+            if top == "ray":
+                assert folder in {"actors", "experiments"}, f"{file} imports ray"
+            if top == "torchvision":
+                assert file.parent.name == "data", f"{file} imports torchvision outside data preparation"
+
+
+def test_the_import_rule_sees_a_violation(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("import ray.util\nfrom fedloom.actors import pool\n")
+    assert imported_modules(bad) == {"ray.util", "fedloom.actors"}
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_module_and_imports(tmp_path: Path) -> None:
+    """Builds the wheel, installs it into a clean folder and imports every module from there."""
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*build, str(ROOT)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("fedloom-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+        names = archive.namelist()
+    modules = []
+    for folder in MAY_IMPORT:
+        for file in source_files(folder):
+            name = "fedloom/" + file.relative_to(ROOT).as_posix()
+            assert name in names, f"{name} is missing from the wheel: list its package in pyproject.toml"
+            modules.append(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    for preset in (ROOT / "experiments" / "conf").rglob("*.yaml"):
+        assert "fedloom/" + preset.relative_to(ROOT).as_posix() in names
+    # -I drops the working directory and PYTHONPATH; the editable install's finder is taken out by hand.
+    code = (
+        "import sys, importlib\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
+        "sys.path_hooks = [h for h in sys.path_hooks if 'editable' not in str(h).lower()]\n"
+        f"sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
+        f"for m in {modules!r}:\n"
+        "    assert importlib.import_module(m).__file__.startswith(sys.path[0]), m\n"
+    )
+    run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_importing_the_platform_does_not_import_ray() -> None:
+    modules = [
+        "fedloom." + f.relative_to(ROOT).as_posix().removesuffix(".py").replace("/", ".")
+        for folder in ("tiers", "platform")
+        for f in source_files(folder)
+        if f.name != "__init__.py"
+    ]
+    code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\nassert 'ray' not in sys.modules"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert importlib.import_module("fedloom.tiers")

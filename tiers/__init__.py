@@ -1,0 +1,1 @@
+"""What an architecture costs and who can afford it."""
