@@ -1,7 +1,8 @@
 """Additive cost tables: what a path through a space costs, from one number per (decision, option)."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -51,5 +52,60 @@ class CostTable:
 
     @property
     def largest(self) -> float:
-        """Cost of the most expensive architecture."""
-        return self.cost([row.index(max(row)) for row in self.options])
+        """Cost of the most expensive architecture that is supported (infinite only where none is)."""
+        return self.cost([row.index(max((c for c in row if c < math.inf), default=math.inf)) for row in self.options])
+
+
+def with_unsupported(table: CostTable, unsupported: Iterable[tuple[int, int]]) -> CostTable:
+    """The table with infinite cost for every (decision, option) that a device does not support.
+
+    Raises:
+        ValueError: a pair outside the table, or a decision left without a supported option.
+    """
+    rows = [list(row) for row in table.options]
+    for decision, option in unsupported:
+        if not (0 <= decision < len(rows) and 0 <= option < len(rows[decision])):
+            raise ValueError(
+                f"unsupported (decision, option) ({decision}, {option}) is not in the {table.measure} table"
+            )
+        rows[decision][option] = math.inf
+    for decision, row in enumerate(rows):
+        if min(row) == math.inf:
+            raise ValueError(f"decision {decision} is left without a supported option: keep at least one")
+    return replace(table, options=tuple(map(tuple, rows)))
+
+
+def _weighted(costs: Sequence[float], weights: Sequence[float]) -> float:
+    # Infinity times a weight of zero would be NaN: an unsupported option stays unsupported.
+    return math.inf if math.inf in costs else math.fsum(w * c for w, c in zip(weights, costs, strict=True))
+
+
+def combine(tables: Sequence[CostTable], weights: Sequence[float], measure: str | None = None) -> CostTable:
+    """The weighted sum of additive tables of one space, as one additive table.
+
+    `measure` names the result; by default it spells the sum out, such as `0.5*macs+2*parameters`.
+
+    Raises:
+        ValueError: no table, unequal lengths or shapes, a negative or infinite weight, or a table of peaks.
+    """
+    _check_combinable(tables, weights)
+    fixed = _weighted([t.fixed for t in tables], weights)
+    options = tuple(
+        tuple(_weighted(costs, weights) for costs in zip(*rows, strict=True))
+        for rows in zip(*(t.options for t in tables), strict=True)
+    )
+    spelt = "+".join(f"{w:g}*{t.measure}" for w, t in zip(weights, tables, strict=True))
+    return CostTable(measure or spelt, fixed, options)
+
+
+def _check_combinable(tables: Sequence[CostTable], weights: Sequence[float]) -> None:
+    if not tables or len(tables) != len(weights):
+        raise ValueError(f"combine needs one weight per table, given {len(tables)} tables and {len(weights)} weights")
+    for table in tables:
+        if table.reduce != "sum":
+            raise ValueError(f"only additive tables combine; {table.measure} is joined by {table.reduce}")
+        if [len(row) for row in table.options] != [len(row) for row in tables[0].options]:
+            raise ValueError(f"{table.measure} and {tables[0].measure} are tables of different spaces")
+    for weight in weights:
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"a weight must be finite and not negative, given {weight}")

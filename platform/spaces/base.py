@@ -6,8 +6,9 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from fedloom.tiers.costs import CostTable
 from torch import Tensor, nn
+
+from fedloom.tiers.costs import CostTable
 
 Architecture = tuple[int, ...]
 """One chosen option index per decision of the space."""

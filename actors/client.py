@@ -1,0 +1,78 @@
+"""The client actor: one process pinned to its CPUs and its share of a GPU, which does clients' work."""
+
+import os
+import platform
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+import torch
+
+from fedloom.actors.wire import Arrays, PackedResult, accept_shared_memory, pack, to_tensors
+from fedloom.platform.execution import Chunk, ChunkResult, SharedWeights, run_assignment
+from fedloom.platform.run import source_hash
+from fedloom.platform.worker import Worker, WorkerSpec
+
+
+@dataclass(frozen=True)
+class About:
+    """Where an actor lives and what it runs on."""
+
+    pid: int
+    node: str
+    node_id: str
+    device: str
+    threads: int
+    source_hash: str
+
+
+def assigned_device(gpu_share: float) -> str:
+    """The device that Ray gave this actor; what torch could see besides is not used."""
+    if not ray.get_gpu_ids():
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ValueError("Ray gave this actor a GPU, torch sees none: start Ray with num_gpus=0 or mend the driver")
+    if gpu_share < 1:
+        # Ray's fractions are bookkeeping; this is what keeps one client from taking its neighbours' memory.
+        torch.cuda.set_per_process_memory_fraction(gpu_share, 0)
+    return "cuda:0"
+
+
+class ClientActor:
+    """Does chunks of clients' work; takes on one client after the other, or the same one always (resident).
+
+    Holds the tier's device, memory cap and thread number, the memory-mapped data and one re-used module instance.
+    """
+
+    def __init__(self, spec: WorkerSpec, gpu_share: float) -> None:
+        accept_shared_memory()
+        torch.set_num_threads(spec.threads)
+        self.worker = Worker(replace(spec, device=assigned_device(gpu_share)))
+        self._weights: SharedWeights | None = None
+        self._position = -1
+
+    def about(self) -> About:
+        """Who and where this actor is."""
+        context = ray.get_runtime_context()
+        device = str(self.worker.device)
+        node_id = context.get_node_id()
+        return About(os.getpid(), platform.node(), node_id, device, torch.get_num_threads(), source_hash())
+
+    def run_chunk(self, chunk: Chunk, weights_ref: list[ray.ObjectRef[Any]], version: str) -> PackedResult:
+        """Does the chunk on the shared weights; they are mapped once per version."""
+        # Threads are a property of the calling thread in some builds of torch.
+        torch.set_num_threads(self.worker.spec.threads)
+        if self._weights is None or self._weights.version != version:
+            arrays: Arrays = ray.get(weights_ref[0])
+            self._weights = SharedWeights(to_tensors(arrays), version)
+        result = ChunkResult()
+        for self._position, assignment in enumerate(chunk.assignments):
+            attempts = chunk.attempts_per_client
+            report = run_assignment(self.worker, assignment, self._weights, result.sums, attempts)
+            result.reports.append(report)
+        return pack(result)
+
+    @ray.method(concurrency_group="watch")
+    def position(self) -> int:
+        """Index in the chunk of the assignment that is being worked on; answers while `run_chunk` runs."""
+        return self._position

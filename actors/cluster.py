@@ -1,0 +1,75 @@
+"""Reaching Ray: a running cluster, or one of our own with explicit limits, on the loopback interface only."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from ray.exceptions import RayError
+
+from fedloom.platform.config import RayConfig
+
+
+@contextmanager
+def connected(config: RayConfig) -> Iterator[None]:
+    """Connects to Ray for the block, and leaves it after; a cluster of our own ends with it.
+
+    Raises:
+        ConnectionError: a given address does not answer.
+    """
+    address = resolve_address(config.address)
+    try:
+        if address == "local":
+            _start_own(config)
+        else:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, RayError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ConnectionError(f"no Ray at {address!r}: {first_line}{_token_hint(str(error))}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def resolve_address(address: str) -> str:
+    """`auto` becomes the cluster that RAY_ADDRESS names or that runs on this machine, else `local`."""
+    if address != "auto":
+        return address
+    return os.environ.get("RAY_ADDRESS") or _running_cluster() or "local"
+
+
+def _running_cluster() -> str | None:
+    try:
+        with open("/tmp/ray/ray_current_cluster") as file:
+            return file.read().strip() or None
+    except OSError:
+        return None
+
+
+def _start_own(config: RayConfig) -> None:
+    ray.init(
+        address="local",
+        num_cpus=config.num_cpus if config.num_cpus is not None else usable_cpus(),
+        num_gpus=config.num_gpus,
+        object_store_memory=config.object_store_memory_bytes,
+        include_dashboard=config.dashboard,
+        dashboard_host="127.0.0.1",
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use: the smallest of affinity and SLURM's grant."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    slurm = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    return min(cpus, int(slurm)) if slurm.isdigit() else cpus
+
+
+def _token_hint(text: str) -> str:
+    if "token" not in text.lower() and "auth" not in text.lower():
+        return ""
+    return " (set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's)"

@@ -1,0 +1,257 @@
+"""The Ray executor: a fixed pool of client actors that take chunks as they become free."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from fedloom.actors.client import About, ClientActor
+from fedloom.actors.placement import Lane
+from fedloom.actors.wire import to_arrays, unpack
+from fedloom.platform.execution import Assignment, Chunk, ChunkResult, Report, SharedWeights
+from fedloom.platform.run import source_hash
+from fedloom.platform.worker import WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""How often a waiting pool looks for clients that hang."""
+
+START_TIMEOUT_S = 300.0
+"""An actor imports torch and maps the data before its first answer."""
+
+RESIDENT = "resident"
+
+
+@dataclass
+class Member:
+    """One actor of the pool and where it is."""
+
+    actor: Any
+    lane: Lane
+    about: About | None = None
+
+
+@dataclass
+class Job:
+    """A chunk on its way: its place in the plan, how often it was begun, and what is known to hang or to have hung."""
+
+    index: int
+    chunk: Chunk
+    attempts: int = 0
+    timed_out: dict[int, Report] = field(default_factory=dict)
+    member: Member | None = None
+    position: int = -1
+    position_since_s: float = 0.0
+
+
+Waiting = dict[str, deque[Job]]
+"""Jobs not begun, by lane, in plan order."""
+Running = dict[Any, Job]
+"""Jobs at work, by the reference of their answer."""
+Finished = dict[int, ChunkResult]
+"""Results whose turn has not come, by place in the plan."""
+
+
+class ActorPool:
+    """Client actors behind the `Executor` protocol. Results come in the order of the plan.
+
+    Args:
+        spec: from which each actor builds its worker.
+        lanes: which actors there are.
+        resident: every client has an actor of its own, made at first use, in the first lane's size.
+        actor_attempts: how often a chunk whose actor died is begun before its clients count as failed.
+        client_timeout_s: real time after which a client counts as hanging: it is reported, dropped, and its actor
+            is replaced.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        lanes: Sequence[Lane],
+        *,
+        resident: bool = False,
+        actor_attempts: int = 3,
+        client_timeout_s: float = 3600.0,
+    ) -> None:
+        self.spec, self.lanes, self.resident = spec, {lane.name: lane for lane in lanes}, resident
+        self.actor_attempts, self.client_timeout_s = actor_attempts, client_timeout_s
+        # The specification (with its cost tables) goes into the object store once, not into every actor's creation.
+        self._spec_ref = ray.put(spec)
+        self.idle: dict[str, list[Member]] = {name: [] for name in self.lanes}
+        self.members: list[Member] = []
+        if not resident:
+            for lane in lanes:
+                self.idle[lane.name] = [self._start(lane) for _ in range(lane.actors)]
+            self._check_sources()
+
+    def _start(self, lane: Lane) -> Member:
+        remote = ray.remote(ClientActor).options(
+            num_cpus=lane.num_cpus,
+            num_gpus=lane.num_gpus,
+            max_restarts=0,
+            concurrency_groups={"watch": 1},
+        )
+        member = Member(remote.remote(self._spec_ref, lane.num_gpus), lane)
+        self.members.append(member)
+        return member
+
+    def _about(self, member: Member) -> About:
+        if member.about is None:
+            member.about = ray.get(member.actor.about.remote(), timeout=START_TIMEOUT_S)
+        return member.about
+
+    def _check_sources(self) -> None:
+        own = source_hash()
+        for member in self.members:
+            about = self._about(member)
+            if about.source_hash != own:
+                raise RuntimeError(
+                    f"node {about.node} runs fedloom source {about.source_hash}, the server {own}: install the same "
+                    "version on every node"
+                )
+
+    def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
+        """See `Executor.run`."""
+        reference = ray.put(to_arrays(weights.tensors))
+        waiting: Waiting = {}
+        for index, chunk in enumerate(chunks):
+            waiting.setdefault(self._lane_of(chunk), deque()).append(Job(index, chunk))
+        running: Running = {}
+        finished: Finished = {}
+        for index in range(len(chunks)):
+            while index not in finished:
+                self._dispatch(waiting, running, reference, weights.version)
+                self._collect(waiting, running, finished)
+            yield finished.pop(index)
+
+    def _lane_of(self, chunk: Chunk) -> str:
+        if self.resident:
+            client_id = chunk.assignments[0].client_id
+            name = f"{RESIDENT}-{client_id}" if client_id is not None else f"{RESIDENT}-server"
+            if name not in self.idle:
+                lane = replace(next(iter(self.lanes.values())), name=name)
+                self.lanes[name], self.idle[name] = lane, [self._start(lane)]
+            return name
+        for name, lane in self.lanes.items():
+            if chunk.tier in lane.tiers:
+                return name
+        return next(reversed(self.lanes))
+
+    def _dispatch(self, waiting: Waiting, running: Running, weights: Any, version: str) -> None:
+        for lane, jobs in waiting.items():
+            while jobs and self.idle[lane]:
+                job = jobs.popleft()
+                job.member = self.idle[lane].pop()
+                job.attempts += 1
+                job.position, job.position_since_s = -1, time.monotonic()
+                left = tuple(a for i, a in enumerate(job.chunk.assignments) if i not in job.timed_out)
+                chunk = replace(job.chunk, assignments=left)
+                running[job.member.actor.run_chunk.remote(chunk, [weights], version)] = job
+
+    def _collect(self, waiting: Waiting, running: Running, finished: Finished) -> None:
+        ready, _ = ray.wait(list(running), num_returns=1, timeout=min(POLL_S, self.client_timeout_s))
+        for reference in ready:
+            job = running.pop(reference)
+            assert job.member is not None, "a running job has an actor"
+            try:
+                result = unpack(ray.get(reference))
+            except RayError as error:
+                self._recover(job, error, waiting, finished)
+                continue
+            self.idle[job.member.lane.name].append(job.member)
+            finished[job.index] = with_timed_out(result, job)
+        for reference, job in list(running.items()):
+            if self._hangs(job):
+                del running[reference]
+                self._give_up_client(job, waiting, finished)
+
+    def _recover(self, job: Job, error: RayError, waiting: Waiting, finished: Finished) -> None:
+        member = self._replace(job)
+        who = ", ".join(_who(a) for a in job.chunk.assignments)
+        where = f"node {member.about.node} (pid {member.about.pid})" if member.about else "an unknown node"
+        cause = " ".join(str(error).split())[:400]
+        logger.warning("a client actor on %s ended while it worked on %s: %s", where, who, cause)
+        if job.attempts < self.actor_attempts:
+            waiting[member.lane.name].appendleft(job)
+            return
+        text = f"the client actor ended {job.attempts} times while it worked on {who}; last on {where}: {cause}"
+        finished[job.index] = ChunkResult(reports=[_lost(a, "failed", text) for a in job.chunk.assignments])
+
+    def _replace(self, job: Job) -> Member:
+        old = job.member
+        assert old is not None, "a running job has an actor"
+        ray.kill(old.actor)
+        self.members.remove(old)
+        self.idle[old.lane.name].append(self._start(old.lane))
+        return old
+
+    def _hangs(self, job: Job) -> bool:
+        """Whether the job's present client is at work for longer than allowed; asks the actor only when in doubt."""
+        if time.monotonic() - job.position_since_s < self.client_timeout_s:
+            return False
+        assert job.member is not None, "a running job has an actor"
+        try:
+            position: int = ray.get(job.member.actor.position.remote(), timeout=2.0)
+        except (GetTimeoutError, RayError):
+            return False  # a dead actor is found by its result; one that is still starting has no client yet
+        moved = position != job.position
+        if moved:
+            job.position, job.position_since_s = position, time.monotonic()
+        # The first client began with the chunk; a later one was first seen at this look.
+        return not moved or (position == 0 and len(job.chunk.assignments) - len(job.timed_out) == 1)
+
+    def _give_up_client(self, job: Job, waiting: Waiting, finished: Finished) -> None:
+        left = [i for i in range(len(job.chunk.assignments)) if i not in job.timed_out]
+        place = left[max(0, job.position)]
+        assignment = job.chunk.assignments[place]
+        member = self._replace(job)
+        text = f"no answer within {self.client_timeout_s:g} s; its actor was replaced"
+        logger.warning("%s gave %s", _who(assignment), text)
+        job.timed_out[place] = _lost(assignment, "timed_out", text)
+        job.attempts -= 1
+        if len(left) > 1:
+            waiting[member.lane.name].appendleft(job)
+        else:
+            finished[job.index] = with_timed_out(ChunkResult(), job)
+
+    def close(self) -> None:
+        """Ends all actors."""
+        for member in self.members:
+            ray.kill(member.actor)
+        self.members.clear()
+        self.idle.clear()
+
+
+def _who(assignment: Assignment) -> str:
+    client = "the server's data" if assignment.client_id is None else f"client {assignment.client_id}"
+    return f"{client} ({assignment.tier}, {assignment.stage} round {assignment.round}, {_what(assignment)})"
+
+
+def _what(assignment: Assignment) -> str:
+    architecture = getattr(assignment.task, "architecture", None)
+    name = type(assignment.task).__name__
+    return f"{name} {'-'.join(map(str, architecture))}" if architecture is not None else name
+
+
+def _lost(assignment: Assignment, status: str, error: str) -> Report:
+    return Report(
+        client_id=assignment.client_id,
+        tier=assignment.tier,
+        status=status,
+        error=error,
+        selection_probability=assignment.selection_probability,
+        selection_reason=assignment.selection_reason,
+    )
+
+
+def with_timed_out(result: ChunkResult, job: Job) -> ChunkResult:
+    """The chunk's reports in plan order, those of clients that hung among them."""
+    rest = iter(result.reports)
+    places = range(len(job.chunk.assignments))
+    return ChunkResult(result.sums, [job.timed_out[i] if i in job.timed_out else next(rest) for i in places])

@@ -1,0 +1,51 @@
+"""How tensors travel between actors: as NumPy arrays, which Ray shares without copying."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.platform.averaging import Coverage, TensorSum, WeightedSums
+from fedloom.platform.execution import ChunkResult, Report
+from fedloom.platform.spaces.base import Region, Weights
+
+Arrays = Mapping[str, np.ndarray]
+PackedSum = tuple[Region, np.ndarray, dict[Region, Coverage]]
+
+
+def accept_shared_memory() -> None:
+    """Silences torch's warning about read-only arrays: shared tensors are only ever read here."""
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
+
+
+def to_arrays(tensors: Weights) -> dict[str, np.ndarray]:
+    """Tensors as arrays, without a copy if they lie in main memory."""
+    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+
+
+def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
+    """Arrays as tensors without a copy; not to be written to."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+@dataclass(frozen=True)
+class PackedResult:
+    """A chunk's result on its way to the server."""
+
+    sums: Mapping[str, PackedSum]
+    reports: tuple[Report, ...]
+
+
+def pack(result: ChunkResult) -> PackedResult:
+    """The result with its sums as arrays."""
+    sums = {n: (s.box, s.total.cpu().numpy(), s.coverage) for n, s in result.sums.tensors.items()}
+    return PackedResult(sums, tuple(result.reports))
+
+
+def unpack(packed: PackedResult) -> ChunkResult:
+    """The inverse of `pack`; the sums are only to be read."""
+    sums = {n: TensorSum(box, torch.from_numpy(total), cover) for n, (box, total, cover) in packed.sums.items()}
+    return ChunkResult(WeightedSums(sums), list(packed.reports))

@@ -1,0 +1,121 @@
+"""From `experiment=NAME key=value ...` to a checked RunConfig: composed by Hydra, in the driver alone."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fedloom.platform.config import RunConfig
+from fedloom.platform.data.config import check as check_data
+from fedloom.platform.methods.registry import CONFIGS
+from fedloom.platform.plugins import nearest
+
+CONF = Path(__file__).resolve().parent / "conf"
+
+
+def compose_config(overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a run; ValueError in one line for whatever is unknown or out of range."""
+    try:
+        composed = _compose(overrides)
+        config = cast(RunConfig, OmegaConf.to_object(composed))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(_explain(error, overrides)) from error
+    _check(config)
+    return config
+
+
+def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """The configuration that a run stored (its `config.json`)."""
+    method = values["method"]["name"]
+    if method not in CONFIGS:
+        raise ValueError(f"the run's method {method!r} is unknown: known are {', '.join(CONFIGS)}")
+    schema = OmegaConf.structured(RunConfig)
+    schema.method = OmegaConf.structured(CONFIGS[method])
+    try:
+        return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(schema, dict(values))))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"the run's stored configuration does not fit this version: {_first_line(error)}") from error
+
+
+def experiments() -> list[str]:
+    """Names of the presets."""
+    return sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
+
+
+def _compose(overrides: Sequence[str]) -> DictConfig:
+    store = ConfigStore.instance()
+    store.store(name="run_schema", node=RunConfig)
+    for name, method in CONFIGS.items():
+        store.store(group="method", name=name, node=method)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(CONF), version_base=None):
+        return compose(config_name="config", overrides=list(overrides))
+
+
+def _check(config: RunConfig) -> None:
+    check_data(config.data)
+    allowed = {
+        "executor.kind": (config.executor.kind, ("ray", "serial")),
+        "executor.failures.policy": (config.executor.failures.policy, ("stop", "retry", "tolerate")),
+    }
+    for key, (value, names) in allowed.items():
+        if value not in names:
+            raise ValueError(f"{key}={value}: must be one of {', '.join(names)}")
+    least = {
+        "executor.chunk_size": config.executor.chunk_size,
+        "executor.threads": config.executor.threads,
+        "checkpoint.every": config.checkpoint.every,
+        "executor.failures.attempts": config.executor.failures.attempts,
+        "executor.failures.actor_attempts": config.executor.failures.actor_attempts,
+        "tiers.count": config.tiers.count,
+        "tiers.paths": config.tiers.paths,
+    }
+    for key, number in least.items():
+        if number < 1:
+            raise ValueError(f"{key}={number}: must be at least 1")
+    if config.executor.resident and config.executor.chunk_size != 1:
+        raise ValueError(f"executor.chunk_size={config.executor.chunk_size}: resident clients take chunks of 1")
+
+
+def _explain(error: Exception, overrides: Sequence[str]) -> str:
+    """One line: what was given and what is allowed."""
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key == "experiment" and value not in experiments():
+            there_are = ", ".join(experiments())
+            return f"experiment={value}: no such preset{nearest(value, experiments())}; there are {there_are}"
+    known = list(_keys(_defaults(overrides)))
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if "=" not in override:
+            return f"{override!r} is not of the form key=value"
+        if key not in (*known, "experiment", "method"):
+            return f"unknown configuration key {key!r}{nearest(key, known) or '; see fedloom run --help'}"
+    return _first_line(error)
+
+
+def _defaults(overrides: Sequence[str]) -> Any:
+    chosen = [o for o in overrides if o.startswith(("experiment=", "method="))]
+    return OmegaConf.to_container(_compose(chosen))
+
+
+def _keys(values: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield f"{prefix}{key}"
+            yield from _keys(value, f"{prefix}{key}.")
+
+
+def _first_line(error: BaseException) -> str:
+    """The innermost cause in one line: Hydra wraps OmegaConf's own sentence."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    key = next((line.removeprefix("full_key:").strip() for line in lines if line.startswith("full_key:")), "")
+    return f"{key}: {lines[0]}" if key else lines[0]

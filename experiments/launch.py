@@ -1,0 +1,135 @@
+"""Starting runs: in this process, or through a server actor that the driver watches."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from fedloom.actors.cluster import connected
+from fedloom.actors.server import RunEnd, ServerActor
+from fedloom.experiments.config import config_from_dict
+from fedloom.platform.config import RunConfig
+from fedloom.platform.execution import SerialExecutor
+from fedloom.platform.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.results.files import check_writable
+from fedloom.platform.results.paths import find_run
+from fedloom.platform.run import Watcher, resume_run, start_run
+from fedloom.platform.worker import Worker
+from fedloom.platform.world import World, build_world
+
+STOP_TIMEOUT_S = 10.0
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class View:
+    """Where progress is shown."""
+
+    started: Callable[[str], None] = lambda _: None
+    round: Callable[[RoundProgress], None] = lambda _: None
+
+
+def launch(config: RunConfig, view: View, resume: str | None = None) -> RunEnd:
+    """Runs to the end, with the executor that the configuration names.
+
+    Raises ValueError for a configuration that cannot run, before any worker is started.
+    """
+    # Everything that can be refused is refused here, in a second, before Ray is started.
+    check_writable(Path(config.results))
+    build_stages(build_world(config))
+    if config.executor.kind == "serial":
+        return _serial(config, view, resume)
+    with connected(config.ray):
+        return _through_server(config, view, resume)
+
+
+def stored_config(results: Path, run_id: str) -> tuple[str, RunConfig]:
+    """A run's full id and its configuration, with the results folder where it is now."""
+    paths = find_run(results, run_id)
+    config = config_from_dict(json.loads(paths.config.read_text()))
+    config.results = str(results)
+    return paths.run_id, config
+
+
+def _make_serial(world: World) -> SerialExecutor:
+    return SerialExecutor(Worker(world.spec))
+
+
+def _serial(config: RunConfig, view: View, resume: str | None) -> RunEnd:
+    run_ids: list[str] = []
+
+    def started(run_id: str) -> None:
+        run_ids.append(run_id)
+        view.started(run_id)
+
+    watcher = Watcher(started, view.round)
+    try:
+        if resume is None:
+            start_run(config, _make_serial, watcher)
+        else:
+            resume_run(config, resume, _make_serial, watcher)
+    except RunFailedError as error:
+        return RunEnd(run_ids[0], "failed", str(error))
+    except (InterruptedRunError, KeyboardInterrupt) as error:
+        return RunEnd(run_ids[0] if run_ids else "", "interrupted", str(error))
+    return RunEnd(run_ids[0], "done")
+
+
+def _through_server(config: RunConfig, view: View, resume: str | None) -> RunEnd:
+    options = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"watch": 1}}
+    server = ray.remote(ServerActor).options(**options).remote()
+    ending = server.run.remote(config, resume)  # type: ignore[attr-defined]
+    shown = _Shown(view)
+    try:
+        while not ray.wait([ending], timeout=POLL_S)[0]:
+            shown.update(server)
+        end: RunEnd = ray.get(ending)
+        shown.update(server)
+    except KeyboardInterrupt:
+        end = _interrupt(server, ending, shown)
+    except RayError as error:
+        cause = " ".join(str(error).split())[:600]
+        end = RunEnd(shown.run_id, "infrastructure", f"the server actor ended: {cause}")
+    return end
+
+
+class _Shown:
+    """What the driver has shown so far."""
+
+    def __init__(self, view: View) -> None:
+        self.view, self.run_id, self.rounds = view, "", 0
+
+    def update(self, server: object) -> None:
+        """Fetches and shows what is new."""
+        try:
+            run_id, rounds = ray.get(server.progress.remote(self.rounds), timeout=30)  # type: ignore[attr-defined]
+        except GetTimeoutError:
+            return
+        if run_id and not self.run_id:
+            self.run_id = run_id
+            self.view.started(run_id)
+        for progress in rounds:
+            self.view.round(progress)
+        self.rounds += len(rounds)
+
+
+def _interrupt(server: object, ending: object, shown: _Shown) -> RunEnd:
+    """Lets the present round end if that is soon; the checkpoint of the last round is there in any case."""
+    message = "interrupted"
+    try:
+        ray.get(server.stop.remote(), timeout=2)  # type: ignore[attr-defined]
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while time.monotonic() < deadline and not ray.wait([ending], timeout=POLL_S)[0]:
+            shown.update(server)
+        if ray.wait([ending], timeout=0)[0]:
+            end: RunEnd = ray.get(ending)  # type: ignore[call-overload]
+            return end
+        message = f"the present round did not end within {STOP_TIMEOUT_S:g} s and is lost"
+    except (KeyboardInterrupt, RayError):
+        message = "interrupted at once; the round in progress is lost"
+    return RunEnd(shown.run_id, "interrupted", message)

@@ -1,0 +1,174 @@
+"""The one averaging function: per scalar, the weighted mean over the updates that cover it, else the old value.
+
+Policy per tensor kind: parameters and floating buffers (BatchNorm statistics) are averaged with the weight of their
+tensor; integer counters keep their type and take the largest value among the contributors.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
+
+import torch
+from torch import Tensor
+
+from fedloom.platform.spaces.base import Region, SliceMap, Weights
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one client returns: tensors by subnet name, where they lie in the supernet, and one weight per tensor.
+
+    A weight of zero says that the client did not train the tensor: it does not contribute.
+    """
+
+    tensors: Weights
+    slices: SliceMap
+    weights: Mapping[str, float]
+
+
+@dataclass
+class Coverage:
+    """Summed weight and number of contributors of the updates that cover exactly one region."""
+
+    weight: float = 0.0
+    contributors: int = 0
+
+
+@dataclass
+class TensorSum:
+    """Weighted sum over the updates of one supernet tensor, on the smallest box that holds all their regions."""
+
+    box: Region
+    total: Tensor
+    coverage: dict[Region, Coverage] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, region: Region, like: Tensor) -> "TensorSum":
+        """No contribution yet, with storage for one region."""
+        return cls(region, torch.zeros([stop - start for start, stop in region], dtype=like.dtype, device=like.device))
+
+    def include(self, region: Region) -> None:
+        """Grows the box so that it holds the region."""
+        if all(b[0] <= r[0] and r[1] <= b[1] for b, r in zip(self.box, region, strict=True)):
+            return
+        box = tuple((min(b[0], r[0]), max(b[1], r[1])) for b, r in zip(self.box, region, strict=True))
+        grown = TensorSum.empty(box, self.total)
+        grown.view(self.box).copy_(self.total)
+        self.box, self.total = box, grown.total
+
+    def view(self, region: Region) -> Tensor:
+        """The part of the sum that belongs to a region inside the box."""
+        if region == self.box:
+            return self.total
+        return self.total[tuple(slice(r[0] - b[0], r[1] - b[0]) for b, r in zip(self.box, region, strict=True))]
+
+    def add(self, region: Region, tensor: Tensor, weight: float, contributors: int = 1) -> None:
+        """Adds weight * tensor on the region."""
+        self.include(region)
+        _accumulate(self.view(region), tensor, weight)
+        self._cover(region, weight, contributors)
+
+    def merge(self, other: "TensorSum") -> None:
+        """Adds a later partial sum."""
+        self.include(other.box)
+        _accumulate(self.view(other.box), other.total, 1.0)
+        for region, coverage in other.coverage.items():
+            self._cover(region, coverage.weight, coverage.contributors)
+
+    def _cover(self, region: Region, weight: float, contributors: int) -> None:
+        coverage = self.coverage.setdefault(region, Coverage())
+        coverage.weight += weight
+        coverage.contributors += contributors
+
+    def cells(self) -> Iterator[tuple[Region, Coverage]]:
+        """Splits the box into the pieces that are covered by one and the same set of regions."""
+        if len(self.coverage) == 1:
+            yield from self.coverage.items()
+            return
+        edges = [sorted({e for region in self.coverage for e in region[d]}) for d in range(len(self.box))]
+        for cell in product(*(list(pairwise(dimension)) for dimension in edges)):
+            covering = [c for region, c in self.coverage.items() if _inside(cell, region)]
+            if covering:
+                yield cell, Coverage(sum(c.weight for c in covering), sum(c.contributors for c in covering))
+
+
+def _inside(cell: Region, region: Region) -> bool:
+    return all(r[0] <= c[0] and c[1] <= r[1] for c, r in zip(cell, region, strict=True))
+
+
+def _accumulate(total: Tensor, tensor: Tensor, weight: float) -> None:
+    if total.dtype.is_floating_point:
+        total.add_(tensor, alpha=weight)
+    else:
+        torch.maximum(total, tensor, out=total)
+
+
+@dataclass
+class WeightedSums:
+    """Partial weighted sums of updates in supernet coordinates: what a chunk of clients hands back."""
+
+    tensors: dict[str, TensorSum] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def add(self, update: Update) -> None:
+        """Adds one client's update; tensors with weight zero are left out."""
+        for name, tensor in update.tensors.items():
+            weight = update.weights[name]
+            if weight < 0.0:
+                raise ValueError(f"the weight of {name} is {weight}: weights are at least 0")
+            if weight == 0.0:
+                continue
+            piece = update.slices[name]
+            region = piece.region if piece.region is not None else tuple((0, n) for n in tensor.shape)
+            if piece.source not in self.tensors:
+                self.tensors[piece.source] = TensorSum.empty(region, tensor)
+            self.tensors[piece.source].add(region, tensor, weight)
+
+    @torch.no_grad()
+    def merge(self, other: "WeightedSums") -> None:
+        """Adds the partial sums of the next chunk in plan order; `other` is only read (it may be shared memory)."""
+        for name, tensor_sum in other.tensors.items():
+            if name in self.tensors:
+                self.tensors[name].merge(tensor_sum)
+            else:
+                coverage = {region: replace(c) for region, c in tensor_sum.coverage.items()}
+                self.tensors[name] = TensorSum(tensor_sum.box, tensor_sum.total.clone(), coverage)
+
+    @torch.no_grad()
+    def finish(self, old: Weights, min_contributors: int = 1) -> dict[str, Tensor]:
+        """The new supernet: a scalar covered by fewer than `min_contributors` updates keeps its old value.
+
+        Tensors of `old` that nobody covered are returned as they are, not copied.
+        """
+        new = dict(old)
+        for name, tensor_sum in self.tensors.items():
+            kept = [(r, c) for r, c in tensor_sum.cells() if c.contributors >= max(1, min_contributors)]
+            if not kept:
+                continue
+            result = old[name].clone()
+            for region, coverage in kept:
+                target = result[tuple(slice(start, stop) for start, stop in region)]
+                _write_mean(target, tensor_sum.view(region), coverage.weight)
+            new[name] = result
+        return new
+
+
+def _write_mean(target: Tensor, total: Tensor, weight: float) -> None:
+    if total.dtype.is_floating_point:
+        torch.div(total, weight, out=target)
+    else:
+        target.copy_(total)
+
+
+def average(old: Weights, updates: Iterable[Update], min_contributors: int = 1) -> dict[str, Tensor]:
+    """Averages updates into the supernet (FedAvg, OPA Eq. 5 of FedorAS, overlap, MaxNet: the weights decide).
+
+    Args:
+        old: the supernet's tensors before the round.
+        updates: the clients' updates in plan order; the order fixes the floating-point result.
+        min_contributors: scalars covered by fewer updates of positive weight keep their old value exactly.
+    """
+    sums = WeightedSums()
+    for update in updates:
+        sums.add(update)
+    return sums.finish(old, min_contributors)

@@ -1,0 +1,163 @@
+"""Folders of arrays that are written once, whole or not at all, and carry the hash of what they hold."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+ByteArray = npt.NDArray[np.uint8]
+AnyArray = npt.NDArray[Any]
+Fields = dict[str, Any]
+"""What a JSON file holds."""
+
+FORMAT = 1
+ABANDONED_AFTER_S = 24 * 3600.0
+
+
+def hash_of(fields: Fields) -> str:
+    """SHA-256 (hex) of the fields in canonical JSON."""
+    return sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def hash_of_file(path: Path) -> str:
+    """SHA-256 (hex) of a file's bytes."""
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def atomic_folder(final: Path) -> Iterator[Path]:
+    """A fresh folder beside `final` that takes its name when the block ends, and vanishes when it raises.
+
+    Of several processes that prepare the same folder at once the first wins; the others' work is dropped.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(final)
+    temporary = final.parent / f".{final.name}.{uuid4().hex}.tmp"
+    temporary.mkdir()
+    try:
+        yield temporary
+        _fsync(temporary)
+        _rename_unless_there(temporary, final)
+        _fsync(final.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_abandoned(final: Path) -> None:
+    # A killed process leaves its folder behind. Young ones may belong to a process that is still writing.
+    for folder in final.parent.glob(f".{final.name}.*.tmp"):
+        try:
+            age_s = time.time() - folder.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        if age_s > ABANDONED_AFTER_S:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rename_unless_there(temporary: Path, final: Path) -> None:
+    try:
+        temporary.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+
+
+def _fsync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_artefact(folder: Path, manifest: str, fields: Fields, arrays: Mapping[str, AnyArray]) -> None:
+    """Writes every array as NAME.npy, and beside them the manifest: the fields, each file's hash, the hash of all."""
+    content = {
+        "format": FORMAT,
+        **fields,
+        "files": {n: _write_array(folder / f"{n}.npy", a) for n, a in arrays.items()},
+    }
+    with (folder / manifest).open("w") as file:
+        json.dump({**content, "hash": hash_of(content)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_array(path: Path, array: AnyArray) -> Fields:
+    with path.open("wb") as file:
+        np.save(file, array, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+    return {
+        "dtype": str(array.dtype),
+        "shape": list(array.shape),
+        "size_bytes": path.stat().st_size,
+        "sha256": hash_of_file(path),
+    }
+
+
+def read_manifest(path: Path) -> Fields:
+    """The manifest's fields.
+
+    Raises ValueError naming the file if it is missing, of another format, or not what was written.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: not found; prepare the data first") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error}); delete its folder and prepare again") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{path}: expected format {FORMAT}; delete its folder and prepare again")
+    recorded = content.get("hash")
+    if hash_of({k: v for k, v in content.items() if k != "hash"}) != recorded:
+        raise ValueError(f"{path}: was changed after it was written; delete its folder and prepare again")
+    return content
+
+
+def open_arrays(folder: Path, manifest: Fields) -> dict[str, AnyArray]:
+    """The manifest's arrays, memory-mapped read-only.
+
+    Raises ValueError naming the file whose size, type or shape is not the recorded one. Contents are not read.
+    """
+    return {name: _open_array(folder / f"{name}.npy", entry) for name, entry in manifest["files"].items()}
+
+
+def _open_array(path: Path, entry: Fields) -> AnyArray:
+    if not path.is_file():
+        raise ValueError(f"{path}: not found; delete its folder and prepare again")
+    if path.stat().st_size != entry["size_bytes"]:
+        raise ValueError(
+            f"{path}: {path.stat().st_size} bytes, expected {entry['size_bytes']}; delete its folder and prepare again"
+        )
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        raise ValueError(f"{path}: not a NumPy array ({error}); delete its folder and prepare again") from None
+    if str(array.dtype) != entry["dtype"] or list(array.shape) != entry["shape"]:
+        raise ValueError(
+            f"{path}: {array.dtype} {array.shape}, expected {entry['dtype']} {tuple(entry['shape'])}; "
+            "delete its folder and prepare again"
+        )
+    # A plain view of the map: indexing a np.memmap pays for its subclass on every access.
+    return np.asarray(array)
+
+
+def verify_arrays(folder: Path, manifest: Fields) -> None:
+    """Reads every array file; raises ValueError naming the first whose SHA-256 is not the recorded one."""
+    for name, entry in manifest["files"].items():
+        path = folder / f"{name}.npy"
+        if hash_of_file(path) != entry["sha256"]:
+            raise ValueError(f"{path}: SHA-256 differs from the recorded one; delete its folder and prepare again")

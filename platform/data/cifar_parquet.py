@@ -1,0 +1,131 @@
+"""CIFAR-10 and CIFAR-100 in the Parquet layout of the Hugging Face hub: encoded images and labels in columns."""
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from fedloom.platform.data.artefact import ByteArray, Fields, IntArray, hash_of_file
+
+LABEL_COLUMNS = {"cifar10": "label", "cifar100": "fine_label"}
+NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
+IMAGE_SHAPE_HWC = (32, 32, 3)
+
+
+def find_parquet(folder: Path, dataset: str) -> "ParquetSource | None":
+    """The source in `folder`, or in the sub-folder where the hub keeps it; None if there is no such file.
+
+    Raises ValueError naming the file whose columns are not the expected ones.
+    """
+    for place in (folder, folder / "plain_text", folder / dataset):
+        files = {part: tuple(sorted(place.glob(f"{part}-*.parquet"))) for part in ("train", "test")}
+        if files["train"] and files["test"]:
+            for file in (*files["train"], *files["test"]):
+                _check_columns(file, LABEL_COLUMNS[dataset])
+            return ParquetSource(dataset, files)
+    return None
+
+
+def _expected(label: str) -> str:
+    return f"expected a Parquet file with columns img{{bytes,path}} and {label} (integer)"
+
+
+def _schema(file: Path, label: str) -> pa.Schema:
+    try:
+        return pq.read_schema(file)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{file}: cannot be read ({str(error).splitlines()[0]}); {_expected(label)}") from error
+
+
+def _check_columns(file: Path, label: str) -> None:
+    schema = _schema(file, label)
+    types = dict(zip(schema.names, schema.types, strict=True))
+    img = types.get("img")
+    has_bytes = img is not None and pa.types.is_struct(img) and img.get_field_index("bytes") >= 0
+    if not has_bytes or label not in types or not pa.types.is_integer(types[label]):
+        raise ValueError(f"{file}: columns {', '.join(schema.names)}; {_expected(label)}")
+
+
+def _read_column(file: Path, column: str, label: str) -> pa.ChunkedArray:
+    try:
+        return pq.read_table(file, columns=[column]).column(0)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{file}: cannot be read ({str(error).splitlines()[0]}); {_expected(label)}") from error
+
+
+def _decode(image: Any, file: Path, row: int) -> ByteArray:
+    encoded = image["bytes"] if image else None
+    if not encoded:
+        raise ValueError(f"{file}: row {row} has no image; expected PNG or JPEG bytes in img")
+    # Pillow, as fast per image as torchvision's decoder (75 µs measured for both, same pixels), without its import.
+    try:
+        image_HWC = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{file}: row {row} is not an image ({error}); expected PNG or JPEG bytes in img") from error
+    if image_HWC.shape != IMAGE_SHAPE_HWC:
+        raise ValueError(f"{file}: row {row} has shape {image_HWC.shape}; expected {IMAGE_SHAPE_HWC}")
+    return image_HWC.transpose(2, 0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetSource:
+    """One or more `train-*.parquet` and `test-*.parquet`, rows in the order of the file names."""
+
+    dataset: str
+    files: dict[str, tuple[Path, ...]]
+    scale: int = 255
+
+    @property
+    def label(self) -> str:
+        """Name of the label column."""
+        return LABEL_COLUMNS[self.dataset]
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names that the hub stores in the schema; numbers where it stores none."""
+        file = self.files["train"][0]
+        metadata = _schema(file, self.label).metadata or {}
+        try:
+            names = json.loads(metadata[b"huggingface"])["info"]["features"][self.label]["names"]
+        except (KeyError, TypeError, ValueError):
+            return tuple(str(c) for c in range(NUM_CLASSES[self.dataset]))
+        if len(names) != NUM_CLASSES[self.dataset]:
+            raise ValueError(f"{file}: names {len(names)} classes; expected {NUM_CLASSES[self.dataset]}")
+        return tuple(map(str, names))
+
+    def identity(self) -> Fields:
+        files = (*self.files["train"], *self.files["test"])
+        return {"layout": f"{self.dataset} Parquet", "sha256": {f.name: hash_of_file(f) for f in files}}
+
+    def labels(self, part: str) -> IntArray:
+        return np.concatenate([self._labels_of(file) for file in self.files[part]])
+
+    def _labels_of(self, file: Path) -> IntArray:
+        column = _read_column(file, self.label, self.label)
+        if column.null_count:
+            raise ValueError(f"{file}: {column.null_count} of {len(column)} labels are missing")
+        y: IntArray = column.to_numpy().astype(np.int64)
+        if y.size and not (y.min() >= 0 and y.max() < NUM_CLASSES[self.dataset]):
+            raise ValueError(f"{file}: labels {y.min()}..{y.max()}; expected 0..{NUM_CLASSES[self.dataset] - 1}")
+        return y
+
+    def images(self, part: str, rows: IntArray) -> ByteArray:
+        wanted = np.sort(rows)
+        decoded = np.stack(list(self._decoded(part, wanted)))
+        return decoded if np.array_equal(wanted, rows) else decoded[np.searchsorted(wanted, rows)]
+
+    def _decoded(self, part: str, sorted_rows: IntArray) -> Iterator[ByteArray]:
+        start = 0
+        for file in self.files[part]:
+            column = _read_column(file, "img", self.label)
+            here = sorted_rows[(sorted_rows >= start) & (sorted_rows < start + len(column))] - start
+            for row, image in zip(here.tolist(), column.take(pa.array(here)), strict=True):
+                yield _decode(image.as_py(), file, row)
+            start += len(column)

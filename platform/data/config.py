@@ -1,0 +1,71 @@
+"""Options of the data: which data set, where it lies, and how it is spread over clients."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+DATASETS = ("digits", "cifar10", "cifar100", "synthetic")
+AUGMENTATIONS = ("none", "crop_flip")
+
+
+@dataclass
+class DataConfig:
+    """Everything that determines the prepared data set and, with a seed, its partition."""
+
+    dataset: str = "digits"
+    """One of digits, cifar10, cifar100, synthetic."""
+    root: str | None = None
+    """Folder of the originals; default: the environment's FEDLOOM_DATA, then ./data."""
+    cache: str | None = None
+    """Folder of the prepared arrays; default: the environment's FEDLOOM_CACHE, then ~/.cache/fedloom."""
+    download: bool = False
+    """Fetch the original with torchvision where it is missing."""
+    train_samples: int | None = None
+    """Keep this many training samples, stratified by class; None keeps all."""
+    test_samples: int | None = None
+    """Keep this many test samples, stratified by class; None keeps all."""
+    num_clients: int = 40
+    alpha: float = 1.0
+    """Concentration of the clients' label distributions: Dirichlet(alpha * class prior)."""
+    validation_share: float = 0.1
+    """Share of every client's training samples that becomes its validation set."""
+    augment: str = "none"
+    """What is done to training batches: none or crop_flip."""
+
+
+def check(config: DataConfig) -> None:
+    """Raises ValueError, one line, for the first option that is out of range."""
+    _one_of("dataset", config.dataset, DATASETS)
+    _one_of("augment", config.augment, AUGMENTATIONS)
+    _at_least_one("num_clients", config.num_clients)
+    _at_least_one("train_samples", config.train_samples)
+    _at_least_one("test_samples", config.test_samples)
+    if not (config.alpha > 0 and math.isfinite(config.alpha)):
+        raise ValueError(
+            f"data.alpha={config.alpha}: must be > 0; small is skewed (0.1), large is nearly the same everywhere (1000)"
+        )
+    if not 0 <= config.validation_share < 1:
+        raise ValueError(
+            f"data.validation_share={config.validation_share}: must be in [0, 1); the rest of a client's data trains"
+        )
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"data.{option}={value}: must be one of {', '.join(allowed)}")
+
+
+def _at_least_one(option: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"data.{option}={value}: must be >= 1")
+
+
+def data_root(config: DataConfig) -> Path:
+    """Folder of the originals."""
+    return Path(config.root or os.environ.get("FEDLOOM_DATA") or "data").expanduser()
+
+
+def cache_root(config: DataConfig) -> Path:
+    """Folder of the prepared arrays and partitions."""
+    return Path(config.cache or os.environ.get("FEDLOOM_CACHE") or "~/.cache/fedloom").expanduser()

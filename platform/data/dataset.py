@@ -1,0 +1,117 @@
+"""A prepared data set: memory-mapped arrays, normalised on access."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedloom.platform.data.artefact import (
+    AnyArray,
+    Fields,
+    IntArray,
+    open_arrays,
+    read_manifest,
+    verify_arrays,
+)
+from fedloom.platform.data.guard import TestGuard
+
+MANIFEST = "dataset.json"
+PARTS = ("train", "test")
+PADDING = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dataset:
+    """Images and labels in two parts, "train" and "test"; made by `Dataset.open`."""
+
+    path: Path
+    name: str
+    hash: str
+    """SHA-256 (hex) of the content and its description."""
+    input_shape: tuple[int, ...]
+    """(C, H, W) of one sample."""
+    num_classes: int
+    class_names: tuple[str, ...]
+    scale: int
+    """The pixel value that stands for 1.0."""
+    mean: tuple[float, ...]
+    """Per channel, of the training images in [0, 1]."""
+    std: tuple[float, ...]
+    _arrays: dict[str, AnyArray]
+    _manifest: Fields
+    _guard: TestGuard
+
+    @classmethod
+    def open(cls, path: Path, guard: TestGuard | None = None) -> "Dataset":
+        """Memory-maps a folder that `prepare_dataset` wrote; test samples can be read while the guard is open.
+
+        Without a guard the test part is open. Raises ValueError naming the file that is missing, of another format or
+        size; contents are checked by `verify`.
+        """
+        path = Path(path)
+        manifest = read_manifest(path / MANIFEST)
+        arrays = open_arrays(path, manifest)
+        return cls(
+            path=path,
+            name=manifest["name"],
+            hash=manifest["hash"],
+            input_shape=arrays["train_x"].shape[1:],
+            num_classes=manifest["num_classes"],
+            class_names=tuple(manifest["class_names"]),
+            scale=manifest["scale"],
+            mean=tuple(manifest["mean"]),
+            std=tuple(manifest["std"]),
+            _arrays=arrays,
+            _manifest=manifest,
+            _guard=guard or TestGuard(is_open=True),
+        )
+
+    def verify(self) -> None:
+        """Reads every array; raises ValueError naming the file whose content is not what was written."""
+        verify_arrays(self.path, self._manifest)
+
+    def num_samples(self, part: str) -> int:
+        """How many samples the part ("train" or "test") has."""
+        return len(self._array(part, "y"))
+
+    def labels(self, part: str) -> IntArray:
+        """Labels (n,) of the part, read-only. Raises TestReadError for a guarded test part."""
+        self._guard.check(part)
+        return self._array(part, "y")
+
+    def tensors(self, part: str, indices: IntArray) -> tuple[Tensor, Tensor]:
+        """Normalised images (n, C, H, W), float32, and labels (n,), int64, of the samples at `indices`.
+
+        Raises TestReadError for a guarded test part.
+        """
+        self._guard.check(part)
+        x = torch.from_numpy(self._array(part, "x")[indices]).to(torch.float32)
+        y = torch.from_numpy(self._array(part, "y")[indices])
+        std = torch.tensor(self.std).view(-1, 1, 1)
+        mean = torch.tensor(self.mean).view(-1, 1, 1)
+        # ((x / scale) - mean) / std with one product and one difference per value, in place.
+        return x.mul_(1 / (self.scale * std)).sub_(mean / std), y
+
+    def _array(self, part: str, kind: str) -> AnyArray:
+        if part not in PARTS:
+            raise ValueError(f"part={part}: must be one of {', '.join(PARTS)}")
+        return self._arrays[f"{part}_{kind}"]
+
+
+def augment_crop_flip(x_BCHW: Tensor, generator: torch.Generator) -> Tensor:
+    """Each image shifted by up to 4 pixels either way and mirrored with probability 1/2; shape and type unchanged.
+
+    The border that comes in is 0, which for normalised images is the mean colour. Random numbers are drawn on the
+    generator's device, so that a CPU generator gives the same result for images on any device.
+    Source: the usual CIFAR augmentation (He et al. 2016, section 4.2).
+    """
+    B, _, H, W = x_BCHW.shape
+    offsets = torch.randint(0, 2 * PADDING + 1, (2, B), generator=generator, device=generator.device)
+    mirrored = torch.randint(0, 2, (B,), generator=generator, device=generator.device).bool()
+    dy, dx = offsets.to(x_BCHW.device)
+    # A view of all windows (B, C, dy, dx, H, W), of which one per image is copied.
+    windows = F.pad(x_BCHW, (PADDING,) * 4).unfold(2, H, 1).unfold(3, W, 1)
+    cropped = windows[torch.arange(B, device=x_BCHW.device), :, dy, dx]
+    return torch.where(mirrored.to(x_BCHW.device).view(-1, 1, 1, 1), cropped.flip(3), cropped)

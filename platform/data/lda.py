@@ -1,0 +1,111 @@
+"""Latent Dirichlet allocation of labels to clients with equal client sizes (Hsu, Qi and Brown 2019).
+
+Each client has a label distribution q_k ~ Dirichlet(alpha * prior) and draws samples without replacement by it. All
+clients draw at the same time, one sample per step, so that none is left with what the others did not want.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fedloom.platform.data.artefact import FloatArray, IntArray
+
+SMALLEST_MASS = 1e-300
+"""Below this the sum of a row is as good as zero, and too close to underflow to divide by."""
+
+
+def label_distributions(
+    alpha: float, prior: npt.NDArray[np.floating], num_clients: int, rng: np.random.Generator
+) -> FloatArray:
+    """The clients' label distributions (num_clients, C): rows drawn from Dirichlet(alpha * prior), prior summing to 1.
+
+    Classes whose prior is 0 have probability 0.
+    """
+    present = np.flatnonzero(prior)
+    weights = prior[present] / prior[present].sum()
+    drawn = rng.dirichlet(np.maximum(alpha * weights, np.finfo(np.float64).tiny), num_clients)
+    total = drawn.sum(axis=1)
+    # For very small alpha a row can underflow; the limit of the Dirichlet there is all mass on one class of the prior.
+    broken = np.flatnonzero(~(np.isfinite(total) & (total > 0.5)))
+    drawn[broken] = np.eye(len(present))[rng.choice(len(present), size=len(broken), p=weights)]
+    distributions = np.zeros((num_clients, len(prior)))
+    distributions[:, present] = drawn
+    return distributions
+
+
+def draw_samples(q: FloatArray, labels: IntArray, per_client: int, rng: np.random.Generator) -> IntArray:
+    """Indices (num_clients, per_client) into `labels`, none twice: row k drawn by the label distribution `q[k]`.
+
+    Where a client's classes are used up it draws from the others, in proportion to what is left of them.
+    Raises ValueError if there are not enough samples.
+    """
+    num_clients, num_classes = q.shape
+    if num_clients * per_client > len(labels):
+        raise ValueError(f"{num_clients} clients x {per_client} samples: there are only {len(labels)} samples")
+    pools = _ClassPools.shuffled(labels, num_classes, rng)
+    drawn = np.empty((num_clients, per_client), dtype=np.int64)
+    for step in range(per_client):
+        drawn[:, step] = _draw_one_each(q, pools, rng)
+    return drawn
+
+
+@dataclass(slots=True, eq=False)
+class _ClassPools:
+    """The samples of each class in random order, and how far each is used."""
+
+    samples: IntArray
+    next: IntArray
+    left: IntArray
+
+    @classmethod
+    def shuffled(cls, labels: IntArray, num_classes: int, rng: np.random.Generator) -> "_ClassPools":
+        order = rng.permutation(len(labels))
+        counts = np.bincount(labels, minlength=num_classes)
+        return cls(order[np.argsort(labels[order], kind="stable")], np.cumsum(counts) - counts, counts)
+
+    def take(self, wanted: IntArray, rng: np.random.Generator) -> IntArray:
+        """One sample for each wanted label, -1 for those who lose where a class has too few left."""
+        order = rng.permutation(len(wanted))  # who comes first where there are too few
+        order = order[np.argsort(wanted[order], kind="stable")]
+        label = wanted[order]
+        demand = np.bincount(wanted, minlength=len(self.left))
+        rank = np.arange(len(wanted)) - (np.cumsum(demand) - demand)[label]
+        wins = rank < self.left[label]
+        taken = np.full(len(wanted), -1, dtype=np.int64)
+        taken[order[wins]] = self.samples[(self.next[label] + rank)[wins]]
+        served = np.minimum(demand, self.left)
+        self.next += served
+        self.left -= served
+        return taken
+
+
+def _draw_one_each(q: FloatArray, pools: _ClassPools, rng: np.random.Generator) -> IntArray:
+    taken = np.full(len(q), -1, dtype=np.int64)
+    waiting = np.arange(len(q))
+    # Ends: a pass that leaves somebody waiting has used up a class.
+    while len(waiting):
+        taken[waiting] = pools.take(_draw_labels(q[waiting], pools.left, rng), rng)
+        waiting = waiting[taken[waiting] < 0]
+    return taken
+
+
+def _draw_labels(q: FloatArray, left: IntArray, rng: np.random.Generator) -> IntArray:
+    cumulative = np.cumsum(q * (left > 0), axis=1)
+    cumulative[cumulative[:, -1] < SMALLEST_MASS] = np.cumsum(left)
+    threshold = rng.random(len(q)) * cumulative[:, -1]
+    # The first class whose cumulative mass exceeds the threshold; a class without mass never does so first.
+    labels: IntArray = np.argmax(cumulative > threshold[:, None], axis=1)
+    return labels
+
+
+def split_validation(drawn: IntArray, share: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+    """Train and validation indices (num_clients, n) of each client, a random `share` of its samples being validation.
+
+    At least one sample validates if the share is positive, and at least one trains.
+    """
+    per_client = drawn.shape[1]
+    num_validation = min(max(1, round(share * per_client)), per_client - 1) if share > 0 else 0
+    shuffled = rng.permuted(drawn, axis=1)
+    # Sorted within a client: training shuffles anyway, and reads of a memory map like order.
+    return np.sort(shuffled[:, num_validation:], axis=1), np.sort(shuffled[:, :num_validation], axis=1)

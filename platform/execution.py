@@ -1,0 +1,291 @@
+"""What to do, apart from where it runs: assignments, chunks of them, and the executor that takes them.
+
+A chunk is a run of consecutive assignments of one tier. Its length comes from the configuration, never from the
+number of workers, and its weighted sums are added in plan order: a fixed reduction tree, so that any executor with
+any number of workers gives the same bits.
+"""
+
+import math
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from fedloom.platform.averaging import Update, WeightedSums
+from fedloom.platform.memory import peak_memory_bytes, reset_peak_memory
+from fedloom.platform.spaces.base import Weights
+from fedloom.platform.worker import Worker
+from fedloom.tiers.clock import TRAINING_FACTOR, client_time_s
+from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile
+
+ClientState = Mapping[str, torch.Tensor]
+"""What a client keeps between rounds, handed in and out explicitly."""
+
+
+class TaskError(ValueError):
+    """A client's work cannot be used; the message becomes the row's error."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measured value: becomes a row of `evaluations` or the score of a candidate."""
+
+    model: str
+    architecture: str
+    split: str
+    metric: str
+    value: float
+    samples: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a task gives back inside the worker, before the chunk's sums take the update in."""
+
+    update: Update | None = None
+    samples: int = 0
+    steps: int = 0
+    macs: float = 0.0
+    bytes_down: int = 0
+    bytes_up: int = 0
+    loss: float | None = None
+    metric: float | None = None
+    architecture: str | None = None
+    subspace: str | None = None
+    parameters: int | None = None
+    measurements: tuple[Measurement, ...] = ()
+    state: ClientState | None = None
+    clock_factor: float = TRAINING_FACTOR
+    """What one counted MAC costs on the simulated device: training goes backward, too."""
+
+
+class Task(Protocol):
+    """A piece of work that a worker can do for a client (or for the server, on its own data)."""
+
+    def run(self, worker: Worker, assignment: "Assignment", weights: Weights) -> Outcome:
+        """Does the work; raises TaskError if the result must not be used."""
+        ...
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One planned piece of work; for a client (`client_id`) it ends as exactly one row."""
+
+    stage: str
+    round: int
+    client_id: int | None
+    tier: str
+    task: Task
+    profile: DeviceProfile = DEFAULT_PROFILE
+    deadline_s: float | None = None
+    dropped: str = ""
+    """Why the simulated device leaves the round without an answer; empty if it stays."""
+    selection_probability: float = 1.0
+    selection_reason: str = ""
+    reads_test: bool = False
+    state: ClientState | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """How one assignment ended: the figures of its row, its measurements and the client's new state."""
+
+    client_id: int | None
+    tier: str
+    status: str
+    error: str = ""
+    traceback: str | None = None
+    architecture: str | None = None
+    subspace: str | None = None
+    parameters: int | None = None
+    samples: int = 0
+    steps: int = 0
+    macs: float = 0.0
+    bytes_down: int = 0
+    bytes_up: int = 0
+    loss: float | None = None
+    metric: float | None = None
+    wall_s: float = 0.0
+    overhead_s: float = 0.0
+    simulated_s: float = 0.0
+    peak_memory_bytes: int = 0
+    device: str = ""
+    threads: int = 1
+    attempts: int = 1
+    selection_probability: float = 1.0
+    selection_reason: str = ""
+    measurements: tuple[Measurement, ...] = ()
+    state: ClientState | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive assignments of one tier that one worker does in one call."""
+
+    tier: str
+    assignments: tuple[Assignment, ...]
+    attempts_per_client: int = 1
+
+
+@dataclass
+class ChunkResult:
+    """The chunk's partial weighted sums, already added in plan order, and one report per assignment."""
+
+    sums: WeightedSums = field(default_factory=WeightedSums)
+    reports: list[Report] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """The tensors that all assignments of a round read, with a version that changes whenever they do."""
+
+    tensors: Weights
+    version: str
+
+
+class Executor(Protocol):
+    """Where the work runs."""
+
+    def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
+        """Yields the chunks' results in the order of the chunks, whatever order they finish in."""
+        ...
+
+    def close(self) -> None:
+        """Releases workers and memory; a closed executor is not used again."""
+        ...
+
+
+def make_chunks(assignments: Iterable[Assignment], size: int, attempts_per_client: int = 1) -> list[Chunk]:
+    """Cuts the plan into chunks of at most `size` assignments; a chunk never mixes tiers."""
+    chunks: list[Chunk] = []
+    current: list[Assignment] = []
+    for assignment in assignments:
+        if current and (len(current) == size or current[0].tier != assignment.tier):
+            chunks.append(Chunk(current[0].tier, tuple(current), attempts_per_client))
+            current = []
+        current.append(assignment)
+    if current:
+        chunks.append(Chunk(current[0].tier, tuple(current), attempts_per_client))
+    return chunks
+
+
+def run_chunk(worker: Worker, chunk: Chunk, weights: SharedWeights) -> ChunkResult:
+    """Does a chunk's assignments in order and sums up their updates."""
+    result = ChunkResult()
+    for assignment in chunk.assignments:
+        result.reports.append(run_assignment(worker, assignment, weights, result.sums, chunk.attempts_per_client))
+    return result
+
+
+def run_assignment(
+    worker: Worker, assignment: Assignment, weights: SharedWeights, sums: WeightedSums, attempts: int = 1
+) -> Report:
+    """Does one assignment; its update enters `sums` only if the report says ok.
+
+    This is the one boundary that turns an exception into a failed row.
+    """
+    base = Report(
+        client_id=assignment.client_id,
+        tier=assignment.tier,
+        status="dropped",
+        error=assignment.dropped,
+        # Nobody tells the server that a device is gone: it waits for it until the deadline.
+        simulated_s=assignment.deadline_s or 0.0 if assignment.dropped else 0.0,
+        device=str(worker.device),
+        threads=worker.spec.threads,
+        selection_probability=assignment.selection_probability,
+        selection_reason=assignment.selection_reason,
+    )
+    if assignment.dropped:
+        return base
+    for attempt in range(1, attempts + 1):
+        started = time.perf_counter()
+        try:
+            return replace(_attempt(worker, assignment, weights, sums, base), attempts=attempt)
+        except Exception as error:  # noqa: BLE001 - a client's failure, whatever it is, becomes its row
+            wall_s = time.perf_counter() - started
+            base = _failed(base, error, wall_s, attempt)
+    return base
+
+
+def _failed(base: Report, error: Exception, wall_s: float, attempt: int) -> Report:
+    if isinstance(error, TaskError):
+        return replace(base, status="failed", error=str(error), wall_s=wall_s, attempts=attempt)
+    # The row's error must not depend on where the code lies; the traceback, a column aside, does.
+    first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+    text = "".join(traceback.format_exception(error)).strip()
+    return replace(base, status="failed", error=first_line, traceback=text, wall_s=wall_s, attempts=attempt)
+
+
+def _attempt(
+    worker: Worker, assignment: Assignment, weights: SharedWeights, sums: WeightedSums, base: Report
+) -> Report:
+    reset_peak_memory(worker.device)
+    started = time.perf_counter()
+    if assignment.reads_test:
+        with worker.data.reading_test():
+            outcome = assignment.task.run(worker, assignment, weights.tensors)
+    else:
+        outcome = assignment.task.run(worker, assignment, weights.tensors)
+    worked = time.perf_counter()
+    simulated_s = _simulated_s(assignment, outcome)
+    late = assignment.deadline_s is not None and simulated_s > assignment.deadline_s
+    if outcome.update is not None and not late:
+        _check_finite(outcome.update)
+        sums.add(outcome.update)
+    return replace(
+        base,
+        status="timed_out" if late else "ok",
+        error=f"simulated time {simulated_s:.6g} s is over the deadline of {assignment.deadline_s} s" if late else "",
+        architecture=outcome.architecture,
+        subspace=outcome.subspace,
+        parameters=outcome.parameters,
+        samples=outcome.samples,
+        steps=outcome.steps,
+        macs=outcome.macs,
+        bytes_down=outcome.bytes_down,
+        bytes_up=0 if late else outcome.bytes_up,
+        loss=outcome.loss,
+        metric=outcome.metric,
+        wall_s=worked - started,
+        overhead_s=time.perf_counter() - worked,
+        simulated_s=simulated_s,
+        peak_memory_bytes=peak_memory_bytes(worker.device),
+        measurements=outcome.measurements,
+        state=None if late else outcome.state,
+    )
+
+
+def _simulated_s(assignment: Assignment, outcome: Outcome) -> float:
+    if assignment.client_id is None:
+        return 0.0
+    return client_time_s(
+        assignment.profile, outcome.macs, outcome.bytes_down, outcome.bytes_up, factor=outcome.clock_factor
+    )
+
+
+@torch.no_grad()
+def _check_finite(update: Update) -> None:
+    for name, tensor in update.tensors.items():
+        # One reduction per tensor: a sum is finite only if no entry is NaN or infinite (or the training diverged).
+        if tensor.dtype.is_floating_point and not math.isfinite(tensor.sum().item()):
+            raise TaskError(f"the update is not finite (first in {name}): it was left out of the average")
+
+
+class SerialExecutor:
+    """Runs every chunk in this process, one after the other: no Ray, and the debugger's friend."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        torch.set_num_threads(worker.spec.threads)
+
+    def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
+        """See `Executor.run`."""
+        for chunk in chunks:
+            yield run_chunk(self.worker, chunk, weights)
+
+    def close(self) -> None:
+        """Nothing to release."""

@@ -1,0 +1,224 @@
+"""Stage 2 of FedorAS: per tier, a search over paths of the trained supernet; scored centrally or by clients."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedloom.platform.execution import Assignment, Measurement, Report
+from fedloom.platform.methods.supernet_stage import SUPERNET
+from fedloom.platform.search.base import Interval, Scored, Searcher, pareto_front, winner
+from fedloom.platform.search.config import SearchConfig, build_searcher
+from fedloom.platform.search.ranking import kendall_tau
+from fedloom.platform.selection import Cohort
+from fedloom.platform.spaces.base import Architecture, bytes_of, extract
+from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
+from fedloom.platform.stage import Merged, Plan, RoundResult, Row
+from fedloom.platform.state import RunState
+from fedloom.platform.tasks import ScorePaths, architecture_id, parse_architecture
+from fedloom.platform.world import SERVER, World
+
+WINNERS = "winners"
+CLIENT_SCORES = "client_scores"
+
+
+@dataclass
+class TierSearchConfig(SearchConfig):
+    """Stage 2: the searcher and who scores its candidates.
+
+    `scoring` is central (the server's validation data) or federated (FedorAS, App. K.2): a generation is then scored by
+    `scoring_rounds` cohorts of `clients_per_round` distinct eligible clients on their own validation data, and, with
+    `compare_with_central`, by the server as well to report Kendall's tau. `budgets` gives the models per tier where
+    they differ. `candidates_per_task` are scored in one call.
+    """
+
+    budgets: list[int] | None = None
+    scoring: str = "central"
+    scoring_rounds: int = 4
+    clients_per_round: int = 10
+    compare_with_central: bool = True
+    candidates_per_task: int = 8
+
+
+def winner_of(state: RunState, tier: str) -> Architecture | None:
+    """The architecture that the tier's search chose, None if the tier holds no model."""
+    name = state.data.get(WINNERS, {}).get(tier)
+    return None if name is None else parse_architecture(name)
+
+
+class TierSearchStage:
+    """Asks the searcher for a generation of the tier's models, has them scored, and tells it."""
+
+    def __init__(self, world: World, config: TierSearchConfig, tier: int) -> None:
+        if config.scoring not in ("central", "federated"):
+            raise ValueError(f"method.search.scoring={config.scoring!r}: allowed are central, federated")
+        self.world, self.config, self.tier = world, config, world.tiers[tier]
+        self.eligible = world.eligible_by_tier[tier]
+        self.name = f"search/{self.tier.name}"
+        self.federated = config.scoring == "federated"
+        if config.budgets is not None and len(config.budgets) != len(world.tiers):
+            raise ValueError(f"method.search.budgets has {len(config.budgets)} values for {len(world.tiers)} tiers")
+        self.budget = config.budget if config.budgets is None else config.budgets[tier]
+        self._live = self._fresh()  # a cache: `_searcher` rebuilds it from the state whenever it does not fit
+
+    def _fresh(self) -> Searcher:
+        seed = self.world.config.seed_for("search")
+        interval = Interval(self.tier.lower, self.tier.upper)
+        return build_searcher(
+            self.config, self.world.space.options, self.world.cost_table, interval, seed, budget=self.budget
+        )
+
+    def _searcher(self, state: RunState) -> Searcher:
+        saved = state.data[self.name]
+        if self._live.state() != saved:
+            self._live = self._fresh()
+            self._live.restore(saved)
+        return self._live
+
+    def begin(self, state: RunState) -> RunState:
+        """A searcher that was told nothing."""
+        return state.with_data(self.name, self._fresh().state())
+
+    def rounds_left(self, state: RunState) -> int:
+        """At least one more while the searcher asks for candidates."""
+        return 1 if self._searcher(state).ask() else 0
+
+    def plan(self, state: RunState) -> Plan:
+        """The generation's candidates, to the server's workers or to a cohort of clients."""
+        candidates = self._searcher(state).ask()
+        if not self.federated:
+            return Plan(self._central(state, candidates), SUPERNET, chunk_size=1)
+        pending = state.data.get(self._pending, [])
+        assignments = self._clients(state, candidates, len(pending))
+        if self.config.compare_with_central and len(pending) == 0:
+            assignments += self._central(state, candidates)
+        return Plan(assignments, SUPERNET, chunk_size=1)
+
+    @property
+    def _pending(self) -> str:
+        return f"{self.name}/{CLIENT_SCORES}"
+
+    def _central(self, state: RunState, candidates: Sequence[Architecture]) -> list[Assignment]:
+        size, version = self.config.candidates_per_task, state.version(SUPERNET)
+        groups = [tuple(candidates[i : i + size]) for i in range(0, len(candidates), size)]
+        tasks = [ScorePaths(group, version, share=self.config.validation_share) for group in groups]
+        return [Assignment(self.name, state.round, None, SERVER, task) for task in tasks]
+
+    def _clients(self, state: RunState, candidates: Sequence[Architecture], part: int) -> list[Assignment]:
+        cohort = self._cohort(state.round - part, part)
+        sent_bytes = bytes_of(extract(state.weights(SUPERNET), self._union(candidates)))
+        task = ScorePaths(tuple(candidates), state.version(SUPERNET), sent_bytes=sent_bytes)
+        ordered = self.world.in_plan_order(cohort.client_ids)
+        return [self.world.assign(self.name, state.round, cohort, c, task) for c in ordered]
+
+    def _cohort(self, first_round: int, part: int) -> Cohort:
+        """The part-th cohort of a generation: one draw for the whole generation keeps its clients distinct."""
+        size = self.config.clients_per_round
+        whole = self.world.select(self.name, first_round, self.eligible, size * self.config.scoring_rounds)
+        own = tuple(c for i, c in enumerate(whole.client_ids) if i % self.config.scoring_rounds == part)
+        return Cohort(own, whole.probability, whole.reason)
+
+    def _union(self, candidates: Iterable[Architecture]) -> Mapping[str, Any]:
+        """Slices of the smallest supernet that holds all candidates: the union of their operators, sent once."""
+        space = self.world.space
+        assert isinstance(space, OperatorChoiceSpace), "FedorAS's first stage checked this"
+        kept = tuple(tuple(sorted(set(options))) for options in zip(*candidates, strict=True))
+        return space.subspace_slices(kept)
+
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+        """Tells the searcher once all of a generation's scores are there."""
+        central = [r for r in result.reports if r.client_id is None]
+        if not self.federated:
+            return Merged(self._tell(state, _scores(central)))
+        pending = [*state.data.get(self._pending, []), _scores(r for r in result.reports if r.client_id is not None)]
+        rows: list[Row] = []
+        if central:
+            state = state.with_data(f"{self.name}/central", _scores(central))
+        if len(pending) < self.config.scoring_rounds:
+            return Merged(state.with_data(self._pending, pending))
+        scores = _pooled(pending)
+        if self.config.compare_with_central:
+            rows.append(self._tau_row(scores, state.data[f"{self.name}/central"]))
+        return Merged(self._tell(state.with_data(self._pending, []), scores), rows)
+
+    def _tell(self, state: RunState, scores: "Scores") -> RunState:
+        searcher = self._searcher(state)
+        candidates = searcher.ask()
+        nothing = (float("nan"), float("nan"), 0)
+        values = [scores.get(architecture_id(a), nothing) for a in candidates]
+        searcher.tell(candidates, [v[1] for v in values], [v[0] for v in values])
+        return state.with_data(self.name, searcher.state())
+
+    def _tau_row(self, scores: "Scores", central: "Scores") -> Row:
+        names = [n for n in scores if n in central]
+        tau, _ = kendall_tau([scores[n][1] for n in names], [central[n][1] for n in names])
+        values = {"model": "supernet", "tier": self.tier.name, "split": "validation", "metric": "kendall_tau_federated"}
+        return "evaluations", {**values, "value": tau, "samples": len(names)}
+
+    def end(self, state: RunState) -> Merged:
+        """The winner, and every candidate as a row, marked if it is on the final front."""
+        history = self._searcher(state).history
+        feasible = [s for s in history if s.feasible]
+        rows = self._candidate_rows(history)
+        if feasible:
+            winners = {**state.data.get(WINNERS, {}), self.tier.name: architecture_id(winner(feasible).architecture)}
+            state = state.with_data(WINNERS, winners)
+        # The rows hold the history from here on; every further checkpoint would carry it along.
+        return Merged(state.without_data(self.name, self._pending, f"{self.name}/central"), rows)
+
+    def _candidate_rows(self, history: Sequence[Scored]) -> list[Row]:
+        front = {s.architecture for s in pareto_front(history)}
+        macs, parameters = self.world.macs_table, self.world.space.cost_table("parameters")
+        return [
+            (
+                "candidates",
+                {
+                    "tier": self.tier.name,
+                    "generation": s.generation,
+                    "architecture": architecture_id(s.architecture),
+                    "macs": macs.cost(s.architecture),
+                    "parameters": int(parameters.cost(s.architecture)),
+                    "loss": s.loss,
+                    "metric": s.metric,
+                    "feasible": s.feasible,
+                    "on_front": s.architecture in front,
+                },
+            )
+            for s in history
+        ]
+
+
+Scores = dict[str, Any]
+"""Per architecture its loss, metric and number of samples."""
+
+
+def _scores(reports: Iterable[Report]) -> Scores:
+    """Scores pooled over reports, weighted by samples; a failed report gives none."""
+    by_name: dict[str, dict[str, list[Measurement]]] = {}
+    for report in reports:
+        for m in report.measurements:
+            by_name.setdefault(m.architecture, {}).setdefault(m.metric, []).append(m)
+    return {name: _weighted(values["loss"], values["accuracy"]) for name, values in by_name.items()}
+
+
+def _weighted(losses: list[Measurement], metrics: list[Measurement]) -> tuple[float, float, int]:
+    samples = np.array([m.samples for m in losses], dtype=np.float64)
+    total = samples.sum()
+    if total == 0:
+        return (float("nan"), float("nan"), 0)
+    loss = float(sum(m.value * m.samples for m in losses if m.samples) / total)
+    metric = float(sum(m.value * m.samples for m in metrics if m.samples) / total)
+    return (loss, metric, int(total))
+
+
+def _pooled(parts: Sequence[Scores]) -> Scores:
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    pooled: Scores = {}
+    for name in names:
+        values = [part[name] for part in parts if name in part and part[name][2] > 0]
+        samples = sum(v[2] for v in values)
+        if samples:
+            means = [sum(v[i] * v[2] for v in values) / samples for i in (0, 1)]
+            pooled[name] = (means[0], means[1], samples)
+    return pooled

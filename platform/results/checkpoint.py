@@ -1,0 +1,157 @@
+"""A run's checkpoint: named bags of tensors and JSON data, of which one whole state can be loaded at any moment."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedloom.platform.results.files import check_name, remove_temporaries, write_atomically
+from fedloom.platform.results.tensor_files import content_hash, damaged, from_bytes, read_checked, to_bytes
+
+STATE_FILE = "state.json"
+CHECKPOINT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bag:
+    """Named tensors and the number of their state: as long as the version is the same, so is the content."""
+
+    tensors: Mapping[str, Tensor]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A loaded checkpoint."""
+
+    bags: dict[str, Bag]
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBag:
+    """Where the content of a bag is: a file of the checkpoint folder."""
+
+    file: str
+    sha256: str
+    version: int
+
+
+Saved = Mapping[str, StoredBag]
+"""What a checkpoint consists of, by bag: handed from one `save_checkpoint` to the next."""
+
+
+def save_checkpoint(
+    folder: Path, bags: Mapping[str, Bag], data: Mapping[str, Any], previous: Saved | None = None
+) -> dict[str, StoredBag]:
+    """Replaces the checkpoint in the folder; a crash at any moment leaves the old one or the new one.
+
+    `previous` is what the last call on this folder returned: bags of an unchanged version are not written again
+    (without it, all are). `data` is anything that JSON holds; mind that JSON turns tuples into lists and all keys
+    into text. Raises ValueError for data or tensors that cannot be stored, OSError if the disk refuses.
+    """
+    state = _state_json(data)
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = {name: _store(folder, name, bag, (previous or {}).get(name)) for name, bag in bags.items()}
+    references = {name: {"file": bag.file, "sha256": bag.sha256, "version": bag.version} for name, bag in saved.items()}
+    head = json.dumps({"checkpoint_version": CHECKPOINT_VERSION, "bags": references})
+    # The data comes as text already checked: one pass over it, not two.
+    write_atomically(folder / STATE_FILE, f'{head[:-1]}, "data": {state}}}'.encode())
+    _remove_unreferenced(folder, saved)
+    return saved
+
+
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in the folder; ValueError in one line if there is none or a file of it is damaged."""
+    path = folder / STATE_FILE
+    state = _read_state(path)
+    try:
+        bags = {name: _load_bag(folder, reference) for name, reference in state["bags"].items()}
+        return Checkpoint(bags, state["data"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(damaged(path, "it is not the state of a checkpoint")) from error
+
+
+def stored_bags(folder: Path) -> dict[str, StoredBag]:
+    """The references of the checkpoint in the folder: the `previous` of the first save after a resume."""
+    path = folder / STATE_FILE
+    try:
+        return {name: StoredBag(**reference) for name, reference in _read_state(path)["bags"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(damaged(path, "it is not the state of a checkpoint")) from error
+
+
+def check_same_config(saved: Mapping[str, Any], given: Mapping[str, Any], most: int = 5) -> None:
+    """Raises ValueError showing the keys, dotted and at most `most`, in which the configurations differ."""
+    old, new = _flat(saved), _flat(given)
+    changes = [
+        f"{key} {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
+        for key in [*old, *(key for key in new if key not in old)]
+        if old.get(key) != new.get(key)
+    ]
+    if changes:
+        more = f" and {len(changes) - most} more" if len(changes) > most else ""
+        raise ValueError(
+            f"checkpoint of another configuration: {', '.join(changes[:most])}{more}; "
+            "resume with the saved values or start a new run"
+        )
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys with their values as JSON text, in which tuples equal lists and NaN equals NaN."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = json.dumps(value)
+    return flat
+
+
+def _state_json(data: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(data)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the data of a checkpoint cannot be written as JSON: {error}") from error
+
+
+def _store(folder: Path, name: str, bag: Bag, previous: StoredBag | None) -> StoredBag:
+    if previous is not None and previous.version == bag.version:
+        return previous
+    check_name("bag", name)
+    content = to_bytes(bag.tensors)
+    sha256 = content_hash(content)
+    # The hash in the name keeps a file that the present state.json refers to from ever being overwritten.
+    path = folder / f"{name}-v{bag.version}-{sha256[:16]}.safetensors"
+    write_atomically(path, content)
+    return StoredBag(path.name, sha256, bag.version)
+
+
+def _remove_unreferenced(folder: Path, saved: Saved) -> None:
+    needed = {bag.file for bag in saved.values()}
+    for path in folder.glob("*.safetensors"):
+        if path.name not in needed:
+            path.unlink()
+    remove_temporaries(folder)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no checkpoint in {path.parent}: the run stopped before its first one") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(damaged(path, "it cannot be read as JSON")) from error
+    if not isinstance(state, dict) or not isinstance(version := state.get("checkpoint_version"), int):
+        raise ValueError(damaged(path, "it is not the state of a checkpoint"))
+    if version > CHECKPOINT_VERSION:
+        raise ValueError(f"{path} was written by a newer version of fedloom: resume with that version")
+    return state
+
+
+def _load_bag(folder: Path, reference: Mapping[str, Any]) -> Bag:
+    path = folder / reference["file"]
+    return Bag(from_bytes(read_checked(path, reference["sha256"]), path), reference["version"])

@@ -1,0 +1,70 @@
+"""Models that a run keeps: a safetensors file and a JSON card that says what it is."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fedloom.platform.results.files import check_name, remove_temporaries, write_atomically
+from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.tensor_files import content_hash, damaged, from_bytes, read_checked, to_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A model kept: `file` is relative to the run's artefacts, `hash` is the SHA-256 of the file."""
+
+    name: str
+    file: str
+    hash: str
+    size_bytes: int
+
+
+def save_model(paths: RunPaths, name: str, tensors: Mapping[str, Tensor], card: Mapping[str, Any]) -> ModelFile:
+    """Keeps a model under its name, in the place of an earlier one of that name.
+
+    `card` is JSON data about the model (architecture, costs, scores). A crash leaves the old model or the new one.
+    """
+    check_name("model", name)
+    content = to_bytes(tensors)
+    sha256 = content_hash(content)
+    # The hash in the file name: the card of the old model never points at the new model's tensors.
+    model = ModelFile(name, f"models/{name}.{sha256[:16]}.safetensors", sha256, len(content))
+    text = _card_json(model, card)
+    paths.models.mkdir(parents=True, exist_ok=True)
+    write_atomically(paths.artifacts / model.file, content)
+    write_atomically(paths.models / f"{name}.json", text.encode())
+    for path in paths.models.glob(f"{name}.{'[0-9a-f]' * 16}.safetensors"):
+        if path != paths.artifacts / model.file:
+            path.unlink()
+    remove_temporaries(paths.models)
+    return model
+
+
+def load_model(paths: RunPaths, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the card of a model; ValueError listing the models if it is unknown, or naming a damaged file."""
+    path = paths.models / f"{name}.json"
+    if not path.is_file():
+        known = ", ".join(list_models(paths)) or "none"
+        raise ValueError(f"run {paths.run_id!r} has no model {name!r}; its models: {known}")
+    try:
+        content = json.loads(path.read_bytes())
+        file, sha256, card = paths.artifacts / content["file"], content["hash"], content["card"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(damaged(path, "it is not the card of a model")) from error
+    return from_bytes(read_checked(file, sha256), file), card
+
+
+def list_models(paths: RunPaths) -> list[str]:
+    """Names of the models that the run keeps."""
+    return sorted(path.stem for path in paths.models.glob("*.json"))
+
+
+def _card_json(model: ModelFile, card: Mapping[str, Any]) -> str:
+    content = {"name": model.name, "file": model.file, "hash": model.hash, "card": card}
+    try:
+        return json.dumps(content, indent=1)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the card of model {model.name!r} cannot be written as JSON: {error}") from error

@@ -1,0 +1,148 @@
+"""The Parquet files of one table of one run: appended to, cut and read so that no reader ever sees half a file."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fedloom.platform.results.files import publish, remove_temporaries, sync_file, temporary_path
+
+SCHEMA_VERSION_KEY = b"fedloom_schema_version"
+
+_ArrowErrors = (pa.lib.ArrowException, OSError)
+
+
+def read_part(path: Path) -> pa.Table:
+    """The rows of one file; ValueError naming the file if it is damaged or was not written by this platform."""
+    try:
+        # One open handle for footer and rows: the file may be replaced meanwhile.
+        with pq.ParquetFile(path) as file:
+            table = file.read()
+    except _ArrowErrors as error:
+        raise _unreadable(path, error) from error
+    _check_origin(path, table.schema)
+    return table
+
+
+def count_rows(path: Path) -> int:
+    """Number of rows by the file's footer; ValueError as for `read_part`."""
+    try:
+        with pq.ParquetFile(path) as file:
+            schema, rows = file.schema_arrow, file.metadata.num_rows
+    except _ArrowErrors as error:
+        raise _unreadable(path, error) from error
+    _check_origin(path, schema)
+    return int(rows)
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    reason = str(error).partition("\n")[0]
+    return ValueError(f"{path} is not a readable Parquet file ({reason}): move it away or restore it from a copy")
+
+
+def _check_origin(path: Path, schema: pa.Schema) -> None:
+    if SCHEMA_VERSION_KEY not in (schema.metadata or {}):
+        raise ValueError(f"{path} was not written by fedloom (no schema version in it): move it out of the results")
+
+
+def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with exactly the columns of `schema`: cast where the type differs, typed nulls where one is missing."""
+    columns = []
+    for field in schema:
+        if field.name not in table.column_names:
+            columns.append(pa.nulls(table.num_rows, field.type))
+        else:
+            columns.append(table.column(field.name).cast(field.type))
+    return pa.table(columns, schema=schema)
+
+
+def write_part(path: Path, table: pa.Table) -> None:
+    """Writes the file whole or not at all: temporary name, synced, read back, renamed over the old one."""
+    temporary = temporary_path(path)
+    pq.write_table(table, temporary, compression="zstd")
+    sync_file(temporary)
+    if count_rows(temporary) != table.num_rows:
+        raise OSError(f"{temporary} does not hold the {table.num_rows} rows that were written to it")
+    publish(temporary, path)
+
+
+class TableParts:
+    """Files part-00000.parquet, part-00001.parquet, ... that hold the rows of one table of one run in order.
+
+    Only the last one is ever rewritten. The first always exists, with no rows at first, so that readers find the
+    columns of a table before its first row. No rows are kept in memory.
+    """
+
+    def __init__(self, folder: Path, schema: pa.Schema, rows_per_file: int) -> None:
+        self._folder = folder
+        self._schema = schema
+        self._rows_per_file = rows_per_file
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_temporaries(folder)
+        self._counts = [count_rows(path) for path in self._existing()]
+        if self._counts:
+            self._check_version()
+        else:
+            write_part(self._path(0), schema.empty_table())
+            self._counts = [0]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows in all files."""
+        return sum(self._counts)
+
+    def append(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Adds rows at the end: fills the last file up, then starts new ones."""
+        while rows:
+            if self._counts[-1] >= self._rows_per_file:
+                self._counts.append(0)
+            batch = rows[: self._rows_per_file - self._counts[-1]]
+            self._extend_last(pa.Table.from_pylist(batch, schema=self._schema))
+            rows = rows[len(batch) :]
+
+    def replace(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Puts these rows in the place of all rows of a table that is one small file."""
+        assert len(self._counts) == 1
+        self._write(0, pa.Table.from_pylist(rows, schema=self._schema))
+
+    def read_last(self) -> pa.Table:
+        """The rows of the last file, with the columns of the present schema."""
+        return conform(read_part(self._path(len(self._counts) - 1)), self._schema)
+
+    def cut(self, num_rows: int) -> None:
+        """Drops all rows from `num_rows` on, from the end backwards, so that stopping midway leaves no gap."""
+        while self.rows > num_rows:
+            last = len(self._counts) - 1
+            before = sum(self._counts[:-1])
+            if before >= num_rows and last > 0:
+                self._path(last).unlink()
+                self._counts.pop()
+            else:
+                self._write(last, self.read_last().slice(0, num_rows - before))
+
+    def _extend_last(self, new: pa.Table) -> None:
+        if self._counts[-1]:
+            new = pa.concat_tables([self.read_last(), new])
+        self._write(len(self._counts) - 1, new)
+
+    def _write(self, index: int, table: pa.Table) -> None:
+        write_part(self._path(index), table)
+        self._counts[index] = table.num_rows
+
+    def _path(self, index: int) -> Path:
+        return self._folder / f"part-{index:05d}.parquet"
+
+    def _existing(self) -> list[Path]:
+        found = sorted(self._folder.glob("part-*.parquet"))
+        expected = [self._path(i) for i in range(len(found))]
+        if found != expected:
+            missing = next(path for path in expected if path not in found)
+            raise ValueError(f"{missing} is missing: restore it from a copy, or start a new run")
+        return found
+
+    def _check_version(self) -> None:
+        for index in range(len(self._counts)):
+            stored = pq.read_schema(self._path(index))
+            if int(stored.metadata[SCHEMA_VERSION_KEY]) > int(self._schema.metadata[SCHEMA_VERSION_KEY]):
+                raise ValueError(f"{self._path(index)} was written by a newer version: resume with that version")

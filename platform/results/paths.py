@@ -1,0 +1,104 @@
+"""Where everything of a run lies below the results folder, and how runs are named and found."""
+
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fedloom.platform.results.files import check_name
+
+LONGEST_RUN_ID = 40
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """The places of one run; nothing inside them stores an absolute path, so the results folder can be moved."""
+
+    root: Path
+    experiment: str
+    run_id: str
+
+    @property
+    def artifacts(self) -> Path:
+        """The folder of everything of this run that is not a table."""
+        return self.root / "artifacts" / self.run_id
+
+    @property
+    def config(self) -> Path:
+        return self.artifacts / "config.json"
+
+    @property
+    def status(self) -> Path:
+        return self.artifacts / "status.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.artifacts / "checkpoint"
+
+    @property
+    def models(self) -> Path:
+        return self.artifacts / "models"
+
+    @property
+    def logs(self) -> Path:
+        return self.artifacts / "logs"
+
+    def table(self, table: str) -> Path:
+        """The folder of this run's rows of one table."""
+        return self.root / table / f"experiment={self.experiment}" / f"run_id={self.run_id}"
+
+
+def run_paths(root: Path, experiment: str, run_id: str) -> RunPaths:
+    """The places of a run whose names have been checked (ValueError if they cannot be file names)."""
+    check_name("experiment", experiment)
+    check_name("run id", run_id, LONGEST_RUN_ID)
+    return RunPaths(Path(root), experiment, run_id)
+
+
+def new_run_id(root: Path, experiment: str) -> str:
+    """A run id that nothing under `root` uses: UTC time, the experiment's first letters, a random end.
+
+    At most 40 characters; the ids sort by time. The random end comes from the operating system, not from a stream
+    of the run, so that two runs of the same seed started in one second differ.
+    """
+    check_name("experiment", experiment)
+    while True:
+        run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{experiment[:16]}-{os.urandom(3).hex()}"
+        if not is_used(root, run_id):
+            return run_id
+
+
+def is_used(root: Path, run_id: str) -> bool:
+    """Whether artefacts or rows of this run id exist."""
+    return (root / "artifacts" / run_id).exists() or any(root.glob(f"*/experiment=*/run_id={run_id}"))
+
+
+def list_runs(root: Path) -> list[RunPaths]:
+    """All runs that have rows under the results folder, in the order of their ids."""
+    runs = {
+        RunPaths(root, folder.parent.name.removeprefix("experiment="), folder.name.removeprefix("run_id="))
+        for folder in Path(root).glob("*/experiment=*/run_id=*")
+    }
+    return sorted(runs, key=lambda run: run.run_id)
+
+
+def find_run(root: Path, run_id_or_prefix: str) -> RunPaths:
+    """The run of this id, or the only run whose id begins so.
+
+    Raises ValueError listing the known runs if there is none, or the candidates if there are several.
+    """
+    runs = list_runs(root)
+    exact = [run for run in runs if run.run_id == run_id_or_prefix]
+    matching = exact or [run for run in runs if run.run_id.startswith(run_id_or_prefix)]
+    if len(matching) == 1:
+        return matching[0]
+    if not matching:
+        raise ValueError(f"no run {run_id_or_prefix!r} under {root}; known runs: {_latest(runs)}")
+    raise ValueError(f"run {run_id_or_prefix!r} could be any of {_latest(matching)}: give more of its id")
+
+
+def _latest(runs: list[RunPaths], most: int = 10) -> str:
+    names = [run.run_id for run in runs]
+    if not names:
+        return "none"
+    return ", ".join(names[-most:]) + (f" and {len(names) - most} earlier" if len(names) > most else "")

@@ -1,0 +1,113 @@
+"""The status file of a run: whether it runs, has stalled, died, failed or is done."""
+
+import json
+import os
+import platform
+import threading
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from fedloom.platform.results.files import write_atomically
+
+WrittenState = Literal["running", "done", "failed", "interrupted"]
+State = Literal["running", "done", "failed", "interrupted", "stalled", "dead"]
+
+BEAT_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What is known about a run.
+
+    A run that claims to be running is "dead" if its process is gone from this host, and "stalled" if its heartbeat
+    (seconds since 1970) is old.
+    """
+
+    state: State
+    pid: int
+    host: str
+    stage: str
+    round: int
+    rounds_total: int
+    heartbeat: float
+    message: str
+
+
+class StatusFile:
+    """Writes the status of the present process's run; safe to use from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._status = Status("running", os.getpid(), platform.node(), "", 0, 0, 0.0, "")
+        self._next_beat_s = 0.0
+
+    def write(
+        self,
+        state: WrittenState = "running",
+        *,
+        stage: str | None = None,
+        round: int | None = None,
+        rounds_total: int | None = None,
+        message: str | None = None,
+    ) -> None:
+        """Writes the status at once; what is not given stays as it was."""
+        given = {"stage": stage, "round": round, "rounds_total": rounds_total, "message": message}
+        changes = {name: value for name, value in given.items() if value is not None}
+        with self._lock:
+            self._status = replace(self._status, state=state, **changes)  # type: ignore[arg-type]
+            self._write()
+
+    def beat(self) -> None:
+        """Renews the heartbeat, at most once a second however often it is called."""
+        if time.monotonic() >= self._next_beat_s:
+            with self._lock:
+                self._write()
+
+    def _write(self) -> None:
+        self._next_beat_s = time.monotonic() + BEAT_INTERVAL_S
+        self._status = replace(self._status, heartbeat=time.time())
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Not durable: it is about a process, which does not outlive a power failure either.
+        write_atomically(self._path, json.dumps(asdict(self._status)).encode(), durable=False)
+
+
+def read_status(path: Path, stalled_after_s: float = 60.0) -> Status:
+    """The status of a run as it is now, without writing anything.
+
+    Raises ValueError if there is no status file or it is damaged.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        status = Status(**{field.name: content[field.name] for field in fields(Status)})
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no status file {path}: the run has not started, or its folder was moved") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a status file: move it away; resuming the run writes a new one") from error
+    if status.state not in get_args(WrittenState):
+        raise ValueError(f"{path} has the unknown state {status.state!r}: it was written by another version")
+    if status.state != "running":
+        return status
+    return replace(status, state=_running_state(status, stalled_after_s))
+
+
+def _running_state(status: Status, stalled_after_s: float) -> State:
+    if status.host == platform.node() and not _is_alive(status.pid):
+        return "dead"
+    return "stalled" if time.time() - status.heartbeat > stalled_after_s else "running"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    # An ended process that nobody has waited for still takes signals; Linux tells by its state.
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    except OSError:
+        return True

@@ -1,0 +1,204 @@
+"""The tables of a run: their declared, versioned, typed columns, the check of every row, and reading them back."""
+
+import difflib
+import json
+import numbers
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from fedloom.platform.results.parts import SCHEMA_VERSION_KEY, conform, read_part
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+
+Value = int | float | str | bool | datetime
+Row = dict[str, Value]
+"""One row: the columns that have a value. `experiment` and `run_id` are not in it, they are in the path."""
+
+_TYPES = {
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "str": pa.string(),
+    "bool": pa.bool_(),
+    "time": pa.timestamp("us", tz="UTC"),
+}
+
+
+def _schema(columns: str) -> pa.Schema:
+    fields = [pa.field(name, _TYPES[kind]) for name, kind in (column.split(":") for column in columns.split())]
+    return pa.schema(fields, metadata={SCHEMA_VERSION_KEY: str(SCHEMA_VERSION)})
+
+
+# Architectures are text such as "3-1-8-0"; `schedules`, `seeds`, `config` and `versions` are JSON text.
+TABLES: dict[str, pa.Schema] = {
+    "runs": _schema(
+        "method:str space:str dataset:str seeds:str config:str versions:str source_hash:str partition_hash:str "
+        "status:str started:time ended:time error:str"
+    ),
+    "rounds": _schema(
+        "stage:str round:int clients_planned:int clients_ok:int clients_failed:int loss:float metric:float "
+        "bytes_down:int bytes_up:int macs:int wall_s:float simulated_s:float beta:float lr:float schedules:str"
+    ),
+    "clients": _schema(
+        "stage:str round:int client_id:int tier:str architecture:str subspace:str samples:int steps:int macs:int "
+        "parameters:int bytes_down:int bytes_up:int loss:float metric:float wall_s:float overhead_s:float "
+        "simulated_s:float peak_memory_bytes:int status:str error:str traceback:str selection_reason:str "
+        "selection_probability:float device:str threads:int attempts:int"
+    ),
+    "candidates": _schema(
+        "stage:str round:int tier:str generation:int architecture:str macs:int parameters:int loss:float "
+        "metric:float feasible:bool on_front:bool"
+    ),
+    "evaluations": _schema(
+        "stage:str round:int model:str tier:str architecture:str client_id:int split:str metric:str value:float "
+        "samples:int"
+    ),
+    "models": _schema("stage:str round:int tier:str architecture:str macs:int parameters:int file:str hash:str"),
+}
+
+TIME_COLUMNS: dict[str, frozenset[str]] = {
+    "runs": frozenset({"started", "ended", "versions", "source_hash"}),
+    "rounds": frozenset({"wall_s"}),
+    "clients": frozenset({"wall_s", "overhead_s", "peak_memory_bytes", "device", "attempts", "traceback"}),
+    "candidates": frozenset(),
+    "evaluations": frozenset(),
+    "models": frozenset(),
+}
+"""Per table the columns that depend on when and where a run ran; all others are the same for the same configuration."""
+
+_PYTHON_TYPES = {pa.int64(): int, pa.float64(): float, pa.string(): str, pa.bool_(): bool}
+_KINDS: dict[str, dict[str, type]] = {
+    table: {field.name: _PYTHON_TYPES.get(field.type, datetime) for field in schema} for table, schema in TABLES.items()
+}
+_ALLOWED = {
+    int: "a whole number that fits 64 bits",
+    float: "a number",
+    str: "text",
+    bool: "True or False",
+    datetime: "a datetime with a time zone",
+}
+
+
+def check_row(table: str, row: Mapping[str, Any]) -> Row:
+    """The row with plain Python values and without its nulls; a column that is not given becomes a null.
+
+    Raises ValueError for an undeclared table or column (naming the nearest) and for a value of another type.
+    """
+    if table not in _KINDS:
+        raise ValueError(f"there is no table {table!r}: the tables are {', '.join(TABLES)}")
+    kinds = _KINDS[table]
+    checked: Row = {}
+    for name, value in row.items():
+        kind = kinds.get(name)
+        if kind is None:
+            raise ValueError(_undeclared(table, name))
+        # The frequent case without a call: this runs for every value of every client's row.
+        exact = type(value) is kind
+        if exact and (kind is float or (kind is str and value.isascii()) or (kind is int and _fits(value))):
+            checked[name] = value
+        elif value is not None:
+            checked[name] = _plain(table, name, kind, value)
+    return checked
+
+
+def _plain(table: str, name: str, kind: type, value: Any) -> Value:
+    # What passes here must never fail later, when a whole batch of rows is turned into Parquet.
+    if kind is str and isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if kind is bool and isinstance(value, bool | np.bool_):
+        return bool(value)
+    if kind is datetime and isinstance(value, datetime) and value.tzinfo is not None:
+        return value
+    if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    # A count that was summed up as float is a count; half a byte is a mistake.
+    if kind is int and _is_whole(value) and _fits(int(value)):
+        return int(value)
+    given = f"{value!r:.60} ({type(value).__name__})"
+    raise ValueError(f"column {name!r} of table {table!r} got {given}: give {_ALLOWED[kind]} or None")
+
+
+def _fits(value: int) -> bool:
+    return -0x8000000000000000 <= value <= 0x7FFFFFFFFFFFFFFF
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, numbers.Integral):
+        return not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and float(value).is_integer()
+
+
+def _undeclared(table: str, name: str) -> str:
+    (nearest,) = difflib.get_close_matches(name, _KINDS[table], n=1, cutoff=0.0)
+    return (
+        f"table {table!r} has no column {name!r}; the nearest is {nearest!r}. "
+        "Measures of your own go into table 'evaluations' as metric and value"
+    )
+
+
+_encode = json.JSONEncoder(check_circular=False).encode
+
+
+def row_json(row: Row) -> str:
+    """The row as one line of JSON; NaN and infinities survive, times are not allowed."""
+    return _encode(row)
+
+
+def read_table(root: Path, table: str, experiment: str | None = None, run_id: str | None = None) -> "pd.DataFrame":
+    """All rows of a table, or those of one experiment or run, with the columns `experiment` and `run_id` first.
+
+    Integer and truth columns have pandas' nullable types, so that a missing value does not turn counts into floats.
+    Files of several schema versions are read together: columns that a file lacks are null. A table without rows
+    gives an empty frame. Raises ValueError naming the file if one is damaged or was not written by this platform.
+    """
+    import pandas as pd  # here, so that a process that only writes does without pandas
+
+    if table not in TABLES:
+        raise ValueError(f"there is no table {table!r}: the tables are {', '.join(TABLES)}")
+    pieces = [
+        (read_part(file), *partition)
+        for file, partition in _files(Path(root) / table)
+        if experiment in (None, partition[0]) and run_id in (None, partition[1])
+    ]
+    schema = _union([TABLES[table], *(piece.schema for piece, _, _ in pieces)])
+    tables = [_with_partition(conform(piece, schema), e, r) for piece, e, r in pieces]
+    whole = pa.concat_tables([_with_partition(schema.empty_table(), "", ""), *tables])
+    frame: pd.DataFrame = whole.to_pandas(
+        types_mapper={pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}.get, ignore_metadata=True
+    )
+    return frame
+
+
+def _files(folder: Path) -> list[tuple[Path, tuple[str, str]]]:
+    """The table's files that readers see, each with its (experiment, run_id)."""
+    found = []
+    for file in sorted(folder.rglob("*.parquet")):
+        if file.name.startswith((".", "_")):
+            continue
+        experiment, _, run_id = file.parent.relative_to(folder).as_posix().partition("/run_id=")
+        if not experiment.startswith("experiment=") or not run_id or "/" in run_id:
+            raise ValueError(f"{file} does not belong to a run: move it out of {folder}")
+        found.append((file, (experiment.removeprefix("experiment="), run_id)))
+    return found
+
+
+def _union(schemas: list[pa.Schema]) -> pa.Schema:
+    """All columns, the declared ones first and with the declared type."""
+    fields: dict[str, pa.Field] = {}
+    for schema in schemas:
+        for field in schema:
+            fields.setdefault(field.name, field)
+    return pa.schema(list(fields.values()))
+
+
+def _with_partition(table: pa.Table, experiment: str, run_id: str) -> pa.Table:
+    for name, value in (("run_id", run_id), ("experiment", experiment)):
+        table = table.add_column(0, pa.field(name, pa.string()), pa.repeat(pa.scalar(value), table.num_rows))
+    return table

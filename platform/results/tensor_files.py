@@ -1,0 +1,73 @@
+"""Bags of named tensors as safetensors bytes: what checkpoints and models are made of."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+_ORDER = "order"
+
+
+def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """The bag as the content of a safetensors file: values, shapes, types and the order of the names.
+
+    Views and tensors on other devices are copied. ValueError for a tensor that the format cannot hold.
+    """
+    # The format sorts by name; the order is kept beside it, because sums over a bag follow its order.
+    metadata = {_ORDER: json.dumps(list(tensors))}
+    try:
+        return safetensors.torch.save(_storable(tensors), metadata)
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        kinds = sorted({str(tensor.dtype) for tensor in tensors.values()})
+        raise ValueError(f"a bag of tensors of the types {kinds} cannot be saved as safetensors: {error}") from error
+
+
+def from_bytes(content: bytes, origin: Path) -> dict[str, Tensor]:
+    """The bag in its order; ValueError naming `origin` if the content is not a whole safetensors file."""
+    try:
+        tensors = safetensors.torch.load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(damaged(origin, "it is not a whole safetensors file")) from error
+    order = json.loads(header.get("__metadata__", {}).get(_ORDER, json.dumps(sorted(tensors))))
+    return {name: tensors[name] for name in order}
+
+
+def content_hash(content: bytes) -> str:
+    """SHA-256 of the content, as 64 hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_checked(path: Path, sha256: str) -> bytes:
+    """The file's content; ValueError if it is missing or its hash is another."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(damaged(path, error.strerror or "it cannot be read")) from error
+    if content_hash(content) != sha256:
+        raise ValueError(damaged(path, "its content does not have the recorded hash"))
+    return content
+
+
+def damaged(path: Path, reason: str) -> str:
+    """The one line about a file that cannot be used."""
+    return f"{path} is damaged ({reason}): restore it from a copy, or start a new run"
+
+
+def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            raise ValueError(f"tensor {name!r} is {tensor.layout}: save it dense")
+        stored = tensor.detach().to("cpu").contiguous()
+        pointer = stored.untyped_storage().data_ptr()
+        # The format refuses tensors that share memory, such as slices of one supernet tensor.
+        result[name] = stored.clone(memory_format=torch.contiguous_format) if pointer in seen else stored
+        seen.add(pointer)
+    return result

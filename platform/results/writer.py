@@ -1,0 +1,182 @@
+"""The one writer of a run's tables: rows are added, committed to a journal, and flushed to Parquet."""
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from fedloom.platform.results.files import check_writable, sync_folder
+from fedloom.platform.results.journal import Journal, JournalledRows, journal_files, journal_line, read_journals
+from fedloom.platform.results.parts import TableParts
+from fedloom.platform.results.paths import RunPaths, is_used, run_paths
+from fedloom.platform.results.tables import TABLES, Row, check_row, row_json
+
+Position = Mapping[str, int]
+"""For each table the number of its rows: where a checkpoint stands in the results."""
+
+ROW_TABLES = tuple(table for table in TABLES if table != "runs")
+
+# A flush rewrites the last file of a table. Waiting this many times its duration bounds its share of the run to 5 %,
+# and waiting at most so many intervals keeps readers up to date.
+_FLUSH_PAUSE = 20
+_MOST_INTERVALS = 12
+
+
+class RunWriter:
+    """Writes the tables of one run, and alone does so.
+
+    `add` only remembers a row; `commit` makes all added rows survive a kill at any moment; `flush` brings them into
+    the Parquet files that readers see. Rows not yet in Parquet are all that is kept in memory.
+    """
+
+    def __init__(self, paths: RunPaths, flush_interval_s: float, rows_per_file: int) -> None:
+        """For `create` and `resume` only."""
+        self.paths = paths
+        self._flush_interval_s = flush_interval_s
+        self._rows_per_file = rows_per_file
+        self._parts = {table: TableParts(paths.table(table), TABLES[table], rows_per_file) for table in TABLES}
+        self._journal = Journal(paths.artifacts)
+        self._added: dict[str, list[Row]] = {table: [] for table in ROW_TABLES}
+        self._committed: dict[str, list[Row]] = {table: [] for table in ROW_TABLES}
+        self._run: Row = next(iter(self._parts["runs"].read_last().to_pylist()), {})
+        self._next_flush_s = time.monotonic() + flush_interval_s
+
+    @classmethod
+    def create(
+        cls, root: Path, experiment: str, run_id: str, flush_interval_s: float = 5.0, rows_per_file: int = 250_000
+    ) -> Self:
+        """Starts a new run; ValueError if the id is used or the folder cannot be written, and then nothing is."""
+        paths = run_paths(root, experiment, run_id)
+        check_writable(paths.root)
+        _reserve(paths)
+        return cls(paths, flush_interval_s, rows_per_file)
+
+    @classmethod
+    def resume(
+        cls,
+        root: Path,
+        experiment: str,
+        run_id: str,
+        position: Position,
+        flush_interval_s: float = 5.0,
+        rows_per_file: int = 250_000,
+    ) -> Self:
+        """Continues a run whose tables then hold exactly the first `position[table]` rows of each table.
+
+        Later rows are cut; rows that did not reach Parquet come from the journal. The run's former writer must have
+        ended. Raises ValueError, before anything is changed, if a row is missing.
+        """
+        paths = run_paths(root, experiment, run_id)
+        if not paths.artifacts.is_dir():
+            raise ValueError(f"there is no run {run_id!r} of experiment {experiment!r} under {root} to resume")
+        check_writable(paths.artifacts)
+        writer = cls(paths, flush_interval_s, rows_per_file)
+        writer._restore(position, read_journals(paths.artifacts))
+        return writer
+
+    @property
+    def position(self) -> dict[str, int]:
+        """Number of committed rows per table."""
+        return {table: self._parts[table].rows + len(self._committed[table]) for table in ROW_TABLES}
+
+    def add(self, table: str, /, **row: object) -> None:
+        """Remembers a row for the next commit; ValueError if it does not fit the table's columns (see `check_row`)."""
+        if table == "runs":
+            raise ValueError("table 'runs' has one row per run: use update_run")
+        self._added[table].append(check_row(table, row))
+
+    def commit(self) -> dict[str, int]:
+        """Makes all added rows safe and returns the number of rows per table, for the checkpoint.
+
+        After an OSError (a full disk) the rows are still there to be committed again.
+        """
+        before = self.position
+        lines = [
+            journal_line(table, index, row_json(row))
+            for table, rows in self._added.items()
+            for index, row in enumerate(rows, before[table])
+        ]
+        if lines:
+            self._journal.append(lines)
+        for table, rows in self._added.items():
+            self._committed[table] += rows
+            rows.clear()
+        self.flush_if_due()
+        return self.position
+
+    def flush_if_due(self) -> None:
+        """Flushes if the flush interval has passed, or if the rows waiting in memory fill a file."""
+        waiting = max(len(rows) for rows in self._committed.values())
+        if time.monotonic() >= self._next_flush_s or waiting >= self._rows_per_file:
+            self.flush()
+
+    def flush(self) -> None:
+        """Brings all committed rows into the Parquet files, which readers may be reading."""
+        started_s = time.monotonic()
+        for table, rows in self._committed.items():
+            self._flush_table(table, rows)
+        self._journal.rotate()
+        now_s = time.monotonic()
+        pause_s = min(_FLUSH_PAUSE * (now_s - started_s), _MOST_INTERVALS * self._flush_interval_s)
+        self._next_flush_s = now_s + max(self._flush_interval_s, pause_s)
+
+    def update_run(self, **fields: object) -> None:
+        """Sets fields of the run's row in table `runs`, at once and for good; the other fields stay."""
+        checked = check_row("runs", fields)
+        # A field set to None becomes null again.
+        self._run = {**self._run, **dict.fromkeys(fields), **checked}  # type: ignore[dict-item]
+        self._parts["runs"].replace([self._run])
+
+    def close(self) -> None:
+        """Commits and flushes what there is; no journal is left."""
+        self.commit()
+        self.flush()
+
+    def _flush_table(self, table: str, rows: list[Row]) -> None:
+        before = self._parts[table].rows
+        try:
+            self._parts[table].append(rows)
+        finally:
+            # After a failure halfway, what reached its file must not be written again.
+            del rows[: self._parts[table].rows - before]
+
+    def _restore(self, position: Position, journalled: JournalledRows) -> None:
+        for table in position:
+            if table not in ROW_TABLES:
+                raise ValueError(f"the checkpoint counts rows of table {table!r}, which is not one of {ROW_TABLES}")
+        missing = {table: self._missing(table, position.get(table, 0), journalled) for table in ROW_TABLES}
+        for path in journal_files(self.paths.artifacts):
+            path.unlink()
+        for table, rows in missing.items():
+            self._parts[table].cut(position.get(table, 0))
+            self._parts[table].append(rows)
+        # Last, when all their rows are in Parquet: a kill before this line repeats the same restoration.
+        sync_folder(self.paths.artifacts)
+
+    def _missing(self, table: str, num_rows: int, journalled: JournalledRows) -> list[Row]:
+        """The rows of the position that Parquet does not hold, from the journal."""
+        rows = journalled.get(table, {})
+        stored = self._parts[table].rows
+        for index in range(stored, num_rows):
+            if index not in rows:
+                raise ValueError(
+                    f"run {self.paths.run_id!r} lacks row {index} of table {table!r}, which its checkpoint counts: "
+                    "restore the results folder from a copy, or start a new run"
+                )
+        return [check_row(table, rows[index]) for index in range(stored, num_rows)]
+
+
+def _reserve(paths: RunPaths) -> None:
+    if is_used(paths.root, paths.run_id):
+        raise ValueError(_used(paths))
+    paths.artifacts.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.mkdir(paths.artifacts)  # fails if another process takes the id at this moment
+    except FileExistsError as error:
+        raise ValueError(_used(paths)) from error
+    sync_folder(paths.artifacts.parent)
+
+
+def _used(paths: RunPaths) -> str:
+    return f"run {paths.run_id!r} exists under {paths.root}: resume it, or give another run id"

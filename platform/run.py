@@ -1,0 +1,151 @@
+"""One run from its configuration to its last row, with any executor; also from its last checkpoint."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+
+from fedloom.platform.config import RunConfig
+from fedloom.platform.execution import Executor
+from fedloom.platform.loop import InterruptedRunError, Loop, RoundProgress, RunFailedError, restored_state
+from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.results.checkpoint import Saved, load_checkpoint, stored_bags
+from fedloom.platform.results.files import check_writable, write_atomically
+from fedloom.platform.results.paths import new_run_id, run_paths
+from fedloom.platform.results.status import StatusFile
+from fedloom.platform.results.writer import RunWriter
+from fedloom.platform.state import RunState
+from fedloom.platform.world import World, build_world
+
+MakeExecutor = Callable[[World], Executor]
+"""Starts the workers of a run."""
+
+PACKAGES = ("fedloom", "torch", "numpy", "ray", "pymoo", "pyarrow")
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """How a run is watched: told of every round, and asked whether it should stop."""
+
+    started: Callable[[str], None] = lambda _: None
+    round: Callable[[RoundProgress], None] = lambda _: None
+    should_stop: Callable[[], bool] = lambda: False
+
+
+def start_run(config: RunConfig, make_executor: MakeExecutor, watcher: Watcher | None = None) -> str:
+    """Runs a new experiment to its end and returns its run id.
+
+    Everything that can be refused is refused (ValueError) before anything is written.
+    Raises RunFailedError, InterruptedRunError.
+    """
+    root = Path(config.results)
+    check_writable(root)
+    world = build_world(config)
+    build_stages(world)
+    run_id = new_run_id(root, config.experiment)
+    writer = RunWriter.create(root, config.experiment, run_id)
+    write_atomically(writer.paths.config, json.dumps(asdict(config), indent=1).encode())
+    writer.update_run(**_run_row(config, world), status="running", started=datetime.now(UTC))
+    _go(world, writer, RunState(), None, make_executor, watcher or Watcher())
+    return run_id
+
+
+def resume_run(config: RunConfig, run_id: str, make_executor: MakeExecutor, watcher: Watcher | None = None) -> str:
+    """Continues a run from its last checkpoint; one that was never saved starts at round 0."""
+    root = Path(config.results)
+    paths = run_paths(root, config.experiment, run_id)
+    world = build_world(config)
+    build_stages(world)
+    state, position, saved = RunState(), {}, None
+    if (paths.checkpoint / "state.json").exists():
+        checkpoint = load_checkpoint(paths.checkpoint)
+        state, position = restored_state(checkpoint.data, checkpoint.bags), checkpoint.data["position"]
+        saved = stored_bags(paths.checkpoint)
+    writer = RunWriter.resume(root, config.experiment, run_id, position)
+    writer.update_run(status="running", ended=None, error=None)
+    _go(world, writer, state, saved, make_executor, watcher or Watcher())
+    return run_id
+
+
+def _go(
+    world: World,
+    writer: RunWriter,
+    state: RunState,
+    saved: Saved | None,
+    make_executor: MakeExecutor,
+    watcher: Watcher,
+) -> None:
+    config = world.config
+    status = StatusFile(writer.paths.status)
+    status.write("running", message="starting workers")
+    watcher.started(writer.paths.run_id)
+    executor: Executor | None = None
+    try:
+        executor = make_executor(world)
+        loop = Loop(
+            build_stages(world),
+            executor,
+            writer,
+            status,
+            execution=config.executor,
+            checkpoint=config.checkpoint,
+            deadline_s=config.devices.deadline_s,
+            saved=saved,
+            watch=watcher.round,
+            should_stop=watcher.should_stop,
+        )
+        loop.run(state)
+    except (InterruptedRunError, KeyboardInterrupt) as error:
+        _finish(writer, status, "interrupted", str(error))
+        raise
+    except Exception as error:
+        _finish(writer, status, "failed", str(error))
+        raise
+    else:
+        _finish(writer, status, "done", "")
+    finally:
+        if executor is not None:
+            executor.close()
+
+
+def _finish(writer: RunWriter, status: StatusFile, state: str, message: str) -> None:
+    writer.close()
+    writer.update_run(status=state, ended=datetime.now(UTC), error=message or None)
+    status.write(state, message=message)  # type: ignore[arg-type]
+
+
+def _run_row(config: RunConfig, world: World) -> dict[str, str]:
+    seeds = {p: config.seed_for(p) for p in asdict(config.seeds)}
+    return {
+        "method": config.method.name,
+        "space": config.space.name,
+        "dataset": config.data.dataset,
+        "seeds": json.dumps(seeds, sort_keys=True),
+        "config": json.dumps(asdict(config), sort_keys=True),
+        "versions": json.dumps({p: _version(p) for p in PACKAGES}, sort_keys=True),
+        "source_hash": source_hash(),
+        "partition_hash": world.data.partition_hash,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def source_hash() -> str:
+    """A hash of the science's own source: workers and driver must run the same."""
+    here = Path(__file__).resolve().parent
+    digest = sha256()
+    for folder in (here, here.parent / "tiers"):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+__all__ = ["InterruptedRunError", "RunFailedError", "Watcher", "resume_run", "source_hash", "start_run"]

@@ -1,0 +1,120 @@
+"""What a searcher is: it asks for architectures to be scored and is told their scores."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Architecture = tuple[int, ...]
+"""One chosen option index per decision of the space."""
+
+State = dict[str, Any]
+"""A searcher's state: JSON values only (NaN and infinities as strings)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The half-open cost interval (lower, upper] of a tier, in the cost table's unit.
+
+    Raises ValueError unless lower < upper; -inf and inf are allowed.
+    """
+
+    lower: float
+    upper: float
+
+    def __post_init__(self) -> None:
+        if not self.lower < self.upper:
+            raise ValueError(f"interval ({self.lower}, {self.upper}]: the lower bound must be below the upper bound")
+
+    def contains(self, cost: float) -> bool:
+        """Whether a cost lies inside; an infinite cost (unsupported by the device) never does."""
+        return self.lower < cost <= self.upper and math.isfinite(cost)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One architecture and its score; generations count from 0.
+
+    `metric` is better when larger; it is NaN where the model failed, and `feasible` is then False.
+    """
+
+    architecture: Architecture
+    metric: float
+    loss: float
+    cost: float
+    generation: int
+    feasible: bool
+
+
+class Searcher(Protocol):
+    """Ask/tell search for the architectures with the best metric inside one cost interval.
+
+    Use: `while candidates := searcher.ask(): searcher.tell(candidates, metrics, losses)`.
+    The stream of candidates depends on the seed and on what was told, on nothing else.
+    """
+
+    @property
+    def done(self) -> bool:
+        """Whether the search has ended; `ask` then returns an empty list."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Why the search ended: "budget" or "exhausted" (no further architecture in the interval); "" before."""
+        ...
+
+    @property
+    def history(self) -> list[Scored]:
+        """Everything that was told, in order."""
+        ...
+
+    def ask(self) -> list[Architecture]:
+        """The next generation: distinct valid architectures inside the interval, none told before.
+
+        Empty when the search has ended. Asked again before `tell`, it returns the same list.
+        """
+        ...
+
+    def tell(self, architectures: Sequence[Architecture], metrics: Sequence[float], losses: Sequence[float]) -> None:
+        """The scores of the generation last asked, in its order; larger metrics are better.
+
+        A metric that is not finite marks a failed model: infeasible, counted, never asked again.
+        Raises ValueError if these are not the architectures last asked.
+        """
+        ...
+
+    def state(self) -> State:
+        """The told generations and the settings, as JSON values."""
+        ...
+
+    def restore(self, state: State) -> None:
+        """Returns to a saved state by replaying it from the seed.
+
+        Raises ValueError if the state belongs to another search or does not replay.
+        """
+        ...
+
+
+def pareto_front(history: Iterable[Scored]) -> list[Scored]:
+    """The feasible models that no other beats (metric larger, cost smaller), sorted by cost.
+
+    Models that tie in both metric and cost are all kept, in order of architecture.
+    """
+    feasible = sorted((s for s in history if s.feasible), key=lambda s: (s.cost, -s.metric, s.architecture))
+    front: list[Scored] = []
+    for scored in feasible:
+        last = front[-1] if front else None
+        if last is None or scored.metric > last.metric or (scored.metric, scored.cost) == (last.metric, last.cost):
+            front.append(scored)
+    return front
+
+
+def winner(history: Iterable[Scored]) -> Scored:
+    """The model with the best metric; ties go to the lower cost, then to the smaller architecture.
+
+    Raises ValueError if no model is feasible.
+    """
+    feasible = [s for s in history if s.feasible]
+    if not feasible:
+        raise ValueError("no feasible model was scored: widen the tier's interval or look at the failed models")
+    return min(feasible, key=lambda s: (-s.metric, s.cost, s.architecture))

@@ -1,0 +1,244 @@
+"""Drawing and enumerating the architectures whose cost lies in an interval."""
+
+import math
+from collections.abc import Collection, Iterator
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr
+
+from fedloom.platform.search.base import Architecture, Interval
+from fedloom.tiers.costs import CostTable
+
+Floats = NDArray[np.float64]
+
+REJECTION_DRAWS = 256
+MAX_DISTINCT_COSTS = 1 << 16
+"""How many distinct costs of the last decisions are kept exactly; before that, bounds and a normal law serve."""
+MAX_NODES = 100_000
+"""Nodes visited without a result before a search gives up: hitting an interval exactly is a subset-sum problem."""
+
+
+class _Suffix:
+    """The costs that decisions `depth`.. can add, and how many ways lead to each.
+
+    `sums` is sorted and `ways` counts them; both are None where there are too many, and
+    the smallest, largest, mean and variance of the uniform choice are known still.
+    """
+
+    def __init__(self, smallest: float, largest: float, mean: float, variance: float) -> None:
+        self.smallest, self.largest, self.mean, self.variance = smallest, largest, mean, variance
+        self.sums: Floats | None = None
+        self.cumulated: Floats | None = None
+
+    def keep(self, sums: Floats, ways: Floats) -> None:
+        """Keeps the exact costs too."""
+        self.sums, self.cumulated = sums, np.concatenate([[0.0], np.cumsum(ways)])
+
+
+class IntervalSampler:
+    """Draws and enumerates the architectures of a cost table inside an interval.
+
+    It knows which costs the remaining decisions can still add (exactly for the last ones), so that a partial
+    architecture is given up as soon as no completion lies inside. Membership is decided by `table.cost` alone.
+    """
+
+    def __init__(self, table: CostTable, interval: Interval) -> None:
+        self.table = table
+        self.interval = interval
+        self.rows = [np.asarray(row, dtype=np.float64) for row in table.options]
+        self.supported = [np.flatnonzero(np.isfinite(row)) for row in self.rows]
+
+    def contains(self, architecture: Architecture) -> bool:
+        """Whether the architecture's cost lies in the interval."""
+        return self.interval.contains(self.table.cost(architecture))
+
+    def draw_any(self, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Uniform architectures of supported options, whatever they cost; shape (count, decisions)."""
+        columns = [choices[rng.integers(len(choices), size=count)] for choices in self.supported]
+        return np.stack(columns, axis=1).astype(np.int64)
+
+    def sample(self, rng: np.random.Generator) -> Architecture | None:
+        """A random architecture inside the interval, None if there is none.
+
+        Uniform if the interval holds more than about one in a hundred architectures (rejection), and nearly so
+        otherwise: every architecture inside has positive probability.
+        Raises ValueError if neither is settled within MAX_NODES steps.
+        """
+        if self._empty:
+            return None
+        draws = self.draw_any(REJECTION_DRAWS, rng)
+        costs = self.table.costs(draws)
+        for row in draws[(costs > self.interval.lower - self._slack) & (costs <= self.interval.upper + self._slack)]:
+            architecture = as_architecture(row)
+            if self.contains(architecture):
+                return architecture
+        return next(self._search(rng), None)
+
+    def enumerate(self, limit: int | None = None) -> Iterator[Architecture]:
+        """The architectures inside the interval in lexicographic order, at most `limit` of them.
+
+        Raises ValueError if the next one is not found within MAX_NODES steps.
+        """
+        found = self._search(None) if not self._empty else iter(())
+        for index, architecture in enumerate(found):
+            if limit is not None and index >= limit:
+                return
+            yield architecture
+
+    @property
+    def _empty(self) -> bool:
+        return not math.isfinite(self.table.fixed) or any(len(choices) == 0 for choices in self.supported)
+
+    @cached_property
+    def _slack(self) -> float:
+        # Whole numbers below 2^53 add up exactly in any order; other sums differ in their last bits.
+        finite = np.concatenate([row[np.isfinite(row)] for row in self.rows] + [np.array([self.table.fixed])])
+        largest = float(np.abs(finite).sum())
+        exact = bool(np.all(finite == np.floor(finite))) and largest < 2**53
+        return 0.0 if exact or self.table.reduce == "max" else 1e-12 * largest
+
+    def _join(self, a: Floats, b: Floats) -> Floats:
+        joined: Floats = a + b if self.table.reduce == "sum" else np.maximum(a, b)
+        return joined
+
+    @cached_property
+    def _suffixes(self) -> list[_Suffix]:
+        nothing = 0.0 if self.table.reduce == "sum" else -np.inf
+        last = _Suffix(nothing, nothing, 0.0, 0.0)
+        last.keep(np.array([nothing]), np.array([1.0]))
+        suffixes = [last]
+        for row, choices in zip(reversed(self.rows), reversed(self.supported), strict=True):
+            suffixes.append(self._prepend(row[choices], suffixes[-1]))
+        return suffixes[::-1]
+
+    def _prepend(self, row: Floats, after: _Suffix) -> _Suffix:
+        """The suffix with one decision more, whose supported costs are `row`."""
+        ends = self._join(np.array([row.min(), row.max()]), np.array([after.smallest, after.largest]))
+        suffix = _Suffix(float(ends[0]), float(ends[1]), after.mean + row.mean(), after.variance + row.var())
+        values, repeats = np.unique(row, return_counts=True)
+        if after.sums is None or after.cumulated is None:
+            return suffix
+        # Peaks have few distinct values, however many decisions there are; sums multiply.
+        most = MAX_DISTINCT_COSTS if self.table.reduce == "sum" else math.inf
+        if len(values) * len(after.sums) > 16 * most:
+            return suffix
+        joined = self._join(values[:, None], after.sums[None, :])
+        sums, where = np.unique(joined, return_inverse=True)
+        if len(sums) <= most:
+            ways = repeats[:, None] * np.diff(after.cumulated)[None, :]
+            suffix.keep(sums, np.bincount(where.ravel(), weights=ways.ravel()).astype(np.float64))
+        return suffix
+
+    def _completions(self, partial: Floats, suffix: _Suffix) -> Floats:
+        """For every partial cost, about how many completions lie inside (up to a factor); 0 if surely none."""
+        lower, upper = self.interval.lower - self._slack, self.interval.upper + self._slack
+        if suffix.sums is None or suffix.cumulated is None:
+            possible = (partial + suffix.largest > lower) & (partial + suffix.smallest <= upper)
+            scale = max(suffix.variance, np.finfo(float).tiny) ** 0.5
+            share = ndtr((upper - partial - suffix.mean) / scale) - ndtr((lower - partial - suffix.mean) / scale)
+            return np.where(possible, np.maximum(share, 1e-9), 0.0)
+        if self.table.reduce == "max":
+            below = np.where(partial > lower, 0, np.searchsorted(suffix.sums, lower, "right"))
+            upto = np.where(partial > upper, below, np.searchsorted(suffix.sums, upper, "right"))
+        else:
+            below = np.searchsorted(suffix.sums, lower - partial, "right")
+            upto = np.searchsorted(suffix.sums, upper - partial, "right")
+        ways = suffix.cumulated[upto] - suffix.cumulated[below]
+        # Huge counts may cancel to 0 in float64; a way that exists must keep a chance.
+        return np.where(upto > below, np.maximum(ways, 1.0), 0.0)
+
+    def _branches(self, depth: int, partial: float, rng: np.random.Generator | None) -> list[tuple[int, float]]:
+        """The options of a decision that may lead inside, with their partial costs, last to be tried first."""
+        choices = self.supported[depth]
+        partials = self._join(np.full(len(choices), partial), self.rows[depth][choices])
+        weights = self._completions(partials, self._suffixes[depth + 1])
+        order = np.flatnonzero(weights > 0)[::-1]
+        if rng is not None:
+            # Exponential clocks: a random order whose first is drawn by weight (Efraimidis & Spirakis 2006).
+            clocks = np.log(rng.exponential(size=len(order))) - np.log(weights[order])
+            order = order[np.argsort(-clocks, kind="stable")]
+        return [(int(choices[i]), float(partials[i])) for i in order]
+
+    def _search(self, rng: np.random.Generator | None) -> Iterator[Architecture]:
+        """Depth-first search, in random order with a generator, in lexicographic order without."""
+        prefix: list[tuple[int, float]] = []
+        stack = [self._branches(0, self.table.fixed, rng)]
+        fruitful = [False]
+        dead: set[tuple[int, float]] = set()
+        nodes = 0
+        while stack:
+            if not stack[-1]:
+                self._leave(stack, prefix, fruitful, dead)
+                continue
+            option, partial = stack[-1].pop()
+            depth = len(stack)
+            if depth == len(self.rows):
+                architecture = (*(choice for choice, _ in prefix), option)
+                if self.contains(architecture):
+                    yield architecture
+                    nodes, fruitful[-1] = 0, True
+            elif (depth, partial) not in dead:
+                prefix.append((option, partial))
+                stack.append(self._branches(depth, partial, rng))
+                fruitful.append(False)
+            nodes += 1
+            if nodes > MAX_NODES:
+                raise ValueError(
+                    f"no architecture found in ({self.interval.lower}, {self.interval.upper}] after {MAX_NODES} steps: "
+                    "widen the interval"
+                )
+
+    @staticmethod
+    def _leave(
+        stack: list[list[tuple[int, float]]],
+        prefix: list[tuple[int, float]],
+        fruitful: list[bool],
+        dead: set[tuple[int, float]],
+    ) -> None:
+        """Goes up one level; a state below which nothing was found is not visited again."""
+        stack.pop()
+        found = fruitful.pop()
+        if prefix:
+            _, partial = prefix.pop()
+            fruitful[-1] = fruitful[-1] or found
+            if not found:
+                dead.add((len(stack), partial))
+
+
+def as_architecture(row: NDArray[np.int64]) -> Architecture:
+    """A row of an integer array as an architecture of plain ints."""
+    return tuple(int(choice) for choice in row)
+
+
+def sample_in_interval(table: CostTable, interval: Interval, rng: np.random.Generator) -> Architecture | None:
+    """A random architecture inside the interval, None if there is none; see `IntervalSampler.sample`."""
+    return IntervalSampler(table, interval).sample(rng)
+
+
+def enumerate_in_interval(table: CostTable, interval: Interval, limit: int | None = None) -> Iterator[Architecture]:
+    """The architectures inside the interval in lexicographic order; see `IntervalSampler.enumerate`."""
+    return IntervalSampler(table, interval).enumerate(limit)
+
+
+def sample_new(
+    sampler: IntervalSampler, count: int, known: Collection[Architecture], rng: np.random.Generator
+) -> list[Architecture]:
+    """Up to `count` distinct architectures inside the interval and not known; fewer only if there are no more.
+
+    Once most draws repeat, what is left is enumerated and drawn from.
+    """
+    new: dict[Architecture, None] = {}
+    for _ in range(4 * count + 64):
+        architecture = sampler.sample(rng) if len(new) < count else None
+        if architecture is None:
+            break
+        if architecture not in known:
+            new[architecture] = None
+    if len(new) < count:
+        listed = sampler.enumerate(limit=len(known) + len(new) + max(count, 1024))
+        left = [a for a in listed if a not in known and a not in new]
+        order = rng.permutation(len(left))[: count - len(new)]
+        new.update((left[i], None) for i in order)
+    return list(new)

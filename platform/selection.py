@@ -1,0 +1,46 @@
+"""Which clients take part in a round: uniform among the eligible ones that are available."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+DRAWS_PER_CLIENT = 50
+"""Draws per wanted client before a cohort is left short because too few devices are available."""
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """The selected clients in ascending order, with the probability that each had, and the reason."""
+
+    client_ids: tuple[int, ...]
+    probability: float
+    reason: str
+
+
+def select_uniform(
+    eligible: np.ndarray, size: int, rng: np.random.Generator, available: Callable[[int], bool] | None = None
+) -> Cohort:
+    """Draws `size` distinct clients uniformly from the eligible ones, passing over those not available.
+
+    The cost grows with `size`, not with the number of eligible clients. If there are fewer than `size`, all are taken;
+    if too few are available, the cohort is smaller.
+    """
+    population = len(eligible)
+    wanted = min(size, population)
+    probability = wanted / population if population else 0.0
+    if available is None:
+        # Floyd's method inside numpy: no permutation of all registered clients.
+        chosen = rng.choice(population, size=wanted, replace=False, shuffle=False) if wanted else np.empty(0, np.int64)
+        return Cohort(tuple(sorted(int(eligible[i]) for i in chosen)), probability, "uniform")
+    seen: set[int] = set()
+    taken: list[int] = []
+    for _ in range(DRAWS_PER_CLIENT * wanted):
+        if len(taken) == wanted or len(seen) == population:
+            break
+        place = int(rng.integers(population))
+        if place not in seen:
+            seen.add(place)
+            if available(int(eligible[place])):
+                taken.append(int(eligible[place]))
+    return Cohort(tuple(sorted(taken)), probability, "uniform among available")

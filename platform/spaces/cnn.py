@@ -1,0 +1,154 @@
+"""The convolutional search spaces of FedorAS: a stem, stages of searchable layers, a reduction after every stage."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpace
+from fedloom.platform.spaces.operators import ConvNormRelu, parse_operator
+
+OPERATORS = ("conv(1)", "ds(3,.5)", "ds(3,1)", "ds(3,2)", "mb(1,2)", "mb(3,.5)", "mb(3,1)", "mb(3,2)", "identity")
+"""The nine operators of the CIFAR spaces, in the order of their option indices."""
+
+Layer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class CnnDesign:
+    """The skeleton of a convolutional space and the operators of its layers.
+
+    `stage_strides` are the strides of the reductions, one per stage; `input_shape` is (C, H, W).
+    `depthwise_link` makes the reductions' residual link depthwise 3x3 + 1x1 instead of a 2x2 convolution.
+    """
+
+    name: str
+    input_shape: tuple[int, int, int]
+    num_classes: int
+    stem_channels: int
+    stage_layers: tuple[int, ...]
+    stage_strides: tuple[int, ...]
+    depthwise_link: bool = False
+    operators: tuple[str, ...] = OPERATORS
+
+
+CNN_CIFAR = CnnDesign("cnn_cifar", (3, 32, 32), 10, 64, (4, 4, 4, 4), (2, 2, 2, 2))
+CNN_CIFAR_WIDE = CnnDesign(
+    "cnn_cifar_wide", (3, 32, 32), 10, 64, (4, 4, 4, 4, 8, 8), (2, 2, 1, 1, 1, 2), depthwise_link=True
+)
+CNN_DIGITS = CnnDesign("cnn_digits", (1, 8, 8), 10, 16, (2, 3), (2, 2))
+
+
+def _depthwise_separable(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    return nn.Sequential(
+        ConvNormRelu(in_channels, in_channels, 3, stride=stride, padding=1, groups=in_channels),
+        ConvNormRelu(in_channels, out_channels, 1),
+    )
+
+
+class Reduction(nn.Module):
+    """(N, c, H, W) -> (N, floor(1.5 c), H/stride, W/stride): a depthwise separable convolution plus a residual link."""
+
+    def __init__(self, channels: int, stride: int, depthwise_link: bool) -> None:
+        super().__init__()
+        wider = widened(channels)
+        self.main = _depthwise_separable(channels, wider, stride)
+        if depthwise_link:
+            self.link = _depthwise_separable(channels, wider, stride)
+        else:
+            self.link = ConvNormRelu(channels, wider, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.main(x) + self.link(x)
+        return y
+
+
+class CnnSkeleton(nn.Module):
+    """Stem, reductions and classifier: `forward(x_NCHW, layers)` gives logits (N, classes)."""
+
+    def __init__(self, design: CnnDesign) -> None:
+        super().__init__()
+        self.stage_layers = design.stage_layers
+        channels = _stage_channels(design)
+        self.stem = ConvNormRelu(design.input_shape[0], design.stem_channels, 3, padding=1)
+        reductions = zip(channels, design.stage_strides, strict=True)
+        self.reductions = nn.ModuleList(Reduction(c, stride, design.depthwise_link) for c, stride in reductions)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Linear(widened(channels[-1]), design.num_classes)
+
+    def forward(self, x: Tensor, layers: Sequence[Layer]) -> Tensor:
+        x = self.stem(x)
+        remaining = iter(layers)
+        for num_layers, reduction in zip(self.stage_layers, self.reductions, strict=True):
+            for _ in range(num_layers):
+                x = next(remaining)(x)
+            x = reduction(x)
+        logits: Tensor = self.classifier(self.pool(x).flatten(1))
+        return logits
+
+
+def widened(channels: int) -> int:
+    """Channels after a reduction: floor(1.5 c)."""
+    return channels * 3 // 2
+
+
+def _stage_channels(design: CnnDesign) -> list[int]:
+    channels = [design.stem_channels]
+    for _ in design.stage_layers[1:]:
+        channels.append(widened(channels[-1]))
+    return channels
+
+
+def cnn_space(design: CnnDesign) -> OperatorChoiceSpace:
+    """The operator-choice space of a design.
+
+    Raises:
+        ValueError: a design that cannot be built; names the field, what was given and what is allowed.
+    """
+    _check(design)
+    operators = [parse_operator(text) for text in design.operators]
+    channels_of_layers = [
+        channels
+        for channels, num_layers in zip(_stage_channels(design), design.stage_layers, strict=True)
+        for _ in range(num_layers)
+    ]
+    return OperatorChoiceSpace(
+        name=design.name,
+        input_shape=design.input_shape,
+        layers=[[Candidate(o.name, partial(o.build, channels)) for o in operators] for channels in channels_of_layers],
+        build_fixed=partial(CnnSkeleton, design),
+    )
+
+
+def _check(design: CnnDesign) -> None:
+    if len(design.input_shape) != 3 or min(design.input_shape) < 1:
+        raise ValueError(f"input_shape must be channels, height, width, given {list(design.input_shape)}")
+    if not design.stage_layers or min(design.stage_layers) < 1:
+        raise ValueError(f"stage_layers needs one positive number per stage, given {list(design.stage_layers)}")
+    if len(design.stage_strides) != len(design.stage_layers):
+        raise ValueError(
+            f"stage_strides needs one stride for each of the {len(design.stage_layers)} stages, "
+            f"given {list(design.stage_strides)}"
+        )
+    for field, value, least in (("num_classes", design.num_classes, 1), ("stem_channels", design.stem_channels, 2)):
+        if value < least:
+            raise ValueError(f"{field} must be at least {least}, given {value}")
+    if not design.operators:
+        raise ValueError("operators must name at least one operator")
+    _check_strides(design)
+
+
+def _check_strides(design: CnnDesign) -> None:
+    allowed = (1, 2) if design.depthwise_link else (2,)
+    for stride in design.stage_strides:
+        if stride not in allowed:
+            raise ValueError(f"stage_strides of {design.name} may be {' or '.join(map(str, allowed))}, given {stride}")
+    factor = math.prod(design.stage_strides)
+    for size in design.input_shape[1:]:
+        if size % factor:
+            raise ValueError(
+                f"{design.name} halves its input {design.stage_strides.count(2)} times: height and width must be "
+                f"multiples of {factor}, given {design.input_shape[1]} x {design.input_shape[2]}"
+            )

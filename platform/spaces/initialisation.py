@@ -1,0 +1,110 @@
+"""Fresh tensors for a module, drawn from a given generator alone."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+TensorsByName = dict[str, Tensor]
+
+
+@runtime_checkable
+class InitialisesItself(Protocol):
+    """A module with tensors of its own that knows their initial values (a hand-written cell, say)."""
+
+    def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
+        """Fills the module's own tensors, given by their local names, in place."""
+        ...
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """The module without memory or values: names and shapes alone, cheap, and no generator is touched."""
+    with torch.device("meta"):
+        return build()
+
+
+def blank(build: Callable[[], nn.Module]) -> nn.Module:
+    """The module on the current default device, every floating tensor filled with NaN.
+
+    NaN, because weights always come from elsewhere: a forgotten load must not look like a result.
+    """
+    module = on_meta(build).to_empty(device=torch.get_default_device())
+    with torch.no_grad():
+        for tensor in module.state_dict(keep_vars=True).values():
+            tensor.fill_(math.nan if tensor.is_floating_point() else 0)
+    return module
+
+
+def initialise(module: nn.Module, generator: torch.Generator) -> TensorsByName:
+    """Fresh CPU values for every parameter and buffer of `module` (which may be on the meta device).
+
+    Drawn in the order of the state dict. Convolutions: normal of He et al. (2015), fan-out, biases zero. Norms: ones
+    and zeros. Linear and recurrent layers: PyTorch's uniform +-1/sqrt(fan). Embeddings: standard normal.
+
+    Raises:
+        ValueError: a module with tensors of its own of a kind not listed here, or a tensor shared by two modules.
+    """
+    weights: TensorsByName = {}
+    for prefix, part in module.named_modules():
+        state = part.state_dict(keep_vars=True)
+        own = {n: torch.empty_like(t, device="cpu").detach() for n, t in state.items() if "." not in n}
+        if own:
+            _fill(part, own, generator)
+            weights.update({f"{prefix}.{name}" if prefix else name: t for name, t in own.items()})
+    missing = module.state_dict().keys() - weights.keys()
+    if missing:
+        raise ValueError(f"tensors shared between modules are not supported: {', '.join(sorted(missing))}")
+    return weights
+
+
+def _fill(part: nn.Module, own: TensorsByName, generator: torch.Generator) -> None:
+    if isinstance(part, InitialisesItself):
+        part.initialise_own(own, generator)
+        return
+    for kinds, fill in _FILLS:
+        if isinstance(part, kinds):
+            fill(own, generator)
+            return
+    raise ValueError(f"no initial values are known for {type(part).__name__}: give it a method initialise_own")
+
+
+def _fill_convolution(own: TensorsByName, generator: torch.Generator) -> None:
+    for name, tensor in own.items():
+        if name == "weight":
+            nn.init.kaiming_normal_(tensor, mode="fan_out", nonlinearity="relu", generator=generator)
+        else:
+            tensor.zero_()
+
+
+def _fill_norm(own: TensorsByName, _generator: torch.Generator) -> None:
+    for name, tensor in own.items():
+        tensor.fill_(1 if name in {"weight", "running_var"} else 0)
+
+
+def _fill_linear(own: TensorsByName, generator: torch.Generator) -> None:
+    bound = 1 / math.sqrt(max(own["weight"].shape[1], 1))
+    for tensor in own.values():
+        tensor.uniform_(-bound, bound, generator=generator)
+
+
+def _fill_embedding(own: TensorsByName, generator: torch.Generator) -> None:
+    own["weight"].normal_(generator=generator)
+
+
+def _fill_recurrent(own: TensorsByName, generator: torch.Generator) -> None:
+    # weight_hh_l0 is (gates * hidden, hidden): PyTorch's bound is 1/sqrt(hidden).
+    bound = 1 / math.sqrt(own["weight_hh_l0"].shape[1])
+    for tensor in own.values():
+        tensor.uniform_(-bound, bound, generator=generator)
+
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm)
+_FILLS: tuple[tuple[tuple[type[nn.Module], ...], Callable[[TensorsByName, torch.Generator], None]], ...] = (
+    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _fill_convolution),
+    (_NORMS, _fill_norm),
+    ((nn.Linear,), _fill_linear),
+    ((nn.Embedding,), _fill_embedding),
+    ((nn.LSTM, nn.GRU, nn.RNN), _fill_recurrent),
+)

@@ -1,0 +1,80 @@
+"""What a stage of a method is: pure functions over the run's state; the loop does everything else."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fedloom.platform.averaging import WeightedSums
+from fedloom.platform.execution import Assignment, Report
+from fedloom.platform.spaces.base import Weights
+from fedloom.platform.state import RunState
+
+Row = tuple[str, Mapping[str, Any]]
+"""A table's name and the row's columns; the loop adds stage and round."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A round's work: who does what, on which bag of the state."""
+
+    assignments: Sequence[Assignment]
+    bag: str
+    schedules: Mapping[str, float] = field(default_factory=dict)
+    """The schedules' values in this round, such as lr and beta."""
+    chunk_size: int | None = None
+    """Assignments per chunk where the stage knows better than the configuration."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What came back: the sums over all updates, and one report per assignment in plan order."""
+
+    sums: WeightedSums
+    reports: Sequence[Report]
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """A model to be stored beside the tables."""
+
+    name: str
+    tier: str
+    architecture: str
+    macs: float
+    parameters: int
+    tensors: Weights
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The state after a round (or at a stage's end), with the rows and models that it gave."""
+
+    state: RunState
+    rows: Sequence[Row] = ()
+    models: Sequence[KeptModel] = ()
+
+
+class Stage(Protocol):
+    """One loop of a method. All methods are pure: the same state gives the same answer."""
+
+    name: str
+
+    def begin(self, state: RunState) -> RunState:
+        """Prepares the state for round 0 (first weights, empty histories)."""
+        ...
+
+    def rounds_left(self, state: RunState) -> int:
+        """How many rounds are still to come, as far as is known; 0 ends the stage."""
+        ...
+
+    def plan(self, state: RunState) -> Plan:
+        """The work of round `state.round`, in the order in which updates are summed."""
+        ...
+
+    def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> Merged:
+        """The state after the round; the loop moves `state.round` on."""
+        ...
+
+    def end(self, state: RunState) -> Merged:
+        """The state at the end of the stage."""
+        ...

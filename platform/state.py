@@ -1,0 +1,51 @@
+"""The explicit state of a run: a value that is checkpointed as it is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fedloom.platform.results.checkpoint import Bag
+from fedloom.platform.spaces.base import Weights
+
+Json = Any
+"""Whatever JSON can hold: the searchers' histories, winners, counters."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands: the next round of the present stage, all tensors, and all other values.
+
+    Attributes:
+        stage: index of the present stage; equal to the number of stages when the run is finished.
+        round: the next round of that stage, from 0.
+        bags: named bags of tensors (the supernet, each tier's model, clients' own states).
+        data: JSON values by name.
+        simulated_s: the virtual clock.
+    """
+
+    stage: int = 0
+    round: int = 0
+    bags: Mapping[str, Bag] = field(default_factory=dict)
+    data: Mapping[str, Json] = field(default_factory=dict)
+    simulated_s: float = 0.0
+
+    def with_bag(self, name: str, tensors: Weights) -> "RunState":
+        """The same state with one bag replaced; its version tells that it changed."""
+        version = self.bags[name].version + 1 if name in self.bags else 0
+        return replace(self, bags={**self.bags, name: Bag(tensors, version)})
+
+    def with_data(self, name: str, value: Json) -> "RunState":
+        """The same state with one JSON value replaced."""
+        return replace(self, data={**self.data, name: value})
+
+    def without_data(self, *names: str) -> "RunState":
+        """The same state with JSON values that are not needed any more taken out."""
+        return replace(self, data={name: value for name, value in self.data.items() if name not in names})
+
+    def weights(self, name: str) -> Weights:
+        """The tensors of a bag."""
+        return self.bags[name].tensors
+
+    def version(self, name: str) -> str:
+        """A text that changes whenever the bag does."""
+        return f"{name}@{self.bags[name].version}"

@@ -1,0 +1,187 @@
+"""Subspaces: which operators travel to a client under a communication budget (FedorAS, Sec. 3.1, Eq. 1)."""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from fedloom.platform.spaces.operator_choice import Subspace
+from fedloom.tiers.costs import CostTable
+
+__all__ = ["CommunicationBudget", "SizedSpace", "Subspace", "sample_subspace", "size_of"]
+
+UNITS = ("fraction", "parameters", "bytes")
+
+
+class SizedSpace(Protocol):
+    """A space that knows the sizes of its operators."""
+
+    def parameters_table(self) -> CostTable:
+        """Trainable parameters of the fixed part and of each operator."""
+        ...
+
+    def bytes_table(self) -> CostTable:
+        """Bytes of all tensors of the fixed part and of each operator."""
+        ...
+
+
+@dataclass(frozen=True)
+class CommunicationBudget:
+    """How much may travel to one client: a fraction of the supernet's parameters, or parameters, or bytes.
+
+    Raises:
+        ValueError: an unknown unit, a value that is not positive, or a fraction above one.
+    """
+
+    unit: str = "fraction"
+    value: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise ValueError(f"unknown unit {self.unit!r} of a communication budget: known are {', '.join(UNITS)}")
+        if not self.value > 0 or (self.unit == "fraction" and self.value > 1):
+            allowed = "above 0 and at most 1" if self.unit == "fraction" else "above 0"
+            raise ValueError(f"a communication budget in {self.unit} must be {allowed}, given {self.value}")
+
+    def resolve(self, space: SizedSpace) -> tuple[CostTable, float]:
+        """The table of sizes to count with, and the limit in its unit."""
+        if self.unit == "bytes":
+            return space.bytes_table(), self.value
+        table = space.parameters_table()
+        if self.unit == "parameters":
+            return table, self.value
+        return table, self.value * (table.fixed + sum(map(sum, table.options)))
+
+
+def size_of(sizes: CostTable, kept: Subspace) -> float:
+    """Size of the fixed part and of all kept operators together."""
+    return sizes.fixed + sum(
+        row[option] for row, options in zip(sizes.options, kept, strict=True) for option in options
+    )
+
+
+def sample_subspace(
+    size_table: CostTable,
+    limit: float,
+    rng: np.random.Generator,
+    cost_table: CostTable | None = None,
+    train_budget: float | None = None,
+) -> Subspace:
+    """Drops operators in uniformly random order until the fixed part and the kept operators are within the limit.
+
+    Operators of size zero are always kept, and an operator is kept if without it no path that is within the limit
+    (in the unit of `size_table`) and within the client's `train_budget` (in the unit of `cost_table`) would remain.
+
+    Raises:
+        ValueError: no path is within the limit, the training budget, or both.
+    """
+    if (cost_table is None) != (train_budget is None):
+        raise ValueError("a training budget and its cost table must be given together")
+    paths = _Paths(size_table, limit, cost_table, math.inf if train_budget is None else train_budget)
+    kept = [list(range(len(row))) for row in size_table.options]
+    paths.check(kept)
+    total = size_of(size_table, tuple(map(tuple, kept)))
+    prunable = [(layer, o) for layer, row in enumerate(size_table.options) for o, size in enumerate(row) if size > 0]
+    for index in rng.permutation(len(prunable)).tolist():
+        if total <= limit:
+            break
+        layer, option = prunable[index]
+        # Whether an operator can be spared never turns from no to yes as others go: one pass is enough, and it ends
+        # within the limit, because an operator that must stay lies on every path that remains.
+        rest = [other for other in kept[layer] if other != option]
+        if rest and paths.exists_with(layer, rest):
+            kept[layer] = rest
+            paths.restrict(layer, rest)
+            total -= size_table.options[layer][option]
+    return tuple(map(tuple, kept))
+
+
+Pair = tuple[float, float]
+"""An operator's size and its training cost."""
+
+
+class _Paths:
+    """Whether the operators kept so far still hold a path that is within the size limit and the training budget."""
+
+    def __init__(self, sizes: CostTable, limit: float, costs: CostTable | None, budget: float) -> None:
+        self._sizes, self._limit = sizes, limit
+        self._costs, self._budget = costs, budget
+        self._fixed = (sizes.fixed, 0.0 if costs is None else costs.fixed)
+        self._pairs = [
+            [(size, 0.0 if costs is None else self._training_cost(costs.options[layer][option]))
+             for option, size in enumerate(row)]
+            for layer, row in enumerate(sizes.options)
+        ]  # fmt: skip
+        self._lean = [min(row) for row in self._pairs]
+        self._cheap = [min(row, key=_cost_first) for row in self._pairs]
+        self._rows = [list(row) for row in self._pairs]
+
+    def _training_cost(self, cost: float) -> float:
+        # Of a peak nothing adds up: an operator within the budget is free, one beyond it is never used.
+        if self._costs is not None and self._costs.reduce == "max":
+            return 0.0 if cost <= self._budget else math.inf
+        return cost
+
+    def check(self, kept: list[list[int]]) -> None:
+        """Raises ValueError if the whole space holds no path within the limits."""
+        least_size = _total(self._fixed, self._lean)[0]
+        unit = self._sizes.measure
+        if not least_size <= self._limit:
+            raise ValueError(
+                f"a communication budget of {self._limit:.12g} {unit} is below one operator per layer, "
+                f"which takes {least_size:.12g}"
+            )
+        if self._costs is None:
+            return
+        measure, cheapest = self._costs.measure, self._costs.smallest
+        if not cheapest <= self._budget or cheapest == math.inf:
+            raise ValueError(
+                f"a training budget of {self._budget:.12g} {measure} is below the cheapest path, "
+                f"which takes {cheapest:.12g}"
+            )
+        if not self.exists_with(0, kept[0]):
+            raise ValueError(
+                f"no path is within both the communication budget of {self._limit:.12g} {unit} "
+                f"and the training budget of {self._budget:.12g} {measure}: raise one of them"
+            )
+
+    def exists_with(self, layer: int, options: list[int]) -> bool:
+        """Whether a path remains if the layer keeps these options alone."""
+        row = [self._pairs[layer][option] for option in options]
+        leanest = _total(self._fixed, [*self._lean[:layer], min(row), *self._lean[layer + 1 :]])
+        cheapest = _total(self._fixed, [*self._cheap[:layer], min(row, key=_cost_first), *self._cheap[layer + 1 :]])
+        if leanest[0] > self._limit or cheapest[1] > self._budget or math.inf in (leanest[0], cheapest[1]):
+            return False
+        if leanest[1] <= self._budget or cheapest[0] <= self._limit:
+            return True
+        return self._search([*self._rows[:layer], row, *self._rows[layer + 1 :]])
+
+    def restrict(self, layer: int, options: list[int]) -> None:
+        """Lets the layer keep these options alone."""
+        row = [self._pairs[layer][option] for option in options]
+        self._rows[layer], self._lean[layer], self._cheap[layer] = row, min(row), min(row, key=_cost_first)
+
+    def _search(self, rows: list[list[Pair]]) -> bool:
+        # Where the smallest operators are not the cheapest, only the Pareto front of partial paths decides.
+        front = [self._fixed]
+        for row in rows:
+            sums = sorted({(size + s, cost + c) for size, cost in front for s, c in row})
+            front = []
+            for size, cost in sums:
+                if size <= self._limit and cost <= self._budget and (not front or cost < front[-1][1]):
+                    front.append((size, cost))
+        return bool(front)
+
+
+def _cost_first(pair: Pair) -> Pair:
+    return pair[1], pair[0]
+
+
+def _total(fixed: Pair, pairs: list[Pair]) -> Pair:
+    # Added in the order of `CostTable.cost`, so that both round alike.
+    size, cost = fixed
+    for more_size, more_cost in pairs:
+        size += more_size
+        cost += more_cost
+    return size, cost

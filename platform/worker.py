@@ -1,0 +1,119 @@
+"""What a process that does clients' work holds: the space, the data, re-used modules. No Ray."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.platform.data.federated import FederatedData
+from fedloom.platform.seeding import stream
+from fedloom.platform.spaces.base import Architecture, SearchSpace, SliceMap, Weights
+from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.registry import build_space
+from fedloom.tiers.costs import CostTable
+
+SUBNETS_KEPT = 8
+"""Stand-alone modules kept for re-use; a client trains one, a final evaluation scores one after the other."""
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Plain data from which any process builds the same worker.
+
+    `cost_table` is the measure that budgets are given in, `macs_table` counts MACs for the rows.
+    `training_seed` is the root of every stream that clients draw from.
+    """
+
+    space: SpaceConfig
+    dataset_path: str
+    partition_path: str
+    training_seed: int
+    cost_table: CostTable
+    macs_table: CostTable
+    threads: int = 1
+    device: str = "cpu"
+
+
+class Worker:
+    """Does assignments one after the other with one supernet module and a few subnet modules, all re-used."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.device = torch.device(spec.device)
+        self._subnets: OrderedDict[Architecture, nn.Module] = OrderedDict()
+        self._tensors: dict[int, dict[str, Tensor]] = {}
+        self._loaded: object = None
+        self._central: tuple[tuple[str, float], tuple[Tensor, Tensor]] | None = None
+
+    @cached_property
+    def space(self) -> SearchSpace:
+        """The search space."""
+        return build_space(self.spec.space)
+
+    @cached_property
+    def data(self) -> FederatedData:
+        """The federated data set, memory-mapped once."""
+        return FederatedData.open(Path(self.spec.dataset_path), Path(self.spec.partition_path))
+
+    @cached_property
+    def supernet(self) -> nn.Module:
+        """The one supernet module; its tensors hold whatever was loaded last."""
+        return self.space.build_supernet().to(self.device)
+
+    def subnet(self, architecture: Architecture) -> nn.Module:
+        """A stand-alone module of the architecture, built at first use and then re-used."""
+        if architecture not in self._subnets:
+            self._subnets[architecture] = self.space.build_subnet(architecture).to(self.device)
+            if len(self._subnets) > SUBNETS_KEPT:
+                _, dropped = self._subnets.popitem(last=False)
+                self._tensors.pop(id(dropped), None)
+        self._subnets.move_to_end(architecture)
+        return self._subnets[architecture]
+
+    def tensors_of(self, module: nn.Module) -> dict[str, Tensor]:
+        """Parameters and buffers of a module by name (looked up once)."""
+        if id(module) not in self._tensors:
+            self._tensors[id(module)] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return self._tensors[id(module)]
+
+    @torch.no_grad()
+    def load(self, module: nn.Module, weights: Weights, slices: SliceMap) -> dict[str, Tensor]:
+        """Copies the slices of the shared weights into the module and returns the module's tensors, by name."""
+        if module is self.supernet_if_built:
+            self._loaded = None
+        tensors = self.tensors_of(module)
+        loaded = {}
+        for name, piece in slices.items():
+            loaded[name] = tensors[name].copy_(piece.of(weights[piece.source]))
+        return loaded
+
+    @property
+    def supernet_if_built(self) -> nn.Module | None:
+        """The supernet module, if it was needed so far."""
+        return self.__dict__.get("supernet")
+
+    def load_whole(self, weights: Weights, version: object) -> nn.Module:
+        """The supernet module with all shared weights, copied only when their version is new."""
+        if self._loaded != version or version is None:
+            tensors = self.tensors_of(self.supernet)
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    tensor.copy_(weights[name])
+            self._loaded = version
+        return self.supernet
+
+    def client_data(self, client_id: int, split: str) -> tuple[Tensor, Tensor]:
+        """One client's samples on the device."""
+        x, y = self.data.client(client_id, split)
+        return x.to(self.device), y.to(self.device)
+
+    def central_data(self, split: str, share: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The server's samples of a split; the last ones are kept, as all candidates of a search are scored on them."""
+        if self._central is None or self._central[0] != (split, share):
+            rng = stream(self.spec.training_seed, "central_data", split)
+            x, y = self.data.central(split, share=share, rng=rng)
+            self._central = ((split, share), (x.to(self.device), y.to(self.device)))
+        return self._central[1]

@@ -1,0 +1,212 @@
+"""Everything that is given before the first round: space, data, costs, tiers, devices and who is in which tier."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from fedloom.platform.config import RunConfig
+from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.federated import FederatedData
+from fedloom.platform.data.partition import prepare_partition
+from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.execution import Assignment, Task
+from fedloom.platform.seeding import stream
+from fedloom.platform.selection import Cohort, select_uniform
+from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.worker import WorkerSpec
+from fedloom.tiers.assignment import by_device_table, by_list, by_shares
+from fedloom.tiers.bounds import check_upper_bounds, tier_upper_bounds
+from fedloom.tiers.budgets import Budget, make_budget
+from fedloom.tiers.costs import CostTable
+from fedloom.tiers.devices import DeviceProfile, DeviceTable, read_device_table
+from fedloom.tiers.tier import Tier, make_tiers
+
+SERVER = "server"
+"""The tier name of work that the server does on its own data."""
+
+TOP_TIER_MACS_PER_S = 2e10
+"""A recent phone in training (assumed); lower tiers run in proportion to their budgets."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What does not change during a run."""
+
+    config: RunConfig
+    space: SearchSpace
+    data: FederatedData
+    cost_table: CostTable
+    macs_table: CostTable
+    tiers: tuple[Tier, ...]
+    tier_of_client: np.ndarray
+    eligible_by_tier: tuple[np.ndarray, ...]
+    """Per tier the clients of that tier and above, ascending."""
+    budget: Budget
+    profiles: tuple[DeviceProfile, ...]
+    devices: DeviceTable | None
+    spec: WorkerSpec
+
+    @property
+    def num_clients(self) -> int:
+        """How many clients are registered."""
+        return len(self.tier_of_client)
+
+    def tier(self, client_id: int) -> Tier:
+        """A client's tier."""
+        return self.tiers[int(self.tier_of_client[client_id])]
+
+    def profile(self, client_id: int) -> DeviceProfile:
+        """A client's simulated device."""
+        if self.devices is not None:
+            return self.devices.profile(client_id)
+        return self.profiles[int(self.tier_of_client[client_id])]
+
+    def training_budget(self, client_id: int, stage: str, round_: int) -> float:
+        """What a path may cost on the client in this round; never below the smallest path, which all can train."""
+        rng = stream(self.config.seed_for("selection"), "budget", stage, round_, client_id)
+        share = self.budget.factor(round_, rng)
+        return max(self.tier(client_id).upper * share, self.cost_table.smallest)
+
+    def select(self, stage: str, round_: int, eligible: np.ndarray, size: int) -> Cohort:
+        """The round's clients."""
+        seed = self.config.seed_for("selection")
+        rng = stream(seed, "select", stage, round_)
+
+        def available(client_id: int) -> bool:
+            draw = stream(seed, "available", stage, round_, client_id).random()
+            return bool(draw < self.profile(client_id).availability)
+
+        always = self.devices is None and all(p.availability == 1.0 for p in self.profiles)
+        return select_uniform(eligible, size, rng, None if always else available)
+
+    def assign(self, stage: str, round_: int, cohort: Cohort, client_id: int, task: Task) -> Assignment:
+        """One client's assignment, with its device and what becomes of it in this round."""
+        profile = self.profile(client_id)
+        dropped = ""
+        if profile.dropout > 0:
+            draw = stream(self.config.seed_for("selection"), "dropout", stage, round_, client_id).random()
+            if draw < profile.dropout:
+                dropped = f"the simulated device dropped out (probability {profile.dropout:g})"
+        return Assignment(
+            stage=stage,
+            round=round_,
+            client_id=client_id,
+            tier=self.tier(client_id).name,
+            task=task,
+            profile=profile,
+            deadline_s=self.config.devices.deadline_s,
+            dropped=dropped,
+            selection_probability=cohort.probability,
+            selection_reason=cohort.reason,
+        )
+
+    def in_plan_order(self, client_ids: tuple[int, ...]) -> list[int]:
+        """Clients by tier, then by id: chunks do not mix tiers, and sums are added in this order."""
+        return sorted(client_ids, key=lambda c: (int(self.tier_of_client[c]), c))
+
+
+def build_world(config: RunConfig) -> World:
+    """Prepares (or finds) data and partition, and works out tables, tiers and devices.
+
+    Raises ValueError for whatever cannot be: missing data, impossible budgets, shares that do not sum to 1.
+    """
+    dataset_path = prepare_dataset(config.data)
+    dataset = Dataset.open(dataset_path)
+    space = build_space(config.space)
+    _check_fit(space, dataset, config)
+    partition_path = prepare_partition(config.data, dataset, config.seed_for("partition"))
+    cost_table, macs_table = space.cost_table(config.tiers.cost), space.cost_table("macs")
+    tiers = split_into_tiers(config, space, cost_table)
+    data = FederatedData.open(dataset_path, partition_path)
+    devices = read_device_table(config.tiers.device_table) if config.tiers.device_table else None
+    tier_of_client = _assign_clients(config, tiers, data.num_clients, devices)
+    budget = config.tiers.budget
+    spec = WorkerSpec(
+        space=config.space,
+        dataset_path=str(dataset_path),
+        partition_path=str(partition_path),
+        training_seed=config.seed_for("training"),
+        cost_table=cost_table,
+        macs_table=macs_table,
+        threads=config.executor.threads,
+    )
+    return World(
+        config=config,
+        space=space,
+        data=data,
+        cost_table=cost_table,
+        macs_table=macs_table,
+        tiers=tiers,
+        tier_of_client=tier_of_client,
+        eligible_by_tier=tuple(np.flatnonzero(tier_of_client >= i) for i in range(len(tiers))),
+        budget=make_budget(budget.kind, factors=budget.factors, states=budget.states),
+        profiles=_profiles(config, tiers),
+        devices=devices,
+        spec=spec,
+    )
+
+
+def _check_fit(space: SearchSpace, dataset: Dataset, config: RunConfig) -> None:
+    if tuple(space.input_shape) != tuple(dataset.input_shape) or config.space.num_classes != dataset.num_classes:
+        raise ValueError(
+            f"space {config.space.name} takes {tuple(space.input_shape)} and {config.space.num_classes} classes, "
+            f"{config.data.dataset} has {tuple(dataset.input_shape)} and {dataset.num_classes}: "
+            "choose a space that fits, or set space.num_classes"
+        )
+
+
+def split_into_tiers(config: RunConfig, space: SearchSpace, table: CostTable) -> tuple[Tier, ...]:
+    """The tiers with their bounds, computed from random paths or as given."""
+    tiers = config.tiers
+    if tiers.upper_bounds is not None:
+        uppers = check_upper_bounds(tiers.upper_bounds, table.smallest, table.largest)
+    else:
+        costs = sampled_costs(space.options, table, tiers.paths, config.seed_for("search"))
+        uppers = tier_upper_bounds(costs, table.fixed, table.largest, tiers.count, tiers.rho_low, tiers.rho_high)
+    num_gpus = tiers.num_gpus if tiers.num_gpus is not None else 0.0
+    num_cpus = tiers.num_cpus if tiers.num_cpus is not None else 1.0
+    return make_tiers(uppers, num_gpus=num_gpus, num_cpus=num_cpus)
+
+
+@lru_cache(maxsize=4)
+def sampled_costs(options: tuple[int, ...], table: CostTable, paths: int, seed: int) -> np.ndarray:
+    """Costs of uniformly drawn paths, shape (paths,)."""
+    rng = stream(seed, "tier_bounds")
+    return table.costs(rng.integers(0, options, size=(paths, len(options))))
+
+
+def _assign_clients(
+    config: RunConfig, tiers: tuple[Tier, ...], num_clients: int, devices: DeviceTable | None
+) -> np.ndarray:
+    given = config.tiers
+    if devices is not None:
+        if len(devices) < num_clients:
+            raise ValueError(f"{given.device_table} has {len(devices)} devices: give each of {num_clients} clients one")
+        uppers = [t.upper for t in tiers]
+        table = by_device_table(devices, uppers, batch_size=given.step_batch_size, max_step_s=given.max_step_s)
+        return table[:num_clients]
+    if given.clients is not None:
+        return by_list(given.clients, len(tiers), num_clients)
+    shares = given.shares if given.shares is not None else [1 / len(tiers)] * len(tiers)
+    if len(shares) != len(tiers):
+        raise ValueError(f"tiers.shares has {len(shares)} values for {len(tiers)} tiers: give one per tier")
+    return by_shares(num_clients, shares, stream(config.seed_for("partition"), "client_tiers"))
+
+
+def _profiles(config: RunConfig, tiers: tuple[Tier, ...]) -> tuple[DeviceProfile, ...]:
+    devices = config.devices
+    rates = devices.macs_per_s or [TOP_TIER_MACS_PER_S * t.upper / tiers[-1].upper for t in tiers]
+    if len(rates) == 1:
+        rates = list(rates) * len(tiers)
+    if len(rates) != len(tiers):
+        raise ValueError(f"devices.macs_per_s has {len(rates)} values: give one, or one per tier ({len(tiers)})")
+    if devices.deadline_s is not None and devices.deadline_s <= 0:
+        raise ValueError(f"devices.deadline_s={devices.deadline_s}: must be greater than 0, or null for none")
+    return tuple(
+        DeviceProfile(
+            t.name, rate, devices.down_bytes_per_s, devices.up_bytes_per_s, devices.availability, devices.dropout
+        )
+        for t, rate in zip(tiers, rates, strict=True)
+    )

@@ -1,0 +1,44 @@
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from fedloom.platform.data.config import DataConfig, cache_root, check, data_root
+
+
+def test_the_defaults_pass_and_work_as_a_structured_config() -> None:
+    check(DataConfig())
+    merged = OmegaConf.merge(OmegaConf.structured(DataConfig), {"alpha": 0.1, "train_samples": 100, "root": "/x"})
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, DataConfig)
+    assert (config.alpha, config.train_samples, config.root, config.cache) == (0.1, 100, "/x", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": -1}, "data.alpha=-1: must be > 0"),
+        ({"alpha": float("nan")}, "data.alpha=nan: must be > 0"),
+        ({"validation_share": 1.0}, r"data.validation_share=1.0: must be in \[0, 1\)"),
+        ({"validation_share": -0.1}, r"data.validation_share=-0.1: must be in \[0, 1\)"),
+        ({"num_clients": 0}, "data.num_clients=0: must be >= 1"),
+        ({"train_samples": 0}, "data.train_samples=0: must be >= 1"),
+        ({"test_samples": -5}, "data.test_samples=-5: must be >= 1"),
+        ({"dataset": "cifar"}, "data.dataset=cifar: must be one of digits, cifar10, cifar100, synthetic"),
+        ({"augment": "flip"}, "data.augment=flip: must be one of none, crop_flip"),
+    ],
+)
+def test_a_bad_option_is_one_line(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        check(DataConfig(**options))  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+
+
+def test_folders_come_from_the_option_then_the_environment_then_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDLOOM_DATA", "/from/environment")
+    assert data_root(DataConfig(root="/option")) == Path("/option")
+    assert data_root(DataConfig()) == Path("/from/environment")
+    monkeypatch.delenv("FEDLOOM_DATA")
+    monkeypatch.delenv("FEDLOOM_CACHE", raising=False)
+    assert data_root(DataConfig()) == Path("data")
+    assert cache_root(DataConfig()) == Path.home() / ".cache" / "fedloom"

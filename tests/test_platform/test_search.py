@@ -1,0 +1,398 @@
+"""The contract that every searcher keeps, and what NSGA-II does beyond it."""
+
+import json
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pymoo.core.population import Population
+from pymoo.core.problem import Problem
+
+from fedloom.platform.search.base import Architecture, Interval, Scored, Searcher, pareto_front, winner
+from fedloom.platform.search.config import SearchConfig, build_searcher
+from fedloom.platform.search.nsga2 import NSGA2Search
+from fedloom.platform.search.operators import HalfGeneCrossover, IntervalRepair, NewOnly, OptionMutation, TierSampling
+from fedloom.platform.search.random_search import RandomSearch
+from fedloom.platform.search.sampling import IntervalSampler
+from fedloom.tiers.costs import CostTable
+
+ROWS = tuple(tuple(float((7 * d + 13 * o * o) % 41) for o in range(9)) for d in range(16))
+LARGE = CostTable("macs", 100.0, ROWS)
+TIER = Interval(350.0, 420.0)
+VALUES = np.random.Generator(np.random.PCG64(5)).normal(size=(16, 9))
+
+
+def separable(architecture: Architecture) -> float:
+    """A synthetic metric: the sum of one value per (decision, option)."""
+    return float(sum(VALUES[i, o] for i, o in enumerate(architecture)))
+
+
+def tell_truth(searcher: Searcher, candidates: list[Architecture]) -> None:
+    searcher.tell(candidates, [separable(a) for a in candidates], [-separable(a) for a in candidates])
+
+
+def run(searcher: Searcher, generations: int | None = None) -> list[list[Architecture]]:
+    asked: list[list[Architecture]] = []
+    while generations is None or len(asked) < generations:
+        candidates = searcher.ask()
+        if not candidates:
+            break
+        tell_truth(searcher, candidates)
+        asked.append(candidates)
+    return asked
+
+
+def distinct(history: list[Scored]) -> set[Architecture]:
+    return {s.architecture for s in history}
+
+
+@pytest.mark.parametrize("name", ["nsga2", "random"])
+class TestSearcher:
+    """The contract of `Searcher`."""
+
+    def searcher(
+        self, name: str, table: CostTable = LARGE, interval: Interval = TIER, seed: int = 3, budget: int = 150
+    ) -> Searcher:
+        config = SearchConfig(searcher=name, population=32, offspring=16, budget=budget)
+        return build_searcher(config, tuple(len(row) for row in table.options), table, interval, seed)
+
+    def test_exactly_the_budget_of_valid_distinct_models(self, name: str) -> None:
+        searcher = self.searcher(name, budget=150)
+        asked = run(searcher)
+        history = searcher.history
+        assert (len(history), len(distinct(history))) == (150, 150)
+        assert all(TIER.contains(LARGE.cost(s.architecture)) for s in history)
+        assert all(type(o) is int and 0 <= o < 9 for s in history for o in s.architecture)
+        assert [s.cost for s in history] == [LARGE.cost(s.architecture) for s in history]
+        assert [s.generation for s in history] == [g for g, batch in enumerate(asked) for _ in batch]
+        assert (searcher.done, searcher.reason, searcher.ask()) == (True, "budget", [])
+
+    def test_a_budget_smaller_than_a_generation(self, name: str) -> None:
+        searcher = self.searcher(name, budget=5)
+        assert [len(batch) for batch in run(searcher)] == [5]
+        assert searcher.reason == "budget"
+
+    @pytest.mark.parametrize("decisions", [1, 2, 4])
+    def test_a_small_tier_is_searched_whole_and_ends(self, name: str, decisions: int) -> None:
+        table = CostTable("macs", 0.0, ((0.0, 1.0, 2.0),) * decisions)
+        interval = Interval(0.0, 2.0 * decisions - 1)
+        searcher = self.searcher(name, table, interval)
+        run(searcher)
+        inside = {a for a in product(range(3), repeat=decisions) if 0 < sum(a) < 2 * decisions}
+        assert distinct(searcher.history) == inside
+        assert len(searcher.history) == len(inside)
+        assert (searcher.done, searcher.reason) == (True, "exhausted")
+
+    def test_one_model_and_none(self, name: str) -> None:
+        table = CostTable("macs", 0.0, ((1.0, float("inf")), (2.0, 5.0)))
+        single = self.searcher(name, table, Interval(6.0, 7.0))
+        assert single.ask() == []  # (0, 1) costs 6, which lies just outside
+        assert (single.done, single.reason, single.history) == (True, "exhausted", [])
+        single = self.searcher(name, table, Interval(5.0, 6.0))
+        assert run(single) == [[(0, 1)]]
+        assert single.reason == "exhausted"
+
+    def test_a_tier_of_exactly_the_budget(self, name: str) -> None:
+        table = CostTable("macs", 0.0, ((0.0, 1.0, 2.0),) * 4)
+        searcher = self.searcher(name, table, Interval(-1.0, 8.0), budget=81)
+        run(searcher)
+        assert (len(distinct(searcher.history)), searcher.reason) == (81, "budget")
+
+    def test_asking_again_changes_nothing(self, name: str) -> None:
+        searcher, other = self.searcher(name), self.searcher(name)
+        assert searcher.ask() == searcher.ask()
+        assert run(searcher) == run(other)
+
+    def test_the_seed_decides(self, name: str) -> None:
+        assert run(self.searcher(name, seed=1)) == run(self.searcher(name, seed=1))
+        assert self.searcher(name, seed=1).ask() != self.searcher(name, seed=2).ask()
+
+    def test_failed_models_count_and_never_win(self, name: str) -> None:
+        searcher = self.searcher(name)
+        while candidates := searcher.ask():
+            metrics = [math.nan if a[0] % 2 else separable(a) for a in candidates]
+            searcher.tell(candidates, metrics, [math.inf if math.isnan(m) else 0.0 for m in metrics])
+        history = searcher.history
+        failed = {s.architecture for s in history if not s.feasible}
+        assert len(history) == len(distinct(history)) == 150
+        assert failed == {s.architecture for s in history if s.architecture[0] % 2}
+        assert failed
+        assert not failed & {s.architecture for s in [winner(history), *pareto_front(history)]}
+
+    def test_a_search_of_failures_ends(self, name: str) -> None:
+        searcher = self.searcher(name)
+        while candidates := searcher.ask():
+            searcher.tell(candidates, [math.nan] * len(candidates), [math.nan] * len(candidates))
+        assert (len(distinct(searcher.history)), searcher.reason) == (150, "budget")
+        assert pareto_front(searcher.history) == []
+        with pytest.raises(ValueError, match="no feasible model"):
+            winner(searcher.history)
+        restored = self.searcher(name)
+        restored.restore(json.loads(json.dumps(searcher.state(), allow_nan=False)))
+        assert restored.state() == searcher.state()
+
+    def test_an_infinite_metric_is_a_failure(self, name: str) -> None:
+        searcher = self.searcher(name)
+        candidates = searcher.ask()
+        searcher.tell(candidates, [math.inf, -math.inf] + [0.0] * (len(candidates) - 2), [0.0] * len(candidates))
+        assert [s.feasible for s in searcher.history[:3]] == [False, False, True]
+
+    def test_resuming_twice_is_as_if_never_stopped(self, name: str) -> None:
+        whole = self.searcher(name)
+        asked = run(whole)
+        first = self.searcher(name)
+        run(first, 2)
+        second = self.searcher(name)
+        second.restore(json.loads(json.dumps(first.state(), allow_nan=False)))
+        assert run(second, 2) == asked[2:4]
+        assert second.ask() == asked[4]  # stopped between ask and tell
+        third = self.searcher(name)
+        third.restore(json.loads(json.dumps(second.state(), allow_nan=False)))
+        assert third.history == second.history
+        assert run(third) == asked[4:]
+        assert third.history == whole.history
+        assert third.state() == whole.state()
+        assert third.reason == "budget"
+        # The generator itself stands at the same place.
+        assert generator_state(third) == generator_state(whole)
+
+    def test_an_exhausted_search_is_restored_as_exhausted(self, name: str) -> None:
+        table = CostTable("macs", 0.0, ((0.0, 1.0, 2.0),) * 2)
+        searcher = self.searcher(name, table, Interval(-1.0, 4.0))
+        run(searcher)
+        restored = self.searcher(name, table, Interval(-1.0, 4.0))
+        restored.restore(searcher.state())
+        assert (restored.done, restored.reason) == (True, "exhausted")
+        assert restored.state() == searcher.state()
+
+    def test_a_foreign_or_changed_state_is_refused(self, name: str) -> None:
+        searcher = self.searcher(name)
+        run(searcher, 2)
+        with pytest.raises(ValueError, match="seed 3 -> 4"):
+            self.searcher(name, seed=4).restore(searcher.state())
+        dearer = CostTable("macs", 101.0, ROWS)
+        with pytest.raises(ValueError, match=r"costs .* -> "):
+            self.searcher(name, dearer).restore(searcher.state())
+        state = searcher.state()
+        state["generations"][1]["architectures"][0][0] += 1
+        with pytest.raises(ValueError, match=r"generation 1 .* does not replay"):
+            self.searcher(name).restore(state)
+        with pytest.raises(ValueError, match="format 0"):
+            self.searcher(name).restore({**searcher.state(), "format": 0})
+
+    def test_tell_takes_what_was_asked_only(self, name: str) -> None:
+        searcher = self.searcher(name)
+        with pytest.raises(ValueError, match="last asked"):
+            searcher.tell([(0,) * 16], [0.0], [0.0])
+        candidates = searcher.ask()
+        with pytest.raises(ValueError, match="last asked"):
+            searcher.tell(candidates[1:], [0.0] * (len(candidates) - 1), [0.0] * (len(candidates) - 1))
+        with pytest.raises(ValueError, match="one metric and one loss"):
+            searcher.tell(candidates, [0.0], [0.0])
+        tell_truth(searcher, candidates)
+        with pytest.raises(ValueError, match="last asked"):
+            tell_truth(searcher, candidates)
+
+    def test_the_global_generator_is_left_alone(self, name: str) -> None:
+        before = np.random.get_state(legacy=False)  # noqa: NPY002
+        run(self.searcher(name))
+        after = np.random.get_state(legacy=False)  # noqa: NPY002
+        assert np.array_equal(before["state"]["key"], after["state"]["key"])
+        assert before["state"]["pos"] == after["state"]["pos"]
+
+    def test_peaks_can_bound_a_tier(self, name: str) -> None:
+        table = CostTable("activation_bytes", 3.0, ROWS, reduce="max")
+        searcher = self.searcher(name, table, Interval(20.0, 36.0))
+        run(searcher)
+        assert len(distinct(searcher.history)) == 150
+        assert all(20 < s.cost <= 36 for s in searcher.history)
+
+
+def generator_state(searcher: Searcher) -> object:
+    assert isinstance(searcher, (NSGA2Search, RandomSearch))
+    proposer = searcher._proposer
+    assert proposer is not None
+    return proposer.rng.bit_generator.state  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nsga2_finds_at_least_as_good_a_model_as_random_search(seed: int) -> None:
+    nsga2 = NSGA2Search([9] * 16, LARGE, TIER, seed, population=64, offspring=32, budget=500)
+    random = RandomSearch([9] * 16, LARGE, TIER, seed, budget=500)
+    run(nsga2)
+    run(random)
+    assert len(nsga2.history) == len(random.history) == 500
+    assert winner(nsga2.history).metric >= winner(random.history).metric
+
+
+def test_nsga2_finds_the_optimum_of_an_easy_problem() -> None:
+    """Every model's metric is its cost: all lie on the front, and the best model is the largest of the tier."""
+    table = CostTable("macs", 0.0, ((0.0, 1.0, 2.0),) * 8)
+    searcher = NSGA2Search([3] * 8, table, Interval(-1.0, 12.0), 0, population=32, offspring=16, budget=600)
+    while candidates := searcher.ask():
+        searcher.tell(candidates, [float(sum(a)) for a in candidates], [0.0] * len(candidates))
+    assert winner(searcher.history).metric == 12.0
+    front = pareto_front(searcher.history)
+    assert [s.cost for s in front] == [s.metric for s in front]
+
+
+@pytest.mark.filterwarnings("error")
+def test_nsga2_breeds_from_no_failed_model_while_there_are_sound_ones() -> None:
+    """The cheapest models fail: on cost alone they would be non-dominated and crowd the population."""
+    searcher = NSGA2Search([9] * 16, LARGE, TIER, 0, population=32, offspring=16, budget=200)
+    while candidates := searcher.ask():
+        failed = [LARGE.cost(a) < 380 for a in candidates]
+        metrics = [math.nan if f else separable(a) for f, a in zip(failed, candidates, strict=True)]
+        searcher.tell(candidates, metrics, [0.0] * len(candidates))
+    assert sum(not s.feasible for s in searcher.history) > 20
+    parents = searcher._proposer.algorithm.pop  # type: ignore[union-attr]
+    assert len(parents) == 32
+    assert all(LARGE.cost(individual.X) >= 380 for individual in parents)
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    def build(**changes: object) -> Searcher:
+        config = SearchConfig(**changes)  # type: ignore[arg-type]
+        return build_searcher(config, [9] * 16, LARGE, TIER, 0)
+
+    with pytest.raises(ValueError, match="unknown searcher 'nsga3': choose one of nsga2, random"):
+        build(searcher="nsga3")
+    for changes in ({"population": 1}, {"offspring": 0}, {"mutation": 1.5}, {"budget": 0}, {"validation_share": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            build(**changes)
+    with pytest.raises(ValueError, match="do not fit the cost table"):
+        RandomSearch([9] * 15, LARGE, TIER, 0)
+    assert len(run(build_searcher(SearchConfig(), [9] * 16, LARGE, TIER, 0, budget=10))[0]) == 10
+
+
+def test_the_configuration_suits_omegaconf() -> None:
+    from omegaconf import OmegaConf
+
+    merged = OmegaConf.merge(OmegaConf.structured(SearchConfig), {"searcher": "random", "budget": 7})
+    assert OmegaConf.to_object(merged) == SearchConfig(searcher="random", budget=7)
+
+
+# --- operators
+
+
+def problem_of(table: CostTable) -> Problem:
+    last = np.array([len(row) - 1 for row in table.options])
+    return Problem(len(last), n_obj=2, n_ieq_constr=1, xl=np.zeros_like(last), xu=last, vtype=int)
+
+
+def test_ten_thousand_children_are_valid() -> None:
+    """The tier is narrow and some operators unsupported, so that most children need repair."""
+    rows = tuple((*row[:8], float("inf")) for row in ROWS)
+    table, interval = CostTable("macs", 100.0, rows), Interval(420.0, 424.0)
+    sampler, problem = IntervalSampler(table, interval), problem_of(table)
+    rng = np.random.Generator(np.random.PCG64(0))
+    parents = TierSampling(sampler)(problem, 200, random_state=rng)
+    pairs = parents[rng.integers(200, size=(5_000, 2))]
+    children = HalfGeneCrossover()(problem, pairs, random_state=rng)
+    children = OptionMutation(0.3)(problem, children, random_state=rng)
+    bred = children.get("X").copy()
+    X = IntervalRepair(sampler)(problem, children, random_state=rng).get("X")
+    assert X.shape == (10_000, 16)
+    assert np.issubdtype(X.dtype, np.integer)
+    assert X.min() >= 0
+    assert X.max() <= 7
+    costs = [table.cost(row) for row in X.tolist()]
+    assert all(interval.contains(cost) for cost in costs)
+    assert sum(not interval.contains(table.cost(row)) for row in bred.tolist()) > 5_000
+    # A repair keeps most genes: a fresh draw would share about one in eight.
+    assert (bred == X).mean() > 0.7
+
+
+@given(st.integers(1, 17), st.integers(0, 99))
+def test_crossover_takes_half_of_the_genes_from_the_other(genes: int, seed: int) -> None:
+    problem = Problem(genes, n_obj=2, xl=np.zeros(genes, dtype=int), xu=np.ones(genes, dtype=int), vtype=int)
+    zero, one = Population.new("X", np.stack([np.zeros(genes, dtype=int), np.ones(genes, dtype=int)]))
+    pairs = np.array([[zero, one]] * 8).view(Population)
+    rng = np.random.Generator(np.random.PCG64(seed))
+    X = HalfGeneCrossover()(problem, pairs, random_state=rng).get("X")
+    first, second = X[:8], X[8:]
+    assert set(first.sum(axis=1)) <= {genes // 2, (genes + 1) // 2}
+    assert np.array_equal(first + second, np.ones_like(first))
+
+
+def test_crossover_takes_every_gene_equally_often() -> None:
+    problem = Problem(4, n_obj=2, xl=np.zeros(4, dtype=int), xu=np.ones(4, dtype=int), vtype=int)
+    zero, one = Population.new("X", np.stack([np.zeros(4, dtype=int), np.ones(4, dtype=int)]))
+    pairs = np.array([[zero, one]] * 4000).view(Population)
+    X = HalfGeneCrossover()(problem, pairs, random_state=np.random.Generator(np.random.PCG64(0))).get("X")[:4000]
+    assert np.abs(X.mean(axis=0) - 0.5).max() < 0.04  # five standard deviations
+    assert len({tuple(row) for row in X.tolist()}) == 6
+
+
+def test_mutation_moves_to_every_other_option_at_its_rate() -> None:
+    last = np.array([3, 0, 1])
+    problem = Problem(3, n_obj=2, xl=np.zeros_like(last), xu=last, vtype=int)
+    before = np.tile([2, 0, 1], (20_000, 1))
+    rng = np.random.Generator(np.random.PCG64(0))
+    after = OptionMutation(0.3)(problem, Population.new("X", before.copy()), random_state=rng).get("X")
+    shares = [np.bincount(after[:, gene], minlength=4) / 20_000 for gene in range(3)]
+    assert np.allclose(shares[0], [0.1, 0.1, 0.7, 0.1], atol=0.015)
+    assert shares[1].tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert np.allclose(shares[2], [0.3, 0.7, 0.0, 0.0], atol=0.015)
+    still = OptionMutation(0.0)(problem, Population.new("X", before.copy()), random_state=rng).get("X")
+    assert np.array_equal(still, before)
+
+
+def test_repair_leaves_sound_children_alone_and_moves_others_little() -> None:
+    table = CostTable("macs", 0.0, ((0.0, 1.0, 2.0),) * 4)
+    repair = IntervalRepair(IntervalSampler(table, Interval(3.0, 4.0)))
+    rng = np.random.Generator(np.random.PCG64(0))
+    assert repair.repair_one((1, 1, 1, 1), rng) == (1, 1, 1, 1)
+    for _ in range(20):
+        repaired = repair.repair_one((1, 1, 1, 0), rng)
+        assert sum(repaired) == 4
+        assert sum(a != b for a, b in zip(repaired, (1, 1, 1, 0), strict=True)) == 1
+
+
+def test_repair_draws_anew_where_no_single_move_helps() -> None:
+    # From (0, 0) every single move leaves 6, 11 or 100 for the tier's 5.
+    table = CostTable("macs", 0.0, ((1.0, 3.0, 100.0), (5.0, 2.0, 100.0)))
+    repair = IntervalRepair(IntervalSampler(table, Interval(4.5, 5.0)))
+    assert repair.repair_one((0, 0), np.random.Generator(np.random.PCG64(0))) == (1, 1)
+
+
+def test_duplicates_of_anything_asked_are_dropped() -> None:
+    asked: set[Architecture] = {(0, 0)}
+    children = Population.new("X", np.array([[0, 0], [1, 0], [1, 0], [1, 1], [0, 1]]))
+    others = Population.new("X", np.array([[1, 1]]))
+    assert NewOnly(asked).do(children, others).get("X").tolist() == [[1, 0], [0, 1]]
+
+
+# --- winner and front
+
+
+def scored(architecture: Architecture, metric: float, cost: float) -> Scored:
+    return Scored(architecture, metric, 0.0, cost, 0, math.isfinite(metric))
+
+
+def test_the_winner_is_the_best_then_the_cheapest_then_the_first() -> None:
+    history = [scored((3,), 0.5, 1.0), scored((2,), 0.9, 3.0), scored((1,), 0.9, 2.0), scored((0,), 0.9, 2.0)]
+    assert winner(history).architecture == (0,)
+    assert winner(history[:3]).architecture == (1,)
+    assert winner([*history, scored((9,), math.nan, 0.0)]).architecture == (0,)
+
+
+models = st.tuples(st.integers(0, 9), st.one_of(st.just(math.nan), st.integers(0, 4).map(float)), st.integers(0, 4))
+
+
+@given(st.lists(models, max_size=20))
+def test_the_front_is_what_nothing_dominates(entries: list[tuple[int, float, int]]) -> None:
+    history = [scored((index, option), m, float(c)) for index, (option, m, c) in enumerate(entries)]
+    sound = [s for s in history if s.feasible]
+
+    def dominated(s: Scored) -> bool:
+        return any(
+            t.metric >= s.metric and t.cost <= s.cost and (t.metric > s.metric or t.cost < s.cost) for t in sound
+        )
+
+    front = pareto_front(history)
+    assert sorted(s.architecture for s in front) == sorted(s.architecture for s in sound if not dominated(s))
+    assert [s.cost for s in front] == sorted(s.cost for s in front)

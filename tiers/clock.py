@@ -1,0 +1,77 @@
+"""Simulated time: what a round would have lasted on the devices, whatever hardware simulates them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedloom.tiers.devices import DeviceProfile
+
+TRAINING_FACTOR = 3.0
+"""Cost of a training step in forward passes: one forward, and two for the gradients of inputs and of weights."""
+EVALUATION_FACTOR = 1.0
+"""Cost of an evaluation step in forward passes."""
+
+
+def client_time_s(
+    profile: DeviceProfile, macs: float, bytes_down: float, bytes_up: float, factor: float = TRAINING_FACTOR
+) -> float:
+    """Simulated seconds of one client's work: download, then compute, then upload.
+
+    bytes_down / down + factor * macs / macs_per_s + bytes_up / up, where `macs` are those of the *forward* passes of
+    all samples together; evaluation passes `EVALUATION_FACTOR`. Raises ValueError for an amount that is negative or
+    not finite.
+    """
+    amounts = {"macs": macs, "bytes_down": bytes_down, "bytes_up": bytes_up, "factor": factor}
+    for name, amount in amounts.items():
+        if not 0 <= amount < math.inf:
+            raise ValueError(f"{name}={amount!r} must be a finite number that is not negative")
+    down_s = bytes_down / profile.down_bytes_per_s
+    compute_s = factor * macs / profile.macs_per_s
+    return down_s + compute_s + bytes_up / profile.up_bytes_per_s
+
+
+def arrival_order(client_times_s: Sequence[float], deadline_s: float | None = None) -> tuple[int, ...]:
+    """Positions of the clients that finish by the deadline, in the order of their simulated time, then of the plan.
+
+    Raises ValueError for a negative or undefined time and for a deadline that is not positive.
+    """
+    _check_times(client_times_s, deadline_s)
+    limit_s = math.inf if deadline_s is None else deadline_s
+    on_time = [i for i, time_s in enumerate(client_times_s) if time_s <= limit_s and time_s < math.inf]
+    return tuple(sorted(on_time, key=lambda i: client_times_s[i]))  # stable: ties stay in plan order
+
+
+@dataclass(frozen=True)
+class VirtualClock:
+    """Simulated seconds since the run began; a value, so that a checkpoint holds it and real time never enters."""
+
+    now_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.now_s < math.inf:
+            raise ValueError(f"now_s={self.now_s!r} must be a finite number that is not negative")
+
+    def after_round(
+        self, client_times_s: Sequence[float], deadline_s: float | None = None
+    ) -> tuple["VirtualClock", float]:
+        """The clock after a synchronous round, and how long the round lasted in seconds.
+
+        The round lasts as long as its slowest client, or until the deadline if one takes longer. A client that never
+        answers has the time infinity, which needs a deadline. A round without clients takes no time.
+        Raises ValueError for a negative or undefined time, a deadline that is not positive, or an endless round.
+        """
+        _check_times(client_times_s, deadline_s)
+        round_s = float(max(client_times_s, default=0.0))
+        if deadline_s is not None:
+            round_s = min(round_s, float(deadline_s))
+        if math.isinf(round_s):
+            raise ValueError("a client never answers and the round has no deadline: set deadline_s")
+        return VirtualClock(self.now_s + round_s), round_s
+
+
+def _check_times(client_times_s: Sequence[float], deadline_s: float | None) -> None:
+    if deadline_s is not None and not deadline_s > 0:
+        raise ValueError(f"deadline_s={deadline_s!r} must be above 0, or None for no deadline")
+    for position, time_s in enumerate(client_times_s):
+        if not time_s >= 0:
+            raise ValueError(f"client time {time_s!r} s at position {position} must not be negative or undefined")

@@ -1,0 +1,209 @@
+"""Simulated devices: what they compute and transfer per second, as a table in Parquet or CSV or from a generator."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+Column = npt.NDArray[np.float64]
+
+RATES = ("macs_per_s", "down_bytes_per_s", "up_bytes_per_s")
+PROBABILITIES = ("availability", "dropout")
+COLUMNS = ("device_id", *RATES, *PROBABILITIES)
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """One device.
+
+    `macs_per_s` is what it sustains in training, in multiply-accumulates per second; the link is in bytes per second,
+    seen from the device. `availability` is the probability that it can be chosen in a round, `dropout` that it is lost
+    once chosen.
+    Raises ValueError for rates that are not positive and finite and for probabilities outside [0, 1].
+    """
+
+    name: str
+    macs_per_s: float
+    down_bytes_per_s: float
+    up_bytes_per_s: float
+    availability: float = 1.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        rates = (self.macs_per_s, self.down_bytes_per_s, self.up_bytes_per_s)
+        for column, rate in zip(RATES, rates, strict=True):
+            if not 0 < rate < math.inf:
+                raise ValueError(f"device {self.name}: {column}={rate!r} must be positive and finite")
+        for column, share in zip(PROBABILITIES, (self.availability, self.dropout), strict=True):
+            if not 0 <= share <= 1:
+                raise ValueError(f"device {self.name}: {column}={share!r} must be a probability, from 0 to 1")
+
+
+DEFAULT_PROFILE = DeviceProfile("default", macs_per_s=5e9, down_bytes_per_s=2.5e6, up_bytes_per_s=7.5e5)
+"""A middling phone: 5 GMAC/s, 20 Mbit/s down, 6 Mbit/s up (assumed; the generator's medians)."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceTable:
+    """Many devices, one array of shape (devices,) per column; the units are those of `DeviceProfile`.
+
+    `device_id` is int64 and unique, the rest float64. The table sees its columns read-only.
+    Raises ValueError naming the column and the row of a bad value.
+    """
+
+    device_id: npt.NDArray[np.int64]
+    macs_per_s: Column
+    down_bytes_per_s: Column
+    up_bytes_per_s: Column
+    availability: Column
+    dropout: Column
+
+    def __post_init__(self) -> None:
+        for name in COLUMNS:
+            column = _read_only(name, getattr(self, name))
+            object.__setattr__(self, name, column)  # normalised once, before anyone has seen the value
+            if column.shape != self.device_id.shape:
+                raise ValueError(f"column {name} has shape {column.shape}, but device_id has {self.device_id.shape}")
+        _check_values(self)
+
+    def __len__(self) -> int:
+        return len(self.device_id)
+
+    def profile(self, i: int) -> DeviceProfile:
+        """The device in row `i`, named after its id, in constant time; raises IndexError outside 0 … len - 1."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"device row {i} is outside 0 to {len(self) - 1}")
+        values = (float(getattr(self, name)[i]) for name in (*RATES, *PROBABILITIES))
+        return DeviceProfile(f"device{int(self.device_id[i])}", *values)
+
+
+def generate_device_table(num_devices: int, rng: np.random.Generator) -> DeviceTable:
+    """Devices with a spread as between phones, so that everything runs offline; assumed values, not a measured trace.
+
+    Rates are log-normal: compute median 5 GMAC/s, sigma 0.8 (90 % within a factor of 3.7); download median 20 Mbit/s
+    and upload 6 Mbit/s, sigma 1.0 (a factor of 5.2), their logarithms correlated 0.7 as they share a link. Availability
+    (median 0.62) and dropout (median 0.05) are logit-normal. A larger table from the same seed begins with the smaller
+    one's devices. Raises ValueError for fewer than one device.
+    """
+    if num_devices < 1:
+        raise ValueError(f"num_devices={num_devices} must be at least 1")
+    z_DF = rng.standard_normal((num_devices, 5))  # one row per device, hence the common beginning
+    link, own = z_DF[:, 1], z_DF[:, 2]
+    return DeviceTable(
+        device_id=np.arange(num_devices, dtype=np.int64),
+        macs_per_s=DEFAULT_PROFILE.macs_per_s * np.exp(0.8 * z_DF[:, 0]),
+        down_bytes_per_s=DEFAULT_PROFILE.down_bytes_per_s * np.exp(link),
+        up_bytes_per_s=DEFAULT_PROFILE.up_bytes_per_s * np.exp(0.7 * link + math.sqrt(1 - 0.7**2) * own),
+        availability=_logistic(0.5 + z_DF[:, 3]),
+        dropout=_logistic(-3.0 + 0.7 * z_DF[:, 4]),
+    )
+
+
+def read_device_table(path: str | Path) -> DeviceTable:
+    """The device table in a .parquet or .csv file, which needs all of `COLUMNS`; other columns are ignored.
+
+    Raises ValueError, in one line that names the file (and the column), if it is missing, damaged or holds bad values.
+    """
+    file = Path(path)
+    found = _read_columns(file)
+    missing = [name for name in COLUMNS if name not in found]
+    if missing:
+        raise ValueError(f"{file}: column {', '.join(missing)} is missing; a device table has {', '.join(COLUMNS)}")
+    columns = {name: _to_numpy(file, name, found[name]) for name in COLUMNS}
+    try:
+        return DeviceTable(**columns)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def write_device_table(path: str | Path, table: DeviceTable) -> None:
+    """Writes a .parquet or .csv file that `read_device_table` gives back exactly.
+
+    The file appears whole or not at all: it is written beside its place, flushed to disk and renamed.
+    """
+    file = Path(path)
+    _check_suffix(file)
+    arrow = pa.table({name: getattr(table, name) for name in COLUMNS})
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            if file.suffix == ".parquet":
+                pyarrow.parquet.write_table(arrow, stream)
+            else:
+                pyarrow.csv.write_csv(arrow, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read_only(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    given = np.asarray(values)
+    if given.ndim != 1 or given.dtype.kind not in ("iu" if name == "device_id" else "iuf"):
+        kind = "whole numbers" if name == "device_id" else "numbers"
+        raise ValueError(f"column {name} must be a list of {kind}, not {given.dtype} of shape {given.shape}")
+    column = given.astype(np.int64 if name == "device_id" else np.float64, copy=False).view()
+    column.setflags(write=False)
+    return column
+
+
+def _check_values(table: DeviceTable) -> None:
+    if not len(table):
+        raise ValueError("column device_id is empty: a device table needs at least one device")
+    if len(np.unique(table.device_id)) != len(table):
+        raise ValueError("column device_id has the same id twice: ids must be unique")
+    for name in RATES:
+        column: Column = getattr(table, name)
+        _check_column(name, column, (column > 0) & np.isfinite(column), "positive and finite")
+    for name in PROBABILITIES:
+        column = getattr(table, name)
+        _check_column(name, column, (column >= 0) & (column <= 1), "a probability, from 0 to 1")
+
+
+def _check_column(name: str, column: Column, valid: npt.NDArray[np.bool_], allowed: str) -> None:
+    if not valid.all():
+        row = int(np.argmin(valid))
+        raise ValueError(f"column {name}, row {row}: {column[row]:g} must be {allowed}")
+
+
+def _check_suffix(file: Path) -> None:
+    if file.suffix not in (".parquet", ".csv"):
+        raise ValueError(f"{file}: a device table is a .parquet or a .csv file")
+
+
+def _read_columns(file: Path) -> dict[str, Any]:
+    _check_suffix(file)
+    if not file.is_file():
+        raise ValueError(f"{file}: there is no such file")
+    try:
+        # Through an open file, as pyarrow takes a bare path for a data set and infers columns from folder names.
+        with file.open("rb") as stream:
+            read = pyarrow.parquet.read_table if file.suffix == ".parquet" else pyarrow.csv.read_csv
+            table = read(stream)
+        return dict(zip(table.column_names, table.columns, strict=True))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read as a device table ({_one_line(error)})") from error
+
+
+def _to_numpy(file: Path, name: str, column: Any) -> npt.NDArray[Any]:
+    if column.null_count:
+        raise ValueError(f"{file}: column {name} has {column.null_count} empty values")
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+        raise ValueError(f"{file}: column {name} must hold numbers, not {column.type}")
+    return cast(npt.NDArray[Any], column.to_numpy())
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _logistic(x: Column) -> Column:
+    return 1 / (1 + np.exp(-x))

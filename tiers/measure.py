@@ -1,0 +1,122 @@
+"""What one module costs on one input: multiply-accumulates, parameters, activation memory, latency."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
+
+MEASURES: Final = {"macs": "sum", "parameters": "sum", "activation_bytes": "max", "latency_s": "sum"}
+"""Every measure of a cost table and how its parts are joined (`CostTable.reduce`)."""
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of one forward pass: the median and the interquartile range over the repeats."""
+
+    median_s: float
+    spread_s: float
+    repeats: int
+
+
+@contextmanager
+def _evaluation_mode(module: nn.Module) -> Iterator[None]:
+    flags = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in flags:
+            part.training = training
+
+
+def _forward_on_meta(module: nn.Module, x: Tensor) -> None:
+    # Shapes are all that is needed: no arithmetic is done, and the module keeps its tensors and buffers.
+    tensors = {name: t.to("meta") for name, t in chain(module.named_parameters(), module.named_buffers())}
+    with torch.no_grad(), _evaluation_mode(module):
+        functional_call(module, tensors, (x[:1].to("meta"),))
+
+
+def macs_of(module: nn.Module, x: Tensor) -> int:
+    """Multiply-accumulates of one forward pass of one sample (the first of the batch `x`).
+
+    Convolutions and matrix products alone count, as in `torch.utils.flop_counter`; normalisation, activation,
+    pooling and additions are free.
+    """
+    counter = FlopCounterMode(display=False)
+    with counter:
+        _forward_on_meta(module, x)
+    return int(counter.get_total_flops()) // 2
+
+
+def parameters_of(module: nn.Module) -> int:
+    """Number of trainable scalars; a tensor that is used twice counts once."""
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def activation_bytes_of(module: nn.Module, x: Tensor) -> int:
+    """Peak activation memory of one forward pass of one sample (the first of the batch `x`), in bytes.
+
+    The largest, over all leaf modules (those without children), of the bytes of the distinct tensors among the
+    leaf's inputs and outputs: what an executor that frees as early as it can must hold for the hungriest step.
+    Tensors that wait on a residual link are not counted, so that the peak of a path is the maximum over its parts.
+    """
+    peak_bytes = 0
+
+    def see(_leaf: nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal peak_bytes
+        distinct = {id(t): t.numel() * t.element_size() for t in chain(_tensors_in(inputs), _tensors_in(output))}
+        peak_bytes = max(peak_bytes, sum(distinct.values()))
+
+    leaves = [part for part in module.modules() if next(part.children(), None) is None]
+    hooks = [leaf.register_forward_hook(see) for leaf in leaves]
+    try:
+        _forward_on_meta(module, x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return peak_bytes
+
+
+def _timed_s(run: Callable[[], object], synchronise: Callable[[], None]) -> float:
+    synchronise()
+    start = time.perf_counter()
+    run()
+    synchronise()
+    return time.perf_counter() - start
+
+
+def latency_s_of(module: nn.Module, x: Tensor, *, warmup: int = 3, repeats: int = 20) -> Latency:
+    """Measured seconds of one forward pass on the batch `x`, on the device where the module and `x` are.
+
+    Evaluation mode, no gradients; `warmup` passes are thrown away first.
+
+    Raises:
+        ValueError: fewer than one repeat, or a negative warm-up.
+    """
+    if repeats < 1 or warmup < 0:
+        raise ValueError(f"a latency needs repeats >= 1 and warmup >= 0, given repeats={repeats}, warmup={warmup}")
+
+    def synchronise() -> None:
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+
+    with torch.no_grad(), _evaluation_mode(module):
+        samples_s = [_timed_s(lambda: module(x), synchronise) for _ in range(warmup + repeats)][warmup:]
+    low, median, high = np.percentile(samples_s, [25, 50, 75])
+    return Latency(float(median), float(high - low), repeats)
