@@ -13,6 +13,9 @@ from fedloom.platform.execution import Chunk, ChunkResult, SharedWeights, run_as
 from fedloom.platform.run import source_hash
 from fedloom.platform.worker import Worker, WorkerSpec
 
+WATCH = "watch"
+"""The group of methods that answer while the actor works."""
+
 
 @dataclass(frozen=True)
 class About:
@@ -72,7 +75,11 @@ class ClientActor:
             result.reports.append(report)
         return pack(result)
 
-    @ray.method(concurrency_group="watch")
+    @ray.method(concurrency_group=WATCH)
     def position(self) -> int:
         """Index in the chunk of the assignment that is being worked on; answers while `run_chunk` runs."""
         return self._position
+
+
+RemoteClient: Any = ray.remote(concurrency_groups={WATCH: 1})(ClientActor)
+"""The client as a Ray actor class."""

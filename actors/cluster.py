@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import ray
 from ray.exceptions import RayError
 
+from fedloom.actors.address import resolve_address
 from fedloom.platform.config import RayConfig
 
 
@@ -33,21 +34,6 @@ def connected(config: RayConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def resolve_address(address: str) -> str:
-    """`auto` becomes the cluster that RAY_ADDRESS names or that runs on this machine, else `local`."""
-    if address != "auto":
-        return address
-    return os.environ.get("RAY_ADDRESS") or _running_cluster() or "local"
-
-
-def _running_cluster() -> str | None:
-    try:
-        with open("/tmp/ray/ray_current_cluster") as file:
-            return file.read().strip() or None
-    except OSError:
-        return None
-
-
 def _start_own(config: RayConfig) -> None:
     ray.init(
         address="local",
@@ -56,7 +42,6 @@ def _start_own(config: RayConfig) -> None:
         object_store_memory=config.object_store_memory_bytes,
         include_dashboard=config.dashboard,
         dashboard_host="127.0.0.1",
-        _node_ip_address="127.0.0.1",
         log_to_driver=False,
         logging_level=logging.ERROR,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from fedloom.actors.client import About, ClientActor
+from fedloom.actors.client import About, RemoteClient
 from fedloom.actors.placement import Lane
 from fedloom.actors.wire import to_arrays, unpack
 from fedloom.platform.execution import Assignment, Chunk, ChunkResult, Report, SharedWeights
@@ -91,12 +91,7 @@ class ActorPool:
             self._check_sources()
 
     def _start(self, lane: Lane) -> Member:
-        remote = ray.remote(ClientActor).options(
-            num_cpus=lane.num_cpus,
-            num_gpus=lane.num_gpus,
-            max_restarts=0,
-            concurrency_groups={"watch": 1},
-        )
+        remote = RemoteClient.options(num_cpus=lane.num_cpus, num_gpus=lane.num_gpus, max_restarts=0)
         member = Member(remote.remote(self._spec_ref, lane.num_gpus), lane)
         self.members.append(member)
         return member

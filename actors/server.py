@@ -2,10 +2,12 @@
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 import torch
 
+from fedloom.actors.client import WATCH
 from fedloom.actors.placement import plan_lanes
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
@@ -67,12 +69,16 @@ class ServerActor:
     def _started(self, run_id: str) -> None:
         self._run_id = run_id
 
-    @ray.method(concurrency_group="watch")
+    @ray.method(concurrency_group=WATCH)
     def progress(self, after: int) -> tuple[str, list[RoundProgress]]:
         """The run id and the rounds finished since the first `after`."""
         return self._run_id, self._rounds[after:]
 
-    @ray.method(concurrency_group="watch")
+    @ray.method(concurrency_group=WATCH)
     def stop(self) -> None:
         """Asks the run to end after the present round."""
         self._stop.set()
+
+
+RemoteServer: Any = ray.remote(concurrency_groups={WATCH: 1})(ServerActor)  # type: ignore[call-overload]
+"""The server as a Ray actor class."""

@@ -1,6 +1,158 @@
-"""The `fedloom` command."""
+"""The `fedloom` command: run, resume, describe, prepare, report, status."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedloom.experiments.exit_codes import CONFIGURATION, INTERRUPTED, OK, of_run_end
+
+DESCRIPTION = """Federated architecture search across unequal devices.
+
+  fedloom run experiment=fedoras_digits          a complete run: the demo, about two minutes on two cores
+  fedloom run experiment=fedoras_digits seed=2   change one thing: any configuration value, key=value
+  fedloom report                                 tables, plots and an HTML page of the latest run
+"""
 
 
-def main() -> None:
-    """Entry point; the commands are added step by step."""
-    raise SystemExit("fedloom: no commands yet")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, runs the command and exits with its code."""
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="fedloom: %(message)s")
+    try:
+        code = args.command(args)
+    except ValueError as error:
+        code = _refuse(error)
+    except ConnectionError as error:
+        sys.stderr.write(f"fedloom: {error}\n")
+        code = CONFIGURATION
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.exit(code)
+
+
+def _refuse(error: ValueError) -> int:
+    if os.environ.get("FEDLOOM_TRACEBACK"):
+        raise error
+    sys.stderr.write(f"fedloom: {' '.join(str(error).split())}\n")
+    return CONFIGURATION
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="fedloom", description=DESCRIPTION, formatter_class=formatter)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    run = _command(commands, "run", _run, "run an experiment to its end", RUN_HELP)
+    run.add_argument("overrides", nargs="*", metavar="key=value", help="experiment=NAME and whatever differs from it")
+    resume = _command(commands, "resume", _resume, "continue a run from its last checkpoint")
+    resume.add_argument("run", help="run id, or its beginning")
+    resume.add_argument("overrides", nargs="*", metavar="key=value", help="executor.*, ray.* and results= may differ")
+    describe = _command(commands, "describe", _describe, "a space's size, costs and tiers")
+    describe.add_argument("overrides", nargs="*", metavar="key=value", help="space=NAME (or experiment=NAME), ...")
+    prepare = _command(commands, "prepare", _prepare, "prepare a data set and its partition")
+    prepare.add_argument("overrides", nargs="*", metavar="key=value", help="dataset=NAME (or experiment=NAME), ...")
+    report = _command(commands, "report", _report, "tables, plots and one HTML page of finished or running runs")
+    report.add_argument("runs", nargs="*", metavar="RUN", help="run ids or their beginnings (default: the latest)")
+    report.add_argument("--out", type=Path, help="folder for the files (default: RESULTS/reports/RUN)")
+    status = _command(commands, "status", _status, "which runs there are and how they stand")
+    status.add_argument("runs", nargs="*", metavar="RUN", help="run ids or their beginnings; all if none is given")
+    for command in (resume, report, status):
+        command.add_argument("--results", type=Path, default=Path("results"), help="results folder (default: results)")
+    return parser
+
+
+RUN_HELP = """Runs an experiment: a preset, with any configuration value changed by key=value.
+
+  fedloom run experiment=fedoras_digits executor.kind=serial
+  fedloom run experiment=fedoras_cifar10 data.alpha=0.1 method.train.weighting=fedavg seed=3
+"""
+
+
+def _command(
+    commands: Any, name: str, handler: Callable[[argparse.Namespace], int], text: str, description: str = ""
+) -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    description = (description or text[0].upper() + text[1:] + ".") + _presets(name)
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=description, formatter_class=formatter
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    command.set_defaults(command=handler)
+    return command
+
+
+def _presets(command: str) -> str:
+    if command != "run":
+        return ""
+    from fedloom.experiments.presets import experiments
+
+    return "\nPresets: " + ", ".join(experiments()) + ".\n"
+
+
+# The heavy imports (torch, ray) wait until a command needs them: `fedloom --help` answers at once.
+
+
+def _run(args: argparse.Namespace) -> int:
+    from fedloom.experiments.config import compose_config
+
+    return _execute(args, compose_config(args.overrides), None)
+
+
+def _resume(args: argparse.Namespace) -> int:
+    from fedloom.experiments.config import change_stored, stored_config
+
+    run_id, config = stored_config(args.results, args.run)
+    return _execute(args, change_stored(config, args.overrides), run_id)
+
+
+def _execute(args: argparse.Namespace, config: Any, resume: str | None) -> int:
+    from fedloom.actors.address import stay_on_loopback
+
+    stay_on_loopback(config.ray.address)
+    from fedloom.experiments.launch import launch
+    from fedloom.experiments.show import RunView
+
+    view = RunView(quiet=args.json)
+    end = launch(config, view, resume)
+    view.end(end, Path(config.results))
+    return of_run_end(end.kind)
+
+
+def _describe(args: argparse.Namespace) -> int:
+    from fedloom.experiments.describe import describe
+    from fedloom.experiments.show import show_description
+
+    show_description(describe(args.overrides), as_json=args.json)
+    return OK
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from fedloom.experiments.prepare import prepare
+    from fedloom.experiments.show import show_facts
+
+    show_facts(prepare(args.overrides), as_json=args.json)
+    return OK
+
+
+def _report(args: argparse.Namespace) -> int:
+    from fedloom.experiments.report.report import write_report
+    from fedloom.experiments.show import show_report
+
+    show_report(write_report(args.results, args.runs or None, args.out), as_json=args.json)
+    return OK
+
+
+def _status(args: argparse.Namespace) -> int:
+    from fedloom.experiments.show import show_status
+
+    show_status(args.results, args.runs, as_json=args.json)
+    return OK
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """From `experiment=NAME key=value ...` to a checked RunConfig: composed by Hydra, in the driver alone."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -11,12 +12,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fedloom.experiments.presets import CONF, experiments
 from fedloom.platform.config import RunConfig
 from fedloom.platform.data.config import check as check_data
 from fedloom.platform.methods.registry import CONFIGS
 from fedloom.platform.plugins import nearest
-
-CONF = Path(__file__).resolve().parent / "conf"
+from fedloom.platform.results.paths import find_run
 
 
 def compose_config(overrides: Sequence[str]) -> RunConfig:
@@ -43,9 +44,41 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
         raise ValueError(f"the run's stored configuration does not fit this version: {_first_line(error)}") from error
 
 
-def experiments() -> list[str]:
-    """Names of the presets."""
-    return sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
+def stored_config(results: Path, run_id: str) -> tuple[str, RunConfig]:
+    """A run's full id and its configuration, with the results folder where it is now."""
+    paths = find_run(results, run_id)
+    config = config_from_dict(json.loads(paths.config.read_text()))
+    config.results = str(results)
+    return paths.run_id, config
+
+
+FREE_ON_RESUME = (
+    "executor.kind",
+    "executor.actors",
+    "executor.client_timeout_s",
+    "executor.failures.",
+    "ray.",
+    "results",
+)
+"""What may differ when a run is resumed: where it runs, not what it computes."""
+
+
+def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """A stored configuration with overrides that do not change what is computed; ValueError for any other."""
+    for override in overrides:
+        key = override.partition("=")[0]
+        if not key.startswith(FREE_ON_RESUME):
+            raise ValueError(
+                f"{key} cannot change on resume, it would be another run: start one with `fedloom run`, "
+                f"or change only {', '.join(k.rstrip('.') for k in FREE_ON_RESUME)}"
+            )
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(list(overrides)))
+        changed = cast(RunConfig, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        raise ValueError(_first_line(error)) from error
+    _check(changed)
+    return changed
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:

@@ -1,23 +1,19 @@
 """Starting runs: in this process, or through a server actor that the driver watches."""
 
-import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from fedloom.actors.cluster import connected
-from fedloom.actors.server import RunEnd, ServerActor
-from fedloom.experiments.config import config_from_dict
+from fedloom.actors.server import RemoteServer, RunEnd
 from fedloom.platform.config import RunConfig
 from fedloom.platform.execution import SerialExecutor
 from fedloom.platform.loop import InterruptedRunError, RoundProgress, RunFailedError
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.results.files import check_writable
-from fedloom.platform.results.paths import find_run
 from fedloom.platform.run import Watcher, resume_run, start_run
 from fedloom.platform.worker import Worker
 from fedloom.platform.world import World, build_world
@@ -26,12 +22,26 @@ STOP_TIMEOUT_S = 10.0
 POLL_S = 0.2
 
 
-@dataclass(frozen=True)
-class View:
+class View(Protocol):
     """Where progress is shown."""
 
-    started: Callable[[str], None] = lambda _: None
-    round: Callable[[RoundProgress], None] = lambda _: None
+    def started(self, run_id: str) -> None:
+        """A run got its id."""
+        ...
+
+    def round(self, progress: RoundProgress) -> None:
+        """A round is finished and safe on disk."""
+        ...
+
+
+class NoView:
+    """Shows nothing."""
+
+    def started(self, run_id: str) -> None:
+        """See `View.started`."""
+
+    def round(self, progress: RoundProgress) -> None:
+        """See `View.round`."""
 
 
 def launch(config: RunConfig, view: View, resume: str | None = None) -> RunEnd:
@@ -46,14 +56,6 @@ def launch(config: RunConfig, view: View, resume: str | None = None) -> RunEnd:
         return _serial(config, view, resume)
     with connected(config.ray):
         return _through_server(config, view, resume)
-
-
-def stored_config(results: Path, run_id: str) -> tuple[str, RunConfig]:
-    """A run's full id and its configuration, with the results folder where it is now."""
-    paths = find_run(results, run_id)
-    config = config_from_dict(json.loads(paths.config.read_text()))
-    config.results = str(results)
-    return paths.run_id, config
 
 
 def _make_serial(world: World) -> SerialExecutor:
@@ -81,9 +83,8 @@ def _serial(config: RunConfig, view: View, resume: str | None) -> RunEnd:
 
 
 def _through_server(config: RunConfig, view: View, resume: str | None) -> RunEnd:
-    options = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"watch": 1}}
-    server = ray.remote(ServerActor).options(**options).remote()
-    ending = server.run.remote(config, resume)  # type: ignore[attr-defined]
+    server = RemoteServer.options(num_cpus=0, max_restarts=0).remote()
+    ending = server.run.remote(config, resume)
     shown = _Shown(view)
     try:
         while not ray.wait([ending], timeout=POLL_S)[0]:
@@ -104,10 +105,10 @@ class _Shown:
     def __init__(self, view: View) -> None:
         self.view, self.run_id, self.rounds = view, "", 0
 
-    def update(self, server: object) -> None:
+    def update(self, server: Any) -> None:
         """Fetches and shows what is new."""
         try:
-            run_id, rounds = ray.get(server.progress.remote(self.rounds), timeout=30)  # type: ignore[attr-defined]
+            run_id, rounds = ray.get(server.progress.remote(self.rounds), timeout=30)
         except GetTimeoutError:
             return
         if run_id and not self.run_id:
@@ -118,16 +119,16 @@ class _Shown:
         self.rounds += len(rounds)
 
 
-def _interrupt(server: object, ending: object, shown: _Shown) -> RunEnd:
+def _interrupt(server: Any, ending: Any, shown: _Shown) -> RunEnd:
     """Lets the present round end if that is soon; the checkpoint of the last round is there in any case."""
     message = "interrupted"
     try:
-        ray.get(server.stop.remote(), timeout=2)  # type: ignore[attr-defined]
+        ray.get(server.stop.remote(), timeout=2)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while time.monotonic() < deadline and not ray.wait([ending], timeout=POLL_S)[0]:
             shown.update(server)
         if ray.wait([ending], timeout=0)[0]:
-            end: RunEnd = ray.get(ending)  # type: ignore[call-overload]
+            end: RunEnd = ray.get(ending)
             return end
         message = f"the present round did not end within {STOP_TIMEOUT_S:g} s and is lost"
     except (KeyboardInterrupt, RayError):

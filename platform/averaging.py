@@ -4,6 +4,7 @@ Policy per tensor kind: parameters and floating buffers (BatchNorm statistics) a
 tensor; integer counters keep their type and take the largest value among the contributors.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
@@ -111,11 +112,13 @@ class WeightedSums:
 
     @torch.no_grad()
     def add(self, update: Update) -> None:
-        """Adds one client's update; tensors with weight zero are left out."""
+        """Adds one client's update; tensors with weight zero are left out.
+
+        Raises ValueError for a weight that is missing, negative or not finite, and then adds nothing.
+        """
+        _check_weights(update)
         for name, tensor in update.tensors.items():
             weight = update.weights[name]
-            if weight < 0.0:
-                raise ValueError(f"the weight of {name} is {weight}: weights are at least 0")
             if weight == 0.0:
                 continue
             piece = update.slices[name]
@@ -151,6 +154,15 @@ class WeightedSums:
                 _write_mean(target, tensor_sum.view(region), coverage.weight)
             new[name] = result
         return new
+
+
+def _check_weights(update: Update) -> None:
+    # Before the first tensor is added: half an update in the sums could not be taken out again.
+    for name in update.tensors:
+        if name not in update.weights:
+            raise ValueError(f"the weighting rule gave no weight for {name}: give one to every tensor of the update")
+        if not 0.0 <= update.weights[name] < math.inf:
+            raise ValueError(f"the weight of {name} is {update.weights[name]}: weights are finite and at least 0")
 
 
 def _write_mean(target: Tensor, total: Tensor, weight: float) -> None:

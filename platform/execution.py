@@ -201,14 +201,15 @@ def run_assignment(
     )
     if assignment.dropped:
         return base
+    report = base
     for attempt in range(1, attempts + 1):
         started = time.perf_counter()
         try:
             return replace(_attempt(worker, assignment, weights, sums, base), attempts=attempt)
         except Exception as error:  # noqa: BLE001 - a client's failure, whatever it is, becomes its row
             wall_s = time.perf_counter() - started
-            base = _failed(base, error, wall_s, attempt)
-    return base
+            report = _failed(base, error, wall_s, attempt)
+    return report
 
 
 def _failed(base: Report, error: Exception, wall_s: float, attempt: int) -> Report:
@@ -254,7 +255,8 @@ def _attempt(
         overhead_s=time.perf_counter() - worked,
         simulated_s=simulated_s,
         peak_memory_bytes=peak_memory_bytes(worker.device),
-        measurements=outcome.measurements,
+        # Who is late is not heard any more: neither scores nor state.
+        measurements=() if late else outcome.measurements,
         state=None if late else outcome.state,
     )
 

@@ -28,6 +28,6 @@ def resolve(kind: str, name: str, known: Mapping[str, T]) -> T:
         raise ValueError(f"unknown {kind} {name!r}: known are {allowed}, or module:attribute{nearest(name, [*known])}")
     try:
         found: T = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{kind} {name!r} cannot be imported ({error}): give module:attribute") from error
     return found

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.data.dataset import augment_crop_flip
+from fedloom.platform.weighting import weighting_rule
 
 
 @dataclass
@@ -44,17 +45,26 @@ def check_training(config: TrainingConfig, name: str, num_clients: int) -> None:
         )
     positive = {"epochs": config.epochs, "batch_size": config.batch_size, "lr": config.lr}
     for key, value in positive.items():
-        if value <= 0:
+        if not value > 0:
             raise ValueError(f"{name}.{key}={value}: must be greater than 0")
     zero_or_more = {"rounds": config.rounds, "momentum": config.momentum, "weight_decay": config.weight_decay}
     zero_or_more |= {"clip_norm": config.clip_norm, "evaluate_every": config.evaluate_every}
     for key, value in zero_or_more.items():
-        if value < 0:
+        if not value >= 0:
             raise ValueError(f"{name}.{key}={value}: must be 0 or more")
     if config.schedule not in SCHEDULES:
         raise ValueError(f"{name}.schedule={config.schedule!r}: allowed are {', '.join(SCHEDULES)}")
     if config.min_contributors < 1:
         raise ValueError(f"{name}.min_contributors={config.min_contributors}: must be at least 1")
+    if config.min_contributors > config.clients_per_round:
+        raise ValueError(
+            f"{name}.min_contributors={config.min_contributors}: only {config.clients_per_round} clients take part in a "
+            "round, so that nothing would ever be trained; lower it or raise clients_per_round"
+        )
+    try:
+        weighting_rule(config.weighting)
+    except ValueError as error:
+        raise ValueError(f"{name}.weighting: {error}") from error
 
 
 def _fixed(_config: TrainingConfig, _round: int) -> float:

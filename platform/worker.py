@@ -112,8 +112,11 @@ class Worker:
 
     def central_data(self, split: str, share: float = 1.0) -> tuple[Tensor, Tensor]:
         """The server's samples of a split; the last ones are kept, as all candidates of a search are scored on them."""
-        if self._central is None or self._central[0] != (split, share):
-            rng = stream(self.spec.training_seed, "central_data", split)
-            x, y = self.data.central(split, share=share, rng=rng)
-            self._central = ((split, share), (x.to(self.device), y.to(self.device)))
-        return self._central[1]
+        if self._central is not None and self._central[0] == (split, share):
+            return self._central[1]
+        rng = stream(self.spec.training_seed, "central_data", split)
+        x, y = self.data.central(split, share=share, rng=rng)
+        data = (x.to(self.device), y.to(self.device))
+        if split != "test":  # what is kept here would lie outside the lock on the test set
+            self._central = ((split, share), data)
+        return data

@@ -83,9 +83,10 @@ def test_the_wheel_holds_every_module_and_imports(tmp_path: Path) -> None:
         "import sys, importlib\n"
         "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
         "sys.path_hooks = [h for h in sys.path_hooks if 'editable' not in str(h).lower()]\n"
-        f"sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
+        f"site = {str(tmp_path / 'site')!r}\n"
+        "sys.path.insert(0, site)\n"
         f"for m in {modules!r}:\n"
-        "    assert importlib.import_module(m).__file__.startswith(sys.path[0]), m\n"
+        "    assert importlib.import_module(m).__file__.startswith(site), m\n"
     )
     run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

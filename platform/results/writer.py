@@ -146,12 +146,12 @@ class RunWriter:
             if table not in ROW_TABLES:
                 raise ValueError(f"the checkpoint counts rows of table {table!r}, which is not one of {ROW_TABLES}")
         missing = {table: self._missing(table, position.get(table, 0), journalled) for table in ROW_TABLES}
-        for path in journal_files(self.paths.artifacts):
-            path.unlink()
         for table, rows in missing.items():
             self._parts[table].cut(position.get(table, 0))
             self._parts[table].append(rows)
         # Last, when all their rows are in Parquet: a kill before this line repeats the same restoration.
+        for path in journal_files(self.paths.artifacts):
+            path.unlink()
         sync_folder(self.paths.artifacts)
 
     def _missing(self, table: str, num_rows: int, journalled: JournalledRows) -> list[Row]:

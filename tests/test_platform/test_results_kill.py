@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pyarrow.parquet as pq
 import pytest
@@ -28,8 +28,8 @@ os.fsync = lambda descriptor: None  # a kill, unlike a power failure, loses noth
 assert not {{"torch", "pandas"}} & set(sys.modules), "a writer needs neither"
 pa.array([1])  # loads what pyarrow loads late, once for all writers
 
-def tell(message):
-    os.write(1, (json.dumps(message) + "\\n").encode())  # short: whole or not at all
+def tell(what, value):
+    os.write(1, (json.dumps([what, value]) + "\\n").encode())  # short: whole or not at all
 
 def write_rounds(root, position):
     writer = RunWriter.resume(Path(root), "demo", "r1", position, 0.002, {ROWS_PER_FILE})
@@ -38,7 +38,7 @@ def write_rounds(root, position):
         writer.add("rounds", stage="train", round=number, loss=float("nan"))
         for client in range({CLIENTS}):
             writer.add("clients", stage="train", round=number, client_id=client)
-        tell(writer.commit())
+        tell("position", writer.commit())
         number += 1
 
 for line in sys.stdin:
@@ -48,8 +48,8 @@ for line in sys.stdin:
             write_rounds(*json.loads(line))
         finally:
             os._exit(1)
-    tell(pid)
-    tell(os.waitpid(pid, 0)[1])
+    tell("pid", pid)
+    tell("status", os.waitpid(pid, 0)[1])
 """
 
 
@@ -57,7 +57,9 @@ class Killer:
     """Starts writers and kills them."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
 
     def run_until_killed(
         self, root: Path, position: dict[str, int], rounds: int, delay_s: float
@@ -66,27 +68,27 @@ class Killer:
         assert self.process.stdin is not None
         self.process.stdin.write((json.dumps([str(root), position]) + "\n").encode())
         self.process.stdin.flush()
-        positions: list[dict[str, int]] = []
-        pid = 0
-        while not pid or len(positions) < rounds:
-            pid = self._read(positions) or pid
+        told: dict[str, list[Any]] = {"pid": [], "position": [], "status": []}
+        while not told["pid"] or len(told["position"]) < rounds:
+            self._hear(told)
+            assert not told["status"], "the writer ended by itself"
         time.sleep(delay_s)
-        os.kill(pid, signal.SIGKILL)
-        status = None
-        while status is None:
-            status = self._read(positions)
-        assert status == signal.SIGKILL, "the writer ended by itself"
-        return ([position, *positions])[-1], len(positions)
+        os.kill(told["pid"][0], signal.SIGKILL)
+        while not told["status"]:
+            self._hear(told)
+        assert told["status"] == [signal.SIGKILL], "the writer ended by itself"
+        return ([position, *told["position"]])[-1], len(told["position"])
 
-    def _read(self, positions: list[dict[str, int]]) -> int | None:
+    def _hear(self, told: dict[str, list[Any]]) -> None:
         assert self.process.stdout is not None
-        message: Any = json.loads(self.process.stdout.readline())
-        if isinstance(message, int):
-            return message
-        positions.append(message)
-        return None
+        what, value = json.loads(self.process.stdout.readline())
+        told[what].append(value)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)  # a failed assertion must not leave a writer behind
         self.process.communicate()
 
 
@@ -109,18 +111,17 @@ def test_100_kills_lose_no_committed_round(tmp_path: Path, monkeypatch: pytest.M
     RunWriter.create(tmp_path, "demo", "r1").close()
     position: dict[str, int] = {}
     killed_while_restoring = 0
-    killer = Killer()
-    for _ in range(100):
-        # Without a reported round to wait for, the kill often meets the restoration itself.
-        wanted = rng.choice([0, 0, 1, 2, 3])
-        position, reported = killer.run_until_killed(tmp_path, position, wanted, rng.random() * 0.01)
-        killed_while_restoring += reported == 0
-        seen = column(tmp_path, "rounds", "round")  # what a reader finds right after the kill
-        assert seen == list(range(len(seen)))
-        if rng.random() < 0.2:  # else the next writer restores
-            RunWriter.resume(tmp_path, "demo", "r1", position, rows_per_file=ROWS_PER_FILE)
-            check_restored(tmp_path, position)
-    killer.close()
+    with Killer() as killer:
+        for _ in range(100):
+            # Without a reported round to wait for, the kill often meets the restoration itself.
+            wanted = rng.choice([0, 0, 1, 2, 3])
+            position, reported = killer.run_until_killed(tmp_path, position, wanted, rng.random() * 0.01)
+            killed_while_restoring += reported == 0
+            seen = column(tmp_path, "rounds", "round")  # what a reader finds right after the kill
+            assert seen == list(range(len(seen)))
+            if rng.random() < 0.1:  # else the next writer restores
+                RunWriter.resume(tmp_path, "demo", "r1", position, rows_per_file=ROWS_PER_FILE)
+                check_restored(tmp_path, position)
     RunWriter.resume(tmp_path, "demo", "r1", position, rows_per_file=ROWS_PER_FILE).close()
     check_restored(tmp_path, position)
     assert position["rounds"] > 100

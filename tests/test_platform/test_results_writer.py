@@ -1,10 +1,12 @@
 """The writer of a run: adding, committing, flushing, resuming."""
 
+import contextlib
 import math
 import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -166,6 +168,39 @@ def test_resuming_restores_exactly_the_position(
     assert list(zip(clients["round"], clients["client_id"], strict=True)) == [
         (r, c) for r in range(12) for c in (0, 1, 2)
     ]
+
+
+@pytest.mark.parametrize("back_to", [1, 8])
+@pytest.mark.parametrize("step", range(12))
+def test_a_restoration_stopped_at_any_step_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, back_to: int
+) -> None:
+    """Rounds 0 to 5 are in Parquet, 6 to 8 in the journal; the n-th renaming or deletion stops the process."""
+    writer = RunWriter.create(tmp_path, "demo", "r1", flush_interval_s=NEVER, rows_per_file=4)
+    writer._rows_per_file = 1000  # no flush by itself
+    positions = [add_rounds(writer, number, number + 1, clients=1) for number in range(6)]
+    writer.flush()
+    positions += [add_rounds(writer, number, number + 1, clients=1) for number in range(6, 9)]
+    calls: list[object] = []
+
+    def stopping(function: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: object, **kwargs: object) -> None:
+            calls.append(args)
+            if len(calls) == step + 1:
+                raise KeyboardInterrupt
+            function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", stopping(os.replace))
+        patch.setattr(Path, "unlink", stopping(Path.unlink))
+        with contextlib.suppress(KeyboardInterrupt):
+            RunWriter.resume(tmp_path, "demo", "r1", positions[back_to], rows_per_file=4)
+    assert len(calls) > min(step, 4)
+    RunWriter.resume(tmp_path, "demo", "r1", positions[back_to], rows_per_file=4)
+    assert rounds(tmp_path) == list(range(back_to + 1))
+    assert read_table(tmp_path, "clients")["round"].tolist() == list(range(back_to + 1))
 
 
 def test_resuming_ignores_a_torn_line_and_removes_temporary_files(tmp_path: Path) -> None:

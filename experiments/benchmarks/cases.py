@@ -1,0 +1,63 @@
+"""What the overhead benchmark runs: FedAvg rounds on random data of CIFAR-10's shape."""
+
+from dataclasses import dataclass
+
+from fedloom.platform.config import ExecutorConfig, RayConfig, RunConfig, TiersConfig
+from fedloom.platform.data.config import DataConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.training import TrainingConfig
+
+
+@dataclass(frozen=True)
+class Case:
+    """A federation: `samples` images for each of `clients`, of which `cohort` train in a round."""
+
+    network: str
+    clients: int
+    cohort: int
+    samples: int
+    rounds: int
+    chunk_size: int
+    batch_size: int = 32
+    lr: float = 0.01
+
+
+CASES = {
+    "cnn": Case("cnn", clients=100, cohort=10, samples=500, rounds=8, chunk_size=1),
+    "logistic": Case("logistic", clients=1000, cohort=100, samples=50, rounds=60, chunk_size=25),
+    "registered_100": Case("logistic", clients=100, cohort=10, samples=1, rounds=100, chunk_size=5),
+    "registered_100000": Case("logistic", clients=100_000, cohort=10, samples=1, rounds=100, chunk_size=5),
+    "long": Case("logistic", clients=100, cohort=10, samples=50, rounds=51, chunk_size=5),
+}
+
+
+def run_config(case: Case, actors: int, results: str) -> RunConfig:
+    """The case as a configuration of the platform; 0 actors is the serial executor."""
+    train = TrainingConfig(
+        rounds=case.rounds,
+        clients_per_round=case.cohort,
+        epochs=1,
+        batch_size=case.batch_size,
+        lr=case.lr,
+        momentum=0.0,
+    )
+    return RunConfig(
+        experiment="overhead",
+        results=results,
+        data=DataConfig(
+            dataset="synthetic",
+            train_samples=case.clients * case.samples,
+            test_samples=100,
+            num_clients=case.clients,
+            alpha=1000.0,
+            validation_share=0.0,
+        ),
+        space=SpaceConfig(name=f"fedloom.experiments.benchmarks.networks:{case.network}"),
+        tiers=TiersConfig(count=1, paths=10),
+        method=FedAvgConfig(train=train, evaluate=False),
+        executor=ExecutorConfig(
+            kind="ray" if actors else "serial", actors=actors or None, chunk_size=case.chunk_size, threads=1
+        ),
+        ray=RayConfig(address="local", num_cpus=max(1, actors), object_store_memory_bytes=300_000_000),
+    )

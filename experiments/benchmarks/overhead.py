@@ -1,0 +1,121 @@
+"""What the platform costs: the same FedAvg round by plain processes, the serial executor, and Ray actors.
+
+    python -m fedloom.experiments.benchmarks.overhead [--case cnn|logistic|registered|memory|all] [--repeats 3]
+
+Prints tables, and one JSON object with all figures on the last line. Every variant runs in a process of its own, the
+variants take turns, and only ratios of medians within one call mean anything. Rounds are timed from one finished round
+to the next: planning, shipping, training, averaging, rows and checkpoint are all in them.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from statistics import median
+from typing import Any
+
+from fedloom.experiments.benchmarks.cases import CASES
+from fedloom.experiments.benchmarks.processes import MemoryWatch
+
+VARIANTS = {"plain": None, "serial": 0, "ray_1": 1, "ray_2": 2}
+WARM_UP_ROUNDS = 2
+
+
+def main() -> None:
+    """Runs the cases and prints them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", default="all", choices=["cnn", "logistic", "registered", "memory", "all"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--variant", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.variant:
+        print(json.dumps(run_variant(args.case_name if hasattr(args, "case_name") else args.case, args.variant)))
+        return
+    figures: dict[str, Any] = {}
+    for case in ("cnn", "logistic"):
+        if args.case in (case, "all"):
+            figures[case] = compare(case, args.repeats)
+    if args.case in ("registered", "all"):
+        figures["registered"] = registered(args.repeats)
+    if args.case in ("memory", "all"):
+        figures["memory"] = flat_memory()
+    print(json.dumps(figures))
+
+
+def compare(case: str, repeats: int) -> dict[str, Any]:
+    """All variants of a case, in turns."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
+    for _ in range(repeats):
+        for name in VARIANTS:
+            runs[name].append(measure(case, name))
+    rounds_s = {name: median(s for run in of for s in run["rounds_s"]) for name, of in runs.items()}
+    watched = {name: measure(case, name, watch=True) for name in VARIANTS}
+    plain_bytes = watched["plain"]["peak_bytes"]
+    print(f"\n{case}: {CASES[case]}")
+    print(f"{'variant':<8} {'s/round':>9} {'ratio':>6} {'start s':>8} {'peak MB':>8} {'ratio':>6} {'Ray MB':>7}")
+    table = {}
+    for name, seconds in rounds_s.items():
+        row = {
+            "round_s": seconds,
+            "ratio": seconds / rounds_s["plain"],
+            "start_s": median(run["start_s"] for run in runs[name]),
+            "peak_bytes": watched[name]["peak_bytes"],
+            "memory_ratio": watched[name]["peak_bytes"] / plain_bytes,
+            "ray_bytes": watched[name]["ray_bytes"],
+        }
+        table[name] = row
+        print(
+            f"{name:<8} {seconds:>9.4f} {row['ratio']:>6.2f} {row['start_s']:>8.1f} {row['peak_bytes'] / 1e6:>8.0f} "
+            f"{row['memory_ratio']:>6.2f} {row['ray_bytes'] / 1e6:>7.0f}"
+        )
+    return table
+
+
+def registered(repeats: int) -> dict[str, float]:
+    """The same round with 100 and with 100 000 registered clients."""
+    names = ("registered_100", "registered_100000")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(repeats):
+        for name in names:
+            seconds[name] += measure(name, "serial")["rounds_s"]
+    few, many = (median(seconds[name]) for name in names)
+    print(
+        f"\nregistered clients: 100 {few * 1e3:.2f} ms/round, 100 000 {many * 1e3:.2f} ms/round, ratio {many / few:.3f}"
+    )
+    return {"round_s_100": few, "round_s_100000": many, "ratio": many / few}
+
+
+def flat_memory() -> dict[str, float]:
+    """The pool's memory after round 5 and after round 50."""
+    result = run_in_process("long", "ray_2_memory")
+    ratio = result["bytes_50"] / result["bytes_5"]
+    print(
+        f"\npool: {result['bytes_5'] / 1e6:.0f} MB after round 5, {result['bytes_50'] / 1e6:.0f} MB after round 50, {ratio:.3f}"
+    )
+    return {**result, "ratio": ratio}
+
+
+def measure(case: str, variant: str, watch: bool = False) -> dict[str, Any]:
+    """Runs a variant in a process of its own; with `watch`, its memory too (which slows it down)."""
+    return run_in_process(case, variant, watch)
+
+
+def run_in_process(case: str, variant: str, watch: bool = False) -> dict[str, Any]:
+    """The figures that the variant's process printed on its last line."""
+    command = [sys.executable, "-m", "fedloom.experiments.benchmarks.variant", case, variant]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    if not watch:
+        out, _ = process.communicate()
+        memory = {}
+    else:
+        with MemoryWatch(process.pid) as watched:
+            out, _ = process.communicate()
+        memory = {"peak_bytes": watched.peak_bytes, "ray_bytes": watched.ray_bytes}
+    if process.returncode:
+        raise SystemExit(f"{case} {variant} failed with exit code {process.returncode}")
+    figures: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    return {**figures, **memory}
+
+
+if __name__ == "__main__":
+    main()

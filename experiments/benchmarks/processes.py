@@ -1,0 +1,72 @@
+"""Memory of a process and all that it started: proportional set size, so that shared pages count once."""
+
+import threading
+from pathlib import Path
+
+RAY_OWN = ("raylet", "gcs_server", "dashboard", "log_monitor", "monitor.py", "runtime_env", "agent.py", "plasma")
+"""Marks in the command lines of the processes that Ray itself needs."""
+
+
+def descendants(pid: int) -> list[int]:
+    """The process and everything below it."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, todo = [], [pid]
+    while todo:
+        found.append(todo.pop())
+        todo += parents.get(found[-1], [])
+    return found
+
+
+def pss_bytes(pid: int) -> int:
+    """One process's proportional set size; 0 if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    line = next((line for line in text.splitlines() if line.startswith("Pss:")), "Pss: 0 kB")
+    return int(line.split()[1]) * 1024
+
+
+def is_rays_own(pid: int) -> bool:
+    """Whether the process is Ray's machinery, not a driver, server or client actor."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return False
+    return any(mark in command for mark in RAY_OWN) and "default_worker.py" not in command
+
+
+class MemoryWatch:
+    """Samples a process tree's memory while the block runs; keeps the highest sum, ours and Ray's own apart."""
+
+    def __init__(self, pid: int, every_s: float = 0.3) -> None:
+        self.pid, self.every_s = pid, every_s
+        self.peak_bytes = self.ray_bytes = 0
+        self.samples: list[int] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.every_s):
+            by_pid = {pid: pss_bytes(pid) for pid in descendants(self.pid)}
+            ray = sum(size for pid, size in by_pid.items() if is_rays_own(pid))
+            own = sum(by_pid.values()) - ray
+            self.samples.append(own)
+            if own > self.peak_bytes:
+                self.peak_bytes = own
+            self.ray_bytes = max(self.ray_bytes, ray)
+
+    def __enter__(self) -> "MemoryWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()

@@ -1,0 +1,36 @@
+"""`fedloom prepare`: data and partition, ahead of the runs that use them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fedloom.experiments.config import compose_config
+from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.federated import FederatedData
+from fedloom.platform.data.partition import prepare_partition
+from fedloom.platform.data.prepare import prepare_dataset
+
+
+def prepare(overrides: Sequence[str]) -> dict[str, Any]:
+    """Writes (or checks) the memory-mapped arrays and the partition, and says what they hold.
+
+    `dataset=NAME` is short for `data.dataset=NAME`.
+    """
+    config = compose_config([f"data.{o}" if o.startswith("dataset=") else o for o in overrides])
+    path = prepare_dataset(config.data, verify=True)
+    dataset = Dataset.open(path)
+    partition = prepare_partition(config.data, dataset, config.seed_for("partition"))
+    data = FederatedData.open(path, partition)
+    sizes = {split: data.sizes(split) for split in ("train", "validation")}
+    return {
+        "dataset": config.data.dataset,
+        "path": str(path),
+        "hash": dataset.hash,
+        "classes": dataset.num_classes,
+        "train_samples": dataset.num_samples("train"),
+        "test_samples": dataset.num_samples("test"),
+        "partition": str(partition),
+        "partition_hash": data.partition_hash,
+        "clients": data.num_clients,
+        "train_samples_per_client": [int(sizes["train"].min()), int(sizes["train"].max())],
+        "validation_samples_per_client": [int(sizes["validation"].min()), int(sizes["validation"].max())],
+    }

@@ -1,0 +1,10 @@
+"""Where the presets lie."""
+
+from pathlib import Path
+
+CONF = Path(__file__).resolve().parent / "conf"
+
+
+def experiments() -> list[str]:
+    """Names of the presets."""
+    return sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))

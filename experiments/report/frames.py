@@ -1,0 +1,312 @@
+"""From the result tables to tidy frames: per tier, fairness, convergence, communication, candidates, failures."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fedloom.platform.results.paths import RunPaths, find_run, list_runs
+from fedloom.platform.results.tables import read_table
+
+METRIC = "accuracy"
+MODELS = ("supernet_init", "fine_tuned", "rand_init")
+"""Models in the order in which they are shown: the supernet's slices, after fine-tuning, and from fresh weights."""
+
+ALL_TIERS = "all"
+OUTSIDE = ("rand_init", "evaluation")
+"""Kinds of stages that are no part of what a supernet method itself sends: the baseline and the measurement."""
+
+_KEY = ["experiment", "run_id"]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The result tables of some runs, in the order in which the runs were asked for."""
+
+    paths: tuple[RunPaths, ...]
+    runs: pd.DataFrame
+    rounds: pd.DataFrame
+    clients: pd.DataFrame
+    candidates: pd.DataFrame
+    evaluations: pd.DataFrame
+    models: pd.DataFrame
+
+
+def load(results: Path, run_ids: Sequence[str] | None = None, *, with_clients: bool = True) -> Tables:
+    """The tables of these runs (ids or unambiguous beginnings of ids; the latest run if none are given).
+
+    `with_clients` can leave the table `clients`, by far the longest, empty. Raises ValueError for an unknown run,
+    for a folder without runs, and for a damaged file.
+    """
+    paths = _find(Path(results), run_ids)
+    names = ("runs", "rounds", "candidates", "evaluations", "models")
+    frames = {name: _read(paths, name) for name in names}
+    return Tables(paths=paths, clients=_read(paths if with_clients else (), "clients", Path(results)), **frames)
+
+
+def _find(results: Path, run_ids: Sequence[str] | None) -> tuple[RunPaths, ...]:
+    if run_ids:
+        return tuple(dict.fromkeys(find_run(results, run_id) for run_id in run_ids))
+    runs = list_runs(results)
+    if not runs:
+        raise ValueError(f"there are no runs under {results}: start one with fedloom run, or name another folder")
+    return (runs[-1],)
+
+
+def _read(paths: Sequence[RunPaths], table: str, root: Path | None = None) -> pd.DataFrame:
+    if not paths:
+        # No run is named so: an empty frame with the table's columns.
+        return read_table(root or Path(), table, experiment="", run_id="")
+    return pd.concat([read_table(p.root, table, p.experiment, p.run_id) for p in paths], ignore_index=True)
+
+
+def natural(name: str) -> tuple[Any, ...]:
+    """A key that sorts tier10 after tier2."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)
+
+
+def by_stage(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with the stage's `kind` and `stage_tier`: "search/tier2" is of kind search, for tier2."""
+    parts = (
+        frame["stage"].astype(object).str.partition("/") if len(frame) else pd.DataFrame({0: [], 2: []}, dtype=object)
+    )
+    return frame.assign(kind=parts[0], stage_tier=parts[2])
+
+
+def shown_models(names: Sequence[str]) -> list[str]:
+    """These models, the known ones first and in their order."""
+    return sorted(set(names), key=lambda n: (MODELS.index(n) if n in MODELS else len(MODELS), n))
+
+
+def configuration(tables: Tables, run_id: str) -> dict[str, Any]:
+    """The configuration that the run stored; empty if it did not get so far."""
+    texts = tables.runs.loc[tables.runs["run_id"] == run_id, "config"].dropna()
+    config: dict[str, Any] = json.loads(texts.iloc[0]) if len(texts) else {}
+    return config
+
+
+def tiers_of(tables: Tables, run_id: str) -> list[str]:
+    """The run's tiers in their order: those that it has worked on, and those of its configuration if it searches."""
+    stages = by_stage(tables.rounds[tables.rounds["run_id"] == run_id])
+    found = {str(t) for t in stages["stage_tier"] if t}
+    for frame in (tables.candidates, tables.models):
+        found |= {str(t) for t in frame.loc[frame["run_id"] == run_id, "tier"].dropna()}
+    config = configuration(tables, run_id)
+    if "search" in config.get("method", {}):
+        given = config["tiers"]["upper_bounds"]
+        count = config["tiers"]["count"] if given is None else len(given)
+        found |= {f"tier{i}" for i in range(1, count + 1)}
+    return sorted(found, key=natural)
+
+
+def architectures(tables: Tables) -> dict[tuple[str, str], str]:
+    """Per (run, tier) the architecture that was kept, is being trained, or won the search so far."""
+    trained = by_stage(tables.clients)
+    measured = tables.evaluations[tables.evaluations["model"] != "supernet"]
+    frames = [
+        tables.models[["run_id", "tier", "architecture"]],
+        measured[["run_id", "tier", "architecture"]],
+        trained.loc[trained["stage_tier"] != "", ["run_id", "stage_tier", "architecture"]].set_axis(
+            ["run_id", "tier", "architecture"], axis=1
+        ),
+        _search_winners(tables.candidates),
+    ]
+    rows = pd.concat([f.astype(object) for f in frames], ignore_index=True).dropna()
+    first = rows.drop_duplicates(["run_id", "tier"])
+    return {(str(r.run_id), str(r.tier)): str(r.architecture) for r in first.itertuples()}
+
+
+def _search_winners(candidates: pd.DataFrame) -> pd.DataFrame:
+    """Best metric, then fewest MACs, as the search itself decides."""
+    feasible = candidates[candidates["feasible"].fillna(False).astype(bool)]
+    ordered = feasible.sort_values(["metric", "macs"], ascending=[False, True], kind="stable")
+    return ordered.drop_duplicates(["run_id", "tier"])[["run_id", "tier", "architecture"]]
+
+
+def per_tier(tables: Tables, upper_bounds: dict[tuple[str, str], float] | None = None) -> pd.DataFrame:
+    """One row per (run, tier); what is not known yet is null.
+
+    Columns: experiment, run_id, tier, upper_bound (in the unit of `tiers.cost`), architecture, macs, parameters,
+    search_metric (validation, with the supernet's weights), test_MODEL for every model (whole test set), gain
+    (fine_tuned less rand_init), kendall_tau (federated against central scoring, mean over generations).
+    """
+    chosen, bounds = architectures(tables), upper_bounds or {}
+    costs = _costs(tables)
+    rows = []
+    for paths in tables.paths:
+        for tier in tiers_of(tables, paths.run_id):
+            place = (paths.run_id, tier)
+            architecture = chosen.get(place)
+            cost = costs.get((*place, architecture), (None, None, None))
+            rows.append((paths.experiment, *place, bounds.get(place), architecture, *cost))
+    columns = [*_KEY, "tier", "upper_bound", "architecture", "macs", "parameters", "search_metric"]
+    frame = pd.DataFrame(rows, columns=columns).astype(
+        {"upper_bound": "Float64", "macs": "Int64", "parameters": "Int64", "search_metric": "float64"}
+    )
+    frame = frame.merge(_central_test(tables.evaluations), on=["run_id", "tier"], how="left")
+    frame["gain"] = frame["test_fine_tuned"] - frame["test_rand_init"]
+    return frame.merge(_kendall_tau(tables.evaluations), on=["run_id", "tier"], how="left")
+
+
+def _costs(tables: Tables) -> dict[tuple[str, str, Any], tuple[Any, Any, Any]]:
+    """MACs, parameters and the search's metric per (run, tier, architecture)."""
+    columns = ["run_id", "tier", "architecture", "macs", "parameters", "metric"]
+    both = pd.concat(
+        [tables.models.reindex(columns=columns).astype(object), tables.candidates[columns].astype(object)],
+        ignore_index=True,
+    )
+    # A candidate's row comes last and knows the metric, too.
+    return {(r[0], r[1], r[2]): (r[3], r[4], r[5]) for r in both.itertuples(index=False)}
+
+
+def _central_test(evaluations: pd.DataFrame) -> pd.DataFrame:
+    rows = _measured(evaluations, "test", METRIC)
+    rows = rows[rows["client_id"].isna()]
+    names = shown_models([*MODELS, *rows["model"].dropna()])
+    table = rows.pivot_table(index=["run_id", "tier"], columns="model", values="value", aggfunc="last")
+    wide = table.reindex(columns=names).astype("float64").add_prefix("test_").reset_index()
+    return wide.rename_axis(columns=None).astype({"run_id": object, "tier": object})
+
+
+def _kendall_tau(evaluations: pd.DataFrame) -> pd.DataFrame:
+    rows = evaluations[evaluations["metric"] == "kendall_tau_federated"]
+    mean = rows.groupby(["run_id", "tier"], sort=False)["value"].mean().rename("kendall_tau").reset_index()
+    return mean.astype({"run_id": object, "tier": object})
+
+
+def _measured(evaluations: pd.DataFrame, split: str, metric: str) -> pd.DataFrame:
+    chosen = (evaluations["split"] == split) & (evaluations["metric"] == metric)
+    return evaluations[chosen.fillna(False)]
+
+
+def client_metrics(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
+    """One row per (run, model, tier, client) measured on its own test share: value, samples, and whether it counts.
+
+    A client without test samples has no metric and does not count.
+    """
+    rows = _measured(tables.evaluations, "test", metric)
+    rows = rows[rows["client_id"].notna()]
+    counts = (rows["samples"].fillna(0) > 0).astype(bool) & rows["value"].notna()
+    return rows[[*_KEY, "model", "tier", "client_id", "value", "samples"]].assign(counts=counts)
+
+
+def fairness(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
+    """Per (run, model, tier), and with tier "all" per (run, model): how the metric is spread over clients.
+
+    Columns: clients (that count), excluded (no test samples), mean, std (of the clients themselves, divided by their
+    number), worst. Every client weighs the same. Source: FedorAS, Tab. 7.
+    """
+    rows = client_metrics(tables, metric)
+    whole = pd.concat([rows, rows.assign(tier=ALL_TIERS)], ignore_index=True)
+    out = []
+    for key, group in whole.groupby([*_KEY, "model", "tier"], sort=False):
+        values = group.loc[group["counts"], "value"]
+        spread = (values.mean(), values.std(ddof=0), values.min())
+        out.append((*key, len(values), int((~group["counts"]).sum()), *spread))
+    columns = [*_KEY, "model", "tier", "clients", "excluded", "mean", "std", "worst"]
+    return _sorted(pd.DataFrame(out, columns=columns), tables)
+
+
+def _sorted(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
+    """By run as asked, model, tier; "all" last."""
+    runs = {p.run_id: i for i, p in enumerate(tables.paths)}
+    models = shown_models(list(frame["model"]))
+
+    def key(i: int) -> tuple[Any, ...]:
+        run_id, model, tier = frame.loc[i, "run_id"], frame.loc[i, "model"], str(frame.loc[i, "tier"])
+        return (runs[str(run_id)], models.index(str(model)), tier == ALL_TIERS, natural(tier))
+
+    return frame.loc[sorted(frame.index, key=key)].reset_index(drop=True)
+
+
+def convergence(tables: Tables) -> pd.DataFrame:
+    """Loss and metric against finished rounds of each stage, long over `series`.
+
+    Columns: experiment, run_id, stage, kind, tier (empty for the supernet), series, rounds_done, loss, metric.
+    "train" is what the round's clients report while they train (mean weighted by samples), put at the end of the
+    round. "validation" is the server's, of the weights after so many rounds; for the supernet the mean over its
+    evaluated paths. Weights at the end of a tier's stage come from the final evaluation.
+    """
+    rounds = by_stage(tables.rounds)
+    rounds = rounds[rounds["loss"].notna() & ~rounds["kind"].isin(["search", "evaluation"])]
+    train = rounds.assign(series="train", rounds_done=rounds["round"] + 1, tier=rounds["stage_tier"])
+    columns = [*_KEY, "stage", "kind", "tier", "series", "rounds_done", "loss", "metric"]
+    parts = [train[columns], _validation(tables)[columns]]
+    return pd.concat([p.astype({"rounds_done": "int64"}) for p in parts if len(p)] or parts, ignore_index=True)
+
+
+def _validation(tables: Tables) -> pd.DataFrame:
+    rows = by_stage(tables.evaluations)
+    rows = rows[rows["client_id"].isna() & (rows["split"] == "validation") & (rows["kind"] != "search")]
+    totals = tables.rounds.groupby(["run_id", "stage"])["round"].max() + 1
+    final = rows["kind"] == "evaluation"
+    stages = (rows["model"].astype(object) + "/" + rows["tier"].astype(object)).where(
+        final, rows["stage"].astype(object)
+    )
+    done = [totals.get((run, stage)) for run, stage in zip(rows["run_id"], stages, strict=True)]
+    rows = rows.assign(stage=stages, rounds_done=pd.Series(done, rows.index, dtype="Int64").where(final, rows["round"]))
+    # supernet_init has no stage of its own: it is where fine-tuning starts.
+    rows = by_stage(rows[rows["rounds_done"].notna()])
+    index = [*_KEY, "stage", "kind", "stage_tier", "rounds_done"]
+    table = rows.pivot_table(index=index, columns="metric", values="value", aggfunc="mean", sort=False)
+    wide = table.reindex(columns=["loss", METRIC]).reset_index().rename_axis(columns=None)
+    return wide.rename(columns={METRIC: "metric", "stage_tier": "tier"}).assign(series="validation")
+
+
+def communication(tables: Tables) -> pd.DataFrame:
+    """Per (run, stage): rounds, client tasks, bytes_down, bytes_up, macs, simulated_s, wall_s; in the stages' order.
+
+    Bytes are what all clients together received and sent. Source: FedorAS, Tab. 17 and 18.
+    """
+    rounds = by_stage(tables.rounds).rename(columns={"stage_tier": "tier"})
+    grouped = rounds.groupby([*_KEY, "stage", "kind", "tier"], sort=False)
+    sums = {name: (name, "sum") for name in ("bytes_down", "bytes_up", "macs", "simulated_s", "wall_s")}
+    return grouped.agg(rounds=("round", "count"), clients=("clients_planned", "sum"), **sums).reset_index()
+
+
+def communication_by_kind(frame: pd.DataFrame) -> pd.DataFrame:
+    """`communication` summed over tiers, with a row of kind "method" per run: all that the method itself needs.
+
+    The rand-init baseline beside a supernet and the final evaluation are not part of it.
+    """
+    values = ["rounds", "clients", "bytes_down", "bytes_up", "macs", "simulated_s", "wall_s"]
+    kinds = frame.groupby([*_KEY, "kind"], sort=False)[values].sum().reset_index()
+    own = kinds[is_own(kinds)]
+    total = own.groupby(_KEY, sort=False)[values].sum().reset_index().assign(kind="method")
+    return pd.concat([kinds, total[kinds.columns]], ignore_index=True)
+
+
+def is_own(frame: pd.DataFrame) -> "pd.Series[bool]":
+    """Which rows belong to the method itself; without a supernet stage, rand_init is the method."""
+    with_supernet = set(frame.loc[frame["kind"] == "supernet", "run_id"])
+    baseline = (frame["kind"] == "rand_init") & frame["run_id"].isin(with_supernet)
+    return ~(baseline | (frame["kind"] == "evaluation"))
+
+
+def pareto(tables: Tables) -> pd.DataFrame:
+    """The scored candidates of every tier's search: macs, parameters, loss, metric, on_front and is_winner."""
+    chosen = architectures(tables)
+    rows = tables.candidates[tables.candidates["feasible"].fillna(False).astype(bool)]
+    names = zip(rows["run_id"], rows["tier"], rows["architecture"], strict=True)
+    winner = [chosen.get((run, tier)) == architecture for run, tier, architecture in names]
+    columns = [*_KEY, "tier", "generation", "architecture", "macs", "parameters", "loss", "metric"]
+    front = rows["on_front"].fillna(False).astype(bool)
+    return rows[columns].assign(on_front=front, is_winner=pd.Series(winner, rows.index, dtype=bool))
+
+
+def failures(tables: Tables) -> pd.DataFrame:
+    """Client rows that are not ok, by kind of stage, status and cause: how many, and one of them.
+
+    Numbers in the cause are left out of the comparison, so that 200 missed deadlines are one row.
+    """
+    rows = by_stage(tables.clients[tables.clients["status"] != "ok"])
+    causes = rows["error"].astype(object).fillna("")
+    rows = rows.assign(error=causes, cause=causes.str.replace(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", regex=True))
+    grouped = rows.groupby([*_KEY, "kind", "status", "cause"], sort=False)
+    first = {"stage": ("stage", "first"), "round": ("round", "first"), "client_id": ("client_id", "first")}
+    counted = grouped.agg(count=("status", "size"), example=("error", "first"), **first)
+    return counted.reset_index().sort_values("count", ascending=False, kind="stable", ignore_index=True)

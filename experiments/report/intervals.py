@@ -1,0 +1,35 @@
+"""A mean over runs with its 95 % interval."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from scipy.special import stdtrit
+
+from fedloom.experiments.report.words import is_absent
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of `runs` values; the interval is mean ± half_width, which one run alone does not give."""
+
+    mean: float
+    half_width: float | None
+    runs: int
+
+
+def estimate(values: Iterable[Any]) -> Estimate | None:
+    """Mean and 95 % interval by Student's t with n - 1 degrees of freedom; None if no value is there."""
+    known = [float(v) for v in values if not is_absent(v)]
+    n = len(known)
+    if n == 0:
+        return None
+    mean = sum(known) / n
+    if n == 1:
+        return Estimate(mean, None, 1)
+    variance = sum((v - mean) ** 2 for v in known) / (n - 1)
+    quantile = float(stdtrit(n - 1, 0.5 + CONFIDENCE / 2))
+    return Estimate(mean, quantile * math.sqrt(variance / n), n)

@@ -1,0 +1,53 @@
+"""How all figures look: colours that stay apart for colour-blind readers, quiet axes, legible type."""
+
+from collections.abc import Sequence
+from io import BytesIO
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+# Okabe & Ito 2008, chosen to be told apart with any common colour vision.
+BLUE, VERMILION, GREEN, GREY, INK = "#0072B2", "#D55E00", "#009E73", "#8A8A8A", "#222222"
+MODEL_COLOURS = {"supernet_init": GREY, "fine_tuned": BLUE, "rand_init": VERMILION}
+MARKERS = "osD^vPX<>*"
+DPI = 160
+
+
+def tier_colours(tiers: Sequence[str]) -> dict[str, str]:
+    """A colour per tier, dark to light as the tiers grow (viridis without its yellow, which paper does not show)."""
+    last = max(len(tiers) - 1, 1)
+    return {tier: to_hex(colormaps["viridis"](0.84 * i / last)) for i, tier in enumerate(tiers)}
+
+
+def tier_markers(tiers: Sequence[str]) -> dict[str, str]:
+    """A marker per tier, so that colour is never the only difference."""
+    return {tier: MARKERS[i % len(MARKERS)] for i, tier in enumerate(tiers)}
+
+
+def quiet(axes: Axes, *, title: str = "", xlabel: str = "", ylabel: str = "") -> None:
+    """Labels, a light grid behind the data, no box around it."""
+    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
+    axes.set_xlabel(xlabel, fontsize=10, color=INK)
+    axes.set_ylabel(ylabel, fontsize=10, color=INK)
+    axes.tick_params(labelsize=9, colors=INK, length=3)
+    axes.grid(True, color="#E3E3E3", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#9A9A9A")
+
+
+def whole_numbers(axes: Axes) -> None:
+    """Rounds are whole: no tick at 2.5."""
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as PNG, the same bytes for the same figure."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
+    return buffer.getvalue()

@@ -1,0 +1,75 @@
+"""Numbers, stages and models in words, the same in every output."""
+
+import math
+from typing import Any
+
+import pandas as pd
+
+STAGE_NAMES = {
+    "supernet": "supernet training",
+    "search": "search",
+    "fine_tuned": "fine-tuning",
+    "rand_init": "rand-init training",
+    "evaluation": "final evaluation",
+    "method": "method in total",
+}
+MODEL_NAMES = {"supernet_init": "supernet init", "fine_tuned": "fine-tuned", "rand_init": "rand-init"}
+
+ABSENT = "–"
+_SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def stage_name(kind: str) -> str:
+    """A kind of stage for people."""
+    return STAGE_NAMES[kind] if kind in STAGE_NAMES else kind.replace("_", " ")
+
+
+def model_name(model: str) -> str:
+    """A model for people."""
+    return MODEL_NAMES[model] if model in MODEL_NAMES else model.replace("_", " ")
+
+
+def is_absent(value: Any) -> bool:
+    """Whether there is no number: None, NaN or pandas' NA."""
+    return bool(pd.isna(value))
+
+
+def si_scale(largest: float) -> tuple[float, str]:
+    """The divisor and the prefix with which a number of this size is read best: (1e6, "M")."""
+    return next(((scale, prefix) for scale, prefix in _SI if abs(largest) >= scale), (1.0, ""))
+
+
+def si(value: Any, unit: str = "") -> str:
+    """Three significant digits with a decimal prefix: 182376 is "182 k", with unit B 1.2e9 is "1.20 GB"."""
+    if is_absent(value):
+        return ABSENT
+    scale, prefix = si_scale(_three_digits(float(value)))
+    number = _three_digits(float(value)) / scale
+    digits = 0 if scale == 1.0 and float(value).is_integer() else max(0, 2 - _magnitude(number))
+    return f"{number:.{digits}f} {prefix}{unit}".rstrip()
+
+
+def _magnitude(number: float) -> int:
+    return math.floor(math.log10(abs(number))) if number else 0
+
+
+def _three_digits(value: float) -> float:
+    # Rounded first: 999 999 is 1.00 M, not 1000 k.
+    return float(f"{value:.3g}") if abs(value) >= 1e3 else value
+
+
+def percent(value: Any, *, sign: bool = False) -> str:
+    """A share as percent with one decimal, without the sign %."""
+    if is_absent(value):
+        return ABSENT
+    return f"{100 * float(value):{'+' if sign else ''}.1f}"
+
+
+def seconds(value: Any) -> str:
+    """A duration: "0.25 s", "83 s", "12 min", "3.4 h"."""
+    if is_absent(value):
+        return ABSENT
+    number = float(value)
+    if number < 120:
+        return f"{number:.3g} s" if number < 100 else f"{number:.0f} s"
+    return f"{number / 60:.0f} min" if number < 7200 else f"{number / 3600:.1f} h"

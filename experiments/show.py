@@ -1,0 +1,153 @@
+"""What the terminal shows: one line per round, tables at the end, or one JSON object."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fedloom.actors.server import RunEnd
+from fedloom.platform.loop import RoundProgress
+from fedloom.platform.results.paths import find_run, list_runs
+from fedloom.platform.results.status import read_status
+
+
+def as_bytes(size_bytes: float) -> str:
+    """A size for people, such as 3.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.3g} TB"
+
+
+def as_time(seconds: float) -> str:
+    """A duration for people, such as 2:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class RunView:
+    """Shows a run's rounds as they end."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
+        self.run_id = ""
+
+    def started(self, run_id: str) -> None:
+        """A run got its id."""
+        self.run_id = run_id
+        self.console.print(f"run {run_id}")
+
+    def round(self, progress: RoundProgress) -> None:
+        """One line per round: loss, metric, bytes, time left in the stage."""
+        self.console.print(round_line(progress))
+
+    def end(self, end: RunEnd, results: Path) -> None:
+        """How the run ended, with its table."""
+        if self.quiet:
+            summary = _summary(results, end.run_id) if end.kind == "done" else {}
+            write_json({"run_id": end.run_id, "status": end.kind, "message": end.message, **summary})
+        elif end.kind == "done":
+            _print_summary(self.console, results, end.run_id)
+            self.console.print(f"finished: {end.run_id}; plots and page: fedloom report {end.run_id}{_where(results)}")
+        else:
+            again = f"; continue with: fedloom resume {end.run_id}{_where(results)}" if end.run_id else ""
+            sys.stderr.write(f"fedloom: run {end.kind}: {end.message}{again}\n")
+
+
+def _where(results: Path) -> str:
+    return "" if results == Path("results") else f" --results {results}"
+
+
+def round_line(p: RoundProgress) -> str:
+    """One finished round in one line."""
+    left_s = (p.rounds_total - p.round - 1) * p.wall_s
+    parts = [f"{p.stage:<18} {p.round + 1:>4}/{p.rounds_total}"]
+    if p.clients_planned:
+        parts.append(f"clients {p.clients_ok}/{p.clients_planned}")
+    if p.loss is not None:
+        parts.append(f"loss {p.loss:.4f}")
+    if p.metric is not None:
+        parts.append(f"metric {p.metric:.4f}")
+    if p.bytes_down:
+        parts.append(f"down {as_bytes(p.bytes_down)} up {as_bytes(p.bytes_up)}")
+    parts.append(f"{p.wall_s:.2f} s")
+    if left_s > 0:
+        parts.append(f"left {as_time(left_s)}")
+    return "  ".join(parts)
+
+
+def _summary(results: Path, run_id: str) -> dict[str, Any]:
+    from fedloom.experiments.report.report import summary
+
+    return {"tiers": summary(results, run_id)}
+
+
+def _print_summary(console: Console, results: Path, run_id: str) -> None:
+    from fedloom.experiments.report.report import summary_table
+
+    console.print(summary_table(results, run_id))
+
+
+def write_json(value: object) -> None:
+    """One JSON object on one line."""
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+def show_facts(facts: dict[str, Any], as_json: bool) -> None:
+    """Names and values."""
+    if as_json:
+        write_json(facts)
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), _text(value))
+    Console(highlight=False).print(table)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return "  ".join(f"{k} {_text(v)}" for k, v in value.items())
+    if isinstance(value, list):
+        return "  ".join(_text(v) for v in value)
+    return str(value)
+
+
+def show_description(description: dict[str, Any], as_json: bool) -> None:
+    """A space in numbers."""
+    show_facts(description, as_json)
+
+
+def show_report(files: Any, as_json: bool) -> None:
+    """Where a report was written, and its table."""
+    if as_json:
+        write_json(files.as_json())
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for table in files.tables:
+        console.print(table)
+    for file in files.files:
+        console.print(str(file))
+
+
+def show_status(results: Path, runs: list[str], as_json: bool) -> None:
+    """One line per run, from the runs' own status files."""
+    chosen = [find_run(results, run) for run in runs] if runs else list_runs(results)
+    found = {paths.run_id: read_status(paths.status) for paths in chosen}
+    if as_json:
+        write_json({"runs": [{"run_id": run_id, **asdict(status)} for run_id, status in found.items()]})
+        return
+    table = Table("run", "state", "stage", "round", "message", box=None)
+    for run_id, status in found.items():
+        table.add_row(run_id, status.state, status.stage, f"{status.round}/{status.rounds_total}", status.message)
+    Console(highlight=False).print(table)

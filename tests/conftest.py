@@ -1,0 +1,69 @@
+"""What all tests share: a cache of their own, one thread, and a federation so small that a whole run takes a second."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedloom.platform.config import RunConfig, TiersConfig
+from fedloom.platform.data.config import DataConfig
+from fedloom.platform.methods.fedoras import FedorASConfig
+from fedloom.platform.methods.search_stage import TierSearchConfig
+from fedloom.platform.methods.supernet_stage import SupernetConfig
+from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.training import TrainingConfig
+
+TINY_OPERATORS = ["conv(1)", "ds(3,.5)", "mb(1,2)", "identity"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Prepared data goes into a folder of this session, never into the home folder."""
+    before = os.environ.get("FEDLOOM_CACHE")
+    cache = tmp_path_factory.mktemp("fedloom-cache")
+    os.environ["FEDLOOM_CACHE"] = str(cache)
+    yield cache
+    if before is None:
+        del os.environ["FEDLOOM_CACHE"]
+    else:
+        os.environ["FEDLOOM_CACHE"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Small tensors: more threads would only wait for each other."""
+    torch.set_num_threads(1)
+
+
+def tiny_method() -> FedorASConfig:
+    """All stages of FedorAS, a few steps each."""
+    return FedorASConfig(
+        train=SupernetConfig(
+            rounds=2, clients_per_round=4, epochs=1, batch_size=16, evaluate_every=2, evaluate_paths=2
+        ),
+        search=TierSearchConfig(population=4, offspring=2, budget=6, clients_per_round=2, scoring_rounds=2),
+        finetune=TrainingConfig(rounds=1, clients_per_round=2, batch_size=16, lr=0.01, schedule="cosine"),
+        rand_init=TrainingConfig(rounds=1, clients_per_round=2, batch_size=16),
+    )
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path) -> Callable[..., RunConfig]:
+    """Makes configurations of 8 clients in 2 tiers on a part of the digits; keywords replace fields of RunConfig."""
+
+    def make(**changes: Any) -> RunConfig:
+        config = RunConfig(
+            experiment="tiny",
+            results=str(tmp_path / "results"),
+            data=DataConfig(num_clients=8, train_samples=320, test_samples=80),
+            space=SpaceConfig("cnn_digits", stem_channels=4, stage_layers=[1, 2], operators=list(TINY_OPERATORS)),
+            tiers=TiersConfig(count=2, paths=2000),
+            method=tiny_method(),
+        )
+        return replace(config, **changes)
+
+    return make

@@ -1,0 +1,104 @@
+"""A federation small enough to be run many times, and what two runs are compared by."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import ray
+
+from fedloom.experiments.config import compose_config
+from fedloom.platform.config import RunConfig
+from fedloom.platform.results.checkpoint import load_checkpoint
+from fedloom.platform.results.paths import find_run
+from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
+
+TINY = [
+    "experiment=fedoras_digits",
+    "ray.address=local",
+    "ray.object_store_memory_bytes=200000000",
+    "space.stem_channels=8",
+    "tiers.count=2",
+    "tiers.paths=2000",
+    "executor.chunk_size=2",
+    "method.train.rounds=3",
+    "method.train.epochs=2",
+    "method.train.clients_per_round=6",
+    "method.train.evaluate_every=2",
+    "method.search.population=8",
+    "method.search.offspring=6",
+    "method.search.budget=18",
+    "method.finetune.rounds=2",
+    "method.finetune.epochs=1",
+    "method.rand_init.rounds=2",
+    "method.rand_init.epochs=1",
+]
+
+
+@pytest.fixture
+def tiny_overrides() -> list[str]:
+    """The command line of `tiny`, without its results folder."""
+    return list(TINY)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Callable[..., RunConfig]:
+    """A configuration with all of FedorAS in a few seconds; overrides may follow."""
+
+    def make(*overrides: str) -> RunConfig:
+        return compose_config([*TINY, f"results={tmp_path / 'results'}", *overrides])
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    """Ray with two CPUs, for the tests of one module."""
+    ray.init(
+        address="local",
+        num_cpus=2,
+        num_gpus=0,
+        object_store_memory=300_000_000,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+Rows = dict[str, pd.DataFrame]
+
+
+@pytest.fixture(scope="session")
+def rows_of() -> Callable[[Path, str], Rows]:
+    """All tables of a run without what measures real time, and without its name."""
+
+    def read(results: Path, run_id: str) -> Rows:
+        tables = {}
+        for table in TABLES:
+            frame = read_table(results, table, run_id=run_id)
+            aside = {"run_id", "experiment", *TIME_COLUMNS[table]} | ({"config"} if table == "runs" else set())
+            tables[table] = frame.drop(columns=[c for c in frame.columns if c in aside])
+        return tables
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def assert_same_run(rows_of: Callable[[Path, str], Rows]) -> Callable[[Path, str, str], None]:
+    """Two runs have the same rows and the same final weights, bit for bit."""
+
+    def check(results: Path, first: str, second: str) -> None:
+        a, b = rows_of(results, first), rows_of(results, second)
+        for table in TABLES:
+            assert len(a[table]) > 0, f"table {table} is empty"
+            pd.testing.assert_frame_equal(a[table], b[table], check_exact=True, obj=table)
+        bags = [load_checkpoint(find_run(results, run).checkpoint).bags for run in (first, second)]
+        assert bags[0].keys() == bags[1].keys()
+        for name in bags[0]:
+            for tensor, value in bags[0][name].tensors.items():
+                other = bags[1][name].tensors[tensor]
+                assert value.numpy().tobytes() == other.numpy().tobytes(), f"{name}: {tensor} differs"
+
+    return check

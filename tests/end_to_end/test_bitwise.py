@@ -1,0 +1,154 @@
+"""One result, wherever it runs: serial, one actor, two actors, a killed actor, a killed and resumed run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from fedloom.actors.client import About
+from fedloom.actors.placement import plan_lanes
+from fedloom.actors.pool import ActorPool
+from fedloom.actors.wire import accept_shared_memory
+from fedloom.experiments.launch import NoView, launch
+from fedloom.platform.config import RunConfig
+from fedloom.platform.results.tables import read_table
+from fedloom.platform.run import start_run
+from fedloom.platform.world import World
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+Tiny = Callable[..., RunConfig]
+Same = Callable[[Path, str, str], None]
+
+
+def run_on_actors(config: RunConfig, pool: type[ActorPool] = ActorPool) -> tuple[str, ActorPool]:
+    accept_shared_memory()
+    pools: list[ActorPool] = []
+
+    def make(world: World) -> ActorPool:
+        lanes = plan_lanes(config.executor, world.tiers, ray.cluster_resources())
+        pools.append(pool(world.spec, lanes, resident=config.executor.resident))
+        return pools[0]
+
+    return start_run(config, make), pools[0]
+
+
+def run_serially(config: RunConfig) -> str:
+    config = replace(config, executor=replace(config.executor, kind="serial"))
+    return launch(config, NoView()).run_id
+
+
+@pytest.mark.parametrize("actors", [1, 2])
+def test_actors_give_the_bits_of_the_serial_executor(tiny: Tiny, assert_same_run: Same, actors: int) -> None:
+    config = tiny(f"executor.actors={actors}")
+    serial = run_serially(config)
+    on_actors, _ = run_on_actors(config)
+    assert_same_run(Path(config.results), serial, on_actors)
+
+
+class KillsOneActor(ActorPool):
+    """Kills an actor with SIGKILL while it works, once per stage name given."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.killed: list[About] = []
+        self.calls = 0
+
+    def _collect(self, waiting: Any, running: Any, finished: Any) -> None:
+        self.calls += 1
+        if self.calls in (2, 25):
+            job = next(iter(running.values()))
+            about = self._about(job.member)
+            os.kill(about.pid, signal.SIGKILL)
+            self.killed.append(about)
+        super()._collect(waiting, running, finished)
+
+
+def test_a_killed_actor_changes_nothing(tiny: Tiny, assert_same_run: Same, caplog: pytest.LogCaptureFixture) -> None:
+    config = tiny("executor.actors=2")
+    serial = run_serially(config)
+    killed, pool = run_on_actors(config, KillsOneActor)
+    assert isinstance(pool, KillsOneActor)
+    assert len(pool.killed) == 2
+    assert sum("a client actor on" in r.message for r in caplog.records) >= 2
+    assert_same_run(Path(config.results), serial, killed)
+
+
+def test_resident_actors_give_the_same_bits(tiny: Tiny, assert_same_run: Same) -> None:
+    changes = ["executor.chunk_size=1", "data.num_clients=6", "method.train.clients_per_round=4"]
+    changes += ["method.finetune.clients_per_round=2", "method.rand_init.clients_per_round=2"]
+    changes += ["tiers.num_cpus=[0.2,0.2]"]
+    config = tiny(*changes)
+    serial = run_serially(config)
+    resident, pool = run_on_actors(replace(config, executor=replace(config.executor, actors=1, resident=True)))
+    assert_same_run(Path(config.results), serial, resident)
+    assert {name for name in pool.lanes if name.startswith("resident")} <= {
+        *(f"resident-{i}" for i in range(6)),
+        "resident-server",
+    }
+
+
+def fedloom(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "fedloom.experiments.cli", *arguments]
+
+
+def wait_for_round(results: Path, stage: str, timeout_s: float = 120) -> str:
+    """Waits until a run under `results` is at work in the stage; returns the run id."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        for file in results.glob("artifacts/*/status.json"):
+            try:
+                status = json.loads(file.read_text())
+            except (OSError, ValueError):
+                continue
+            if status["stage"] == stage and status["round"] >= 1:
+                return file.parent.name
+        time.sleep(0.02)
+    raise AssertionError(f"no run reached {stage}")
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL for the driver and everything that it started."""
+    parent = psutil.Process(process.pid)
+    for victim in [parent, *parent.children(recursive=True)]:
+        try:
+            victim.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["supernet", "fine_tuned/tier1"])
+def test_a_killed_run_resumes_to_the_same_bits(
+    tiny: Tiny, tiny_overrides: list[str], assert_same_run: Same, stage: str
+) -> None:
+    config = tiny("executor.actors=2")
+    results = Path(config.results)
+    reference = run_serially(config)
+    reference_folder = results.rename(results.with_name("reference"))
+    arguments = [*tiny_overrides, f"results={results}", "executor.actors=2"]
+    process = subprocess.Popen(fedloom("run", *arguments), stdout=subprocess.DEVNULL)
+    run_id = wait_for_round(results, stage)
+    kill_all(process)
+    resumed = subprocess.run(fedloom("resume", run_id, "--results", str(results)), capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    # Both runs in one folder, to be compared.
+    for table in reference_folder.iterdir():
+        for folder in table.glob("*" if table.name == "artifacts" else "*/*"):
+            target = results / folder.relative_to(reference_folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folder.rename(target)
+    assert_same_run(results, reference, run_id)
+    rounds = read_table(results, "rounds", run_id=run_id)
+    assert not rounds.duplicated(["stage", "round"]).any()

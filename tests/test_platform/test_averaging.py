@@ -1,0 +1,254 @@
+"""The averaging function: worked numbers, a naive reference, and the laws that every rule must obey."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedloom.platform.averaging import Update, WeightedSums, average
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.base import Region, Slice
+from fedloom.platform.weighting import Work, fedavg, opa, plain
+
+
+def whole(tensors: Mapping[str, Tensor], weights: Mapping[str, float]) -> Update:
+    return Update(tensors, {name: Slice(name) for name in tensors}, weights)
+
+
+def piece(tensor: Tensor, region: Region | None, weight: float, source: str = "w") -> Update:
+    return Update({"own": tensor}, {"own": Slice(source, region)}, {"own": weight})
+
+
+# -- worked numbers -----------------------------------------------------------------------------------------------------
+
+# Three clients: one fixed tensor, operator a touched by clients 1 and 2, operator b by client 3 alone.
+WORK = (
+    Work(samples=10, seen_samples=20, seen_by_tensor={"fixed": 20, "a": 12, "b": 0}),
+    Work(samples=30, seen_samples=60, seen_by_tensor={"fixed": 60, "a": 4, "b": 0}),
+    Work(samples=60, seen_samples=120, seen_by_tensor={"fixed": 120, "a": 0, "b": 120}),
+)
+VALUES = ({"fixed": 1.0, "a": 4.0, "b": -1.0}, {"fixed": 2.0, "a": 8.0, "b": -1.0}, {"fixed": 5.0, "a": -1.0, "b": 7.0})
+OLD = {"fixed": torch.tensor([-1.0]), "a": torch.tensor([-1.0]), "b": torch.tensor([-1.0])}
+
+
+def averaged(rule: object, min_contributors: int = 1) -> dict[str, float]:
+    updates = [
+        whole({n: torch.tensor([v]) for n, v in values.items()}, rule(work))  # type: ignore[operator]
+        for values, work in zip(VALUES, WORK, strict=True)
+    ]
+    return {name: tensor.item() for name, tensor in average(OLD, updates, min_contributors).items()}
+
+
+def test_fedavg_by_hand() -> None:
+    # fixed (10*1 + 30*2 + 60*5)/100; a (10*4 + 30*8 + 60*-1)/100; b (-10 - 30 + 60*7)/100
+    assert averaged(fedavg) == pytest.approx({"fixed": 3.7, "a": 2.2, "b": 3.8})
+
+
+def test_plain_by_hand() -> None:
+    assert averaged(plain) == pytest.approx({"fixed": 8 / 3, "a": 11 / 3, "b": 5 / 3})
+
+
+def test_opa_by_hand() -> None:
+    # fixed (20*1 + 60*2 + 120*5)/200; a (12*4 + 4*8)/16; b only client 3
+    assert averaged(opa) == pytest.approx({"fixed": 3.7, "a": 5.0, "b": 7.0})
+
+
+def test_an_operator_of_one_client_keeps_its_weights_to_protect_it() -> None:
+    assert averaged(opa, min_contributors=2) == pytest.approx({"fixed": 3.7, "a": 5.0, "b": -1.0})
+    assert averaged(opa, min_contributors=3) == pytest.approx({"fixed": 3.7, "a": -1.0, "b": -1.0})
+    assert averaged(opa, min_contributors=4) == {"fixed": -1.0, "a": -1.0, "b": -1.0}
+
+
+def test_overlapping_slices_by_hand() -> None:
+    old = {"w": torch.tensor([9.0, 9.0, 9.0, 9.0, 9.0])}
+    left = piece(torch.tensor([1.0, 2.0, 3.0]), ((0, 3),), 1.0)
+    right = piece(torch.tensor([7.0, 8.0]), ((2, 4),), 3.0)
+    assert average(old, [left, right])["w"].tolist() == [1.0, 2.0, (3 + 21) / 4, 8.0, 9.0]
+    assert average(old, [left, right], min_contributors=2)["w"].tolist() == [9.0, 9.0, 6.0, 9.0, 9.0]
+
+
+def test_no_update_leaves_all_as_it_was() -> None:
+    assert average(OLD, []) == OLD
+
+
+# -- the laws -----------------------------------------------------------------------------------------------------------
+
+
+def naive(old: Tensor, updates: Sequence[Update], min_contributors: int) -> Tensor:
+    """Scalar by scalar, in double precision; NaN where the old value must stay."""
+    new = torch.full(old.shape, math.nan, dtype=torch.float64)
+    for index in itertools.product(*(range(n) for n in old.shape)):
+        total = weight_sum = 0.0
+        contributors = 0
+        for update in updates:
+            weight = update.weights["own"]
+            region = update.slices["own"].region
+            if region is None:
+                region = tuple((0, n) for n in old.shape)
+            inside = all(start <= i < stop for i, (start, stop) in zip(index, region, strict=True))
+            if inside and weight > 0:
+                place = tuple(i - start for i, (start, _) in zip(index, region, strict=True))
+                total += weight * update.tensors["own"][place].item()
+                weight_sum += weight
+                contributors += 1
+        if contributors >= min_contributors:
+            new[index] = total / weight_sum
+    return new
+
+
+@st.composite
+def slices_of_one_tensor(draw: st.DrawFn) -> tuple[Tensor, list[Update]]:
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    generator = torch_stream(draw(st.integers(0, 999)), "test")
+    updates = []
+    for _ in range(draw(st.integers(0, 5))):
+        if draw(st.booleans()) and updates:
+            region = updates[draw(st.integers(0, len(updates) - 1))].slices["own"].region  # an identical slice
+        elif draw(st.booleans()):
+            ends = [sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape]
+            region = tuple((start, stop) for start, stop in ends)
+        else:
+            region = None
+        size = shape if region is None else [stop - start for start, stop in region]
+        weight = draw(st.sampled_from([0.0, 0.5, 1.0, 3.0, 40.0]))
+        updates.append(piece(torch.randn(size, generator=generator), region, weight))
+    return torch.randn(shape, generator=generator), updates
+
+
+@settings(max_examples=300, deadline=None)
+@given(slices_of_one_tensor(), st.integers(1, 3))
+def test_equals_the_naive_dense_reference(case: tuple[Tensor, list[Update]], min_contributors: int) -> None:
+    old, updates = case
+    before = old.clone()
+    new = average({"w": old}, updates, min_contributors)["w"]
+    expected = naive(old, updates, min_contributors)
+    stays = expected.isnan()
+    torch.testing.assert_close(new[~stays].double(), expected[~stays], rtol=1e-5, atol=1e-6)
+    # Bit for bit, not merely close: nobody trained these.
+    assert torch.equal(new[stays].view(torch.int32), before[stays].view(torch.int32))
+    assert torch.equal(old, before), "the old weights are an argument, not a workspace"
+
+
+@settings(max_examples=100, deadline=None)
+@given(slices_of_one_tensor(), st.integers(1, 3), st.integers(1, 3))
+def test_partial_sums_of_any_chunking_agree(case: tuple[Tensor, list[Update]], size: int, min_contributors: int) -> None:
+    old, updates = case
+    merged = WeightedSums()
+    for start in range(0, len(updates), size):
+        chunk = WeightedSums()
+        for update in updates[start : start + size]:
+            chunk.add(update)
+        merged.merge(chunk)
+    new = merged.finish({"w": old}, min_contributors)["w"]
+    torch.testing.assert_close(new, average({"w": old}, updates, min_contributors)["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_merging_only_reads_what_it_is_given() -> None:
+    # A chunk's sums may lie in memory that is shared and read-only.
+    chunks = []
+    for value, region in ((1.0, ((0, 2),)), (5.0, ((1, 3),)), (7.0, ((0, 2),))):
+        chunk = WeightedSums()
+        chunk.add(piece(torch.full((2,), value), region, 2.0))
+        chunks.append(chunk)
+    copies = [(c.tensors["w"].total.clone(), c.tensors["w"].box, str(c.tensors["w"].coverage)) for c in chunks]
+    merged = WeightedSums()
+    for chunk in chunks:
+        merged.merge(chunk)
+    assert merged.finish({"w": torch.zeros(4)})["w"].tolist() == pytest.approx([4.0, 13 / 3, 5.0, 0.0])
+    for chunk, (total, box, coverage) in zip(chunks, copies, strict=True):
+        assert torch.equal(chunk.tensors["w"].total, total)
+        assert (chunk.tensors["w"].box, str(chunk.tensors["w"].coverage)) == (box, coverage)
+
+
+def test_sums_do_not_hold_on_to_the_clients_tensors() -> None:
+    # A worker's module is used for the next client at once.
+    tensor, sums = torch.ones(3), WeightedSums()
+    sums.add(piece(tensor, None, 1.0))
+    tensor.fill_(100.0)
+    assert sums.finish({"w": torch.zeros(3)})["w"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_identical_updates_average_to_themselves() -> None:
+    tensor = torch.randn(5, 3, generator=torch_stream(1, "test"))
+    updates = [piece(tensor, None, w) for w in (1.0, 7.0, 23.0)]
+    torch.testing.assert_close(average({"w": torch.zeros(5, 3)}, updates)["w"], tensor)
+
+
+def test_a_scalar_tensor_has_a_region_too() -> None:
+    updates = [piece(torch.tensor(2.0), (), 1.0), piece(torch.tensor(8.0), None, 2.0)]
+    assert average({"w": torch.tensor(0.0)}, updates)["w"].item() == 6.0
+
+
+def test_tensors_that_nobody_covered_are_passed_on_uncopied() -> None:
+    old = {"w": torch.zeros(2), "other": torch.ones(2)}
+    assert average(old, [piece(torch.ones(2), None, 1.0)])["other"] is old["other"]
+
+
+# -- kinds of tensors ---------------------------------------------------------------------------------------------------
+
+
+def test_integer_counters_keep_their_type_and_take_the_largest() -> None:
+    old = {"w": torch.tensor(3, dtype=torch.int64)}
+    updates = [piece(torch.tensor(n), None, w) for n, w in ((7, 1.0), (9, 0.5), (50, 0.0))]
+    new = average(old, updates)["w"]
+    assert (new.dtype, new.item()) == (torch.int64, 9)
+
+
+def test_integer_counters_obey_min_contributors() -> None:
+    old = {"w": torch.tensor(3, dtype=torch.int64)}
+    assert average(old, [piece(torch.tensor(7), None, 1.0)], min_contributors=2)["w"].item() == 3
+
+
+def test_running_variance_stays_positive_over_many_rounds() -> None:
+    generator = torch_stream(3, "test")
+    weights = {"w": torch.ones(16)}
+    for _ in range(50):
+        updates = [
+            piece(weights["w"] * torch.rand(16, generator=generator) * 1e-3, None, float(w)) for w in (1, 500, 1e6)
+        ]
+        weights = average(weights, updates)
+    assert (weights["w"] >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_types_are_kept(dtype: torch.dtype) -> None:
+    updates = [piece(torch.ones(2, dtype=dtype), None, 1.0)]
+    assert average({"w": torch.zeros(2, dtype=dtype)}, updates)["w"].dtype == dtype
+
+
+# -- weights ------------------------------------------------------------------------------------------------------------
+
+
+def test_weight_zero_is_no_contributor() -> None:
+    old = {"w": torch.tensor([4.0])}
+    silent = piece(torch.tensor([100.0]), None, 0.0)
+    assert average(old, [silent])["w"].item() == 4.0
+    one = piece(torch.tensor([6.0]), None, 1.0)
+    assert average(old, [silent, one], min_contributors=2)["w"].item() == 4.0
+    assert average(old, [silent, one])["w"].item() == 6.0
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_impossible_weights_are_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match=rf"weight of own is {weight}: "):
+        average({"w": torch.zeros(1)}, [piece(torch.ones(1), None, weight)])
+
+
+def test_a_refused_update_leaves_no_trace_in_the_sums() -> None:
+    sums = WeightedSums()
+    bad = whole({"a": torch.ones(1), "b": torch.ones(1)}, {"a": 1.0, "b": -1.0})
+    with pytest.raises(ValueError, match="weight of b"):
+        sums.add(bad)
+    with pytest.raises(ValueError, match="no weight for b"):
+        sums.add(whole({"a": torch.ones(1), "b": torch.ones(1)}, {"a": 1.0}))
+    assert sums.tensors == {}
+
+
+def test_numpy_weights_work_as_well() -> None:
+    assert average({"w": torch.zeros(1)}, [piece(torch.ones(1), None, np.float64(2.0))])["w"].item() == 1.0

@@ -1,0 +1,343 @@
+"""Assignments, chunks and the boundary at which whatever happens to a client becomes one row."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedloom.platform.averaging import Update, WeightedSums
+from fedloom.platform.execution import (
+    Assignment,
+    Chunk,
+    ChunkResult,
+    Measurement,
+    Outcome,
+    SerialExecutor,
+    SharedWeights,
+    TaskError,
+    make_chunks,
+    run_assignment,
+    run_chunk,
+)
+from fedloom.platform.loop import client_row, merge_chunks
+from fedloom.platform.results.tables import check_row
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.base import Slice, Weights
+from fedloom.platform.worker import Worker
+from fedloom.tiers.devices import DeviceProfile
+
+PHONE = DeviceProfile("phone", macs_per_s=100.0, down_bytes_per_s=10.0, up_bytes_per_s=5.0)
+OLD = {"w": torch.tensor([1.0, 1.0])}
+SHARED = SharedWeights(OLD, "w@0")
+
+
+class Guarded:
+    """Counts how often the test split was opened."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+        self.is_open = False
+
+    @contextmanager
+    def reading_test(self) -> Iterator[None]:
+        self.opened, self.is_open = self.opened + 1, True
+        try:
+            yield
+        finally:
+            self.is_open = False
+
+
+def fake_worker() -> Worker:
+    worker = SimpleNamespace(device=torch.device("cpu"), spec=SimpleNamespace(threads=1), data=Guarded())
+    return cast(Worker, worker)
+
+
+def update_of(tensor: Tensor, weight: float = 1.0) -> Update:
+    return Update({"w": tensor}, {"w": Slice("w")}, {"w": weight})
+
+
+@dataclass
+class Fake:
+    """A task that does what it is told, one behaviour per attempt."""
+
+    behaviours: list[Callable[[], Outcome]]
+    calls: list[bool] = field(default_factory=list)
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        self.calls.append(cast(Guarded, worker.data).is_open)
+        return self.behaviours[min(len(self.calls), len(self.behaviours)) - 1]()
+
+
+def good(value: float = 3.0) -> Outcome:
+    return Outcome(
+        update=update_of(torch.full((2,), value)),
+        samples=10,
+        steps=4,
+        macs=200.0,
+        bytes_down=30,
+        bytes_up=10,
+        loss=0.5,
+        metric=0.75,
+        architecture="1-2",
+        parameters=2,
+        measurements=(Measurement("m", "1-2", "validation", "loss", 0.5, 10),),
+        state={"counter": torch.tensor(1)},
+    )
+
+
+def nan() -> Outcome:
+    return Outcome(update=update_of(torch.tensor([1.0, math.nan])), samples=10)
+
+
+def explode() -> Outcome:
+    raise KeyError("the battery")
+
+
+def refuse() -> Outcome:
+    raise TaskError("too tired")
+
+
+def planned(*behaviours: Callable[[], Outcome], client_id: int | None = 7, **changes: object) -> Assignment:
+    return Assignment("train", 3, client_id, "tier2", Fake(list(behaviours)), PHONE, **changes)  # type: ignore[arg-type]
+
+
+
+# -- what becomes of an assignment --------------------------------------------------------------------------------------
+
+
+def test_a_good_client_is_a_row_with_all_its_figures() -> None:
+    sums = WeightedSums()
+    report = run_assignment(
+        fake_worker(), planned(good, selection_probability=0.25, selection_reason="uniform"), SHARED, sums
+    )
+    row = check_row("clients", client_row("train", 3, report))
+    expected = {
+        "stage": "train",
+        "round": 3,
+        "client_id": 7,
+        "tier": "tier2",
+        "status": "ok",
+        "error": "",
+        "samples": 10,
+        "steps": 4,
+        "macs": 200,
+        "parameters": 2,
+        "bytes_down": 30,
+        "bytes_up": 10,
+        "loss": 0.5,
+        "metric": 0.75,
+        "architecture": "1-2",
+        # 30 bytes down at 10/s, three times 200 MACs at 100/s, 10 bytes up at 5/s
+        "simulated_s": 3.0 + 6.0 + 2.0,
+        "attempts": 1,
+        "device": "cpu",
+        "threads": 1,
+        "selection_probability": 0.25,
+        "selection_reason": "uniform",
+    }
+    assert {name: row[name] for name in expected} == expected
+    assert "traceback" not in row
+    assert row["wall_s"] >= 0.0  # type: ignore[operator]
+    assert row["peak_memory_bytes"] > 0  # type: ignore[operator]
+    assert report.state is not None
+    assert sums.finish(OLD)["w"].tolist() == [3.0, 3.0]
+
+
+def test_an_exception_is_a_failed_row_with_its_traceback() -> None:
+    sums = WeightedSums()
+    report = run_assignment(fake_worker(), planned(explode), SHARED, sums)
+    assert (report.status, report.error, report.attempts) == ("failed", "KeyError: 'the battery'", 1)
+    assert report.traceback is not None
+    assert "in explode" in report.traceback
+    assert report.traceback.endswith("KeyError: 'the battery'")
+    assert sums.tensors == {}
+
+
+def test_a_refused_result_is_a_failed_row_in_the_tasks_own_words() -> None:
+    report = run_assignment(fake_worker(), planned(refuse), SHARED, sums := WeightedSums())
+    assert (report.status, report.error, report.traceback) == ("failed", "too tired", None)
+    assert sums.tensors == {}
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_an_update_that_is_not_finite_is_a_failed_row_and_not_in_the_sums(poison: float) -> None:
+    task = planned(lambda: Outcome(update=update_of(torch.tensor([poison, 1.0])), samples=10))
+    report = run_assignment(fake_worker(), task, SHARED, sums := WeightedSums())
+    assert report.status == "failed"
+    assert report.error == "the update is not finite (first in w): it was left out of the average"
+    assert sums.tensors == {}
+
+
+def test_an_update_with_an_impossible_weight_is_a_failed_row_and_not_in_the_sums() -> None:
+    both = {"a": torch.ones(1), "w": torch.ones(2)}
+    update = Update(both, {name: Slice(name) for name in both}, {"a": 1.0, "w": -1.0})
+    report = run_assignment(fake_worker(), planned(lambda: Outcome(update=update)), SHARED, sums := WeightedSums())
+    assert report.status == "failed"
+    assert "the weight of w is -1.0" in report.error
+    assert sums.tensors == {}
+
+
+def test_a_dropped_client_does_no_work_and_is_waited_for_until_the_deadline() -> None:
+    assignment = planned(good, dropped="the device is gone", deadline_s=50.0)
+    report = run_assignment(fake_worker(), assignment, SHARED, sums := WeightedSums())
+    assert (report.status, report.error, report.simulated_s) == ("dropped", "the device is gone", 50.0)
+    assert cast(Fake, assignment.task).calls == []
+    assert sums.tensors == {}
+    assert run_assignment(fake_worker(), planned(good, dropped="gone"), SHARED, sums).simulated_s == 0.0
+
+
+def test_who_misses_the_deadline_is_timed_out_and_not_in_the_sums() -> None:
+    report = run_assignment(fake_worker(), planned(good, deadline_s=10.9), SHARED, sums := WeightedSums())
+    assert report.status == "timed_out"
+    assert report.error == "simulated time 11 s is over the deadline of 10.9 s"
+    assert (report.samples, report.bytes_down, report.bytes_up) == (10, 30, 0)
+    assert report.simulated_s == 11.0
+    assert sums.tensors == {}
+    # What it would have sent never arrived: neither scores nor a new state.
+    assert report.measurements == ()
+    assert report.state is None
+
+
+def test_who_just_makes_the_deadline_is_in() -> None:
+    report = run_assignment(fake_worker(), planned(good, deadline_s=11.0), SHARED, sums := WeightedSums())
+    assert report.status == "ok"
+    assert "w" in sums.tensors
+
+
+def test_the_servers_own_work_takes_no_simulated_time() -> None:
+    report = run_assignment(fake_worker(), planned(good, client_id=None), SHARED, WeightedSums())
+    assert report.simulated_s == 0.0
+
+
+# -- attempts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_retry_that_succeeds_is_an_ok_row_counted_once() -> None:
+    assignment = planned(explode, nan, good)
+    report = run_assignment(fake_worker(), assignment, SHARED, sums := WeightedSums(), attempts=5)
+    assert (report.status, report.error, report.traceback, report.attempts) == ("ok", "", None, 3)
+    assert len(cast(Fake, assignment.task).calls) == 3
+    assert sums.tensors["w"].total.tolist() == [3.0, 3.0]
+
+
+def test_after_the_last_attempt_the_last_failure_counts() -> None:
+    report = run_assignment(fake_worker(), planned(explode, refuse), SHARED, sums := WeightedSums(), attempts=2)
+    assert (report.status, report.error, report.traceback, report.attempts) == ("failed", "too tired", None, 2)
+    assert sums.tensors == {}
+
+
+def test_interrupts_are_not_a_clients_failure() -> None:
+    def interrupt() -> Outcome:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_assignment(fake_worker(), planned(interrupt), SHARED, WeightedSums())
+
+
+# -- the lock on the test set -------------------------------------------------------------------------------------------
+
+
+def test_only_marked_assignments_may_read_test_data() -> None:
+    worker = fake_worker()
+    for reads_test in (False, True):
+        assignment = planned(good, reads_test=reads_test)
+        run_assignment(worker, assignment, SHARED, WeightedSums())
+        assert cast(Fake, assignment.task).calls == [reads_test]
+    assert not cast(Guarded, worker.data).is_open
+
+
+# -- client state -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Count:
+    """Counts its client's rounds in the client's own state."""
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        before = assignment.state or {"rounds": torch.tensor(0)}
+        return Outcome(state={"rounds": before["rounds"] + 1})
+
+
+def test_a_clients_state_travels_with_it_from_worker_to_worker() -> None:
+    workers, state = [fake_worker(), fake_worker()], None
+    for round_ in range(4):
+        assignment = Assignment("train", round_, 7, "tier1", Count(), PHONE, state=state)
+        report = run_assignment(workers[round_ % 2], assignment, SHARED, WeightedSums())
+        assert report.state is not None
+        state = report.state
+        assert state["rounds"].item() == round_ + 1
+
+
+# -- chunks -------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(["tier1", "tier2", "server"]), max_size=20), st.integers(1, 6))
+def test_chunks_hold_the_plan_in_order_and_never_mix_tiers(tiers: list[str], size: int) -> None:
+    plan = [Assignment("train", 0, i, tier, Count()) for i, tier in enumerate(tiers)]
+    chunks = make_chunks(plan, size, attempts_per_client=2)
+    assert [a for chunk in chunks for a in chunk.assignments] == plan
+    for chunk in chunks:
+        assert 1 <= len(chunk.assignments) <= size
+        assert {a.tier for a in chunk.assignments} == {chunk.tier}
+        assert chunk.attempts_per_client == 2
+    for left, right in zip(chunks, chunks[1:], strict=False):
+        # No chunk is cut short without need.
+        assert left.tier != right.tier or len(left.assignments) == size
+
+
+def test_chunks_by_hand() -> None:
+    plan = [Assignment("train", 0, i, tier, Count()) for i, tier in enumerate(["a", "a", "a", "b", "b", "a"])]
+    sizes = [(c.tier, [a.client_id for a in c.assignments]) for c in make_chunks(plan, 2)]
+    assert sizes == [("a", [0, 1]), ("a", [2]), ("b", [3, 4]), ("a", [5])]
+
+
+def plan_of_many() -> list[Assignment]:
+    generator = torch_stream(5, "test")
+    plan = []
+    for i in range(12):
+        tensor, weight = torch.randn(2, generator=generator), float(torch.rand((), generator=generator)) + 0.1
+        outcome = Outcome(update=update_of(tensor, weight), samples=i)
+        behaviour = explode if i % 5 == 4 else (lambda outcome=outcome: outcome)
+        plan.append(Assignment("train", 0, i, "tier1" if i < 7 else "tier2", Fake([behaviour]), PHONE))
+    return plan
+
+
+def test_every_planned_client_is_exactly_one_row_in_plan_order() -> None:
+    executor = SerialExecutor(fake_worker())
+    result = merge_chunks(executor.run(make_chunks(plan_of_many(), 4), SHARED))
+    assert [r.client_id for r in result.reports] == list(range(12))
+    assert [r.client_id for r in result.reports if r.status == "failed"] == [4, 9]
+    assert all(r.status == "ok" for r in result.reports if r.client_id not in (4, 9))
+
+
+def run_in_any_order(chunks: list[Chunk], order: list[int]) -> list[ChunkResult]:
+    """What an executor with many workers does: chunks end in any order, results come in plan order."""
+    done = {i: run_chunk(fake_worker(), chunks[i], SHARED) for i in order}
+    return [done[i] for i in range(len(chunks))]
+
+
+def test_the_sums_are_bitwise_the_same_whatever_order_chunks_finish_in() -> None:
+    chunks = make_chunks(plan_of_many(), 3)
+    count = len(chunks)
+    serial = merge_chunks(SerialExecutor(fake_worker()).run(chunks, SHARED)).sums.finish(OLD)["w"]
+    for order in (list(range(count))[::-1], [*range(1, count, 2), *range(0, count, 2)]):
+        chunks = make_chunks(plan_of_many(), 3)
+        assert torch.equal(merge_chunks(run_in_any_order(chunks, order)).sums.finish(OLD)["w"], serial)
+
+
+def test_chunk_sizes_change_rounding_and_nothing_else() -> None:
+    results = []
+    for size in (1, 2, 5, 12):
+        result = merge_chunks(SerialExecutor(fake_worker()).run(make_chunks(plan_of_many(), size), SHARED))
+        results.append(result.sums.finish(OLD)["w"])
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
