@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 demo: install
-	$(BIN)/python -c "import fedloom.tiers"
+	$(BIN)/fedloom run experiment=fedoras_digits results=$(RESULTS)
 
 test: install
 	$(BIN)/pytest

@@ -81,5 +81,5 @@ class ClientActor:
         return self._position
 
 
-RemoteClient: Any = ray.remote(concurrency_groups={WATCH: 1})(ClientActor)
+RemoteClient: Any = ray.remote(concurrency_groups={WATCH: 1})(ClientActor)  # type: ignore[call-overload]
 """The client as a Ray actor class."""

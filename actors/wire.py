@@ -18,7 +18,7 @@ PackedSum = tuple[Region, np.ndarray, dict[Region, Coverage]]
 
 def accept_shared_memory() -> None:
     """Silences torch's warning about read-only arrays: shared tensors are only ever read here."""
-    warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 def to_arrays(tensors: Weights) -> dict[str, np.ndarray]:

@@ -140,10 +140,12 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from fedloom.experiments.report.report import write_report
+    from fedloom.experiments.report.report import report_json, summary_table, write_report
     from fedloom.experiments.show import show_report
 
-    show_report(write_report(args.results, args.runs or None, args.out), as_json=args.json)
+    files = write_report(args.results, args.runs or None, args.out)
+    figures = report_json(args.results, files.run_ids) if args.json else {}
+    show_report(files, summary_table(args.results, files.run_ids), figures, as_json=args.json)
     return OK
 
 

@@ -6,13 +6,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from fedloom.actors.server import RunEnd
+from fedloom.experiments.report.report import ReportFiles, report_json, summary_table
 from fedloom.platform.loop import RoundProgress
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.status import read_status
+
+LOG_WIDTH = 110
+
+
+def console(quiet: bool = False) -> Console:
+    """The terminal; where there is none (a log file), wide enough for a table."""
+    found = Console(highlight=False, soft_wrap=True, quiet=quiet)
+    return found if found.is_terminal else Console(highlight=False, soft_wrap=True, quiet=quiet, width=LOG_WIDTH)
 
 
 def as_bytes(size_bytes: float) -> str:
@@ -36,7 +45,7 @@ class RunView:
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
+        self.console = console(quiet)
         self.run_id = ""
 
     def started(self, run_id: str) -> None:
@@ -84,14 +93,10 @@ def round_line(p: RoundProgress) -> str:
 
 
 def _summary(results: Path, run_id: str) -> dict[str, Any]:
-    from fedloom.experiments.report.report import summary
-
-    return {"tiers": summary(results, run_id)}
+    return report_json(results, [run_id])
 
 
 def _print_summary(console: Console, results: Path, run_id: str) -> None:
-    from fedloom.experiments.report.report import summary_table
-
     console.print(summary_table(results, run_id))
 
 
@@ -108,7 +113,7 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
     table = Table(show_header=False, box=None)
     for name, value in facts.items():
         table.add_row(name.replace("_", " "), _text(value))
-    Console(highlight=False).print(table)
+    console().print(table)
 
 
 def _text(value: object) -> str:
@@ -128,16 +133,18 @@ def show_description(description: dict[str, Any], as_json: bool) -> None:
     show_facts(description, as_json)
 
 
-def show_report(files: Any, as_json: bool) -> None:
+def show_report(files: ReportFiles, table: RenderableType, figures: dict[str, Any], as_json: bool) -> None:
     """Where a report was written, and its table."""
     if as_json:
-        write_json(files.as_json())
+        places = {"html": str(files.html), "markdown": str(files.markdown), "plots": [str(p) for p in files.plots]}
+        write_json({**figures, **places})
         return
-    console = Console(highlight=False, soft_wrap=True)
-    for table in files.tables:
-        console.print(table)
-    for file in files.files:
-        console.print(str(file))
+    screen = console()
+    screen.print(table)
+    for sentence in files.missing:
+        screen.print(f"missing: {sentence}")
+    for file in (files.html, files.markdown, *files.plots):
+        screen.print(str(file))
 
 
 def show_status(results: Path, runs: list[str], as_json: bool) -> None:
@@ -150,4 +157,4 @@ def show_status(results: Path, runs: list[str], as_json: bool) -> None:
     table = Table("run", "state", "stage", "round", "message", box=None)
     for run_id, status in found.items():
         table.add_row(run_id, status.state, status.stage, f"{status.round}/{status.rounds_total}", status.message)
-    Console(highlight=False).print(table)
+    console().print(table)

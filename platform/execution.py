@@ -205,7 +205,8 @@ def run_assignment(
     for attempt in range(1, attempts + 1):
         started = time.perf_counter()
         try:
-            return replace(_attempt(worker, assignment, weights, sums, base), attempts=attempt)
+            begun = base if attempt == 1 else replace(base, attempts=attempt)
+            return _attempt(worker, assignment, weights, sums, begun)
         except Exception as error:  # noqa: BLE001 - a client's failure, whatever it is, becomes its row
             wall_s = time.perf_counter() - started
             report = _failed(base, error, wall_s, attempt)

@@ -10,11 +10,9 @@ from typing import Any
 from fedloom.platform.averaging import WeightedSums
 from fedloom.platform.config import CheckpointConfig, ExecutorConfig, FailuresConfig
 from fedloom.platform.execution import ChunkResult, Executor, Report, SharedWeights, make_chunks
-from fedloom.platform.results.checkpoint import Saved, save_checkpoint
-from fedloom.platform.results.models import save_model
+from fedloom.platform.recorder import Record, Recorder
 from fedloom.platform.results.status import StatusFile
-from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.stage import KeptModel, Merged, Plan, RoundResult, Stage
+from fedloom.platform.stage import Merged, Plan, RoundResult, Row, Stage
 from fedloom.platform.state import RunState
 from fedloom.tiers.clock import VirtualClock
 
@@ -50,33 +48,32 @@ class Loop:
         self,
         stages: Sequence[Stage],
         executor: Executor,
-        writer: RunWriter,
+        recorder: Recorder,
         status: StatusFile,
         *,
         execution: ExecutorConfig,
         checkpoint: CheckpointConfig,
         deadline_s: float | None,
-        saved: Saved | None = None,
         watch: Callable[[RoundProgress], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.stages, self.executor, self.writer, self.status = stages, executor, writer, status
+        self.stages, self.executor, self.recorder, self.status = stages, executor, recorder, status
         self.execution, self.checkpoint, self.deadline_s = execution, checkpoint, deadline_s
-        self.saved = saved
         self.watch, self.should_stop = watch, should_stop
 
     def run(self, state: RunState) -> RunState:
-        """From any state to the end of the last stage."""
+        """From any state to the end of the last stage; everything is safe on disk when it returns."""
         while state.stage < len(self.stages):
             stage = self.stages[state.stage]
             if state.round == 0:
                 state = stage.begin(state)
-            while left := stage.rounds_left(state):
+            while (left := stage.rounds_left(state)) > 0:
                 state = self._round(stage, state, left)
             ended = stage.end(state)
-            self._keep(stage, state.round, ended)
+            place = {"stage": stage.name, "round": state.round}
             state = replace(ended.state, stage=state.stage + 1, round=0)
-            self._save(state)
+            self.recorder.submit(Record(rows_of(ended, place), [(place, m) for m in ended.models], state))
+        self.recorder.wait()
         return state
 
     def _round(self, stage: Stage, state: RunState, left: int) -> RunState:
@@ -85,19 +82,26 @@ class Loop:
         plan = stage.plan(state)
         result = self._execute(plan, state)
         clients = [r for r in result.reports if r.client_id is not None]
-        for report in clients:
-            self.writer.add("clients", **client_row(stage.name, state.round, report))
-        self._check_failures(stage.name, state.round, result.reports)
+        client_rows: list[Row] = [("clients", client_row(stage.name, state.round, report)) for report in clients]
+        self._check_failures(stage.name, state.round, result.reports, client_rows)
         merged = stage.merge(state, plan, result)
         times_s = [r.simulated_s for r in clients]
         clock, simulated_s = VirtualClock(state.simulated_s).after_round(times_s, self.deadline_s)
-        self._keep(stage, state.round, merged)
         row = round_row(stage.name, state.round, clients, plan, time.perf_counter() - started, simulated_s)
-        self.writer.add("rounds", **row)
         after = replace(merged.state, round=state.round + 1, simulated_s=clock.now_s)
-        self._save(after)
-        self._tell(stage.name, state.round, left, row)
+        stop = self.should_stop()
+        save = stop or after.round % self.checkpoint.every == 0
+        self._record(merged, [*client_rows, ("rounds", row)], after if save else None, progress_of(row, left))
+        if stop:
+            self.recorder.wait()
+            raise InterruptedRunError(f"stopped after round {state.round} of {stage.name}")
         return after
+
+    def _record(self, merged: Merged, rows: Sequence[Row], saved: RunState | None, progress: RoundProgress) -> None:
+        place = {"stage": progress.stage, "round": progress.round}
+        models = [(place, model) for model in merged.models]
+        record = Record([*rows, *rows_of(merged, place)], models, saved, lambda: self.watch(progress))
+        self.recorder.submit(record)
 
     def _execute(self, plan: Plan, state: RunState) -> RoundResult:
         failures = self.execution.failures
@@ -106,7 +110,7 @@ class Loop:
         weights = SharedWeights(state.weights(plan.bag), state.version(plan.bag))
         return merge_chunks(self.executor.run(chunks, weights), self.status.beat)
 
-    def _check_failures(self, stage: str, round_: int, reports: Sequence[Report]) -> None:
+    def _check_failures(self, stage: str, round_: int, reports: Sequence[Report], rows: Sequence[Row]) -> None:
         failed = [r for r in reports if r.status == "failed" or (r.status == "timed_out" and r.simulated_s == 0.0)]
         if not failed:
             return
@@ -114,7 +118,9 @@ class Loop:
         server = next((r for r in failed if r.client_id is None), None)
         if server is None and allowed(self.execution.failures, len(failed), len(clients)):
             return
-        self.writer.commit()
+        # The round does not count, but its rows are there to be looked at; a resumed run replaces them.
+        self.recorder.submit(Record(rows))
+        self.recorder.wait()
         first = server or failed[0]
         who = "the server's own work" if first.client_id is None else f"client {first.client_id} ({first.tier})"
         policy = self.execution.failures
@@ -123,49 +129,16 @@ class Loop:
             f"{policy.policy}, at most {policy.max_share:.0%}; their rows and tracebacks are in the table clients]"
         )
 
-    def _keep(self, stage: Stage, round_: int, merged: Merged) -> None:
-        place = {"stage": stage.name, "round": round_}
-        for model in merged.models:
-            self.writer.add("models", **place, **self._store(model))
-        for table, row in merged.rows:
-            self.writer.add(table, **without_nan({**place, **row}))
 
-    def _store(self, model: KeptModel) -> dict[str, Any]:
-        card = {
-            "tier": model.tier,
-            "architecture": model.architecture,
-            "macs": int(model.macs),
-            "parameters": model.parameters,
-        }
-        file = save_model(self.writer.paths, model.name, model.tensors, card)
-        return {**card, "file": file.file, "hash": file.hash}
-
-    def _save(self, state: RunState) -> None:
-        position = self.writer.commit()
-        finished = state.stage == len(self.stages)
-        if state.round % self.checkpoint.every and not finished:
-            return
-        data = {
-            "stage": state.stage,
-            "round": state.round,
-            "simulated_s": state.simulated_s,
-            "data": state.data,
-            "position": position,
-        }
-        self.saved = save_checkpoint(self.writer.paths.checkpoint, state.bags, data, self.saved)
-
-    def _tell(self, stage: str, round_: int, left: int, row: dict[str, Any]) -> None:
-        names = ("loss", "metric", "clients_ok", "clients_planned", "bytes_down", "bytes_up", "wall_s")
-        values = {name: row.get(name) for name in names}
-        self.watch(RoundProgress(stage=stage, round=round_, rounds_total=round_ + left, **values))  # type: ignore[arg-type]
-        if self.should_stop():
-            raise InterruptedRunError(f"stopped after round {round_} of {stage}")
+def rows_of(merged: Merged, place: Mapping[str, Any]) -> list[Row]:
+    """A stage's rows with their place in the run."""
+    return [(table, without_nan({**place, **row})) for table, row in merged.rows]
 
 
-def restored_state(checkpoint_data: dict[str, Any], bags: dict[str, Any]) -> RunState:
-    """The state that `Loop` saved."""
-    names = ("stage", "round", "simulated_s", "data")
-    return RunState(bags=bags, **{name: checkpoint_data[name] for name in names})
+def progress_of(row: Mapping[str, Any], left: int) -> RoundProgress:
+    """What a watcher is told of a round."""
+    values = {f.name: row[f.name] for f in fields(RoundProgress) if f.name != "rounds_total"}
+    return RoundProgress(rounds_total=row["round"] + left, **values)
 
 
 def merge_chunks(results: Iterable[ChunkResult], beat: Callable[[], None] = lambda: None) -> RoundResult:

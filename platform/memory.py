@@ -1,33 +1,40 @@
 """Peak memory of the present process or device, measured over one piece of work."""
 
-from pathlib import Path
+import os
+from functools import cache
 
 import torch
 
-STATUS = Path("/proc/self/status")
-CLEAR = Path("/proc/self/clear_refs")
+
+@cache
+def _proc(name: str, flags: int, pid: int) -> int | None:
+    """A process's file, opened once: opening it for every client costs more than reading it."""
+    try:
+        return os.open(f"/proc/{pid}/{name}", flags)
+    except OSError:
+        return None
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Starts a new measurement; on the CPU Linux's resident high-water mark is set back."""
+    """Starts a new measurement; on the CPU Linux's resident high-water mark is set back.
+
+    Without the right to do so, the mark is the process's peak so far: an upper bound.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:
-        with CLEAR.open("w") as clear:
-            clear.write("5")
-    except OSError:
-        # Without the right to reset it, the mark is the process's peak so far: an upper bound.
-        return
+    clear = _proc("clear_refs", os.O_WRONLY, os.getpid())
+    if clear is not None:
+        os.pwrite(clear, b"5", 0)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak since the last reset: allocated device memory on a GPU, the process's resident set on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        status = STATUS.read_bytes()
-    except OSError:
+    file = _proc("status", os.O_RDONLY, os.getpid())
+    if file is None:
         return 0
+    status = os.pread(file, 4096, 0)
     at = status.find(b"VmHWM:")
     return int(status[at + 6 : status.find(b"kB", at)]) * 1024 if at >= 0 else 0

@@ -8,10 +8,13 @@ from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
+
 from fedloom.platform.config import RunConfig
 from fedloom.platform.execution import Executor
-from fedloom.platform.loop import InterruptedRunError, Loop, RoundProgress, RunFailedError, restored_state
+from fedloom.platform.loop import InterruptedRunError, Loop, RoundProgress, RunFailedError
 from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.recorder import Recorder, restored_state
 from fedloom.platform.results.checkpoint import Saved, load_checkpoint, stored_bags
 from fedloom.platform.results.files import check_writable, write_atomically
 from fedloom.platform.results.paths import new_run_id, run_paths
@@ -83,47 +86,51 @@ def _go(
     status.write("running", message="starting workers")
     watcher.started(writer.paths.run_id)
     executor: Executor | None = None
+    recorder = Recorder(writer, saved)
     try:
         executor = make_executor(world)
         loop = Loop(
             build_stages(world),
             executor,
-            writer,
+            recorder,
             status,
             execution=config.executor,
             checkpoint=config.checkpoint,
             deadline_s=config.devices.deadline_s,
-            saved=saved,
             watch=watcher.round,
             should_stop=watcher.should_stop,
         )
         loop.run(state)
     except (InterruptedRunError, KeyboardInterrupt) as error:
-        _finish(writer, status, "interrupted", str(error))
+        _finish(recorder, status, "interrupted", str(error))
         raise
     except Exception as error:
-        _finish(writer, status, "failed", str(error))
+        _finish(recorder, status, "failed", str(error))
         raise
     else:
-        _finish(writer, status, "done", "")
+        _finish(recorder, status, "done", "")
     finally:
         if executor is not None:
             executor.close()
 
 
-def _finish(writer: RunWriter, status: StatusFile, state: str, message: str) -> None:
-    writer.close()
-    writer.update_run(status=state, ended=datetime.now(UTC), error=message or None)
+def _finish(recorder: Recorder, status: StatusFile, state: str, message: str) -> None:
+    recorder.close()
+    recorder.writer.close()
+    recorder.writer.update_run(status=state, ended=datetime.now(UTC), error=message or None)
     status.write(state, message=message)  # type: ignore[arg-type]
 
 
 def _run_row(config: RunConfig, world: World) -> dict[str, str]:
     seeds = {p: config.seed_for(p) for p in asdict(config.seeds)}
+    sizes = np.bincount(world.tier_of_client, minlength=len(world.tiers))
+    tiers = [{"tier": t.name, "upper": t.upper, "clients": int(n)} for t, n in zip(world.tiers, sizes, strict=True)]
     return {
         "method": config.method.name,
         "space": config.space.name,
         "dataset": config.data.dataset,
         "seeds": json.dumps(seeds, sort_keys=True),
+        "tiers": json.dumps(tiers),
         "config": json.dumps(asdict(config), sort_keys=True),
         "versions": json.dumps({p: _version(p) for p in PACKAGES}, sort_keys=True),
         "source_hash": source_hash(),

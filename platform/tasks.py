@@ -102,7 +102,7 @@ class TrainPaths:
             return cast(Tensor, module(x_B, path))
 
         x, y = worker.client_data(_client(assignment), "train")
-        module.train()
+        worker.set_mode(module, training=True)
         generator = torch_stream(worker.spec.training_seed, "batches", *_places(assignment))
         parameters = [t for t in tensors.values() if t.requires_grad]
         trained = train_locally(forward, parameters, (x, y), self.local, generator)
@@ -132,7 +132,7 @@ class TrainSubnet:
         module = worker.subnet(self.architecture)
         tensors = worker.load(module, weights, slices)
         x, y = worker.client_data(_client(assignment), "train")
-        module.train()
+        worker.set_mode(module, training=True)
         generator = torch_stream(worker.spec.training_seed, "batches", *_places(assignment))
         parameters = [t for t in tensors.values() if t.requires_grad]
         trained = train_locally(module, parameters, (x, y), self.local, generator)
@@ -158,7 +158,7 @@ class ScorePaths:
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """Scores every architecture; one loss and one metric measurement each."""
         module = worker.load_whole(weights, self.version)
-        module.eval()
+        worker.set_mode(module, training=False)
         if assignment.client_id is None:
             data = worker.central_data(self.split, self.share)
         else:
@@ -192,7 +192,7 @@ class ScoreSubnet:
         slices = worker.space.slices(self.architecture)
         module = worker.subnet(self.architecture)
         worker.load(module, weights, slices)
-        module.eval()
+        worker.set_mode(module, training=False)
         client_id = assignment.client_id
         data = worker.central_data(self.split) if client_id is None else worker.client_data(client_id, self.split)
         score = evaluate(module, data)

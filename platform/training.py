@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim.sgd import sgd
 
 from fedloom.platform.data.dataset import augment_crop_flip
 from fedloom.platform.weighting import weighting_rule
@@ -58,8 +59,8 @@ def check_training(config: TrainingConfig, name: str, num_clients: int) -> None:
         raise ValueError(f"{name}.min_contributors={config.min_contributors}: must be at least 1")
     if config.min_contributors > config.clients_per_round:
         raise ValueError(
-            f"{name}.min_contributors={config.min_contributors}: only {config.clients_per_round} clients take part in a "
-            "round, so that nothing would ever be trained; lower it or raise clients_per_round"
+            f"{name}.min_contributors={config.min_contributors}: only {config.clients_per_round} clients take part in "
+            "a round, so that nothing would ever be trained; lower it or raise clients_per_round"
         )
     try:
         weighting_rule(config.weighting)
@@ -147,31 +148,66 @@ def train_locally(
         generator: shuffles and augments; on the CPU whatever the device.
     """
     x, y = data
-    optimizer = torch.optim.SGD(
-        parameters, lr=local.lr, momentum=local.momentum, weight_decay=local.weight_decay, foreach=len(parameters) > 8
-    )
-    # Sums stay on the device: one synchronisation per client, not one per step.
-    loss_sum = torch.zeros((), device=x.device)
-    correct = torch.zeros((), dtype=torch.int64, device=x.device)
-    steps = seen = 0
+    optimizer = SGD(local, parameters)
+    # Figures stay on the device: one synchronisation per client, not one per step.
+    losses: list[Tensor] = []
+    correct: list[Tensor] = []
+    sizes: list[int] = []
     for index in batch_indices(len(y), local.batch_size, local.epochs, generator):
         place = index.to(x.device)
         x_B, y_B = x[place], y[place]
         if local.augment:
             x_B = augment_crop_flip(x_B, generator)
-        optimizer.zero_grad(set_to_none=True)
         logits = forward(x_B)
         loss = F.cross_entropy(logits, y_B)
         loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.detach())
+        correct.append((logits.detach().argmax(dim=1) == y_B).sum())
+        sizes.append(len(index))
+    seen = sum(sizes)
+    loss_sum = torch.dot(torch.stack(losses).double(), torch.tensor(sizes, dtype=torch.float64, device=x.device))
+    return Trained(len(sizes), seen, loss_sum.item() / seen, torch.stack(correct).sum().item() / seen)
+
+
+class SGD:
+    """SGD with momentum, weight decay and clipping over the parameters that the last backward pass reached.
+
+    The arithmetic is torch's own `sgd`; an `Optimizer` object would go through all operators of a supernet at every
+    step, and its bookkeeping costs more than a small client's arithmetic.
+    """
+
+    def __init__(self, local: LocalSGD, parameters: Sequence[Tensor]) -> None:
+        self.local, self.parameters = local, parameters
+        self.momentum: dict[int, Tensor | None] = {}
+        for parameter in parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step; the gradients are gone afterwards, and what had none stays as it is (its momentum, too)."""
+        local = self.local
+        touched = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        parameters = [self.parameters[i] for i in touched]
         if local.clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(parameters, local.clip_norm)
-        optimizer.step()
-        loss_sum += loss.detach() * len(index)
-        correct += (logits.detach().argmax(dim=1) == y_B).sum()
-        steps, seen = steps + 1, seen + len(index)
-    for parameter in parameters:
-        parameter.grad = None
-    return Trained(steps, seen, loss_sum.item() / seen, correct.item() / seen)
+        buffers = [self.momentum.get(i) for i in touched]
+        sgd(
+            parameters,
+            [p.grad for p in parameters if p.grad is not None],
+            buffers,
+            foreach=len(parameters) > 4,
+            lr=local.lr,
+            momentum=local.momentum,
+            weight_decay=local.weight_decay,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+        if local.momentum:
+            self.momentum.update(zip(touched, buffers, strict=True))
+        for parameter in parameters:
+            parameter.grad = None
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,12 @@ class Worker:
             self._tensors[id(module)] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         return self._tensors[id(module)]
 
+    @staticmethod
+    def set_mode(module: nn.Module, training: bool) -> None:
+        """Training or evaluation mode; a supernet has a thousand modules to visit, so only when it changes."""
+        if module.training != training:
+            module.train(training)
+
     @torch.no_grad()
     def load(self, module: nn.Module, weights: Weights, slices: SliceMap) -> dict[str, Tensor]:
         """Copies the slices of the shared weights into the module and returns the module's tensors, by name."""

@@ -25,7 +25,7 @@ class Case:
 
 CASES = {
     "cnn": Case("cnn", clients=100, cohort=10, samples=500, rounds=8, chunk_size=1),
-    "logistic": Case("logistic", clients=1000, cohort=100, samples=50, rounds=60, chunk_size=25),
+    "logistic": Case("logistic", clients=1000, cohort=100, samples=50, rounds=60, chunk_size=50),
     "registered_100": Case("logistic", clients=100, cohort=10, samples=1, rounds=100, chunk_size=5),
     "registered_100000": Case("logistic", clients=100_000, cohort=10, samples=1, rounds=100, chunk_size=5),
     "long": Case("logistic", clients=100, cohort=10, samples=50, rounds=51, chunk_size=5),

@@ -40,16 +40,16 @@ class Logistic(nn.Module):
         return y
 
 
-def _space(config: SpaceConfig, name: str, build: Callable[[], nn.Module]) -> OperatorChoiceSpace:
+def _space(name: str, build: Callable[[], nn.Module]) -> OperatorChoiceSpace:
     only = [[Candidate("identity", nn.Identity)]]
     return OperatorChoiceSpace(name=name, input_shape=(3, 32, 32), layers=only, build_fixed=build)
 
 
 def cnn(config: SpaceConfig) -> OperatorChoiceSpace:
     """The two-convolution CNN as a space."""
-    return _space(config, "benchmark_cnn", lambda: TwoConvCnn(config.num_classes))
+    return _space("benchmark_cnn", lambda: TwoConvCnn(config.num_classes))
 
 
 def logistic(config: SpaceConfig) -> OperatorChoiceSpace:
     """Logistic regression as a space."""
-    return _space(config, "benchmark_logistic", lambda: Logistic(config.num_classes))
+    return _space("benchmark_logistic", lambda: Logistic(config.num_classes))

@@ -17,8 +17,7 @@ from typing import Any
 from fedloom.experiments.benchmarks.cases import CASES
 from fedloom.experiments.benchmarks.processes import MemoryWatch
 
-VARIANTS = {"plain": None, "serial": 0, "ray_1": 1, "ray_2": 2}
-WARM_UP_ROUNDS = 2
+VARIANTS = ("plain", "serial", "ray_1", "ray_2")
 
 
 def main() -> None:
@@ -26,11 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="all", choices=["cnn", "logistic", "registered", "memory", "all"])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--variant", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.variant:
-        print(json.dumps(run_variant(args.case_name if hasattr(args, "case_name") else args.case, args.variant)))
-        return
     figures: dict[str, Any] = {}
     for case in ("cnn", "logistic"):
         if args.case in (case, "all"):
@@ -47,9 +42,9 @@ def compare(case: str, repeats: int) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     for _ in range(repeats):
         for name in VARIANTS:
-            runs[name].append(measure(case, name))
+            runs[name].append(run_in_process(case, name))
     rounds_s = {name: median(s for run in of for s in run["rounds_s"]) for name, of in runs.items()}
-    watched = {name: measure(case, name, watch=True) for name in VARIANTS}
+    watched = {name: run_in_process(case, name, watch=True) for name in VARIANTS}
     plain_bytes = watched["plain"]["peak_bytes"]
     print(f"\n{case}: {CASES[case]}")
     print(f"{'variant':<8} {'s/round':>9} {'ratio':>6} {'start s':>8} {'peak MB':>8} {'ratio':>6} {'Ray MB':>7}")
@@ -77,7 +72,7 @@ def registered(repeats: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(repeats):
         for name in names:
-            seconds[name] += measure(name, "serial")["rounds_s"]
+            seconds[name] += run_in_process(name, "serial")["rounds_s"]
     few, many = (median(seconds[name]) for name in names)
     print(
         f"\nregistered clients: 100 {few * 1e3:.2f} ms/round, 100 000 {many * 1e3:.2f} ms/round, ratio {many / few:.3f}"
@@ -89,19 +84,13 @@ def flat_memory() -> dict[str, float]:
     """The pool's memory after round 5 and after round 50."""
     result = run_in_process("long", "ray_2_memory")
     ratio = result["bytes_50"] / result["bytes_5"]
-    print(
-        f"\npool: {result['bytes_5'] / 1e6:.0f} MB after round 5, {result['bytes_50'] / 1e6:.0f} MB after round 50, {ratio:.3f}"
-    )
+    early, late = (result[name] / 1e6 for name in ("bytes_5", "bytes_50"))
+    print(f"\npool: {early:.0f} MB after round 5, {late:.0f} MB after round 50, ratio {ratio:.3f}")
     return {**result, "ratio": ratio}
 
 
-def measure(case: str, variant: str, watch: bool = False) -> dict[str, Any]:
-    """Runs a variant in a process of its own; with `watch`, its memory too (which slows it down)."""
-    return run_in_process(case, variant, watch)
-
-
 def run_in_process(case: str, variant: str, watch: bool = False) -> dict[str, Any]:
-    """The figures that the variant's process printed on its last line."""
+    """Runs a variant in a process of its own; with `watch`, its memory too (which slows it down)."""
     command = [sys.executable, "-m", "fedloom.experiments.benchmarks.variant", case, variant]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     if not watch:

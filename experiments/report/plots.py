@@ -65,6 +65,7 @@ def convergence_figure(convergence: pd.DataFrame) -> Figure | None:
 
 def _curves(axes: Axes, rows: pd.DataFrame, value: str, tiers: Sequence[str], scale: float) -> None:
     colours, markers = tier_colours(tiers), tier_markers(tiers)
+    alone = not (rows["series"].eq("validation") & rows[value].notna()).any()
     for tier in ("", *tiers):
         colour = colours.get(tier, INK)
         for series in ("train", "validation"):
@@ -73,12 +74,13 @@ def _curves(axes: Axes, rows: pd.DataFrame, value: str, tiers: Sequence[str], sc
                 continue
             over_runs = of.groupby("rounds_done")[value].agg(["mean", "min", "max"]) * scale
             x = over_runs.index.to_numpy(dtype=float)
-            solid = series == "train"
-            style = {"linewidth": 1.1, "alpha": 0.75} if solid else {"linewidth": 1.5, "linestyle": DASHED}
-            marker = "" if solid else markers.get(tier, "o")
-            axes.plot(x, over_runs["mean"].to_numpy(), color=colour, marker=marker, markersize=4.5, **style)
-            # Bands of both series would cover each other.
-            if of["run_id"].nunique() > 1 and (series == "validation" or "validation" not in set(rows["series"])):
+            # Markers and bands of both series would cover each other.
+            leading = series == "validation" or alone
+            style = {"linewidth": 1.1, "alpha": 0.75} if series == "train" else {"linewidth": 1.5, "linestyle": DASHED}
+            marker, every = (markers.get(tier, "o") if leading else "", max(1, len(x) // 12))
+            y = over_runs["mean"].to_numpy()
+            axes.plot(x, y, color=colour, marker=marker, markersize=4.5, markevery=every, **style)
+            if of["run_id"].nunique() > 1 and leading:
                 low, high = over_runs["min"].to_numpy(), over_runs["max"].to_numpy()
                 axes.fill_between(x, low, high, color=colour, alpha=0.1, linewidth=0)
 
@@ -171,11 +173,16 @@ def _bars(axes: Axes, sums: pd.DataFrame) -> None:
             axes.annotate(
                 si(value, "B"), (value / scale, y), (4, 0), textcoords="offset points", va="center", fontsize=8.5
             )
-    quiet(axes, title="Sum over all clients, per stage", xlabel=f"{prefix}B")
+    quiet(axes, xlabel=f"{prefix}B")
+    _title(axes, "Sum over all clients, per stage")
     axes.set_yticks(at, [stage_name(str(kind)) for kind in sums.index])
     axes.invert_yaxis()
     axes.margins(x=0.2)
     axes.grid(False, axis="y")
+
+
+def _title(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=18)  # room for the stages' names
 
 
 def _cumulative(axes: Axes, rounds: pd.DataFrame) -> None:
@@ -190,7 +197,7 @@ def _cumulative(axes: Axes, rounds: pd.DataFrame) -> None:
                 y = np.concatenate([[0.0], np.cumsum(run[column].to_numpy(dtype=float))]) / scale
                 axes.plot(x, y, color=colour, linestyle=line, linewidth=width, alpha=alpha)
     quiet(axes, xlabel="rounds of all stages", ylabel=f"{prefix}B")
-    axes.set_title("Cumulative", loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=18)
+    _title(axes, "Cumulative")
     whole_numbers(axes)
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
@@ -200,7 +207,7 @@ def _cumulative(axes: Axes, rounds: pd.DataFrame) -> None:
             Line2D([], [], color=INK, label="method"),
             Line2D([], [], color=INK, linestyle=DASHED, label="rand-init baseline alone"),
         ]
-        axes.legend(handles=handles, loc="upper left", fontsize=9, frameon=False)
+        axes.legend(handles=handles, loc="upper left", fontsize=9, edgecolor="none", framealpha=1.0)
 
 
 def _totals(rounds: pd.DataFrame) -> NDArray[np.float64]:
@@ -235,7 +242,8 @@ def clients_figure(clients: pd.DataFrame) -> Figure | None:
     if counted.empty:
         return None
     tiers, models = _tiers(counted["tier"]), shown_models(list(counted["model"]))
-    figure = Figure(figsize=(max(6.4, 1.2 + 0.62 * len(tiers) * (len(models) + 0.8)), 4.6), layout="constrained")
+    width = 1.2 + 0.62 * len(tiers) * (len(models) + 0.8)
+    figure = Figure(figsize=(min(max(6.4, width), 13.0), 4.6), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(models)
     for i, tier in enumerate(tiers):
@@ -249,7 +257,7 @@ def clients_figure(clients: pd.DataFrame) -> Figure | None:
     quiet(axes, ylabel="accuracy on the client's own test data (%)")
     axes.set_xticks(range(len(tiers)), tiers)
     axes.set_xlim(-0.6, len(tiers) - 0.4)
-    axes.set_ylim(-4, 104)
+    axes.set_ylim(max(-4.0, 100 * counted["value"].min() - 8), 104)
     axes.grid(False, axis="x")
     _clients_legend(figure, models)
     return figure
@@ -272,7 +280,8 @@ def _strip(axes: Axes, at: float, values: NDArray[np.float64], width: float, col
         medianprops={"color": colour, "linewidth": 2.4},
         whiskerprops=line,
     )
-    shown = values[np.linspace(0, len(values) - 1, min(len(values), MOST_DOTS)).astype(int)]
+    # The first is the worst, which has a mark of its own.
+    shown = values[np.unique(np.linspace(1, len(values) - 1, min(len(values) - 1, MOST_DOTS)).astype(int))]
     # Evenly scattered sideways without a random stream: multiples of the golden ratio.
     aside = (np.arange(len(shown)) * _GOLDEN % 1.0 - 0.5) * width * 0.8
     axes.scatter(at + aside, shown, s=9, color=colour, alpha=0.55, linewidths=0, zorder=3)

@@ -184,9 +184,9 @@ def _architecture(tier: TierSummary, summary: Summary) -> str:
     return "differs" if known else ABSENT
 
 
-def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first two columns to the left, numbers to the right."""
-    lines = [_line(heads), _line([":--" if i < 2 else "--:" for i in range(len(heads))])]
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]], labels: int = 2) -> str:
+    """A Markdown table; the first `labels` columns to the left, numbers to the right."""
+    lines = [_line(heads), _line([":--" if i < labels else "--:" for i in range(len(heads))])]
     return "\n".join([*lines, *(_line(row) for row in rows)]) + "\n"
 
 

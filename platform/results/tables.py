@@ -36,11 +36,11 @@ def _schema(columns: str) -> pa.Schema:
     return pa.schema(fields, metadata={SCHEMA_VERSION_KEY: str(SCHEMA_VERSION)})
 
 
-# Architectures are text such as "3-1-8-0"; `schedules`, `seeds`, `config` and `versions` are JSON text.
+# Architectures are text such as "3-1-8-0"; `schedules`, `seeds`, `tiers`, `config` and `versions` are JSON text.
 TABLES: dict[str, pa.Schema] = {
     "runs": _schema(
-        "method:str space:str dataset:str seeds:str config:str versions:str source_hash:str partition_hash:str "
-        "status:str started:time ended:time error:str"
+        "method:str space:str dataset:str seeds:str tiers:str config:str versions:str source_hash:str "
+        "partition_hash:str status:str started:time ended:time error:str"
     ),
     "rounds": _schema(
         "stage:str round:int clients_planned:int clients_ok:int clients_failed:int loss:float metric:float "

@@ -1,0 +1,219 @@
+"""Reports of runs: files in a folder, a table for the terminal, or plain values."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from fedloom.experiments.report.bounds import Bounds, upper_bounds
+from fedloom.experiments.report.content import (
+    Content,
+    Picture,
+    blocks_of,
+    facts_of,
+    missing_of,
+    state_of,
+    summaries_of,
+)
+from fedloom.experiments.report.frames import (
+    METRIC,
+    Tables,
+    by_stage,
+    client_metrics,
+    communication,
+    communication_by_kind,
+    configuration,
+    convergence,
+    failures,
+    fairness,
+    load,
+    pareto,
+    per_tier,
+)
+from fedloom.experiments.report.page import html_page, markdown_page
+from fedloom.experiments.report.table import as_dict, records, rich_table
+from fedloom.platform.results.files import check_writable, write_atomically
+from fedloom.platform.results.paths import RunPaths
+
+
+@dataclass(frozen=True)
+class ReportFiles:
+    """Where a report was written, and which runs it is about."""
+
+    run_ids: tuple[str, ...]
+    folder: Path
+    html: Path
+    markdown: Path
+    plots: tuple[Path, ...]
+    missing: tuple[str, ...]
+    """One sentence for everything that the runs do not have (yet)."""
+
+
+def write_report(results: Path, run_ids: Sequence[str] | None = None, out: Path | None = None) -> ReportFiles:
+    """Writes report.html, report.md and the plots of these runs (ids or their beginnings; the latest run if none).
+
+    `out` is `results/reports/RUN` if not given. Works for runs that are still running, failed, or lack stages: what is
+    missing is said. Raises ValueError for an unknown run, a damaged table, or a folder that cannot be written.
+    """
+    tables = load(results, run_ids)
+    folder = Path(results) / "reports" / _folder_name(tables.paths) if out is None else Path(out)
+    check_writable(folder)
+    content = report_content(tables)
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = tuple(folder / f"{picture.name}.png" for picture in content.pictures)
+    for path, picture in zip(plots, content.pictures, strict=True):
+        write_atomically(path, picture.png, durable=False)
+    html, text = folder / "report.html", folder / "report.md"
+    write_atomically(html, html_page(content).encode(), durable=False)
+    write_atomically(text, markdown_page(content).encode(), durable=False)
+    return ReportFiles(tuple(p.run_id for p in tables.paths), folder, html, text, plots, content.missing)
+
+
+def _folder_name(paths: Sequence[RunPaths]) -> str:
+    first = paths[0].run_id
+    if len(paths) == 1:
+        return first
+    ids = sha256("\n".join(sorted(p.run_id for p in paths)).encode()).hexdigest()[:8]
+    return f"{first}-and-{len(paths) - 1}-more-{ids}"
+
+
+def report_content(tables: Tables) -> Content:
+    """Everything that a report of these runs says."""
+    bounds = upper_bounds(tables)
+    experiments = list(dict.fromkeys(p.experiment for p in tables.paths))
+    title = f"{', '.join(experiments)}: {_runs_in_words(tables.paths)}"
+    return Content(
+        title=title,
+        runs=facts_of(tables),
+        missing=(*missing_of(tables), *_unknown_bounds(tables, bounds)),
+        blocks=blocks_of(tables, summaries_of(tables, bounds)),
+        pictures=tuple(p for name in experiments for p in _pictures(_only(tables, name), bounds, len(experiments) > 1)),
+    )
+
+
+def _runs_in_words(paths: Sequence[RunPaths]) -> str:
+    return f"run {paths[0].run_id}" if len(paths) == 1 else f"{len(paths)} runs"
+
+
+def _unknown_bounds(tables: Tables, bounds: Bounds) -> list[str]:
+    known = {run_id for run_id, _ in bounds}
+    unknown = [p.run_id for p in tables.paths if p.run_id not in known and configuration(tables, p.run_id)]
+    if not unknown:
+        return []
+    return [f"Upper bounds are not shown for runs of another version of fedloom's source: {', '.join(unknown)}."]
+
+
+def _only(tables: Tables, experiment: str) -> Tables:
+    def of(frame: pd.DataFrame) -> pd.DataFrame:
+        return frame[frame["experiment"] == experiment].reset_index(drop=True)
+
+    return replace(
+        tables,
+        paths=tuple(p for p in tables.paths if p.experiment == experiment),
+        runs=of(tables.runs),
+        rounds=of(tables.rounds),
+        clients=of(tables.clients),
+        candidates=of(tables.candidates),
+        evaluations=of(tables.evaluations),
+        models=of(tables.models),
+    )
+
+
+def _pictures(tables: Tables, bounds: Bounds, named: bool) -> Iterator[Picture]:
+    # Here, because matplotlib takes a second to load and a run's summary does without.
+    from fedloom.experiments.report import plots
+    from fedloom.experiments.report.style import png
+
+    experiment, several = tables.paths[0].experiment, len(tables.paths) > 1
+    kinds = communication_by_kind(communication(tables))
+    figures = {
+        "convergence": plots.convergence_figure(convergence(tables)),
+        "pareto": plots.pareto_figure(pareto(tables), _macs_bounds(tables, bounds)),
+        "communication": plots.communication_figure(kinds, by_stage(tables.rounds)),
+        "clients": plots.clients_figure(client_metrics(tables)),
+    }
+    for name, figure in figures.items():
+        if figure is not None:
+            title, caption = CAPTIONS[name]
+            over_runs = f" {OVER_RUNS[name]}" if several else ""
+            suffix = (f"-{experiment}", f": {experiment}") if named else ("", "")
+            yield Picture(f"{name}{suffix[0]}", f"{title}{suffix[1]}", f"{caption}{over_runs}", png(figure))
+
+
+CAPTIONS = {
+    "convergence": (
+        "Convergence per stage",
+        "Loss and accuracy against finished rounds. Solid: what the round's clients report on their own training data "
+        "while they train. Dashed: the server's validation data after so many rounds; for the supernet the mean over "
+        "its evaluated paths. Fine-tuning starts from the supernet's weights at round 0.",
+    ),
+    "pareto": (
+        "Pareto front per tier",
+        "Every candidate of the search, scored on validation data with the supernet's weights. Lines join the models "
+        "that no other of the tier beats in accuracy and cost; the star is the tier's winner.",
+    ),
+    "communication": (
+        "Bytes per stage",
+        "Bytes that all clients together received and sent. The cumulative curves leave out the final evaluation; the "
+        "rand-init baseline is counted on its own.",
+    ),
+    "clients": (
+        "Accuracy per client",
+        "Each dot is a client's accuracy on its own test data with its tier's model; the triangle marks the worst "
+        "client of the tier. Clients without test samples are left out.",
+    ),
+}
+OVER_RUNS = {
+    "convergence": "Lines are means over the runs, bands reach from the least to the greatest.",
+    "pareto": "Every run has its own front and winner.",
+    "communication": "Bars are means over the runs; every run has its own curve.",
+    "clients": "The clients of all runs are shown together.",
+}
+
+
+def _macs_bounds(tables: Tables, bounds: Bounds) -> dict[str, float]:
+    """Bounds of the first run, if they are in MACs and the same in all runs."""
+    runs = [
+        {tier: bound for (run_id, tier), bound in bounds.items() if run_id == paths.run_id} for paths in tables.paths
+    ]
+    measures = {configuration(tables, p.run_id).get("tiers", {}).get("cost") for p in tables.paths}
+    return runs[0] if measures == {"macs"} and all(run == runs[0] for run in runs) else {}
+
+
+def summary_table(results: Path, run_ids: str | Sequence[str] | None = None) -> RenderableType:
+    """The per-tier tables of these runs for the terminal, one per experiment; quick, and without matplotlib.
+
+    Raises ValueError for an unknown run or a damaged table.
+    """
+    ids = [run_ids] if isinstance(run_ids, str) else run_ids
+    tables = load(results, ids, with_clients=False)
+    summaries = summaries_of(tables, upper_bounds(tables))
+    shown: list[RenderableType] = [rich_table(summary) for summary in summaries if summary.tiers]
+    return Group(*shown, *(Text(sentence, style="yellow") for sentence in missing_of(tables)))
+
+
+def report_json(results: Path, run_ids: Sequence[str] | None = None) -> dict[str, Any]:
+    """The report's numbers as JSON values.
+
+    Keys: metric, runs, missing, summary (per experiment and tier: mean, half_width of the 95 % interval, runs), and
+    the rows of per_tier, fairness, communication and failures. Raises ValueError as `write_report`.
+    """
+    tables = load(results, run_ids)
+    bounds = upper_bounds(tables)
+    stages = communication(tables)
+    return {
+        "metric": METRIC,
+        "runs": [{"run_id": p.run_id, "experiment": p.experiment, "status": state_of(tables, p)} for p in tables.paths],
+        "missing": [*missing_of(tables), *_unknown_bounds(tables, bounds)],
+        "summary": [as_dict(summary) for summary in summaries_of(tables, bounds)],
+        "per_tier": records(per_tier(tables, bounds)),
+        "fairness": records(fairness(tables)),
+        "communication": records(stages),
+        "communication_by_kind": records(communication_by_kind(stages)),
+        "failures": records(failures(tables)),
+    }

@@ -1,0 +1,91 @@
+"""Makes finished rounds safe on disk while the next one is at work.
+
+A round is told of (and counts) when its rows are in the journal and its state in the checkpoint. Both are written by
+one thread of the run's one process, in order, and at most one round waits: the clients need not wait for the disk, and
+a crash loses nothing that was told of, and no more than the round in progress.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from fedloom.platform.results.checkpoint import Saved, save_checkpoint
+from fedloom.platform.results.models import save_model
+from fedloom.platform.results.writer import RunWriter
+from fedloom.platform.stage import KeptModel, Row
+from fedloom.platform.state import RunState
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a round leaves: its rows and models, and the state after it (None: no checkpoint)."""
+
+    rows: Sequence[Row]
+    models: Sequence[tuple[Mapping[str, Any], KeptModel]] = ()
+    state: RunState | None = None
+    then: Callable[[], None] = lambda: None
+    """Called when all of it is safe."""
+
+
+class Recorder:
+    """The one thread that touches a run's writer and checkpoint."""
+
+    def __init__(self, writer: RunWriter, saved: Saved | None = None) -> None:
+        self.writer, self.saved = writer, saved
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
+        self._pending: Future[None] | None = None
+
+    def submit(self, record: Record) -> None:
+        """Hands over a round, once the one before it is safe; raises what went wrong with that one."""
+        self.wait()
+        self._pending = self._thread.submit(self._record, record)
+
+    def wait(self) -> None:
+        """Returns when everything handed over is safe; raises what went wrong."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def close(self) -> None:
+        """Waits, and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    def _record(self, record: Record) -> None:
+        for table, row in record.rows:
+            self.writer.add(table, **row)
+        for place, model in record.models:
+            self.writer.add("models", **place, **self._store(model))
+        position = self.writer.commit()
+        if record.state is not None:
+            self._checkpoint(record.state, position)
+        record.then()
+
+    def _store(self, model: KeptModel) -> dict[str, Any]:
+        card = {
+            "tier": model.tier,
+            "architecture": model.architecture,
+            "macs": int(model.macs),
+            "parameters": model.parameters,
+        }
+        file = save_model(self.writer.paths, model.name, model.tensors, card)
+        return {**card, "file": file.file, "hash": file.hash}
+
+    def _checkpoint(self, state: RunState, position: Mapping[str, int]) -> None:
+        data = {
+            "stage": state.stage,
+            "round": state.round,
+            "simulated_s": state.simulated_s,
+            "data": state.data,
+            "position": dict(position),
+        }
+        self.saved = save_checkpoint(self.writer.paths.checkpoint, state.bags, data, self.saved)
+
+
+def restored_state(checkpoint_data: dict[str, Any], bags: dict[str, Any]) -> RunState:
+    """The state that a recorder saved."""
+    names = ("stage", "round", "simulated_s", "data")
+    return RunState(bags=bags, **{name: checkpoint_data[name] for name in names})

@@ -1,0 +1,240 @@
+"""Report files: one page that needs nothing but itself, plots that show something, and runs in any state."""
+
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from fedloom.experiments.config import compose_config
+from fedloom.experiments.report.bounds import upper_bounds
+from fedloom.experiments.report.content import Block, Content, Picture, RunFacts
+from fedloom.experiments.report.frames import load
+from fedloom.experiments.report.page import html_page, markdown_page
+from fedloom.experiments.report.report import report_json, summary_table, write_report
+from fedloom.platform.results.writer import RunWriter
+from fedloom.platform.run import source_hash
+
+VOID = {"meta", "img", "br", "hr", "link", "input"}
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Syncing guards against power failures only, and is slow on a busy disk."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced, and collects what the page refers to and says."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.text: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def write_run(root: Path, run_id: str, *, tiers: int = 2, stages: str = "all", seed: int = 1) -> RunWriter:
+    """A run as FedorAS writes it; `stages` all, supernet (still training) or none. The writer is left open."""
+    config = {"tiers": {"count": tiers, "upper_bounds": [100.0 * (i + 1) for i in range(tiers)], "cost": "macs"}}
+    config["method"] = {"name": "fedoras", "search": {}, "rand_init": {}}
+    writer = RunWriter.create(root, "demo", run_id)
+    writer.update_run(config=json.dumps(config), status="running", method="fedoras", seeds='{"training": 1}')
+    rng = np.random.default_rng(seed)
+    if stages == "none":
+        return writer
+    for i in range(5):
+        add_round(writer, "supernet", i, rng)
+        row = {"model": "supernet", "tier": "server", "split": "validation", "samples": 9, "value": i / 5}
+        writer.add("evaluations", stage="supernet", round=i, metric="accuracy", **row)
+    if stages == "all":
+        for tier in (f"tier{i + 1}" for i in range(tiers)):
+            add_tier(writer, tier, rng)
+    return writer
+
+
+def add_round(writer: RunWriter, stage: str, round_: int, rng: np.random.Generator) -> None:
+    figures = {"clients_planned": 3, "loss": 2 / (round_ + 1), "metric": rng.random(), "macs": 10, "wall_s": 1.0}
+    writer.add("rounds", stage=stage, round=round_, bytes_down=50, bytes_up=40, simulated_s=0.1, **figures)
+    writer.add("clients", stage=stage, round=round_, client_id=1, status="failed", error="loss is <nan> & worse")
+
+
+def add_tier(writer: RunWriter, tier: str, rng: np.random.Generator) -> None:
+    for i in range(6):
+        place = {"stage": f"search/{tier}", "round": 0, "tier": tier, "generation": 0, "architecture": f"{i}-0"}
+        values = {"macs": 10 * i + 5, "parameters": 7, "metric": i / 10, "feasible": True, "on_front": i > 3}
+        writer.add("candidates", **place, **values)
+    for model in ("fine_tuned", "rand_init"):
+        for i in range(3):
+            add_round(writer, f"{model}/{tier}", i, rng)
+    for model in ("supernet_init", "fine_tuned", "rand_init"):
+        row = {"stage": "evaluation", "round": 0, "model": model, "tier": tier, "architecture": "5-0"}
+        for client_id in (None, *range(8)):
+            for metric in ("accuracy", "loss"):
+                value = float(rng.random())
+                whole = {**row, "client_id": client_id, "metric": metric, "value": value, "samples": 8}
+                writer.add("evaluations", split="test", **whole)
+        writer.add("models", stage="evaluation", round=0, tier=tier, architecture="5-0", macs=55, parameters=7)
+
+
+def text_of(renderable: object, width: int = 80) -> str:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(renderable)
+    return console.export_text()
+
+
+def colours(path: Path) -> int:
+    with Image.open(BytesIO(path.read_bytes())) as image:
+        assert image.width > 600
+        return len(np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0))
+
+
+def test_a_report_is_complete_and_self_contained(tmp_path: Path) -> None:
+    write_run(tmp_path, "r1").close()
+    files = write_report(tmp_path)
+    assert files.folder == tmp_path / "reports" / "r1"
+    assert [p.name for p in files.plots] == ["convergence.png", "pareto.png", "communication.png", "clients.png"]
+    for plot in files.plots:
+        assert colours(plot) > 50, f"{plot.name} is empty"
+    page = Page(files.html.read_text())
+    assert len(page.references) == 4
+    assert all(r.startswith("data:image/png;base64,") for r in page.references)
+    assert not page.tags & {"script", "link", "iframe"}
+    source = files.html.read_text()
+    assert "url(" not in source
+    assert "@import" not in source
+    whole = " ".join(page.text)
+    assert "loss is <nan> & worse" in whole
+    assert "20 of 20" not in whole
+    assert "17 of 17 client rows are not ok." in whole
+    assert "200" in whole  # tier2's upper bound, from the configuration
+    text = files.markdown.read_text()
+    assert "| tier1 | 5-0 | 100 | 55 | 7 | 50.0 |" in text
+    assert all(f"({p.name})" in text for p in files.plots)
+    assert not list(files.folder.glob(".*"))
+
+
+def test_everything_on_the_page_is_escaped() -> None:
+    evil = "<b>&\"'</b>"
+    block = Block(evil, (evil,), (evil, evil), ((evil, evil),))
+    picture = Picture("a", evil, evil, b"png")
+    content = Content(evil, (RunFacts(evil, ((evil, evil),), evil),), (evil,), (block,), (picture,))
+    page = Page(html_page(content))
+    assert "b" not in page.tags
+    assert " ".join(page.text).count(evil) == 15
+    assert "a\\|b" in markdown_page(Content("t", (), (), (Block("t", (), ("a|b",), (("c",),)),), ()))
+
+
+@pytest.mark.parametrize(("stages", "plots"), [("none", 0), ("supernet", 2)])
+def test_an_unfinished_run_is_reported_with_what_is_missing(tmp_path: Path, stages: str, plots: int) -> None:
+    writer = write_run(tmp_path, "r1", stages=stages)
+    writer.commit()
+    writer.flush()
+    files = write_report(tmp_path, ["r1"], tmp_path / "out")
+    assert len(files.plots) == plots
+    said = " ".join(files.missing)
+    assert "status is running" in said
+    assert ("No finished round" in said) == (stages == "none")
+    assert ("no Pareto front" in said and "no test metric and no fairness" in said) == (stages == "supernet")
+    Page(files.html.read_text())
+    shown = text_of(summary_table(tmp_path, "r1"), 200)
+    assert "status is running" in shown
+    json.dumps(report_json(tmp_path), allow_nan=False)
+    writer.close()
+
+
+def test_a_plain_fedavg_run_without_evaluation_is_reported(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path, "fedavg", "r1")
+    config = {"tiers": {"count": 4, "upper_bounds": None, "cost": "macs"}, "method": {"name": "fedavg"}}
+    writer.update_run(config=json.dumps(config), status="done")
+    place = {"stage": "rand_init/tier1", "round": 0}
+    writer.add("rounds", **place, loss=1.0, bytes_down=5, bytes_up=5, macs=1, clients_planned=1)
+    writer.add("clients", **place, client_id=0, architecture="0-0", status="ok", tier="tier4")
+    writer.close()
+    files = write_report(tmp_path)
+    assert [p.name for p in files.plots] == ["convergence.png", "communication.png"]
+    (row,) = report_json(tmp_path)["per_tier"]
+    assert (row["tier"], row["architecture"], row["test_rand_init"]) == ("tier1", "0-0", None)
+
+
+def test_several_runs_share_a_report_and_experiments_have_plots_of_their_own(tmp_path: Path) -> None:
+    for i in (1, 2):
+        write_run(tmp_path, f"r{i}", seed=i).close()
+    other = RunWriter.create(tmp_path, "other", "r3")
+    other.add("rounds", stage="supernet", round=0, loss=1.0, bytes_down=5, bytes_up=5, macs=1, clients_planned=1)
+    other.close()
+    files = write_report(tmp_path, ["r1", "r2"])
+    assert files.folder.name.startswith("r1-and-1-more-")
+    assert "over 2 runs" in files.markdown.read_text()
+    both = write_report(tmp_path, ["r1", "r3"], tmp_path / "both")
+    assert {p.name for p in both.plots} >= {"convergence-demo.png", "convergence-other.png", "pareto-demo.png"}
+
+
+def test_the_summary_fits_a_narrow_terminal(tmp_path: Path) -> None:
+    write_run(tmp_path, "r1", tiers=4).close()
+    shown = text_of(summary_table(tmp_path, "r1"), 84)
+    assert "…" not in shown
+    lines = [line.split() for line in shown.splitlines()]
+    assert next(line for line in lines if line[:1] == ["tier3"])[1:5] == ["300", "55", "7", "50.0"]
+
+
+def test_the_summary_does_without_matplotlib(tmp_path: Path) -> None:
+    write_run(tmp_path, "r1").close()
+    code = (
+        "import sys; from pathlib import Path; from fedloom.experiments.report.report import summary_table\n"
+        f"summary_table(Path({str(tmp_path)!r}), 'r1')\n"
+        "assert 'matplotlib' not in sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_bounds_are_worked_out_for_runs_of_this_source_only(tmp_path: Path) -> None:
+    from dataclasses import asdict
+
+    config = json.dumps(asdict(compose_config(["experiment=fedoras_digits", "tiers.paths=500"])))
+    for run_id, source in (("r1", source_hash()), ("r2", "another")):
+        writer = RunWriter.create(tmp_path, "fedoras_digits", run_id)
+        writer.update_run(config=config, source_hash=source)
+        writer.close()
+    found = upper_bounds(load(tmp_path, ["r1", "r2"]))
+    assert [run for run, _ in found] == ["r1"] * 4
+    values = list(found.values())
+    assert values == sorted(values)
+    assert "another version" in " ".join(write_report(tmp_path, ["r2"]).missing)
+
+
+def test_bad_input_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    write_run(tmp_path, "r1").close()
+    with pytest.raises(ValueError, match="no run 'nope'"):
+        write_report(tmp_path, ["nope"])
+    assert not (tmp_path / "reports").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written"):
+        write_report(tmp_path, ["r1"], tmp_path / "file" / "below")
+    next((tmp_path / "rounds").rglob("*.parquet")).write_bytes(b"junk")
+    with pytest.raises(ValueError, match="not a readable Parquet file"):
+        write_report(tmp_path, ["r1"])
