@@ -39,7 +39,7 @@ def _start_own(config: RayConfig) -> None:
         address="local",
         num_cpus=config.num_cpus if config.num_cpus is not None else usable_cpus(),
         num_gpus=config.num_gpus,
-        object_store_memory=config.object_store_memory_bytes,
+        object_store_memory=config.object_store_memory_bytes or free_memory_bytes() // 5,
         include_dashboard=config.dashboard,
         dashboard_host="127.0.0.1",
         log_to_driver=False,
@@ -52,6 +52,26 @@ def usable_cpus() -> int:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     slurm = os.environ.get("SLURM_CPUS_PER_TASK", "")
     return min(cpus, int(slurm)) if slurm.isdigit() else cpus
+
+
+def free_memory_bytes() -> int:
+    """Memory that is free on this machine, or what its container leaves; 4 GB where neither is known."""
+    limits = [_number(path, scale) for path, scale in MEMORY_FILES]
+    return min((limit for limit in limits if limit is not None), default=4_000_000_000)
+
+
+MEMORY_FILES = (("/proc/meminfo", 1024), ("/sys/fs/cgroup/memory.max", 1))
+
+
+def _number(path: str, scale: int) -> int | None:
+    try:
+        with open(path) as file:
+            text = file.read()
+    except OSError:
+        return None
+    available = next((line for line in text.splitlines() if line.startswith("MemAvailable")), text)
+    digits = "".join(c for c in available if c.isdigit())
+    return int(digits) * scale if digits else None
 
 
 def _token_hint(text: str) -> str:

@@ -35,8 +35,9 @@ class TiersConfig:
     """How the space is split into tiers, and the clients into them.
 
     Bounds come from `paths` random paths and the shares `rho_low`, `rho_high` (FedorAS, App. E.4), or are given in
-    `upper_bounds` (in units of `cost`). Clients: `shares` per tier (equal if not given), or `clients` (the tier index
-    of each), or `device_table` (a file; see `max_step_s` and `step_batch_size` in fedloom.tiers.assignment).
+    `upper_bounds` (in units of `cost`). The cost is one measure (macs, parameters, activation_bytes, latency_s) or,
+    with `cost_weights`, a weighted sum of additive ones; operators named in `unsupported` cost infinity.
+    Clients: `shares` per tier (equal if not given), or `clients` (the tier index of each), or `device_table` (a file; see `max_step_s` and `step_batch_size` in fedloom.tiers.assignment).
     `num_gpus` is a client actor's share of a GPU per tier: 0, 1/k or whole; `num_cpus` its CPUs.
     """
 
@@ -46,6 +47,8 @@ class TiersConfig:
     upper_bounds: list[float] | None = None
     paths: int = 100_000
     cost: str = "macs"
+    cost_weights: dict[str, float] | None = None
+    unsupported: list[str] | None = None
     shares: list[float] | None = None
     clients: list[int] | None = None
     device_table: str | None = None
@@ -108,13 +111,14 @@ class ExecutorConfig:
 class RayConfig:
     """How Ray is reached: `address` auto (a running cluster if there is one), local (always our own) or host:port.
 
-    The limits hold for a cluster of our own: CPUs, GPUs and object store.
+    The limits hold for a cluster of our own: CPUs (all that this process may use), GPUs, and the object store (a fifth
+    of the memory that is free).
     """
 
     address: str = "auto"
     num_cpus: int | None = None
     num_gpus: int = 0
-    object_store_memory_bytes: int = 1_000_000_000
+    object_store_memory_bytes: int | None = None
     dashboard: bool = False
 
 

@@ -31,8 +31,9 @@ class Record:
 class Recorder:
     """The one thread that touches a run's writer and checkpoint."""
 
-    def __init__(self, writer: RunWriter, saved: Saved | None = None) -> None:
-        self.writer, self.saved = writer, saved
+    def __init__(self, writer: RunWriter, config: Mapping[str, Any] | None = None, saved: Saved | None = None) -> None:
+        """`config` goes into every checkpoint: it must not be resumed with another."""
+        self.writer, self.config, self.saved = writer, config or {}, saved
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._pending: Future[None] | None = None
 
@@ -81,6 +82,7 @@ class Recorder:
             "simulated_s": state.simulated_s,
             "data": state.data,
             "position": dict(position),
+            "config": self.config,
         }
         self.saved = save_checkpoint(self.writer.paths.checkpoint, state.bags, data, self.saved)
 

@@ -7,25 +7,29 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fedloom.platform.config import RunConfig
 from fedloom.platform.execution import Executor
+from fedloom.platform.logs import close_log, log_to
 from fedloom.platform.loop import InterruptedRunError, Loop, RoundProgress, RunFailedError
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.recorder import Recorder, restored_state
-from fedloom.platform.results.checkpoint import Saved, load_checkpoint, stored_bags
+from fedloom.platform.results.checkpoint import Saved, check_same_config, load_checkpoint, stored_bags
 from fedloom.platform.results.files import check_writable, write_atomically
 from fedloom.platform.results.paths import new_run_id, run_paths
-from fedloom.platform.results.status import StatusFile
+from fedloom.platform.results.status import Heartbeat, StatusFile
 from fedloom.platform.results.writer import RunWriter
+from fedloom.platform.run_costs import RunCosts, load_costs, store_costs
 from fedloom.platform.state import RunState
 from fedloom.platform.world import World, build_world
 
 MakeExecutor = Callable[[World], Executor]
 """Starts the workers of a run."""
 
+COSTS = "costs.json"
 PACKAGES = ("fedloom", "torch", "numpy", "ray", "pymoo", "pyarrow")
 
 
@@ -51,26 +55,42 @@ def start_run(config: RunConfig, make_executor: MakeExecutor, watcher: Watcher |
     run_id = new_run_id(root, config.experiment)
     writer = RunWriter.create(root, config.experiment, run_id)
     write_atomically(writer.paths.config, json.dumps(asdict(config), indent=1).encode())
+    store_costs(writer.paths.artifacts / COSTS, RunCosts(world.cost_table, world.macs_table))
     writer.update_run(**_run_row(config, world), status="running", started=datetime.now(UTC))
     _go(world, writer, RunState(), None, make_executor, watcher or Watcher())
     return run_id
 
 
 def resume_run(config: RunConfig, run_id: str, make_executor: MakeExecutor, watcher: Watcher | None = None) -> str:
-    """Continues a run from its last checkpoint; one that was never saved starts at round 0."""
+    """Continues a run from its last checkpoint; one that was never saved starts at round 0.
+
+    Raises ValueError for a checkpoint of another configuration, or one that is damaged; then nothing was changed.
+    """
     root = Path(config.results)
     paths = run_paths(root, config.experiment, run_id)
-    world = build_world(config)
+    world = build_world(config, load_costs(paths.artifacts / COSTS))
     build_stages(world)
     state, position, saved = RunState(), {}, None
     if (paths.checkpoint / "state.json").exists():
         checkpoint = load_checkpoint(paths.checkpoint)
+        check_same_config(what_is_computed(checkpoint.data["config"]), what_is_computed(asdict(config)))
         state, position = restored_state(checkpoint.data, checkpoint.bags), checkpoint.data["position"]
         saved = stored_bags(paths.checkpoint)
     writer = RunWriter.resume(root, config.experiment, run_id, position)
     writer.update_run(status="running", ended=None, error=None)
     _go(world, writer, state, saved, make_executor, watcher or Watcher())
     return run_id
+
+
+WHERE = ("results", "ray", "checkpoint")
+WHERE_EXECUTOR = ("kind", "actors", "client_timeout_s", "failures")
+
+
+def what_is_computed(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without what says where and how safely a run runs: that may differ when it is resumed."""
+    executor = {name: value for name, value in config["executor"].items() if name not in WHERE_EXECUTOR}
+    data = {name: value for name, value in config["data"].items() if name not in ("root", "cache", "download")}
+    return {**{n: v for n, v in config.items() if n not in WHERE}, "executor": executor, "data": data}
 
 
 def _go(
@@ -86,7 +106,9 @@ def _go(
     status.write("running", message="starting workers")
     watcher.started(writer.paths.run_id)
     executor: Executor | None = None
-    recorder = Recorder(writer, saved)
+    heartbeat = Heartbeat(status)
+    log = log_to(writer.paths.logs / "server.log")
+    recorder = Recorder(writer, asdict(config), saved)
     try:
         executor = make_executor(world)
         loop = Loop(
@@ -110,8 +132,10 @@ def _go(
     else:
         _finish(recorder, status, "done", "")
     finally:
+        heartbeat.stop()
         if executor is not None:
             executor.close()
+        close_log(log)
 
 
 def _finish(recorder: Recorder, status: StatusFile, state: str, message: str) -> None:

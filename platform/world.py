@@ -11,6 +11,7 @@ from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
 from fedloom.platform.execution import Assignment, Task
+from fedloom.platform.run_costs import RunCosts, measure_costs
 from fedloom.platform.seeding import stream
 from fedloom.platform.selection import Cohort, select_uniform
 from fedloom.platform.spaces.base import SearchSpace
@@ -107,8 +108,10 @@ class World:
         return sorted(client_ids, key=lambda c: (int(self.tier_of_client[c]), c))
 
 
-def build_world(config: RunConfig) -> World:
+def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
     """Prepares (or finds) data and partition, and works out tables, tiers and devices.
+
+    `costs` are the tables that a resumed run began with; measured afresh if not given.
 
     Raises ValueError for whatever cannot be: missing data, impossible budgets, shares that do not sum to 1.
     """
@@ -117,7 +120,8 @@ def build_world(config: RunConfig) -> World:
     space = build_space(config.space)
     _check_fit(space, dataset, config)
     partition_path = prepare_partition(config.data, dataset, config.seed_for("partition"))
-    cost_table, macs_table = space.cost_table(config.tiers.cost), space.cost_table("macs")
+    costs = costs or measure_costs(config.tiers, space)
+    cost_table, macs_table = costs.budget, costs.macs
     tiers = split_into_tiers(config, space, cost_table)
     data = FederatedData.open(dataset_path, partition_path)
     devices = read_device_table(config.tiers.device_table) if config.tiers.device_table else None

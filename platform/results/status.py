@@ -74,6 +74,25 @@ class StatusFile:
         write_atomically(self._path, json.dumps(asdict(self._status)).encode(), durable=False)
 
 
+class Heartbeat:
+    """Beats in a thread of its own, so that a long round does not look like a stalled run."""
+
+    def __init__(self, status: StatusFile, every_s: float = 5.0) -> None:
+        self._status, self._every_s = status, every_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(self._every_s):
+            self._status.beat()
+
+    def stop(self) -> None:
+        """Ends the thread; the status file may then be written for good."""
+        self._stopped.set()
+        self._thread.join()
+
+
 def read_status(path: Path, stalled_after_s: float = 60.0) -> Status:
     """The status of a run as it is now, without writing anything.
 
