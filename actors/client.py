@@ -52,7 +52,7 @@ class ClientActor:
         torch.set_num_threads(spec.threads)
         self.worker = Worker(replace(spec, device=assigned_device(gpu_share)))
         self._weights: SharedWeights | None = None
-        self._position = -1
+        self._position = 0
 
     def about(self) -> About:
         """Who and where this actor is."""
@@ -73,6 +73,7 @@ class ClientActor:
             attempts = chunk.attempts_per_client
             report = run_assignment(self.worker, assignment, self._weights, result.sums, attempts)
             result.reports.append(report)
+        self._position = 0
         return pack(result)
 
     @ray.method(concurrency_group=WATCH)

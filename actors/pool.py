@@ -22,6 +22,12 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 """How often a waiting pool looks for clients that hang."""
 
+LOOK_S = 1.0
+"""How often an actor with several clients is asked which one it is at: each has the whole time limit."""
+
+ANSWER_S = 2.0
+"""How long such an answer may take; it comes from a thread of its own."""
+
 START_TIMEOUT_S = 300.0
 """An actor imports torch and maps the data before its first answer."""
 
@@ -46,8 +52,15 @@ class Job:
     attempts: int = 0
     timed_out: dict[int, Report] = field(default_factory=dict)
     member: Member | None = None
-    position: int = -1
+    position: int = 0
+    """Index among `left` of the client at work, when last looked at."""
     position_since_s: float = 0.0
+    looked_s: float = 0.0
+
+    @property
+    def left(self) -> list[int]:
+        """Places in the chunk of the clients that have not hung."""
+        return [i for i in range(len(self.chunk.assignments)) if i not in self.timed_out]
 
 
 Waiting = dict[str, deque[Job]]
@@ -144,9 +157,8 @@ class ActorPool:
                 job = jobs.popleft()
                 job.member = self.idle[lane].pop()
                 job.attempts += 1
-                job.position, job.position_since_s = -1, time.monotonic()
-                left = tuple(a for i, a in enumerate(job.chunk.assignments) if i not in job.timed_out)
-                chunk = replace(job.chunk, assignments=left)
+                job.position, job.position_since_s = 0, time.monotonic()
+                chunk = replace(job.chunk, assignments=tuple(job.chunk.assignments[i] for i in job.left))
                 running[job.member.actor.run_chunk.remote(chunk, [weights], version)] = job
 
     def _collect(self, waiting: Waiting, running: Running, finished: Finished) -> None:
@@ -187,22 +199,35 @@ class ActorPool:
         return old
 
     def _hangs(self, job: Job) -> bool:
-        """Whether the job's present client is at work for longer than allowed; asks the actor only when in doubt."""
-        if time.monotonic() - job.position_since_s < self.client_timeout_s:
+        """Whether the job's present client has been at work for longer than allowed."""
+        now_s = time.monotonic()
+        late = now_s - job.position_since_s >= self.client_timeout_s
+        alone = len(job.left) == 1
+        if not late and (alone or now_s - job.looked_s < LOOK_S):
             return False
-        assert job.member is not None, "a running job has an actor"
+        job.looked_s = now_s
+        position = self._position(job)
+        if position != job.position:
+            job.position, job.position_since_s = position, now_s
+            return False
+        return late
+
+    def _position(self, job: Job) -> int:
+        """Index among the job's clients of the one at work; the last one known if the actor does not answer."""
+        member = job.member
+        assert member is not None, "a running job has an actor"
         try:
-            position: int = ray.get(job.member.actor.position.remote(), timeout=2.0)
+            if member.about is None:  # made in the place of another, and perhaps still importing torch
+                member.about = ray.get(member.actor.about.remote(), timeout=ANSWER_S)
+                return -1
+            position: int = ray.get(member.actor.position.remote(), timeout=ANSWER_S)
         except (GetTimeoutError, RayError):
-            return False  # a dead actor is found by its result; one that is still starting has no client yet
-        moved = position != job.position
-        if moved:
-            job.position, job.position_since_s = position, time.monotonic()
-        # The first client began with the chunk; a later one was first seen at this look.
-        return not moved or (position == 0 and len(job.chunk.assignments) - len(job.timed_out) == 1)
+            # A dead actor is found by its result. One that holds the interpreter's lock cannot answer, and hangs.
+            return job.position if member.about is not None else -1
+        return position
 
     def _give_up_client(self, job: Job, waiting: Waiting, finished: Finished) -> None:
-        left = [i for i in range(len(job.chunk.assignments)) if i not in job.timed_out]
+        left = job.left
         place = left[max(0, job.position)]
         assignment = job.chunk.assignments[place]
         member = self._replace(job)

@@ -1,6 +1,7 @@
 """One run from its configuration to its last row, with any executor; also from its last checkpoint."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -19,8 +20,8 @@ from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.recorder import Recorder, restored_state
 from fedloom.platform.results.checkpoint import Saved, check_same_config, load_checkpoint, stored_bags
 from fedloom.platform.results.files import check_writable, write_atomically
-from fedloom.platform.results.paths import new_run_id, run_paths
-from fedloom.platform.results.status import Heartbeat, StatusFile
+from fedloom.platform.results.paths import RunPaths, new_run_id, run_paths
+from fedloom.platform.results.status import Heartbeat, StatusFile, read_status
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.run_costs import RunCosts, load_costs, store_costs
 from fedloom.platform.state import RunState
@@ -68,6 +69,7 @@ def resume_run(config: RunConfig, run_id: str, make_executor: MakeExecutor, watc
     """
     root = Path(config.results)
     paths = run_paths(root, config.experiment, run_id)
+    _check_not_running(paths)
     world = build_world(config, load_costs(paths.artifacts / COSTS))
     build_stages(world)
     state, position, saved = RunState(), {}, None
@@ -80,6 +82,17 @@ def resume_run(config: RunConfig, run_id: str, make_executor: MakeExecutor, watc
     writer.update_run(status="running", ended=None, error=None)
     _go(world, writer, state, saved, make_executor, watcher or Watcher())
     return run_id
+
+
+def _check_not_running(paths: RunPaths) -> None:
+    if not paths.status.exists():
+        return
+    status = read_status(paths.status)
+    if status.state == "running" and status.pid != os.getpid():
+        raise ValueError(
+            f"run {paths.run_id} is still running (process {status.pid} on {status.host}): stop it first, "
+            "or wait a minute if that machine is gone"
+        )
 
 
 WHERE = ("results", "ray", "checkpoint")

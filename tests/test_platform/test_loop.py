@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fedloom.platform import recorder as recorder_module
+from fedloom.platform import run as run_module
 from fedloom.platform.averaging import Update
 from fedloom.platform.config import (
     BudgetConfig,
@@ -47,7 +48,7 @@ from fedloom.platform.spaces.base import Slice, Weights
 from fedloom.platform.stage import Merged, Plan, RoundResult
 from fedloom.platform.state import RunState
 from fedloom.platform.worker import Worker
-from fedloom.platform.world import World
+from fedloom.platform.world import World, build_world
 from fedloom.tiers.devices import DeviceProfile
 
 PHONE = DeviceProfile("phone", macs_per_s=1.0, down_bytes_per_s=1.0, up_bytes_per_s=1.0)
@@ -420,6 +421,9 @@ def test_a_run_resumed_from_any_point_ends_in_the_same_bits(
 ) -> None:
     config = restless(tiny_config)
     root = Path(config.results)
+    world = build_world(config)
+    # The world is the same for all of them; to measure the space's costs anew takes longer than the rounds.
+    monkeypatch.setattr(run_module, "build_world", lambda config, *_: replace(world, config=config))
     snapshots: list[Path] = []
 
     def snapshot() -> None:
