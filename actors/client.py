@@ -50,16 +50,18 @@ class ClientActor:
     def __init__(self, spec: WorkerSpec, gpu_share: float) -> None:
         accept_shared_memory()
         torch.set_num_threads(spec.threads)
+        self._threads = torch.get_num_threads()
         self.worker = Worker(replace(spec, device=assigned_device(gpu_share)))
         self._weights: SharedWeights | None = None
         self._position = 0
 
+    @ray.method(concurrency_group=WATCH)
     def about(self) -> About:
-        """Who and where this actor is."""
+        """Who and where this actor is; answers as soon as it has started, also while `run_chunk` runs."""
         context = ray.get_runtime_context()
         device = str(self.worker.device)
         node_id = context.get_node_id()
-        return About(os.getpid(), platform.node(), node_id, device, torch.get_num_threads(), source_hash())
+        return About(os.getpid(), platform.node(), node_id, device, self._threads, source_hash())
 
     def run_chunk(self, chunk: Chunk, weights_ref: list[ray.ObjectRef[Any]], version: str) -> PackedResult:
         """Does the chunk on the shared weights; they are mapped once per version."""

@@ -88,7 +88,8 @@ class Loop:
         times_s = [r.simulated_s for r in clients]
         clock, simulated_s = VirtualClock(state.simulated_s).after_round(times_s, self.deadline_s)
         row = round_row(stage.name, state.round, clients, plan, time.perf_counter() - started, simulated_s)
-        after = replace(merged.state, round=state.round + 1, simulated_s=clock.now_s)
+        kept = {r.client_id: r.state for r in clients if r.client_id is not None and r.state is not None}
+        after = replace(merged.state.with_client_states(kept), round=state.round + 1, simulated_s=clock.now_s)
         stop = self.should_stop()
         save = stop or after.round % self.checkpoint.every == 0
         self._record(merged, [*client_rows, ("rounds", row)], after if save else None, progress_of(row, left))

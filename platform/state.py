@@ -7,6 +7,9 @@ from typing import Any
 from fedloom.platform.results.checkpoint import Bag
 from fedloom.platform.spaces.base import Weights
 
+CLIENT = "client-"
+"""Bags of this prefix and a client's id hold what that client keeps between rounds."""
+
 Json = Any
 """Whatever JSON can hold: the searchers' histories, winners, counters."""
 
@@ -41,6 +44,18 @@ class RunState:
     def without_data(self, *names: str) -> "RunState":
         """The same state with JSON values that are not needed any more taken out."""
         return replace(self, data={name: value for name, value in self.data.items() if name not in names})
+
+    def with_client_states(self, states: Mapping[int, Weights]) -> "RunState":
+        """The same state with what these clients keep until they are asked again; a bag for each."""
+        state = self
+        for client_id, tensors in states.items():
+            state = state.with_bag(f"{CLIENT}{client_id}", tensors)
+        return state
+
+    def client_state(self, client_id: int) -> Weights | None:
+        """What the client kept from its last work; None if it never took part. Goes into its next assignment."""
+        bag = self.bags.get(f"{CLIENT}{client_id}")
+        return None if bag is None else bag.tensors
 
     def weights(self, name: str) -> Weights:
         """The tensors of a bag."""
