@@ -24,7 +24,7 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
     cost = space.cost_table(config.tiers.cost)
     tiers = split_into_tiers(config, space, cost)
     uppers = [t.upper for t in tiers]
-    costs = sampled_costs(space.options, cost, config.tiers.paths, config.seed_for("search"))
+    costs = sampled_costs(space.options, cost, config.tiers.paths)
     description = {
         "space": config.space.name,
         "input_shape": list(space.input_shape),

@@ -227,6 +227,8 @@ def _attempt(
 ) -> Report:
     reset_peak_memory(worker.device)
     started = time.perf_counter()
+    if assignment.state is not None:
+        assignment = replace(assignment, state=_own_copy(assignment.state))
     if assignment.reads_test:
         with worker.data.reading_test():
             outcome = assignment.task.run(worker, assignment, weights.tensors)
@@ -258,8 +260,14 @@ def _attempt(
         peak_memory_bytes=peak_memory_bytes(worker.device),
         # Who is late is not heard any more: neither scores nor state.
         measurements=() if late else outcome.measurements,
-        state=None if late else outcome.state,
+        state=None if late or outcome.state is None else _own_copy(outcome.state),
     )
+
+
+def _own_copy(state: ClientState) -> dict[str, torch.Tensor]:
+    # In one process tensors are handed on as they are: what a task changes in place, or trains the next client with,
+    # must reach neither the checkpoint nor a second attempt (between processes it does not).
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
 def _simulated_s(assignment: Assignment, outcome: Outcome) -> float:

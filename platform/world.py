@@ -167,7 +167,7 @@ def split_into_tiers(config: RunConfig, space: SearchSpace, table: CostTable) ->
     if tiers.upper_bounds is not None:
         uppers = check_upper_bounds(tiers.upper_bounds, table.smallest, table.largest)
     else:
-        costs = sampled_costs(space.options, table, tiers.paths, config.seed_for("search"))
+        costs = sampled_costs(space.options, table, tiers.paths)
         uppers = tier_upper_bounds(costs, table.fixed, table.largest, tiers.count, tiers.rho_low, tiers.rho_high)
     num_gpus = tiers.num_gpus if tiers.num_gpus is not None else 0.0
     num_cpus = tiers.num_cpus if tiers.num_cpus is not None else 1.0
@@ -175,9 +175,9 @@ def split_into_tiers(config: RunConfig, space: SearchSpace, table: CostTable) ->
 
 
 @lru_cache(maxsize=4)
-def sampled_costs(options: tuple[int, ...], table: CostTable, paths: int, seed: int) -> np.ndarray:
-    """Costs of uniformly drawn paths, shape (paths,)."""
-    rng = stream(seed, "tier_bounds")
+def sampled_costs(options: tuple[int, ...], table: CostTable, paths: int) -> np.ndarray:
+    """Costs of uniformly drawn paths, shape (paths,); the same for every seed, as tiers belong to the space."""
+    rng = stream(0, "tier_bounds")
     return table.costs(rng.integers(0, options, size=(paths, len(options))))
 
 
@@ -186,6 +186,12 @@ def _assign_clients(
 ) -> np.ndarray:
     given = config.tiers
     if devices is not None:
+        if given.cost != "macs" or given.cost_weights:
+            cost = given.cost_weights or given.cost
+            raise ValueError(
+                f"tiers.device_table: speeds in MAC/s say nothing about tiers.cost={cost}: use tiers.cost=macs, "
+                "or give tiers.clients"
+            )
         if len(devices) < num_clients:
             raise ValueError(f"{given.device_table} has {len(devices)} devices: give each of {num_clients} clients one")
         uppers = [t.upper for t in tiers]

@@ -14,7 +14,9 @@ from fedloom.platform.data.config import DataConfig
 from fedloom.platform.methods.fedoras import FedorASConfig
 from fedloom.platform.methods.search_stage import TierSearchConfig
 from fedloom.platform.methods.supernet_stage import SupernetConfig
+from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.training import TrainingConfig
 
 TINY_OPERATORS = ["conv(1)", "ds(3,.5)", "mb(1,2)", "identity"]
@@ -51,9 +53,24 @@ def tiny_method() -> FedorASConfig:
     )
 
 
+@pytest.fixture(scope="session")
+def spaces() -> dict[str, SearchSpace]:
+    """The spaces built so far: to count the costs of their operators takes longer than a tiny run's rounds."""
+    return {}
+
+
 @pytest.fixture
-def tiny_config(tmp_path: Path) -> Callable[..., RunConfig]:
+def tiny_config(
+    tmp_path: Path, spaces: dict[str, SearchSpace], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., RunConfig]:
     """Makes configurations of 8 clients in 2 tiers on a part of the digits; keywords replace fields of RunConfig."""
+
+    def remembered(config: SpaceConfig) -> SearchSpace:
+        if repr(config) not in spaces:
+            spaces[repr(config)] = build_space(config)
+        return spaces[repr(config)]
+
+    monkeypatch.setattr("fedloom.platform.world.build_space", remembered)
 
     def make(**changes: Any) -> RunConfig:
         config = RunConfig(
@@ -61,7 +78,7 @@ def tiny_config(tmp_path: Path) -> Callable[..., RunConfig]:
             results=str(tmp_path / "results"),
             data=DataConfig(num_clients=8, train_samples=320, test_samples=80),
             space=SpaceConfig("cnn_digits", stem_channels=4, stage_layers=[1, 2], operators=list(TINY_OPERATORS)),
-            tiers=TiersConfig(count=2, paths=2000),
+            tiers=TiersConfig(count=2, paths=2000, rho_high=0.5),  # about as many models in each
             method=tiny_method(),
         )
         return replace(config, **changes)

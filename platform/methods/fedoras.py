@@ -13,7 +13,7 @@ from fedloom.platform.world import World
 
 @dataclass
 class FedorASConfig:
-    """The three stages and the rand-init baseline; a stage with `rounds` 0 (or budget 0) is passed over."""
+    """The three stages and the rand-init baseline; a stage with `rounds` 0 is passed over."""
 
     name: str = "fedoras"
     train: SupernetConfig = field(default_factory=SupernetConfig)

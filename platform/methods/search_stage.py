@@ -1,5 +1,6 @@
 """Stage 2 of FedorAS: per tier, a search over paths of the trained supernet; scored centrally or by clients."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,12 +48,24 @@ def winner_of(state: RunState, tier: str) -> Architecture | None:
     return None if name is None else parse_architecture(name)
 
 
+def _check(config: TierSearchConfig, world: World) -> None:
+    if config.scoring not in ("central", "federated"):
+        raise ValueError(f"method.search.scoring={config.scoring!r}: allowed are central, federated")
+    for key in ("scoring_rounds", "clients_per_round", "candidates_per_task"):
+        if getattr(config, key) < 1:
+            raise ValueError(f"method.search.{key}={getattr(config, key)}: must be at least 1")
+    if not world.data.sizes("validation").any():
+        raise ValueError(
+            f"data.validation_share={world.config.data.validation_share:g} leaves no validation samples to search "
+            "with: raise it, or give each client more samples"
+        )
+
+
 class TierSearchStage:
     """Asks the searcher for a generation of the tier's models, has them scored, and tells it."""
 
     def __init__(self, world: World, config: TierSearchConfig, tier: int) -> None:
-        if config.scoring not in ("central", "federated"):
-            raise ValueError(f"method.search.scoring={config.scoring!r}: allowed are central, federated")
+        _check(config, world)
         self.world, self.config, self.tier = world, config, world.tiers[tier]
         self.eligible = world.eligible_by_tier[tier]
         self.name = f"search/{self.tier.name}"
@@ -147,12 +160,16 @@ class TierSearchStage:
         candidates = searcher.ask()
         nothing = (float("nan"), float("nan"), 0)
         values = [scores.get(architecture_id(a), nothing) for a in candidates]
-        searcher.tell(candidates, [v[1] for v in values], [v[0] for v in values])
+        # A diverged model has an accuracy, too (that of its first class): without a loss it has failed.
+        metrics = [metric if math.isfinite(loss) else math.nan for loss, metric, _ in values]
+        searcher.tell(candidates, metrics, [loss for loss, _, _ in values])
         return state.with_data(self.name, searcher.state())
 
     def _tau_row(self, scores: "Scores", central: "Scores") -> Row:
-        names = [n for n in scores if n in central]
-        tau, _ = kendall_tau([scores[n][1] for n in names], [central[n][1] for n in names])
+        names = [n for n in scores if n in central and all(map(math.isfinite, (*scores[n][:2], *central[n][:2])))]
+        tau = math.nan  # of fewer than two models
+        if len(names) > 1:
+            tau, _ = kendall_tau([scores[n][1] for n in names], [central[n][1] for n in names])
         values = {"model": "supernet", "tier": self.tier.name, "split": "validation", "metric": "kendall_tau_federated"}
         return "evaluations", {**values, "value": tau, "samples": len(names)}
 

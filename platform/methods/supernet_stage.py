@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from fedloom.platform.execution import Assignment
 from fedloom.platform.methods.rows import evaluation_rows
+from fedloom.platform.paths import path_sampler
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.stage import Merged, Plan, RoundResult
@@ -59,6 +60,9 @@ class SupernetStage:
                     f"{tier.name} may spend {tier.upper:.6g} {world.cost_table.measure}, the smallest path costs "
                     f"{world.cost_table.smallest:.6g}: raise its upper bound"
                 )
+            # Refuses here, before anything is written, what no client of the tier could ever do.
+            kept = sample_subspace(self.sizes, self.limit, stream(0, "check"), world.cost_table, tier.upper)
+            path_sampler(config.paths, world.cost_table, kept, tier.upper)
 
     def begin(self, state: RunState) -> RunState:
         """Fresh supernet weights."""

@@ -25,7 +25,7 @@ def piece(tensor: Tensor, region: Region | None, weight: float, source: str = "w
     return Update({"own": tensor}, {"own": Slice(source, region)}, {"own": weight})
 
 
-# -- worked numbers -----------------------------------------------------------------------------------------------------
+# -- worked numbers ---------------------------------------------------------------------------------------------------
 
 # Three clients: one fixed tensor, operator a touched by clients 1 and 2, operator b by client 3 alone.
 WORK = (
@@ -77,7 +77,7 @@ def test_no_update_leaves_all_as_it_was() -> None:
     assert average(OLD, []) == OLD
 
 
-# -- the laws -----------------------------------------------------------------------------------------------------------
+# -- the laws ---------------------------------------------------------------------------------------------------------
 
 
 def naive(old: Tensor, updates: Sequence[Update], min_contributors: int) -> Tensor:
@@ -106,7 +106,7 @@ def naive(old: Tensor, updates: Sequence[Update], min_contributors: int) -> Tens
 def slices_of_one_tensor(draw: st.DrawFn) -> tuple[Tensor, list[Update]]:
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     generator = torch_stream(draw(st.integers(0, 999)), "test")
-    updates = []
+    updates: list[Update] = []
     for _ in range(draw(st.integers(0, 5))):
         if draw(st.booleans()) and updates:
             region = updates[draw(st.integers(0, len(updates) - 1))].slices["own"].region  # an identical slice
@@ -137,7 +137,9 @@ def test_equals_the_naive_dense_reference(case: tuple[Tensor, list[Update]], min
 
 @settings(max_examples=100, deadline=None)
 @given(slices_of_one_tensor(), st.integers(1, 3), st.integers(1, 3))
-def test_partial_sums_of_any_chunking_agree(case: tuple[Tensor, list[Update]], size: int, min_contributors: int) -> None:
+def test_partial_sums_of_any_chunking_agree(
+    case: tuple[Tensor, list[Update]], size: int, min_contributors: int
+) -> None:
     old, updates = case
     merged = WeightedSums()
     for start in range(0, len(updates), size):
@@ -152,7 +154,7 @@ def test_partial_sums_of_any_chunking_agree(case: tuple[Tensor, list[Update]], s
 def test_merging_only_reads_what_it_is_given() -> None:
     # A chunk's sums may lie in memory that is shared and read-only.
     chunks = []
-    for value, region in ((1.0, ((0, 2),)), (5.0, ((1, 3),)), (7.0, ((0, 2),))):
+    for value, region in ((1.0, ((0, 2),)), (7.0, ((0, 2),)), (5.0, ((1, 3),)), (5.0, ((1, 3),))):
         chunk = WeightedSums()
         chunk.add(piece(torch.full((2,), value), region, 2.0))
         chunks.append(chunk)
@@ -160,7 +162,7 @@ def test_merging_only_reads_what_it_is_given() -> None:
     merged = WeightedSums()
     for chunk in chunks:
         merged.merge(chunk)
-    assert merged.finish({"w": torch.zeros(4)})["w"].tolist() == pytest.approx([4.0, 13 / 3, 5.0, 0.0])
+    assert merged.finish({"w": torch.zeros(4)})["w"].tolist() == pytest.approx([4.0, 18 / 4, 5.0, 0.0])
     for chunk, (total, box, coverage) in zip(chunks, copies, strict=True):
         assert torch.equal(chunk.tensors["w"].total, total)
         assert (chunk.tensors["w"].box, str(chunk.tensors["w"].coverage)) == (box, coverage)
@@ -190,12 +192,12 @@ def test_tensors_that_nobody_covered_are_passed_on_uncopied() -> None:
     assert average(old, [piece(torch.ones(2), None, 1.0)])["other"] is old["other"]
 
 
-# -- kinds of tensors ---------------------------------------------------------------------------------------------------
+# -- kinds of tensors -------------------------------------------------------------------------------------------------
 
 
 def test_integer_counters_keep_their_type_and_take_the_largest() -> None:
     old = {"w": torch.tensor(3, dtype=torch.int64)}
-    updates = [piece(torch.tensor(n), None, w) for n, w in ((7, 1.0), (9, 0.5), (50, 0.0))]
+    updates = [piece(torch.tensor(n), None, w) for n, w in ((7, 1.0), (9, 0.5), (8, 2.0), (50, 0.0))]
     new = average(old, updates)["w"]
     assert (new.dtype, new.item()) == (torch.int64, 9)
 
@@ -222,7 +224,7 @@ def test_types_are_kept(dtype: torch.dtype) -> None:
     assert average({"w": torch.zeros(2, dtype=dtype)}, updates)["w"].dtype == dtype
 
 
-# -- weights ------------------------------------------------------------------------------------------------------------
+# -- weights ----------------------------------------------------------------------------------------------------------
 
 
 def test_weight_zero_is_no_contributor() -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import cast
 
@@ -109,8 +110,7 @@ def planned(*behaviours: Callable[[], Outcome], client_id: int | None = 7, **cha
     return Assignment("train", 3, client_id, "tier2", Fake(list(behaviours)), PHONE, **changes)  # type: ignore[arg-type]
 
 
-
-# -- what becomes of an assignment --------------------------------------------------------------------------------------
+# -- what becomes of an assignment ------------------------------------------------------------------------------------
 
 
 def test_a_good_client_is_a_row_with_all_its_figures() -> None:
@@ -217,7 +217,7 @@ def test_the_servers_own_work_takes_no_simulated_time() -> None:
     assert report.simulated_s == 0.0
 
 
-# -- attempts -----------------------------------------------------------------------------------------------------------
+# -- attempts ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_retry_that_succeeds_is_an_ok_row_counted_once() -> None:
@@ -242,7 +242,7 @@ def test_interrupts_are_not_a_clients_failure() -> None:
         run_assignment(fake_worker(), planned(interrupt), SHARED, WeightedSums())
 
 
-# -- the lock on the test set -------------------------------------------------------------------------------------------
+# -- the lock on the test set -----------------------------------------------------------------------------------------
 
 
 def test_only_marked_assignments_may_read_test_data() -> None:
@@ -254,7 +254,7 @@ def test_only_marked_assignments_may_read_test_data() -> None:
     assert not cast(Guarded, worker.data).is_open
 
 
-# -- client state -------------------------------------------------------------------------------------------------------
+# -- client state -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,40 @@ def test_a_clients_state_travels_with_it_from_worker_to_worker() -> None:
         assert state["rounds"].item() == round_ + 1
 
 
-# -- chunks -------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class CountInPlace:
+    """Counts in the very tensor that it was given, and fails the first time."""
+
+    fails: list[bool]
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        assert assignment.state is not None
+        assignment.state["rounds"].add_(1)
+        if self.fails and self.fails.pop():
+            raise OSError("too late: it has counted")
+        return Outcome(state=assignment.state)
+
+
+def test_a_failed_attempt_leaves_the_clients_state_as_it_was() -> None:
+    state = {"rounds": torch.tensor(4)}
+    assignment = Assignment("train", 0, 7, "tier1", CountInPlace([True]), PHONE, state=state)
+    report = run_assignment(fake_worker(), assignment, SHARED, WeightedSums(), attempts=2)
+    assert report.state is not None
+    assert (report.state["rounds"].item(), state["rounds"].item()) == (5, 4)
+
+
+def test_a_clients_state_is_its_own_copy() -> None:
+    # A task may hand out its module's tensors, which the next client is trained with.
+    of_the_module = torch.tensor(1.0)
+    report = run_assignment(
+        fake_worker(), planned(lambda: Outcome(state={"kept": of_the_module})), SHARED, WeightedSums()
+    )
+    of_the_module.fill_(9.0)
+    assert report.state is not None
+    assert report.state["kept"].item() == 1.0
+
+
+# -- chunks -----------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=200, deadline=None)
@@ -289,7 +322,7 @@ def test_chunks_hold_the_plan_in_order_and_never_mix_tiers(tiers: list[str], siz
         assert 1 <= len(chunk.assignments) <= size
         assert {a.tier for a in chunk.assignments} == {chunk.tier}
         assert chunk.attempts_per_client == 2
-    for left, right in zip(chunks, chunks[1:], strict=False):
+    for left, right in pairwise(chunks):
         # No chunk is cut short without need.
         assert left.tier != right.tier or len(left.assignments) == size
 

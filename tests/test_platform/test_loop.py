@@ -157,7 +157,7 @@ def read(paths: RunPaths, table: str) -> pd.DataFrame:
     return frame.astype(object).where(frame.notna(), None)
 
 
-# -- rounds and rows ----------------------------------------------------------------------------------------------------
+# -- rounds and rows --------------------------------------------------------------------------------------------------
 
 
 def test_stages_run_one_after_the_other(setting: Setting) -> None:
@@ -251,7 +251,38 @@ def test_the_mean_of_nothing_is_nothing() -> None:
     assert (row["clients_planned"], row["clients_ok"], row["clients_failed"]) == (2, 1, 1)
 
 
-# -- failures -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Count:
+    """Counts its client's rounds in the client's own state."""
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        before = assignment.state["rounds"] if assignment.state is not None else torch.tensor(0)
+        return Outcome(state={"rounds": before + 1})
+
+
+class Remembering(Counting):
+    """Hands every client what it kept; in odd rounds only client 0 takes part."""
+
+    def plan(self, state: RunState) -> Plan:
+        plan = super().plan(state)
+        taking_part = [a for a in plan.assignments if a.client_id == 0 or state.round % 2 == 0]
+        return replace(plan, assignments=[replace(a, state=state.client_state(a.client_id or 0)) for a in taking_part])
+
+
+def test_clients_keep_their_state_between_rounds_and_in_the_checkpoint(setting: Setting) -> None:
+    tasks: dict[int | None, Any] = {0: Count(), 1: Count()}
+    stage = Remembering(tasks, rounds=4)
+    rounds = iter([False, False, True])
+    with pytest.raises(InterruptedRunError):
+        setting.loop(stage, should_stop=lambda: next(rounds)).run(RunState())
+    saved = setting.saved()
+    assert {c: cast(Any, saved.client_state(c))["rounds"].item() for c in (0, 1)} == {0: 3, 1: 2}
+    assert saved.client_state(2) is None
+    state = setting.loop(stage).run(saved)
+    assert {c: cast(Any, state.client_state(c))["rounds"].item() for c in (0, 1)} == {0: 4, 1: 2}
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
 
 
 def failing(policy: str, max_share: float = 0.25, attempts: int = 2) -> dict[str, Any]:
@@ -306,12 +337,10 @@ def test_only_retry_makes_more_than_one_attempt(setting: Setting) -> None:
 
 
 def test_policy_tolerate_goes_on_without_the_failed_client(setting: Setting) -> None:
-    class Twice(Add):
-        """Would move the average if it were counted."""
-
     stage = Counting(four(c2=Add(fails_in=(1,))), rounds=3)
     state = setting.loop(stage, **failing("tolerate")).run(RunState())
     assert state.weights("model")["w"].tolist() == [3.0, 3.0]
+    assert setting.saved().round == 0
     rounds = setting.table("rounds")
     assert rounds["clients_ok"].tolist() == [4, 3, 4]
     assert rounds["clients_failed"].tolist() == [0, 1, 0]
@@ -356,7 +385,7 @@ def test_a_client_that_hangs_in_real_time_is_a_failure(setting: Setting) -> None
     assert state.weights("model")["w"].tolist() == [1.0, 1.0]
 
 
-# -- stopping -----------------------------------------------------------------------------------------------------------
+# -- stopping ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [1, 2, 100])
@@ -384,7 +413,7 @@ def test_checkpoints_are_written_every_so_many_rounds(setting: Setting, monkeypa
     assert written == [(0, 2), (0, 4), (1, 0)]
 
 
-# -- a whole run, killed anywhere and resumed ---------------------------------------------------------------------------
+# -- a whole run, killed anywhere and resumed -------------------------------------------------------------------------
 
 
 def serial(world: World) -> SerialExecutor:
@@ -483,7 +512,7 @@ def test_a_finished_run_is_not_run_again(tiny_config: Callable[..., RunConfig]) 
     assert contents(Path(config.results)) == before
 
 
-# -- how a run ends -----------------------------------------------------------------------------------------------------
+# -- how a run ends ---------------------------------------------------------------------------------------------------
 
 
 def test_the_status_file_tells_how_it_ended(tiny_config: Callable[..., RunConfig]) -> None:

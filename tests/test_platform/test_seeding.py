@@ -38,7 +38,11 @@ def test_different_keys_give_different_streams() -> None:
 def test_the_values_of_today_are_those_of_tomorrow() -> None:
     # Golden: a change here breaks every published result and every run that is to be resumed.
     assert stream(1, "select", "supernet", 4, 17).integers(0, 1_000_000, 3).tolist() == [805820, 151186, 309455]
-    assert torch.randint(0, 1_000_000, (3,), generator=torch_stream(1, "batches", "supernet", 4, 17)).tolist() == [554966, 686896, 652366]
+    assert torch.randint(0, 1_000_000, (3,), generator=torch_stream(1, "batches", "supernet", 4, 17)).tolist() == [
+        554966,
+        686896,
+        652366,
+    ]
 
 
 @given(st.integers(-(2**70), 2**70), st.text(), st.lists(st.integers() | st.text()))
@@ -69,13 +73,10 @@ def test_global_generators_are_left_alone() -> None:
 
 def test_streams_are_the_same_in_every_process() -> None:
     code = "from fedloom.platform.seeding import stream; print(stream(7, 'x', 'y', 1).random())"
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **extra}
-        ).stdout.strip()
-        for extra in ({"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2"})
-    }
-    assert outputs == {str(stream(7, "x", "y", 1).random())}
+    # Another hash seed: nothing may depend on the order of a set or a dictionary's hashes.
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == str(stream(7, "x", "y", 1).random())
 
 
 def test_neighbouring_streams_are_not_correlated() -> None:

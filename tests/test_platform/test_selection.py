@@ -63,7 +63,11 @@ def test_only_available_clients_are_chosen_uniformly() -> None:
 
 
 def test_too_few_available_clients_make_a_smaller_cohort() -> None:
-    assert select_uniform(np.arange(50), 10, stream(1, "x"), lambda c: c in (3, 40)).client_ids in ((3, 40), (3,), (40,))
+    assert select_uniform(np.arange(50), 10, stream(1, "x"), lambda c: c in (3, 40)).client_ids in (
+        (3, 40),
+        (3,),
+        (40,),
+    )
     assert select_uniform(np.arange(50), 10, stream(1, "x"), lambda _: False).client_ids == ()
     assert select_uniform(np.arange(5), 5, stream(1, "x"), lambda c: c == 3).client_ids == (3,)
 

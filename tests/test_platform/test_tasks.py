@@ -61,7 +61,7 @@ def setting(tiny_config: Callable[..., RunConfig]) -> Setting:
     return Setting(build_world(tiny_config()))
 
 
-# -- names --------------------------------------------------------------------------------------------------------------
+# -- names ------------------------------------------------------------------------------------------------------------
 
 
 def test_architectures_and_subspaces_as_text() -> None:
@@ -70,7 +70,7 @@ def test_architectures_and_subspaces_as_text() -> None:
     assert subspace_id(((0, 1), (8,), (2, 10))) == "0,1/8/2,10"
 
 
-# -- what travels -------------------------------------------------------------------------------------------------------
+# -- what travels -----------------------------------------------------------------------------------------------------
 
 
 def norm(channels: int) -> int:
@@ -131,7 +131,7 @@ def test_a_subnets_bytes_by_hand(setting: Setting) -> None:
     assert (scored.bytes_down, scored.bytes_up) == (FIXED + conv1(4) + mb1_2(6), 0)
 
 
-# -- what is counted ----------------------------------------------------------------------------------------------------
+# -- what is counted --------------------------------------------------------------------------------------------------
 
 
 class Spies:
@@ -195,6 +195,15 @@ def test_every_path_lies_in_the_subspace_and_in_the_budget(setting: Setting, mon
         assert setting.world.cost_table.cost(path) <= budget
 
 
+def test_every_client_and_round_draws_its_own_paths(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    spies = Spies(monkeypatch)
+    for client_id, round_ in ((3, 0), (4, 0), (3, 1), (3, 0)):
+        setting.do(setting.train(kept=((0, 1, 2, 3),) * 3), client_id=client_id, round_=round_)
+    first, other_client, other_round, again = (spies.paths[i : i + 6] for i in range(0, 24, 6))
+    assert first == again
+    assert len({tuple(first), tuple(other_client), tuple(other_round)}) == 3
+
+
 def test_operators_that_no_batch_went_through_come_back_bit_for_bit(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +212,8 @@ def test_operators_that_no_batch_went_through_come_back_bit_for_bit(
     outcome = setting.do(replace(setting.train(), local=local))
     ((*path,),) = spies.paths
     assert outcome.update is not None
-    moved, stayed = set(), set()
+    moved: set[Any] = set()
+    stayed: set[Any] = set()
     for name, tensor in outcome.update.tensors.items():
         owner = setting.space.owner_of[name]
         same = torch.equal(tensor.detach(), setting.weights[name])
@@ -227,7 +237,7 @@ def test_counters_and_statistics_follow_their_operator(setting: Setting) -> None
     assert all((t >= 0).all() for n, t in outcome.update.tensors.items() if n.endswith("running_var"))
 
 
-# -- nothing leaks ------------------------------------------------------------------------------------------------------
+# -- nothing leaks ----------------------------------------------------------------------------------------------------
 
 
 def tensors_of(outcome: Outcome) -> dict[str, Tensor]:
@@ -301,7 +311,7 @@ def test_more_subnets_than_are_kept_still_work(setting: Setting) -> None:
     assert first == again
 
 
-# -- results that must not be used --------------------------------------------------------------------------------------
+# -- results that must not be used ------------------------------------------------------------------------------------
 
 
 def failed_row(setting: Setting, task: Any) -> str:
@@ -321,9 +331,7 @@ def test_a_diverged_training_is_a_failed_row(setting: Setting) -> None:
 
 def test_weights_that_are_nan_are_a_failed_row(setting: Setting) -> None:
     setting.weights["fixed.classifier.bias"] = torch.full((10,), math.nan)
-    assert failed_row(setting, setting.train()) == (
-        "the training loss is nan: the update was left out of the average"
-    )
+    assert failed_row(setting, setting.train()) == ("the training loss is nan: the update was left out of the average")
 
 
 def test_a_failed_client_does_not_spoil_the_next_one(setting: Setting) -> None:
@@ -332,7 +340,7 @@ def test_a_failed_client_does_not_spoil_the_next_one(setting: Setting) -> None:
     assert same(expected, tensors_of(setting.do(setting.train())))
 
 
-# -- the lock on the test set -------------------------------------------------------------------------------------------
+# -- the lock on the test set -----------------------------------------------------------------------------------------
 
 
 def test_a_test_set_that_was_read_is_locked_again(setting: Setting) -> None:
@@ -354,7 +362,7 @@ def test_a_share_of_the_validation_set_is_the_same_for_all_candidates(setting: S
     assert values(other) == values(half[0])
 
 
-# -- OPA and FedAvg -----------------------------------------------------------------------------------------------------
+# -- OPA and FedAvg ---------------------------------------------------------------------------------------------------
 
 
 def average_of(setting: Setting, rule: str, sizes: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:

@@ -150,7 +150,7 @@ def test_augmentation_changes_the_batches_and_is_seeded() -> None:
     assert not torch.equal(seen(True)[0], seen(False)[0])
 
 
-# -- schedules ----------------------------------------------------------------------------------------------------------
+# -- schedules --------------------------------------------------------------------------------------------------------
 
 
 def rates(schedule: str, rounds: int, **changes: float) -> list[float]:
@@ -172,6 +172,7 @@ def test_cosine_ends_at_a_tenth_in_the_last_round() -> None:
 
 def test_step_at_one_half_and_three_quarters() -> None:
     assert rates("step", 8) == pytest.approx([2.0] * 4 + [0.2] * 2 + [0.02] * 2)
+    assert rates("step", 20) == pytest.approx([2.0] * 10 + [0.2] * 5 + [0.02] * 5)
     assert rates("step", 5) == pytest.approx([2.0] * 3 + [0.2] + [0.02])
 
 
@@ -182,7 +183,7 @@ def test_the_rounds_rate_reaches_the_client() -> None:
     assert (local.epochs, local.batch_size, local.momentum, local.clip_norm, local.augment) == (3, 7, 0.5, 5.0, True)
 
 
-# -- evaluation ---------------------------------------------------------------------------------------------------------
+# -- evaluation -------------------------------------------------------------------------------------------------------
 
 
 def test_evaluation_is_the_mean_over_all_samples_whatever_the_batches() -> None:
@@ -200,7 +201,7 @@ def test_no_samples_have_no_score() -> None:
     assert score.samples == 0
 
 
-# -- settings that cannot run -------------------------------------------------------------------------------------------
+# -- settings that cannot run -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

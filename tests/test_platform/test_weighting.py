@@ -30,7 +30,10 @@ def test_a_rule_of_ones_own_is_found_by_import_path() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("opq", r"unknown weighting rule 'opq': known are fedavg, opa, plain, or module:attribute; did you mean 'opa'\?"),
+        (
+            "opq",
+            r"unknown weighting rule 'opq': known are fedavg, opa, plain, or module:attribute; did you mean 'opa'\?",
+        ),
         ("no_such_module:rule", "weighting rule 'no_such_module:rule' cannot be imported"),
         ("fedloom.platform.weighting:nope", "cannot be imported"),
         (":rule", "cannot be imported"),
