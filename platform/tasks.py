@@ -12,7 +12,7 @@ from fedloom.platform.averaging import Update
 from fedloom.platform.execution import Assignment, Measurement, Outcome, TaskError
 from fedloom.platform.paths import path_sampler
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces.base import Architecture, SliceMap, Weights, bytes_of, extract
+from fedloom.platform.spaces.base import Architecture, Slice, SliceMap, Weights, bytes_of, extract
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.subspace import Subspace
 from fedloom.platform.training import LocalSGD, Score, Trained, evaluate, train_locally
@@ -34,6 +34,13 @@ def parse_architecture(text: str) -> Architecture:
 def subspace_id(kept: Subspace) -> str:
     """A subspace as it stands in the result tables: the kept options of each layer, such as 0138/8/25."""
     return "/".join(",".join(str(option) for option in layer) for layer in kept)
+
+
+def subnet_slices(worker: Worker, architecture: Architecture, stand_alone: bool) -> SliceMap:
+    """Where the subnet's tensors lie in the shared weights: in the supernet's, or under their own names."""
+    if not stand_alone:
+        return worker.space.slices(architecture)
+    return {name: Slice(name) for name in worker.tensors_of(worker.subnet(architecture))}
 
 
 def _client(assignment: Assignment) -> int:
@@ -119,16 +126,20 @@ class TrainPaths:
 
 @dataclass(frozen=True)
 class TrainSubnet:
-    """Trains one stand-alone subnet whose slices are cut from the shared weights."""
+    """Trains one subnet.
+
+    The shared weights are a supernet that its slices are cut from or, if `stand_alone`, its own tensors.
+    """
 
     architecture: Architecture
     local: LocalSGD
     weighting: str = "fedavg"
     share: float = 1.0
+    stand_alone: bool = False
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """Trains on the client's data; the update holds every tensor of the subnet."""
-        slices = worker.space.slices(self.architecture)
+        slices = subnet_slices(worker, self.architecture, self.stand_alone)
         module = worker.subnet(self.architecture)
         tensors = worker.load(module, weights, slices)
         x, y = worker.client_data(_client(assignment), "train")
@@ -181,15 +192,16 @@ class ScorePaths:
 
 @dataclass(frozen=True)
 class ScoreSubnet:
-    """Scores one stand-alone subnet on the server's data or on a client's own share of a split."""
+    """Scores one subnet on the server's data or on a client's own share of a split; see `TrainSubnet`."""
 
     architecture: Architecture
     model: str
     split: str
+    stand_alone: bool = False
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """Scores the subnet; one loss and one metric measurement."""
-        slices = worker.space.slices(self.architecture)
+        slices = subnet_slices(worker, self.architecture, self.stand_alone)
         module = worker.subnet(self.architecture)
         worker.load(module, weights, slices)
         worker.set_mode(module, training=False)

@@ -16,6 +16,9 @@ from fedloom.platform.state import RunState
 from fedloom.platform.tasks import ScoreSubnet, architecture_id
 from fedloom.platform.world import SERVER, World
 
+FROM_SUPERNET = "supernet_init"
+"""The model that is cut from the supernet as it is; the others have a bag of their own."""
+
 
 @dataclass
 class EvaluationConfig:
@@ -53,7 +56,8 @@ class EvaluationStage:
         tier = self.world.tiers[index]
         architecture = winner_of(state, tier.name)
         assert architecture is not None, "only tiers with a winner are evaluated"
-        on_validation, on_test = (ScoreSubnet(architecture, model, split) for split in ("validation", "test"))
+        alone = model != FROM_SUPERNET
+        on_validation, on_test = (ScoreSubnet(architecture, model, split, alone) for split in ("validation", "test"))
         central = [
             Assignment(self.name, state.round, None, SERVER, on_validation),
             Assignment(self.name, state.round, None, SERVER, on_test, reads_test=True),
@@ -62,7 +66,7 @@ class EvaluationStage:
         planned = [self.world.assign(self.name, state.round, cohort, c, on_test) for c in cohort.client_ids]
         # The final evaluation is a measurement, not a round of the simulated federation: nobody drops out of it.
         clients = [replace(a, dropped="", deadline_s=None, reads_test=True) for a in planned]
-        bag = SUPERNET if model == "supernet_init" else bag_name(tier.name, model)
+        bag = SUPERNET if model == FROM_SUPERNET else bag_name(tier.name, model)
         return Plan([*central, *clients], bag)
 
     def _cohort(self, index: int) -> Cohort:
@@ -81,13 +85,14 @@ class EvaluationStage:
     def _kept(self, state: RunState, bag: str, tier: str, model: str) -> KeptModel:
         architecture = winner_of(state, tier)
         assert architecture is not None, "only tiers with a winner are evaluated"
+        weights = state.weights(bag)
         return KeptModel(
             name=f"{tier}-{model}",
             tier=tier,
             architecture=architecture_id(architecture),
             macs=self.world.macs_table.cost(architecture),
             parameters=int(self.world.space.cost_table("parameters").cost(architecture)),
-            tensors=extract(state.weights(bag), self.world.space.slices(architecture)),
+            tensors=extract(weights, self.world.space.slices(architecture)) if bag == SUPERNET else weights,
         )
 
     def end(self, state: RunState) -> Merged:

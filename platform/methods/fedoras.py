@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from fedloom.platform.methods.evaluation_stage import EvaluationConfig, EvaluationStage
+from fedloom.platform.methods.evaluation_stage import FROM_SUPERNET, EvaluationConfig, EvaluationStage
 from fedloom.platform.methods.search_stage import TierSearchConfig, TierSearchStage
 from fedloom.platform.methods.subnet_stage import SubnetStage
 from fedloom.platform.methods.supernet_stage import SupernetConfig, SupernetStage
@@ -40,6 +40,6 @@ def stages(config: FedorASConfig, world: World) -> list[Stage]:
     sequence += [SubnetStage(world, config.finetune, tier, "fine_tuned") for tier in tiers]
     if config.rand_init.rounds:
         sequence += [SubnetStage(world, config.rand_init, tier, "rand_init") for tier in tiers]
-    models = ["supernet_init", "fine_tuned", *(["rand_init"] if config.rand_init.rounds else [])]
+    models = [FROM_SUPERNET, "fine_tuned", *(["rand_init"] if config.rand_init.rounds else [])]
     sequence.append(EvaluationStage(world, config.evaluation, tuple(models)))
     return sequence

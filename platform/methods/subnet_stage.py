@@ -58,13 +58,13 @@ class SubnetStage:
         world, round_, architecture = self.world, state.round, self._architecture(state)
         cohort = world.select(self.name, round_, self.eligible, self.config.clients_per_round)
         local = LocalSGD.of(self.config, round_, augment=world.config.data.augment != "none")
-        task = TrainSubnet(architecture, local, self.config.weighting)
+        task = TrainSubnet(architecture, local, self.config.weighting, stand_alone=True)
         assignments = [
             world.assign(self.name, round_, cohort, client_id, task)
             for client_id in world.in_plan_order(cohort.client_ids)
         ]
         if self.config.evaluate_every and round_ % self.config.evaluate_every == 0:
-            score = ScoreSubnet(architecture, self.model, "validation")
+            score = ScoreSubnet(architecture, self.model, "validation", stand_alone=True)
             assignments.append(Assignment(self.name, round_, None, SERVER, score))
         return Plan(assignments, self.bag, {"lr": learning_rate(self.config, round_)})
 

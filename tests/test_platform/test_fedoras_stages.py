@@ -292,6 +292,7 @@ def test_federated_search_reports_kendalls_tau_per_generation(tiny_config: Make)
     results = run(federated(tiny_config(), budget=9, population=6))
     rows = results["evaluations"]
     taus = rows[rows["metric"] == "kendall_tau_federated"]
+    firsts = []
     for tier in ("tier1", "tier2"):
         own = taus[taus["tier"] == tier]
         # Generations of 6, 2 and 1 models; the last has no ranking.
@@ -299,7 +300,8 @@ def test_federated_search_reports_kendalls_tau_per_generation(tiny_config: Make)
         assert own["round"].tolist() == [1, 3, 5]
         assert own["value"].tolist()[-1] is None
         assert all(value is None or -1 <= value <= 1 for value in own["value"])
-        assert own["value"].tolist()[0] is not None
+        firsts.append(own["value"].tolist()[0])
+    assert any(tau is not None for tau in firsts), "six models that all tie in both tiers"
 
 
 def test_federated_search_by_all_clients_ranks_as_the_server_does(tiny_config: Make) -> None:

@@ -111,7 +111,9 @@ def test_watching_the_training_on_test_data_fails(tiny_config: Make, monkeypatch
     assert "TestReadError" in refused(tiny_config())
     monkeypatch.undo()
     monkeypatch.setattr(
-        subnet_stage, "ScoreSubnet", lambda architecture, model, _split: ScoreSubnet(architecture, model, "test")
+        subnet_stage,
+        "ScoreSubnet",
+        lambda architecture, model, _split, **kw: ScoreSubnet(architecture, model, "test", **kw),
     )
     config = federated(tiny_config)
     assert "TestReadError" in refused(config)
