@@ -2,6 +2,7 @@
 
 import os
 import platform
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,11 +54,10 @@ class ClientActor:
         self._threads = torch.get_num_threads()
         self.worker = Worker(replace(spec, device=assigned_device(gpu_share)))
         self._weights: SharedWeights | None = None
-        self._position = 0
+        self._at: tuple[int, float] | None = None
 
-    @ray.method(concurrency_group=WATCH)
     def about(self) -> About:
-        """Who and where this actor is; answers as soon as it has started, also while `run_chunk` runs."""
+        """Who and where this actor is."""
         context = ray.get_runtime_context()
         device = str(self.worker.device)
         node_id = context.get_node_id()
@@ -71,17 +71,22 @@ class ClientActor:
             arrays: Arrays = ray.get(weights_ref[0])
             self._weights = SharedWeights(to_tensors(arrays), version)
         result = ChunkResult()
-        for self._position, assignment in enumerate(chunk.assignments):
+        for position, assignment in enumerate(chunk.assignments):
+            self._at = (position, time.monotonic())
             attempts = chunk.attempts_per_client
             report = run_assignment(self.worker, assignment, self._weights, result.sums, attempts)
             result.reports.append(report)
-        self._position = 0
+        self._at = None
         return pack(result)
 
     @ray.method(concurrency_group=WATCH)
-    def position(self) -> int:
-        """Index in the chunk of the assignment that is being worked on; answers while `run_chunk` runs."""
-        return self._position
+    def position(self) -> tuple[int, float] | None:
+        """Index in the chunk of the assignment at work, and for how many seconds; answers while `run_chunk` runs.
+
+        None if no assignment is at work.
+        """
+        at = self._at
+        return None if at is None else (at[0], time.monotonic() - at[1])
 
 
 RemoteClient: Any = ray.remote(concurrency_groups={WATCH: 1})(ClientActor)  # type: ignore[call-overload]

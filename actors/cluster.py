@@ -27,7 +27,8 @@ def connected(config: RayConfig) -> Iterator[None]:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, RayError) as error:
         first_line = str(error).strip().splitlines()[0]
-        raise ConnectionError(f"no Ray at {address!r}: {first_line}{_token_hint(str(error))}") from error
+        sentence = first_line.split(". ")[0].rstrip(".")
+        raise ConnectionError(f"no Ray at {address!r}: {sentence}{_hint(address, str(error))}") from error
     try:
         yield
     finally:
@@ -74,7 +75,9 @@ def _number(path: str, scale: int) -> int | None:
     return int(digits) * scale if digits else None
 
 
-def _token_hint(text: str) -> str:
-    if "token" not in text.lower() and "auth" not in text.lower():
+def _hint(address: str, text: str) -> str:
+    # A cluster that refuses a wrong token looks to Ray like one that does not answer: its error names no token.
+    if address == "local" and "token" not in text.lower() and "auth" not in text.lower():
         return ""
-    return " (set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's)"
+    token = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (a file) or RAY_AUTH_TOKEN to the cluster's token"
+    return f"; {token}" if address == "local" else f"; is it running there? If it asks for a token, {token}"

@@ -36,10 +36,11 @@ RESIDENT = "resident"
 
 @dataclass
 class Member:
-    """One actor of the pool and where it is."""
+    """One actor of the pool; what it says about itself was asked when it was made, before any work."""
 
     actor: Any
     lane: Lane
+    answer: Any
     about: About | None = None
 
 
@@ -54,7 +55,8 @@ class Job:
     member: Member | None = None
     position: int = 0
     """Index among `left` of the client at work, when last looked at."""
-    position_since_s: float = 0.0
+    at_work_since_s: float = 0.0
+    """When that client began, as far as is known."""
     looked_s: float = 0.0
 
     @property
@@ -105,13 +107,23 @@ class ActorPool:
 
     def _start(self, lane: Lane) -> Member:
         remote = RemoteClient.options(num_cpus=lane.num_cpus, num_gpus=lane.num_gpus, max_restarts=0)
-        member = Member(remote.remote(self._spec_ref, lane.num_gpus), lane)
+        actor = remote.remote(self._spec_ref, lane.num_gpus)
+        member = Member(actor, lane, actor.about.remote())
         self.members.append(member)
         return member
 
     def _about(self, member: Member) -> About:
         if member.about is None:
-            member.about = ray.get(member.actor.about.remote(), timeout=START_TIMEOUT_S)
+            member.about = ray.get(member.answer, timeout=START_TIMEOUT_S)
+        return member.about
+
+    def _known(self, member: Member) -> About | None:
+        """What an actor has said about itself so far; None if it is still starting, or died of that."""
+        if member.about is None and ray.wait([member.answer], timeout=0)[0]:
+            try:
+                return self._about(member)
+            except RayError:
+                return None
         return member.about
 
     def _check_sources(self) -> None:
@@ -157,7 +169,7 @@ class ActorPool:
                 job = jobs.popleft()
                 job.member = self.idle[lane].pop()
                 job.attempts += 1
-                job.position, job.position_since_s = 0, time.monotonic()
+                job.position, job.at_work_since_s = 0, time.monotonic()
                 chunk = replace(job.chunk, assignments=tuple(job.chunk.assignments[i] for i in job.left))
                 running[job.member.actor.run_chunk.remote(chunk, [weights], version)] = job
 
@@ -181,7 +193,8 @@ class ActorPool:
     def _recover(self, job: Job, error: RayError, waiting: Waiting, finished: Finished) -> None:
         member = self._replace(job)
         who = ", ".join(_who(a) for a in job.chunk.assignments)
-        where = f"node {member.about.node} (pid {member.about.pid})" if member.about else "an unknown node"
+        about = self._known(member)
+        where = f"node {about.node} (pid {about.pid})" if about else "an unknown node"
         cause = " ".join(str(error).split())[:400]
         logger.warning("a client actor on %s ended while it worked on %s: %s", where, who, cause)
         if job.attempts < self.actor_attempts:
@@ -201,34 +214,29 @@ class ActorPool:
     def _hangs(self, job: Job) -> bool:
         """Whether the job's present client has been at work for longer than allowed."""
         now_s = time.monotonic()
-        late = now_s - job.position_since_s >= self.client_timeout_s
+        late = now_s - job.at_work_since_s >= self.client_timeout_s
         alone = len(job.left) == 1
         if not late and (alone or now_s - job.looked_s < LOOK_S):
             return False
         job.looked_s = now_s
-        position = self._position(job)
-        if position != job.position:
-            job.position, job.position_since_s = position, now_s
-            return False
-        return late
-
-    def _position(self, job: Job) -> int:
-        """Index among the job's clients of the one at work; the last one known if the actor does not answer."""
         member = job.member
         assert member is not None, "a running job has an actor"
+        if self._known(member) is None:  # made in the place of another, and still importing torch
+            job.at_work_since_s = now_s
+            return False
         try:
-            if member.about is None:  # made in the place of another, and perhaps still importing torch
-                member.about = ray.get(member.actor.about.remote(), timeout=ANSWER_S)
-                return -1
-            position: int = ray.get(member.actor.position.remote(), timeout=ANSWER_S)
+            at: tuple[int, float] | None = ray.get(member.actor.position.remote(), timeout=ANSWER_S)
         except (GetTimeoutError, RayError):
             # A dead actor is found by its result. One that holds the interpreter's lock cannot answer, and hangs.
-            return job.position if member.about is not None else -1
-        return position
+            return late
+        if at is not None:
+            # The actor's own clock: neither its start nor the clients before count.
+            job.position, job.at_work_since_s = at[0], now_s - at[1]
+        return now_s - job.at_work_since_s >= self.client_timeout_s
 
     def _give_up_client(self, job: Job, waiting: Waiting, finished: Finished) -> None:
         left = job.left
-        place = left[max(0, job.position)]
+        place = left[job.position]
         assignment = job.chunk.assignments[place]
         member = self._replace(job)
         text = f"no answer within {self.client_timeout_s:g} s; its actor was replaced"

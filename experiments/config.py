@@ -8,7 +8,7 @@ from typing import Any, cast
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -17,13 +17,16 @@ from fedloom.platform.config import RunConfig
 from fedloom.platform.data.config import check as check_data
 from fedloom.platform.methods.registry import CONFIGS
 from fedloom.platform.plugins import nearest
+from fedloom.platform.results.checkpoint import check_same_config
 from fedloom.platform.results.paths import find_run
+from fedloom.platform.results.tables import read_table
 
 
 def compose_config(overrides: Sequence[str]) -> RunConfig:
     """The configuration of a run; ValueError in one line for whatever is unknown or out of range."""
     try:
         composed = _compose(overrides)
+        _check_added(overrides)
         config = cast(RunConfig, OmegaConf.to_object(composed))
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_explain(error, overrides)) from error
@@ -47,7 +50,15 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
 def stored_config(results: Path, run_id: str) -> tuple[str, RunConfig]:
     """A run's full id and its configuration, with the results folder where it is now."""
     paths = find_run(results, run_id)
-    config = config_from_dict(json.loads(paths.config.read_text()))
+    try:
+        values = json.loads(paths.config.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{paths.config} cannot be read: restore it from a copy, or start a new run") from error
+    # The checkpoint was made with the configuration that the table `runs` recorded.
+    recorded = read_table(results, "runs", run_id=paths.run_id)["config"]
+    if len(recorded) and recorded.notna().all():
+        check_same_config(json.loads(recorded.iloc[-1]), values)
+    config = config_from_dict(values)
     config.results = str(results)
     return paths.run_id, config
 
@@ -112,30 +123,57 @@ def _check(config: RunConfig) -> None:
     for key, number in least.items():
         if number < 1:
             raise ValueError(f"{key}={number}: must be at least 1")
+    if not config.executor.client_timeout_s > 0:
+        raise ValueError(f"executor.client_timeout_s={config.executor.client_timeout_s}: must be greater than 0")
+    if not 0 <= config.executor.failures.max_share <= 1:
+        raise ValueError(f"executor.failures.max_share={config.executor.failures.max_share}: must be between 0 and 1")
     if config.executor.resident and config.executor.chunk_size != 1:
         raise ValueError(f"executor.chunk_size={config.executor.chunk_size}: resident clients take chunks of 1")
+
+
+def _check_added(overrides: Sequence[str]) -> None:
+    """Hydra's `+key=value` adds a key even where the schema has none: only free mappings take new ones."""
+    added = [override.lstrip("+").partition("=")[0] for override in overrides if override.startswith("+")]
+    if not added:
+        return
+    defaults = _compose(_choices(overrides))
+    known = list(_keys(OmegaConf.to_container(defaults)))
+    for key in added:
+        parent = OmegaConf.select(defaults, key.rpartition(".")[0]) if "." in key else defaults
+        free = isinstance(parent, DictConfig) and OmegaConf.get_type(parent) is dict
+        if key not in (*known, "experiment", "method") and not free:
+            raise ValueError(_unknown(key, known))
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    return f"unknown configuration key {key!r}{nearest(key, known) or '; see fedloom run --help'}"
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line: what was given and what is allowed."""
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        if key == "experiment" and value not in experiments():
-            there_are = ", ".join(experiments())
-            return f"experiment={value}: no such preset{nearest(value, experiments())}; there are {there_are}"
+        for choice, kind, there in (("experiment", "preset", experiments()), ("method", "method", [*CONFIGS])):
+            if key == choice and value not in there:
+                return f"{key}={value}: no such {kind}{nearest(value, there)}; there are {', '.join(there)}"
+    if isinstance(error, OverrideParseException) and "=" in error.override:
+        return f"{error.override} cannot be read ({_first_line(error)}): give key=value, a list as [1,2]"
     known = list(_keys(_defaults(overrides)))
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
         if "=" not in override:
             return f"{override!r} is not of the form key=value"
         if key not in (*known, "experiment", "method"):
-            return f"unknown configuration key {key!r}{nearest(key, known) or '; see fedloom run --help'}"
+            return _unknown(key, known)
     return _first_line(error)
 
 
+def _choices(overrides: Sequence[str]) -> list[str]:
+    return [override for override in overrides if override.startswith(("experiment=", "method="))]
+
+
 def _defaults(overrides: Sequence[str]) -> Any:
-    chosen = [o for o in overrides if o.startswith(("experiment=", "method="))]
-    return OmegaConf.to_container(_compose(chosen))
+    return OmegaConf.to_container(_compose(_choices(overrides)))
 
 
 def _keys(values: Any, prefix: str = "") -> Iterator[str]:

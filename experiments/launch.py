@@ -8,6 +8,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from fedloom.actors.cluster import connected
+from fedloom.actors.placement import plan_lanes
 from fedloom.actors.server import RemoteServer, RunEnd
 from fedloom.platform.config import RunConfig
 from fedloom.platform.execution import SerialExecutor
@@ -51,10 +52,13 @@ def launch(config: RunConfig, view: View, resume: str | None = None) -> RunEnd:
     """
     # Everything that can be refused is refused here, in a second, before Ray is started.
     check_writable(Path(config.results))
-    build_stages(build_world(config))
+    world = build_world(config)
+    build_stages(world)
     if config.executor.kind == "serial":
         return _serial(config, view, resume)
     with connected(config.ray):
+        # What the cluster cannot hold is refused here, too: the server starts by writing the run down.
+        plan_lanes(config.executor, world.tiers, ray.available_resources())  # type: ignore[no-untyped-call]
         return _through_server(config, view, resume)
 
 

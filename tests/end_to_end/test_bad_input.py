@@ -1,0 +1,361 @@
+"""Bad input: one clear line that says what to do, exit code 2, and nothing left behind."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedloom.actors.address import LOOPBACK_SWITCH
+from fedloom.experiments.cli import main
+from fedloom.platform.results.paths import find_run, list_runs
+from fedloom.platform.results.tables import read_table
+
+Refuse = Callable[..., str]
+
+SERIAL = ["experiment=fedoras_digits", "executor.kind=serial", "tiers.paths=1000", "space.stem_channels=8"]
+
+QUICK = [
+    *SERIAL,
+    "data.num_clients=8",
+    "tiers.count=2",
+    "method.train.rounds=2",
+    "method.train.epochs=1",
+    "method.train.clients_per_round=4",
+    "method.train.evaluate_every=0",
+    "method.search.population=4",
+    "method.search.offspring=2",
+    "method.search.budget=6",
+    "method.finetune.rounds=1",
+    "method.finetune.clients_per_round=2",
+    "method.rand_init.rounds=0",
+    "method.rand_init.clients_per_round=2",
+]
+
+
+def call(*arguments: str) -> int:
+    """The exit code of the command line."""
+    with pytest.raises(SystemExit) as ending:
+        main(arguments)
+    assert isinstance(ending.value.code, int)
+    return ending.value.code
+
+
+def the_line(error_output: str) -> str:
+    """The one line of a refusal."""
+    lines = [line for line in error_output.splitlines() if line.strip()]
+    assert len(lines) == 1, error_output
+    assert lines[0].startswith("fedloom: ")
+    assert len(lines[0]) < 600
+    return lines[0]
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOOPBACK_SWITCH, "0")  # so that what the command line sets is undone
+    monkeypatch.delenv("FEDLOOM_DATA", raising=False)
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Refuse:
+    """Runs `fedloom run ARGUMENTS`, which must be refused; gives the line."""
+
+    def run(*arguments: str, preset: Sequence[str] = SERIAL) -> str:
+        results = tmp_path / "results"
+        code = call("run", *preset, f"results={results}", *arguments)
+        line = the_line(capfd.readouterr().err)
+        assert code == 2
+        assert not results.exists(), sorted(results.rglob("*"))
+        return line
+
+    return run
+
+
+CASES = {
+    "unknown key": (["method.train.weigting=opa"], r"'method.train.weigting'.*did you mean 'method.train.weighting'"),
+    "unknown section": (["exekutor.kind=serial"], r"'exekutor.kind'.*did you mean 'executor.kind'"),
+    "added unknown key": (["+data.alfa=1"], r"'data.alfa'.*did you mean 'data.alpha'"),
+    "no value": (["data.alpha"], r"'data.alpha' is not of the form key=value"),
+    "wrong type": (["data.alpha=much"], r"data.alpha.*much"),
+    "unknown preset": (["experiment=fedoras_digit"], r"fedoras_digit: no such preset.*'fedoras_digits'.*there are"),
+    "unknown method": (["method=fedors"], r"method=fedors.*'fedoras'.*fedavg"),
+    "unknown data set": (["data.dataset=cifar11"], r"data.dataset=cifar11: must be one of digits, cifar10"),
+    "alpha of 0": (["data.alpha=0"], r"data.alpha=0.0: must be > 0"),
+    "negative alpha": (["data.alpha=-1"], r"data.alpha=-1.0: must be > 0"),
+    "too many clients": (
+        ["data.num_clients=8", "method.train.clients_per_round=9"],
+        r"method.train.clients_per_round=9: must be between 1 and the 8 clients",
+    ),
+    "no client in a round": (["method.finetune.clients_per_round=0"], r"clients_per_round=0: must be between 1 and"),
+    "more clients than samples": (["data.num_clients=5000"], r"num_clients"),
+    "tier below the smallest path": (
+        ["tiers.count=2", "tiers.upper_bounds=[1.5,1000]"],
+        r"first tier's bound 1.5 is below the smallest model's cost \d+",
+    ),
+    "tiers that do not increase": (["tiers.upper_bounds=[9e9,8e9]"], r"strictly increasing"),
+    "shares that do not sum to 1": (["tiers.shares=[.5,.2,.2,.2]"], r"sum to 1.1, but must sum to 1"),
+    "wrong number of shares": (["tiers.shares=[.5,.5]"], r"tiers.shares has 2 values for 4 tiers"),
+    "tiny communication budget": (
+        ["method.train.communication.value=0.0001"],
+        r"communication budget of 4.111 parameters is below one operator per layer, which takes \d+",
+    ),
+    "communication budget in bytes": (
+        ["method.train.communication.unit=bytes", "method.train.communication.value=100"],
+        r"communication budget of 100 bytes is below one operator per layer",
+    ),
+    "communication budget above 1": (["method.train.communication.value=1.5"], r"above 0 and at most 1, given 1.5"),
+    "unknown communication unit": (["method.train.communication.unit=kilo"], r"unknown unit 'kilo'.*fraction"),
+    "unknown weighting rule": (["method.train.weighting=opaa"], r"unknown weighting rule 'opaa'.*did you mean 'opa'"),
+    "weighting plug-in that is not there": (["method.finetune.weighting=nowhere:rule"], r"nowhere:rule.*imported"),
+    "unknown searcher": (["method.search.searcher=nsga3"], r"unknown searcher 'nsga3'.*nsga2, random"),
+    "unknown path sampler": (["method.train.paths=gredy"], r"unknown path sampler 'gredy': known are greedy"),
+    "unknown space": (["space.name=cnn_digit"], r"unknown space 'cnn_digit'.*did you mean 'cnn_digits'"),
+    "space that does not fit": (["space.name=cnn_cifar"], r"cnn_cifar takes \(3, 32, 32\).*digits has \(1, 8, 8\)"),
+    "unknown schedule": (["method.train.schedule=linear"], r"schedule='linear': allowed are fixed, cosine, step"),
+    "unknown scoring": (["method.search.scoring=mixed"], r"scoring='mixed': allowed are central, federated"),
+    "unknown policy": (["executor.failures.policy=ignore"], r"policy=ignore: must be one of stop, retry, tolerate"),
+    "impossible share of failures": (["executor.failures.max_share=2"], r"max_share=2.0: must be between 0 and 1"),
+    "no time for a client": (["executor.client_timeout_s=0"], r"client_timeout_s=0.0: must be greater than 0"),
+    "unknown executor": (["executor.kind=mpi"], r"executor.kind=mpi: must be one of ray, serial"),
+    "fraction that does not divide a GPU": (["tiers.num_gpus=[.3,.3,.3,.3]"], r"num_gpus=0.3.*1/k.*0.333"),
+    "resident clients in chunks": (
+        ["executor.resident=true", "executor.chunk_size=2"],
+        r"executor.chunk_size=2: resident clients take chunks of 1",
+    ),
+    "negative learning rate": (["method.train.lr=-1"], r"method.train.lr=-1.0: must be greater than 0"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_refused_at_start_in_one_line(case: str, refused: Refuse) -> None:
+    arguments, expected = CASES[case]
+    assert re.search(expected, refused(*arguments)), case
+
+
+def test_a_budget_that_only_bad_rounds_make_impossible_is_refused_at_start(refused: Refuse) -> None:
+    """What fits on a good day but not in the worst round of the trace must not stop a run in the middle."""
+    line = refused("method.train.communication.value=0.03", "tiers.budget.kind=schedule", "tiers.budget.factors=[1,0]")
+    assert "factors[1]=0" in line
+
+
+def test_too_many_actors_are_refused_before_anything_is_written(refused: Refuse) -> None:
+    line = refused("ray.address=local", "ray.num_cpus=1", "executor.actors=7", "executor.kind=ray")
+    assert "7 client actors" in line
+    assert "the cluster has 1" in line
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+CIFAR = ["experiment=fedoras_cifar10", "executor.kind=serial", "tiers.paths=1000"]
+
+
+def foreign_folder(tmp_path: Path, write: Callable[[Path], None]) -> Path:
+    folder = tmp_path / "data" / "cifar10"
+    folder.mkdir(parents=True)
+    for part in ("train", "test"):
+        write(folder / f"{part}-00000-of-00001.parquet")
+    return folder.parent
+
+
+def write_rubbish(file: Path) -> None:
+    file.write_bytes(b"PAR1 this is not a Parquet file PAR1")
+
+
+def write_foreign(file: Path) -> None:
+    pq.write_table(pa.table({"text": ["to be", "or not to be"], "label": [0, 1]}), file)
+
+
+def write_broken_images(file: Path) -> None:
+    images = pa.array(
+        [{"bytes": b"no image", "path": "a.png"}] * 200, pa.struct({"bytes": pa.binary(), "path": "string"})
+    )
+    pq.write_table(pa.table({"img": images, "label": [i % 10 for i in range(200)]}), file)
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (write_rubbish, r"parquet: cannot be read"),
+        (write_foreign, r"parquet: columns text, label; expected"),
+        (write_broken_images, r"parquet: row \d+ is not an image"),
+    ],
+)
+def test_a_corrupt_or_foreign_data_file_is_named(
+    tmp_path: Path,
+    refused: Refuse,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[Path], None],
+    expected: str,
+) -> None:
+    monkeypatch.setenv("FEDLOOM_DATA", str(foreign_folder(tmp_path, write)))
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("FEDLOOM_CACHE", str(cache))
+    assert re.search(expected, refused(preset=CIFAR))
+    assert not list(cache.rglob("*.npy")), "half a data set was left in the cache"
+
+
+def test_a_missing_data_set_says_where_it_was_looked_for(
+    tmp_path: Path, refused: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "nothing"))
+    line = refused(preset=CIFAR)
+    assert f"cifar10 not found under {tmp_path / 'nothing'}" in line
+    assert "FEDLOOM_DATA" in line
+
+
+@pytest.mark.parametrize("place", ["below a file", "in /proc"])
+def test_a_results_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    folder = {"below a file": str(tmp_path / "file" / "results"), "in /proc": "/proc/fedloom-results"}[place]
+    assert call("run", *SERIAL, f"results={folder}") == 2
+    assert f"results folder {folder} cannot be written" in the_line(capfd.readouterr().err)
+
+
+# -- runs that are there -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, own_cache: Path) -> Path:
+    """A results folder with one small finished run."""
+    results = tmp_path_factory.mktemp("finished") / "results"
+    assert call("run", "--json", *QUICK, f"results={results}") == 0
+    return results
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(finished, tmp_path / "copied"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def resume_refused(results: Path, capfd: pytest.CaptureFixture[str], *arguments: str, run: str = "") -> str:
+    capfd.readouterr()
+    before = contents(results)
+    code = call("resume", run or list_runs(results)[0].run_id, *arguments, "--results", str(results))
+    line = the_line(capfd.readouterr().err)
+    assert code == 2
+    assert contents(results) == before, "a refused resume changed the results"
+    return line
+
+
+def test_resuming_with_another_value_is_refused(finished: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = resume_refused(finished, capfd, "data.alpha=2")
+    assert "data.alpha cannot change on resume" in line
+    assert "executor.actors" in line
+
+
+def test_a_configuration_edited_after_the_checkpoint_is_refused(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = list_runs(copied)[0].config
+    config = json.loads(file.read_text())
+    config["data"]["alpha"] = 2.0
+    file.write_text(json.dumps(config))
+    line = resume_refused(copied, capfd)
+    assert "another configuration" in line
+    assert "data.alpha 1.0 -> 2.0" in line
+
+
+def test_a_stored_configuration_that_is_gone_or_damaged(copied: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = list_runs(copied)[0].config
+    file.write_text(file.read_text()[:100])
+    assert str(file) in resume_refused(copied, capfd)
+    file.unlink()
+    assert str(file) in resume_refused(copied, capfd)
+
+
+@pytest.mark.parametrize("damage", ["tensors cut short", "tensors missing", "state cut short", "a bit flipped"])
+def test_a_damaged_checkpoint_is_refused(copied: Path, capfd: pytest.CaptureFixture[str], damage: str) -> None:
+    folder = list_runs(copied)[0].checkpoint
+    state, tensors = folder / "state.json", sorted(folder.glob("supernet-*.safetensors"))[0]
+    content = tensors.read_bytes()
+    if damage == "tensors cut short":
+        tensors.write_bytes(content[:-10])
+    elif damage == "tensors missing":
+        tensors.unlink()
+    elif damage == "a bit flipped":
+        tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        state.write_bytes(state.read_bytes()[:-20])
+    line = resume_refused(copied, capfd)
+    assert f"{(state if damage == 'state cut short' else tensors).name} is damaged" in line
+    assert "start a new run" in line
+
+
+def test_an_unknown_run(finished: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    known = list_runs(finished)[0].run_id
+    line = resume_refused(finished, capfd, run="20990101-nobody")
+    assert "no run '20990101-nobody'" in line
+    assert known in line
+    for command in ("report", "status"):
+        assert call(command, "20990101-nobody", "--results", str(finished)) == 2
+        assert "no run '20990101-nobody'" in the_line(capfd.readouterr().err)
+
+
+# -- updates that are no numbers ---------------------------------------------------------------------------------------
+
+
+def test_a_nan_update_is_a_failed_row_and_the_policy_stops_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results"
+    assert call("run", "--json", *QUICK, "method.train.lr=1e30", f"results={results}") == 3
+    summary = json.loads(capfd.readouterr().out)
+    assert summary["status"] == "failed"
+    assert re.search(r"supernet, round 0: client \d+ \(tier\d\) failed: .*(not finite|loss is nan)", summary["message"])
+    rows = read_table(results, "clients", run_id=summary["run_id"])
+    failed = rows[rows["status"] == "failed"]
+    assert len(rows) == 4
+    assert len(failed) >= 1
+    assert failed["error"].str.contains("left out of the average").all()
+    assert read_table(results, "runs")["status"].tolist() == ["failed"]
+    assert not (find_run(results, summary["run_id"]).checkpoint / "state.json").exists()
+
+
+def test_a_nan_update_is_left_out_where_the_policy_tolerates_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results"
+    tolerate = ["executor.failures.policy=tolerate", "executor.failures.max_share=1"]
+    assert call("run", "--json", *QUICK, "method.train.lr=1e30", *tolerate, f"results={results}") == 0
+    run_id = json.loads(capfd.readouterr().out.splitlines()[-1])["run_id"]
+    rows = read_table(results, "clients", run_id=run_id)
+    assert (rows[rows["stage"] == "supernet"]["status"] == "failed").all()
+    rounds = read_table(results, "rounds", run_id=run_id)
+    supernet = rounds[rounds["stage"] == "supernet"]
+    assert supernet["clients_failed"].tolist() == [4, 4]
+    assert pd.isna(supernet["loss"]).all()
+    # The first weights stayed as they were, so that everything after can still be computed.
+    assert read_table(results, "evaluations", run_id=run_id)["value"].notna().any()
+
+
+# -- as a person calls it ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", "experiment=fedoras_digits", "data.alpha=0"], "data.alpha=0.0: must be > 0"),
+        (["describe", "space=cnn_cifr"], "did you mean 'cnn_cifar'?"),
+        (["prepare", "dataset=cifar10"], "cifar10 not found under"),
+    ],
+)
+def test_the_installed_command_refuses_in_one_line(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    command = [str(Path(sys.executable).with_name("fedloom")), *arguments]
+    environment = {**os.environ, "FEDLOOM_DATA": str(tmp_path / "nothing")}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert expected in the_line(done.stderr)
+    assert not list(tmp_path.iterdir())

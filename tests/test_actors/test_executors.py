@@ -1,0 +1,204 @@
+"""One class of tests for every executor: what they promise does not depend on where the work runs."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray import cloudpickle
+
+from fedloom.actors.client import RemoteClient
+from fedloom.actors.placement import Lane
+from fedloom.actors.pool import ActorPool
+from fedloom.experiments.config import compose_config
+from fedloom.platform.averaging import Update
+from fedloom.platform.execution import (
+    Assignment,
+    ChunkResult,
+    Executor,
+    Outcome,
+    Report,
+    SerialExecutor,
+    SharedWeights,
+    Task,
+    TaskError,
+    make_chunks,
+)
+from fedloom.platform.loop import merge_chunks
+from fedloom.platform.spaces.base import Slice, Weights
+from fedloom.platform.worker import Worker, WorkerSpec
+from fedloom.platform.world import build_world
+
+pytestmark = pytest.mark.ray
+
+# The workers cannot import this file.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+OLD = {"w": torch.zeros(3)}
+PLACES = {"w": Slice("w")}
+
+
+@dataclass(frozen=True)
+class Adds:
+    """Returns the shared weights plus a value, after a nap."""
+
+    value: float
+    nap_s: float = 0.0
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        time.sleep(self.nap_s)
+        tensor = weights["w"] + self.value
+        return Outcome(update=Update({"w": tensor}, PLACES, {"w": 1.0}), samples=2, loss=self.value)
+
+
+@dataclass(frozen=True)
+class Refuses:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        raise TaskError("too tired")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A client whose state counts how often it took part."""
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        before = assignment.state["count"] if assignment.state else torch.tensor(0)
+        return Outcome(samples=1, state={"count": before + 1, "pid": torch.tensor(os.getpid())})
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Tells what it finds: threads, and where the client's data lies."""
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        opened = id(worker.data)
+        return Outcome(samples=torch.get_num_threads(), steps=os.getpid(), loss=float(opened))
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory, own_cache: Path) -> WorkerSpec:
+    few = ["tiers.count=2", "tiers.paths=1000", "space.stem_channels=8", "data.num_clients=8"]
+    return build_world(compose_config(["experiment=fedoras_digits", *few])).spec
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    ray.init(
+        address="local",
+        num_cpus=2,
+        num_gpus=0,
+        object_store_memory=200_000_000,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module", params=["serial", "two actors"])
+def executor(request: pytest.FixtureRequest, spec: WorkerSpec, ray_cluster: None) -> Iterator[Executor]:
+    made: Executor
+    if request.param == "serial":
+        made = SerialExecutor(Worker(spec))
+    else:
+        made = ActorPool(spec, [Lane("clients", 2, 1.0, 0.0)])
+    yield made
+    made.close()
+
+
+def planned(tasks: Sequence[Task], **changes: Any) -> list[Assignment]:
+    return [Assignment("train", 0, i, f"tier{1 + i // 4}", task, **changes) for i, task in enumerate(tasks)]
+
+
+def run(executor: Executor, plan: Sequence[Assignment], size: int, old: Weights = OLD) -> list[ChunkResult]:
+    version = f"w@{float(old['w'].sum())}"
+    return list(executor.run(make_chunks(plan, size), SharedWeights(old, version)))
+
+
+def reports_of(results: Sequence[ChunkResult]) -> list[Report]:
+    return [report for result in results for report in result.reports]
+
+
+# First in this file, while no pool holds the two CPUs.
+@pytest.mark.parametrize("threads", [1, 2])
+def test_torchs_threads_are_the_actors_cpus(spec: WorkerSpec, ray_cluster: None, threads: int) -> None:
+    remote = RemoteClient.options(num_cpus=threads)
+    actor = remote.remote(replace(spec, threads=threads), 0.0)
+    try:
+        about = ray.get(actor.about.remote(), timeout=60)
+        assert about.threads == threads
+        chunk = make_chunks(planned([Looks()]), 1)[0]
+        packed = ray.get(actor.run_chunk.remote(chunk, [ray.put({})], "w@0"), timeout=60)
+        assert (packed.reports[0].samples, packed.reports[0].threads) == (threads, threads)
+    finally:
+        ray.kill(actor)
+
+
+class TestEveryExecutor:
+    def test_results_come_in_the_order_of_the_plan_not_of_finishing(self, executor: Executor) -> None:
+        naps = [0.3, 0.0, 0.2, 0.0, 0.1, 0.0, 0.0]
+        results = run(executor, planned([Adds(float(i), nap_s) for i, nap_s in enumerate(naps)]), 1)
+        assert [report.client_id for report in reports_of(results)] == list(range(7))
+        assert [report.loss for report in reports_of(results)] == [float(i) for i in range(7)]
+        assert all(report.wall_s >= nap_s for report, nap_s in zip(reports_of(results), naps, strict=True))
+
+    def test_a_chunk_holds_its_clients_sums_and_rows(self, executor: Executor) -> None:
+        results = run(executor, planned([Adds(float(i)) for i in range(6)]), 3)
+        # Chunks never mix tiers: clients 0..3 are in tier1, 4 and 5 in tier2.
+        assert [[r.client_id for r in result.reports] for result in results] == [[0, 1, 2], [3], [4, 5]]
+        means = [result.sums.finish(OLD)["w"].tolist() for result in results]
+        assert means == [[1.0] * 3, [3.0] * 3, [4.5] * 3]
+        assert merge_chunks(results).sums.finish(OLD)["w"].tolist() == [2.5] * 3
+
+    def test_each_round_reads_its_own_weights(self, executor: Executor) -> None:
+        for value in (10.0, 20.0):
+            old = {"w": torch.full((3,), value)}
+            results = run(executor, planned([Adds(1.0)] * 3), 1, old)
+            assert merge_chunks(results).sums.finish(old)["w"].tolist() == [value + 1.0] * 3
+
+    def test_a_failed_client_is_a_row_and_not_in_the_sum(self, executor: Executor) -> None:
+        results = run(executor, planned([Adds(1.0), Refuses(), Adds(3.0)]), 3)
+        assert [(r.status, r.error) for r in reports_of(results)] == [("ok", ""), ("failed", "too tired"), ("ok", "")]
+        assert results[0].sums.finish(OLD)["w"].tolist() == [2.0] * 3
+
+    def test_a_dropped_client_is_a_row_and_does_nothing(self, executor: Executor) -> None:
+        report = reports_of(run(executor, planned([Adds(1.0)], dropped="left the room"), 1))[0]
+        assert (report.status, report.error, report.wall_s) == ("dropped", "left the room", 0.0)
+
+    def test_a_clients_state_comes_back_whoever_does_the_work(self, executor: Executor) -> None:
+        state, pids = None, set()
+        for expected in range(1, 7):
+            # Two clients at once, so that the first one's work moves between the actors.
+            plan = planned([Counts(), Adds(0.0, 0.01 * (expected % 2))], state=state)
+            report = reports_of(run(executor, plan, 1))[0]
+            assert report.state is not None
+            state = {name: tensor.clone() for name, tensor in report.state.items()}
+            assert int(state["count"]) == expected
+            pids.add(int(state["pid"]))
+        assert len(pids) >= 1
+
+    def test_an_empty_plan_gives_nothing(self, executor: Executor) -> None:
+        assert run(executor, [], 2) == []
+
+    def test_the_data_is_opened_once_per_worker(self, executor: Executor) -> None:
+        reports = reports_of(run(executor, planned([Looks()] * 8), 1) + run(executor, planned([Looks()] * 8), 2))
+        assert len({(r.steps, r.loss) for r in reports}) == len({r.steps for r in reports})
+
+    def test_threads_are_those_of_the_specification(self, executor: Executor) -> None:
+        reports = reports_of(run(executor, planned([Looks()] * 4), 1))
+        assert {(r.threads, r.samples, r.device) for r in reports} == {(1, 1, "cpu")}
+
+
+def test_an_actor_of_other_source_is_refused(
+    spec: WorkerSpec, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedloom.actors.pool.source_hash", lambda: "another")
+    with pytest.raises(RuntimeError, match=r"runs fedloom source .* the server another: install the same version"):
+        ActorPool(spec, [Lane("clients", 1, 0.0, 0.0)])

@@ -1,0 +1,74 @@
+"""Which actors there are: arithmetic on CPUs and GPU shares."""
+
+import pytest
+
+from fedloom.actors.placement import Lane, plan_lanes
+from fedloom.platform.config import ExecutorConfig
+from fedloom.tiers.tier import Tier, make_tiers
+
+
+def tiers(gpus: list[float], cpus: list[float] | float = 1.0) -> tuple[Tier, ...]:
+    return make_tiers([10.0 * (i + 1) for i in range(len(gpus))], num_gpus=gpus, num_cpus=cpus)
+
+
+ANY = ExecutorConfig()
+
+
+def test_without_gpus_all_tiers_share_one_actor_per_cpu() -> None:
+    assert plan_lanes(ANY, tiers([0, 0, 0]), {"CPU": 5.0}) == [Lane("clients", 5, 1.0, 0.0)]
+
+
+def test_without_gpus_an_actor_has_the_cpus_of_the_hungriest_tier() -> None:
+    assert plan_lanes(ANY, tiers([0, 0], [1, 2]), {"CPU": 5.0}) == [Lane("clients", 2, 2, 0.0)]
+
+
+def test_the_configuration_may_ask_for_fewer_actors() -> None:
+    assert plan_lanes(ExecutorConfig(actors=2), tiers([0, 0]), {"CPU": 5.0})[0].actors == 2
+
+
+@pytest.mark.parametrize(
+    ("actors", "cpus", "message"),
+    [
+        (3, 2.0, "3 client actors of 1 CPUs need 3 CPUs, the cluster has 2 free: lower executor.actors"),
+        (0, 2.0, "executor.actors"),
+        (None, 0.0, "1 client actors of 1 CPUs need 1 CPUs, the cluster has 0 free"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(actors: int | None, cpus: float, message: str) -> None:
+    with pytest.raises(ValueError, match="CPUs") as refusal:
+        plan_lanes(ExecutorConfig(actors=actors), tiers([0, 0]), {"CPU": cpus})
+    assert message in str(refusal.value)
+
+
+def test_every_tier_gets_a_lane_of_its_own_share_of_a_gpu() -> None:
+    lanes = plan_lanes(ANY, tiers([0.25, 0.5]), {"CPU": 2.0, "GPU": 1.0})
+    assert lanes == [Lane("tier1", 1, 1.0, 0.25, ("tier1",)), Lane("tier2", 1, 1.0, 0.5, ("tier2",))]
+
+
+def test_lanes_grow_in_turn_while_gpus_last() -> None:
+    # One each takes 3/4 of a GPU of two; then tier1 (1/4), tier2 (1/2), tier1 (1/4) and tier1 again are added.
+    lanes = plan_lanes(ANY, tiers([0.25, 0.5]), {"CPU": 100.0, "GPU": 2.0})
+    assert [(lane.actors, lane.num_gpus) for lane in lanes] == [(4, 0.25), (2, 0.5)]
+    assert sum(lane.actors * lane.num_gpus for lane in lanes) == 2.0
+
+
+def test_lanes_grow_only_while_cpus_last() -> None:
+    lanes = plan_lanes(ANY, tiers([0.25, 0.25]), {"CPU": 3.0, "GPU": 8.0})
+    assert [lane.actors for lane in lanes] == [2, 1]
+
+
+def test_thirds_fill_a_gpu_in_spite_of_rounding() -> None:
+    lanes = plan_lanes(ANY, tiers([1 / 3, 1 / 3, 1 / 3]), {"CPU": 9.0, "GPU": 1.0})
+    assert [lane.actors for lane in lanes] == [1, 1, 1]
+
+
+def test_missing_gpus_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match=r"needs 2 CPUs and 1.5 GPUs, 1 CPUs and 0.5 GPUs are missing"):
+        plan_lanes(ANY, tiers([0.5, 1]), {"CPU": 1.0, "GPU": 1.0})
+
+
+@pytest.mark.parametrize(("given", "nearest"), [(0.3, "0.333"), (0.7, "0.5"), (1.5, "2")])
+def test_a_share_that_does_not_fill_a_gpu_is_refused_with_the_nearest(given: float, nearest: str) -> None:
+    with pytest.raises(ValueError, match="1/k") as refusal:
+        tiers([given])
+    assert nearest in str(refusal.value)

@@ -1,0 +1,81 @@
+"""What travels between actors arrives as it was, and large arrays are not copied."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedloom.actors.wire import accept_shared_memory, pack, to_arrays, to_tensors, unpack
+from fedloom.platform.averaging import Update, WeightedSums
+from fedloom.platform.execution import ChunkResult, Report
+from fedloom.platform.spaces.base import Slice
+
+OLD = {"w": torch.zeros(4, 3), "n": torch.zeros((), dtype=torch.int64)}
+
+
+def sums_of(*weights: float) -> WeightedSums:
+    sums = WeightedSums()
+    for number, weight in enumerate(weights):
+        region = ((number % 2, number % 2 + 2), (0, 3))
+        tensor = torch.full((2, 3), float(number + 1))
+        sums.add(Update({"w": tensor}, {"w": Slice("w", region)}, {"w": weight}))
+    return sums
+
+
+@given(st.lists(st.floats(0.5, 4.0), min_size=1, max_size=5))
+def test_a_packed_result_is_unpacked_to_the_same_sums_and_reports(weights: list[float]) -> None:
+    reports = [Report(i, "tier1", "ok", samples=i) for i in range(3)]
+    result = ChunkResult(sums_of(*weights), reports)
+    back = unpack(pack(result))
+    assert back.reports == reports
+    assert torch.equal(back.sums.finish(OLD)["w"], sums_of(*weights).finish(OLD)["w"])
+
+
+def test_unpacked_sums_can_be_merged_into_others() -> None:
+    whole = WeightedSums()
+    whole.merge(unpack(pack(ChunkResult(sums_of(1.0)))).sums)
+    whole.merge(unpack(pack(ChunkResult(sums_of(1.0)))).sums)
+    # Both held the value 1 in rows 0 and 1.
+    assert whole.finish(OLD)["w"].tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
+
+
+def test_tensors_and_arrays_share_their_memory() -> None:
+    tensors = {"w": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(7)}
+    arrays = to_arrays(tensors)
+    again = to_tensors(arrays)
+    assert list(again) == ["w", "n"]
+    assert again["w"].data_ptr() == tensors["w"].data_ptr()
+    assert (again["n"].dtype, again["n"].item()) == (torch.int64, 7)
+
+
+@pytest.fixture(scope="module")
+def ray_for_wire() -> Iterator[None]:
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=1,
+        num_gpus=0,
+        object_store_memory=100_000_000,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.ray
+def test_large_arrays_arrive_from_the_object_store_without_a_copy(ray_for_wire: None) -> None:
+    import ray
+
+    accept_shared_memory()
+    reference = ray.put(to_arrays({"w": torch.arange(1_000_000.0)}))
+    first, second = ray.get(reference), ray.get(reference)
+    assert not first["w"].flags.writeable
+    assert np.shares_memory(first["w"], second["w"])
+    assert to_tensors(first)["w"].data_ptr() == second["w"].ctypes.data
+    assert to_tensors(first)["w"][-1].item() == 999_999.0

@@ -1,0 +1,118 @@
+"""The command line: help at once, exit codes, and what it prints."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from fedloom.experiments import cli
+from fedloom.experiments.cli import build_parser, main
+from fedloom.experiments.exit_codes import CLIENTS_FAILED, CONFIGURATION, INFRASTRUCTURE, INTERRUPTED, OK, of_run_end
+from fedloom.experiments.presets import experiments
+from fedloom.experiments.show import as_bytes, as_time, round_line
+from fedloom.platform.loop import RoundProgress
+
+COMMANDS = ("run", "resume", "describe", "prepare", "report", "status")
+
+EVERY_HELP = """
+import contextlib, io, json, sys
+from fedloom.experiments.cli import main
+answers = {}
+for arguments in (["--help"], *([command, "--help"] for command in sys.argv[1:])):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            main(arguments)
+        except SystemExit as ending:
+            answers[" ".join(arguments)] = [ending.code, out.getvalue()]
+heavy = [name for name in ("torch", "ray", "numpy", "hydra", "pandas") if name in sys.modules]
+print(json.dumps({"answers": answers, "heavy": heavy}))
+"""
+
+
+def test_help_answers_without_the_heavy_imports() -> None:
+    done = subprocess.run([sys.executable, "-c", EVERY_HELP, *COMMANDS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["heavy"] == []
+    assert {code for code, _ in found["answers"].values()} == {0}
+    assert all(text.startswith("usage: fedloom") for _, text in found["answers"].values())
+    for command in COMMANDS:
+        assert command in found["answers"]["--help"][1]
+    for preset in experiments():
+        assert preset in found["answers"]["run --help"][1]
+
+
+@pytest.mark.parametrize("arguments", [[], ["walk"], ["run", "--fast"], ["resume"]])
+def test_a_command_line_that_is_none_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main(arguments)
+    assert ending.value.code == 2
+    assert "fedloom" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_exit_codes_are_distinct_and_as_documented() -> None:
+    kinds = {"done": OK, "refused": CONFIGURATION, "failed": CLIENTS_FAILED}
+    kinds |= {"infrastructure": INFRASTRUCTURE, "interrupted": INTERRUPTED}
+    assert {kind: of_run_end(kind) for kind in kinds} == kinds
+    assert list(kinds.values()) == [0, 2, 3, 4, 130]
+
+
+@dataclass(frozen=True)
+class Fails:
+    error: BaseException
+
+    def __call__(self, args: object) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("one\n  two"), 2, "fedloom: one two\n"),
+        (ConnectionError("no Ray at 'there'"), 2, "fedloom: no Ray at 'there'\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_a_command_raises_becomes_one_line_and_a_code(
+    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FEDLOOM_TRACEBACK", raising=False)
+    monkeypatch.setattr(cli, "_status", Fails(error))
+    with pytest.raises(SystemExit) as ending:
+        main(["status"])
+    assert ending.value.code == code
+    assert capsys.readouterr().err == line
+
+
+def test_a_developer_can_ask_for_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDLOOM_TRACEBACK", "1")
+    monkeypatch.setattr(cli, "_status", Fails(ValueError("here")))
+    with pytest.raises(ValueError, match="here"):
+        main(["status"])
+
+
+def test_every_command_prints_json_on_request() -> None:
+    for command in COMMANDS:
+        needed = ["x"] if command == "resume" else []
+        assert build_parser().parse_args([command, "--json", *needed]).json
+
+
+def test_a_round_is_one_line() -> None:
+    progress = RoundProgress("supernet", 1, 4, 0.5, 0.25, 9, 10, 3_200_000, 12, 65.0)
+    expected = (
+        "supernet              2/4  clients 9/10  loss 0.5000  metric 0.2500  down 3.2 MB up 12 B  65.00 s  left 2:10"
+    )
+    assert round_line(progress) == expected
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (999, "999 B"), (1_500, "1.5 kB"), (2.5e12, "2.5 TB")])
+def test_sizes_for_people(value: float, text: str) -> None:
+    assert as_bytes(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.4, "0:00"), (125, "2:05"), (3_725, "1:02:05")])
+def test_times_for_people(value: float, text: str) -> None:
+    assert as_time(value) == text

@@ -1,0 +1,171 @@
+"""From `key=value` to a checked configuration, and back from what a run stored."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.experiments.config import change_stored, compose_config, config_from_dict
+from fedloom.experiments.presets import CONF, experiments
+from fedloom.platform.config import RunConfig
+from fedloom.platform.methods.registry import CONFIGS
+
+GOLDEN = Path(__file__).with_name("configuration_keys.txt")
+RECORD = "FEDLOOM_RECORD=1 .venv/bin/pytest tests/test_experiments/test_config.py -k public_surface"
+
+
+def test_an_override_changes_its_value_and_nothing_else() -> None:
+    plain = asdict(compose_config(["experiment=fedoras_digits"]))
+    changed = asdict(compose_config(["experiment=fedoras_digits", "method.train.lr=0.03", "seeds.partition=7"]))
+    plain["method"]["train"]["lr"] = 0.03
+    plain["seeds"]["partition"] = 7
+    assert changed == plain
+
+
+def test_values_have_the_types_of_the_schema() -> None:
+    overrides = ["tiers.upper_bounds=[1e6,2e6]", "data.alpha=1", "executor.actors=2", "ray.dashboard=true"]
+    config = compose_config(overrides)
+    assert config.tiers.upper_bounds == [1e6, 2e6]
+    assert (config.data.alpha, type(config.data.alpha)) == (1.0, float)
+    assert config.executor.actors == 2
+    assert config.ray.dashboard is True
+
+
+def test_nothing_chosen_is_the_schemas_default() -> None:
+    config = compose_config([])
+    assert asdict(config) == asdict(RunConfig(method=CONFIGS["fedoras"]()))
+
+
+@pytest.mark.parametrize("preset", experiments())
+def test_every_preset_composes_under_its_own_name(preset: str) -> None:
+    config = compose_config([f"experiment={preset}"])
+    assert config.experiment == preset
+    assert isinstance(config.method, tuple(CONFIGS.values()))
+    head = (CONF / "experiment" / f"{preset}.yaml").read_text().splitlines()[:2]
+    assert head[0] == "# @package _global_"
+    assert head[1].startswith("# "), "says what it is"
+
+
+def test_another_method_takes_its_own_keys() -> None:
+    config = compose_config(["method=fedavg", "method.train.rounds=3", "method.evaluate=false"])
+    assert config.method.name == "fedavg"
+    assert config.method.train.rounds == 3
+    with pytest.raises(ValueError, match=r"unknown configuration key 'method.search.budget'"):
+        compose_config(["method=fedavg", "method.search.budget=3"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.alfa=1", "unknown configuration key 'data.alfa'; did you mean 'data.alpha'?"),
+        ("+data.alfa=1", "unknown configuration key 'data.alfa'; did you mean 'data.alpha'?"),
+        ("++data.alfa=1", "unknown configuration key 'data.alfa'; did you mean 'data.alpha'?"),
+        ("+alpha=1", "unknown configuration key 'alpha'"),
+        ("method.train.clients_per_rounds=3", "did you mean 'method.train.clients_per_round'?"),
+        ("executor.failures.polcy=stop", "did you mean 'executor.failures.policy'?"),
+        ("experiment=fedoras_cifar11", "no such preset; did you mean 'fedoras_cifar10'?"),
+        ("method=fedavgg", "no such method; did you mean 'fedavg'?"),
+        ("seed=one", "one"),
+        ("data=3", "data"),
+        ("data.alpha", "'data.alpha' is not of the form key=value"),
+        ("executor.chunk_size=0", "executor.chunk_size=0: must be at least 1"),
+        ("checkpoint.every=0", "checkpoint.every=0: must be at least 1"),
+        ("tiers.count=0", "tiers.count=0: must be at least 1"),
+        ("tiers.shares=[.5,", "tiers.shares"),
+        ("data.alpha=${nowhere}", "nowhere"),
+    ],
+)
+def test_a_bad_override_is_one_clear_line(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=r"\w") as refusal:
+        compose_config([override])
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value).strip()
+
+
+def test_free_mappings_take_new_keys() -> None:
+    assert compose_config(["+space.options.depth=3"]).space.options == {"depth": 3}
+
+
+# -- what a run stored -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", [*experiments(), "method=fedavg"])
+def test_a_stored_configuration_gives_the_same_again(preset: str) -> None:
+    override = preset if "=" in preset else f"experiment={preset}"
+    config = compose_config([override, "seed=5", "tiers.upper_bounds=[1e8,8e8]", "executor.failures.policy=retry"])
+    again = config_from_dict(json.loads(json.dumps(asdict(config))))
+    assert again == config
+    assert type(again.method) is type(config.method)
+
+
+def test_a_stored_configuration_of_another_version_is_refused() -> None:
+    stored = asdict(compose_config([]))
+    stored["data"]["gone"] = 1
+    with pytest.raises(ValueError, match=r"does not fit this version: .*gone"):
+        config_from_dict(stored)
+    stored = asdict(compose_config([]))
+    stored["method"]["name"] = "fedprox"
+    with pytest.raises(ValueError, match=r"method 'fedprox' is unknown: known are fedoras"):
+        config_from_dict(stored)
+
+
+def test_a_resumed_run_may_change_where_it_runs() -> None:
+    config = compose_config(["experiment=fedoras_digits"])
+    changes = ["executor.kind=serial", "executor.actors=1", "ray.num_cpus=1", "executor.failures.policy=tolerate"]
+    changed = change_stored(config, changes)
+    assert (changed.executor.kind, changed.executor.actors, changed.ray.num_cpus) == ("serial", 1, 1)
+    assert changed.executor.failures.policy == "tolerate"
+    assert (changed.method, changed.data, changed.tiers) == (config.method, config.data, config.tiers)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["data.alpha=2", "seed=2", "method.train.lr=1", "executor.chunk_size=2", "executor.threads=2", "+seed=2"],
+)
+def test_a_resumed_run_may_not_change_what_it_computes(override: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot change on resume.*change only executor.kind"):
+        change_stored(compose_config([]), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [("executor.kind=mpi", "must be one of"), ("ray.nodes=3", "nodes"), ("executor.actors=two", "executor.actors")],
+)
+def test_what_may_change_on_resume_is_checked_too(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        change_stored(compose_config([]), [override])
+
+
+# -- the public surface ------------------------------------------------------------------------------------------------
+
+
+def keys_of(value: Any, prefix: str = "") -> Iterator[str]:
+    """Every key with its type, depth first."""
+    for field in fields(value):
+        inner = getattr(value, field.name)
+        if is_dataclass(inner):
+            yield from keys_of(inner, f"{prefix}{field.name}.")
+        elif field.name != "method":
+            kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+            yield f"{prefix}{field.name}: {kind if kind != 'Optional' else field.type}"
+
+
+def test_the_public_surface_changes_only_on_purpose() -> None:
+    """Every configuration key that a user may have in a script; `RECORD` records the present ones."""
+    present = list(keys_of(RunConfig()))
+    for method in CONFIGS.values():
+        present += list(keys_of(method(), f"method({method().name})."))
+    text = "".join(f"{line}\n" for line in sorted(present))
+    if os.environ.get("FEDLOOM_RECORD"):
+        GOLDEN.write_text(text)
+    recorded = GOLDEN.read_text().splitlines()
+    gone = sorted(set(recorded) - set(present))
+    added = sorted(set(present) - set(recorded))
+    assert not gone, (
+        f"keys are gone or have another type, which breaks users' scripts: {gone}; if meant, record: {RECORD}"
+    )
+    assert not added, f"new keys: {added}; if meant: {RECORD}"
