@@ -27,7 +27,7 @@ class DataConfig:
     """Keep this many test samples, stratified by class; None keeps all."""
     num_clients: int = 40
     alpha: float = 1.0
-    """Concentration of the clients' label distributions: Dirichlet(alpha * class prior)."""
+    """Concentration of the clients' label distributions: Dirichlet(alpha) per class."""
     validation_share: float = 0.1
     """Share of every client's training samples that becomes its validation set."""
     augment: str = "none"

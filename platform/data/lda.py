@@ -1,7 +1,10 @@
 """Latent Dirichlet allocation of labels to clients with equal client sizes (Hsu, Qi and Brown 2019).
 
-Each client has a label distribution q_k ~ Dirichlet(alpha * prior) and draws samples without replacement by it. All
-clients draw at the same time, one sample per step, so that none is left with what the others did not want.
+Each client has a label distribution q_k ~ Dirichlet and draws samples without replacement by it. All clients draw at
+the same time, one sample per step, so that none is left with what the others did not want.
+
+alpha is the concentration per class, as in the published figures of this field (Flower's partitions, and most papers'
+"Dirichlet(alpha)"); Hsu et al. write alpha * prior, the same family, whose alpha is larger by the number of classes.
 """
 
 from dataclasses import dataclass
@@ -18,13 +21,14 @@ SMALLEST_MASS = 1e-300
 def label_distributions(
     alpha: float, prior: npt.NDArray[np.floating], num_clients: int, rng: np.random.Generator
 ) -> FloatArray:
-    """The clients' label distributions (num_clients, C): rows drawn from Dirichlet(alpha * prior), prior summing to 1.
+    """The clients' label distributions (num_clients, C): rows drawn from Dirichlet(alpha * C * prior).
 
-    Classes whose prior is 0 have probability 0.
+    For equally frequent classes that is the symmetric Dirichlet(alpha). `prior` sums to 1 over the C classes; classes
+    whose prior is 0 have probability 0.
     """
     present = np.flatnonzero(prior)
     weights = prior[present] / prior[present].sum()
-    drawn = rng.dirichlet(np.maximum(alpha * weights, np.finfo(np.float64).tiny), num_clients)
+    drawn = rng.dirichlet(np.maximum(alpha * len(present) * weights, np.finfo(np.float64).tiny), num_clients)
     total = drawn.sum(axis=1)
     # For very small alpha a row can underflow; the limit of the Dirichlet there is all mass on one class of the prior.
     broken = np.flatnonzero(~(np.isfinite(total) & (total > 0.5)))

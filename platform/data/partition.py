@@ -36,7 +36,7 @@ def prepare_partition(config: DataConfig, dataset: Dataset, seed: int) -> Path:
     check(config)
     _check_enough(config, dataset)
     generator: Fields = {
-        "name": "lda",
+        "name": "lda_per_class",
         "num_clients": config.num_clients,
         "alpha": float(config.alpha),
         "validation_share": float(config.validation_share),
