@@ -1,7 +1,8 @@
 """Which client actors there are: how many, with which CPUs and share of a GPU, for which tiers."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedloom.platform.config import ExecutorConfig
 from fedloom.tiers.tier import Tier
@@ -40,6 +41,25 @@ def plan_lanes(config: ExecutorConfig, tiers: Sequence[Tier], resources: Mapping
         return [Lane("clients", wanted, num_cpus, 0.0)]
     counts = _grow(tiers, cpus, gpus)
     return [Lane(t.name, n, t.num_cpus, t.num_gpus, (t.name,)) for t, n in zip(tiers, counts, strict=True)]
+
+
+CPU_UNIT = 1e-4
+"""Ray counts CPUs in these units."""
+
+
+def resident_lane(lane: Lane, cpus: float, num_clients: int) -> Lane:
+    """The lane with so few CPUs per actor that one for each client, and one for the server's data, fit into `cpus`.
+
+    The CPUs of an actor are Ray's bookkeeping: fewer mean that clients share them, not that results differ.
+    Raises ValueError if there are more clients than Ray can count fractions for.
+    """
+    share = math.floor(cpus / (num_clients + 1) / CPU_UNIT) * CPU_UNIT
+    if share < CPU_UNIT:
+        raise ValueError(
+            f"executor.resident: {num_clients} clients with an actor each do not fit into {cpus:g} CPUs: "
+            "set executor.resident=false"
+        )
+    return replace(lane, num_cpus=min(lane.num_cpus, round(share, 4)))
 
 
 def _grow(tiers: Sequence[Tier], cpus: float, gpus: float) -> list[int]:

@@ -42,6 +42,8 @@ class Member:
     lane: Lane
     answer: Any
     about: About | None = None
+    started_s: float = field(default_factory=time.monotonic)
+    """When its start was asked for."""
 
 
 @dataclass
@@ -100,10 +102,12 @@ class ActorPool:
         self._spec_ref = ray.put(spec)
         self.idle: dict[str, list[Member]] = {name: [] for name in self.lanes}
         self.members: list[Member] = []
+        self._shared: tuple[str, Any] | None = None
         if not resident:
             for lane in lanes:
                 self.idle[lane.name] = [self._start(lane) for _ in range(lane.actors)]
-            self._check_sources()
+            for member in self.members:
+                self._about(member)
 
     def _start(self, lane: Lane) -> Member:
         remote = RemoteClient.options(num_cpus=lane.num_cpus, num_gpus=lane.num_gpus, max_restarts=0)
@@ -115,6 +119,7 @@ class ActorPool:
     def _about(self, member: Member) -> About:
         if member.about is None:
             member.about = ray.get(member.answer, timeout=START_TIMEOUT_S)
+            _check_source(member.about)
         return member.about
 
     def _known(self, member: Member) -> About | None:
@@ -126,29 +131,31 @@ class ActorPool:
                 return None
         return member.about
 
-    def _check_sources(self) -> None:
-        own = source_hash()
-        for member in self.members:
-            about = self._about(member)
-            if about.source_hash != own:
-                raise RuntimeError(
-                    f"node {about.node} runs fedloom source {about.source_hash}, the server {own}: install the same "
-                    "version on every node"
-                )
-
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
-        """See `Executor.run`."""
-        reference = ray.put(to_arrays(weights.tensors))
+        """See `Executor.run`; the first chunks are on their way when this returns."""
+        reference = self._share(weights)
         waiting: Waiting = {}
         for index, chunk in enumerate(chunks):
             waiting.setdefault(self._lane_of(chunk), deque()).append(Job(index, chunk))
         running: Running = {}
+        self._dispatch(waiting, running, reference, weights.version)
+        return self._results(len(chunks), waiting, running, reference, weights.version)
+
+    def _results(
+        self, num_chunks: int, waiting: Waiting, running: Running, reference: Any, version: str
+    ) -> Iterator[ChunkResult]:
         finished: Finished = {}
-        for index in range(len(chunks)):
+        for index in range(num_chunks):
             while index not in finished:
-                self._dispatch(waiting, running, reference, weights.version)
+                self._dispatch(waiting, running, reference, version)
                 self._collect(waiting, running, finished)
             yield finished.pop(index)
+
+    def _share(self, weights: SharedWeights) -> Any:
+        """The weights' reference in the object store; a search reads the same ones in every generation."""
+        if self._shared is None or self._shared[0] != weights.version:
+            self._shared = (weights.version, ray.put(to_arrays(weights.tensors)))
+        return self._shared[1]
 
     def _lane_of(self, chunk: Chunk) -> str:
         if self.resident:
@@ -179,23 +186,28 @@ class ActorPool:
             job = running.pop(reference)
             assert job.member is not None, "a running job has an actor"
             try:
+                self._about(job.member)
                 result = unpack(ray.get(reference))
             except RayError as error:
-                self._recover(job, error, waiting, finished)
+                self._recover(job, str(error), waiting, finished)
                 continue
             self.idle[job.member.lane.name].append(job.member)
             finished[job.index] = with_timed_out(result, job)
         for reference, job in list(running.items()):
-            if self._hangs(job):
+            if self._never_starts(job):
+                del running[reference]
+                text = f"it did not start within {START_TIMEOUT_S:g} s (no free CPUs, or a node that cannot run it)"
+                self._recover(job, text, waiting, finished)
+            elif self._hangs(job):
                 del running[reference]
                 self._give_up_client(job, waiting, finished)
 
-    def _recover(self, job: Job, error: RayError, waiting: Waiting, finished: Finished) -> None:
+    def _recover(self, job: Job, error: str, waiting: Waiting, finished: Finished) -> None:
         member = self._replace(job)
         who = ", ".join(_who(a) for a in job.chunk.assignments)
         about = self._known(member)
         where = f"node {about.node} (pid {about.pid})" if about else "an unknown node"
-        cause = " ".join(str(error).split())[:400]
+        cause = " ".join(error.split())[:400]
         logger.warning("a client actor on %s ended while it worked on %s: %s", where, who, cause)
         if job.attempts < self.actor_attempts:
             waiting[member.lane.name].appendleft(job)
@@ -210,6 +222,11 @@ class ActorPool:
         self.members.remove(old)
         self.idle[old.lane.name].append(self._start(old.lane))
         return old
+
+    def _never_starts(self, job: Job) -> bool:
+        member = job.member
+        assert member is not None, "a running job has an actor"
+        return self._known(member) is None and time.monotonic() - member.started_s >= START_TIMEOUT_S
 
     def _hangs(self, job: Job) -> bool:
         """Whether the job's present client has been at work for longer than allowed."""
@@ -254,6 +271,16 @@ class ActorPool:
             ray.kill(member.actor)
         self.members.clear()
         self.idle.clear()
+        self._shared = None
+
+
+def _check_source(about: About) -> None:
+    own = source_hash()
+    if about.source_hash != own:
+        raise RuntimeError(
+            f"node {about.node} runs fedloom source {about.source_hash}, the server {own}: install the same "
+            "version on every node"
+        )
 
 
 def _who(assignment: Assignment) -> str:

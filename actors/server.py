@@ -8,7 +8,7 @@ import ray
 import torch
 
 from fedloom.actors.client import WATCH
-from fedloom.actors.placement import plan_lanes
+from fedloom.actors.placement import plan_lanes, resident_lane
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
 from fedloom.platform.config import RunConfig
@@ -22,6 +22,8 @@ def make_pool(world: World) -> ActorPool:
     executor = world.config.executor
     resources = ray.available_resources()  # type: ignore[no-untyped-call]
     lanes = plan_lanes(executor, world.tiers, resources)
+    if executor.resident:
+        lanes = [resident_lane(lanes[0], resources.get("CPU", 0.0), world.num_clients)]
     return ActorPool(
         world.spec,
         lanes,

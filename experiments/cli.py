@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.experiments.exit_codes import CONFIGURATION, INTERRUPTED, OK, of_run_end
+from fedloom.experiments.exit_codes import CONFIGURATION, INFRASTRUCTURE, INTERRUPTED, OK, of_run_end
 
 DESCRIPTION = """Federated architecture search across unequal devices.
 
@@ -20,6 +20,8 @@ DESCRIPTION = """Federated architecture search across unequal devices.
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, runs the command and exits with its code."""
+    # A user's own rules and spaces lie where the command is started; Ray's workers search the driver's path, too.
+    sys.path.append(os.getcwd())
     parser = build_parser()
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="fedloom: %(message)s")
@@ -27,12 +29,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = args.command(args)
     except ValueError as error:
         code = _refuse(error)
+    except BrokenPipeError:
+        _stop_printing()
+        code = OK
     except ConnectionError as error:
         sys.stderr.write(f"fedloom: {error}\n")
         code = CONFIGURATION
+    except OSError as error:
+        sys.stderr.write(f"fedloom: {' '.join(str(error).split())}\n")
+        code = INFRASTRUCTURE
     except KeyboardInterrupt:
         code = INTERRUPTED
     sys.exit(code)
+
+
+def _stop_printing() -> None:
+    # What is still buffered would fail once more when the interpreter ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+class _WhileRead:
+    """Shows a run for as long as somebody reads it: the run goes on without (`fedloom run | head`)."""
+
+    def __init__(self, view: Any) -> None:
+        self._view = view
+
+    def started(self, run_id: str) -> None:
+        self._show(self._view.started, run_id)
+
+    def round(self, progress: Any) -> None:
+        self._show(self._view.round, progress)
+
+    def end(self, end: Any, results: Path) -> None:
+        self._show(self._view.end, end, results)
+
+    def _show(self, show: Callable[..., None], *values: Any) -> None:
+        try:
+            show(*values)
+            sys.stdout.flush()
+        except (BrokenPipeError, SystemExit):  # rich makes a SystemExit of a broken pipe
+            _stop_printing()
 
 
 def _refuse(error: ValueError) -> int:
@@ -51,7 +87,12 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("overrides", nargs="*", metavar="key=value", help="experiment=NAME and whatever differs from it")
     resume = _command(commands, "resume", _resume, "continue a run from its last checkpoint")
     resume.add_argument("run", help="run id, or its beginning")
-    resume.add_argument("overrides", nargs="*", metavar="key=value", help="executor.*, ray.* and results= may differ")
+    resume.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="executor.*, ray.*, checkpoint.* and where the data is may differ",
+    )
     describe = _command(commands, "describe", _describe, "a space's size, costs and tiers")
     describe.add_argument("overrides", nargs="*", metavar="key=value", help="space=NAME (or experiment=NAME), ...")
     prepare = _command(commands, "prepare", _prepare, "prepare a data set and its partition")
@@ -117,7 +158,7 @@ def _execute(args: argparse.Namespace, config: Any, resume: str | None) -> int:
     from fedloom.experiments.launch import launch
     from fedloom.experiments.show import RunView
 
-    view = RunView(quiet=args.json)
+    view = _WhileRead(RunView(quiet=args.json))
     end = launch(config, view, resume)
     view.end(end, Path(config.results))
     return of_run_end(end.kind)

@@ -20,6 +20,7 @@ from fedloom.platform.plugins import nearest
 from fedloom.platform.results.checkpoint import check_same_config
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
+from fedloom.platform.run import FREE_ON_RESUME, free_on_resume
 
 
 def compose_config(overrides: Sequence[str]) -> RunConfig:
@@ -63,25 +64,14 @@ def stored_config(results: Path, run_id: str) -> tuple[str, RunConfig]:
     return paths.run_id, config
 
 
-FREE_ON_RESUME = (
-    "executor.kind",
-    "executor.actors",
-    "executor.client_timeout_s",
-    "executor.failures.",
-    "ray.",
-    "results",
-)
-"""What may differ when a run is resumed: where it runs, not what it computes."""
-
-
 def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """A stored configuration with overrides that do not change what is computed; ValueError for any other."""
     for override in overrides:
         key = override.partition("=")[0]
-        if not key.startswith(FREE_ON_RESUME):
+        if not free_on_resume(key):
             raise ValueError(
                 f"{key} cannot change on resume, it would be another run: start one with `fedloom run`, "
-                f"or change only {', '.join(k.rstrip('.') for k in FREE_ON_RESUME)}"
+                f"or change only {', '.join(FREE_ON_RESUME)}"
             )
     try:
         merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(list(overrides)))

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.experiments.config import compose_config
+from fedloom.platform.run_costs import measure_costs
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.world import sampled_costs, split_into_tiers
@@ -16,12 +17,12 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
     """Architectures, parameters, MACs, tier upper bounds and the share of models per tier.
 
     `space=NAME` is short for `space.name=NAME`. Parameters and MACs are those of the whole supernet, of its fixed
-    part, and of the largest path; bounds are in the unit of `tiers.cost`.
+    part, and of the largest path; bounds are in the unit of the tiers' cost.
     """
     config = compose_config([f"space.name={o[6:]}" if o.startswith("space=") else o for o in overrides])
     space = build_space(config.space)
-    macs, parameters = space.cost_table("macs"), space.cost_table("parameters")
-    cost = space.cost_table(config.tiers.cost)
+    measured, parameters = measure_costs(config.tiers, space), space.cost_table("parameters")
+    macs, cost = measured.macs, measured.budget
     tiers = split_into_tiers(config, space, cost)
     uppers = [t.upper for t in tiers]
     costs = sampled_costs(space.options, cost, config.tiers.paths)
@@ -31,7 +32,7 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
         "architectures": space.num_architectures,
         "parameters": {"fixed": int(parameters.fixed), "largest": int(parameters.largest)},
         "macs": {"fixed": int(macs.fixed), "smallest": int(macs.smallest), "largest": int(macs.largest)},
-        "tier_cost": config.tiers.cost,
+        "tier_cost": cost.measure,
         "tier_upper_bounds": uppers,
         "share_of_models": [float(s) for s in np.round(share_of_models(costs, uppers), 6)],
     }

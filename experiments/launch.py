@@ -15,7 +15,10 @@ from fedloom.platform.execution import SerialExecutor
 from fedloom.platform.loop import InterruptedRunError, RoundProgress, RunFailedError
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.results.files import check_writable
-from fedloom.platform.run import Watcher, resume_run, start_run
+from fedloom.platform.results.paths import run_paths
+from fedloom.platform.results.status import StatusFile, read_status
+from fedloom.platform.run import COSTS, Watcher, resume_run, start_run
+from fedloom.platform.run_costs import RunCosts, load_costs
 from fedloom.platform.worker import Worker
 from fedloom.platform.world import World, build_world
 
@@ -52,7 +55,7 @@ def launch(config: RunConfig, view: View, resume: str | None = None) -> RunEnd:
     """
     # Everything that can be refused is refused here, in a second, before Ray is started.
     check_writable(Path(config.results))
-    world = build_world(config)
+    world = build_world(config, _stored_costs(config, resume))
     build_stages(world)
     if config.executor.kind == "serial":
         return _serial(config, view, resume)
@@ -60,6 +63,12 @@ def launch(config: RunConfig, view: View, resume: str | None = None) -> RunEnd:
         # What the cluster cannot hold is refused here, too: the server starts by writing the run down.
         plan_lanes(config.executor, world.tiers, ray.available_resources())  # type: ignore[no-untyped-call]
         return _through_server(config, view, resume)
+
+
+def _stored_costs(config: RunConfig, resume: str | None) -> RunCosts | None:
+    if resume is None:
+        return None
+    return load_costs(run_paths(Path(config.results), config.experiment, resume).artifacts / COSTS)
 
 
 def _make_serial(world: World) -> SerialExecutor:
@@ -97,6 +106,7 @@ def _through_server(config: RunConfig, view: View, resume: str | None) -> RunEnd
         shown.update(server)
     except KeyboardInterrupt:
         end = _interrupt(server, ending, shown)
+        _write_interrupted(config, end)
     except RayError as error:
         cause = " ".join(str(error).split())[:600]
         end = RunEnd(shown.run_id, "infrastructure", f"the server actor ended: {cause}")
@@ -137,4 +147,17 @@ def _interrupt(server: Any, ending: Any, shown: _Shown) -> RunEnd:
         message = f"the present round did not end within {STOP_TIMEOUT_S:g} s and is lost"
     except (KeyboardInterrupt, RayError):
         message = "interrupted at once; the round in progress is lost"
+    # Its heartbeat would go on saying that the run is alive.
+    ray.kill(server)
     return RunEnd(shown.run_id, "interrupted", message)
+
+
+def _write_interrupted(config: RunConfig, end: RunEnd) -> None:
+    """Writes down that a run was interrupted where its server could not, if its results are on this machine."""
+    path = run_paths(Path(config.results), config.experiment, end.run_id).status
+    if end.kind != "interrupted" or not end.run_id or not path.exists():
+        return
+    last = read_status(path)
+    if last.state in ("running", "stalled", "dead"):
+        place = {"round": last.round, "rounds_total": last.rounds_total}
+        StatusFile(path).write("interrupted", stage=last.stage, message=end.message, **place)

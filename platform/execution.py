@@ -150,7 +150,10 @@ class Executor(Protocol):
     """Where the work runs."""
 
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
-        """Yields the chunks' results in the order of the chunks, whatever order they finish in."""
+        """Yields the chunks' results in the order of the chunks, whatever order they finish in.
+
+        Where work runs elsewhere, it has begun when the call returns: the caller may do something else meanwhile.
+        """
         ...
 
     def close(self) -> None:

@@ -1,20 +1,24 @@
 """The loop that owns the world: plans, executes, merges, writes rows and checkpoints, round by round."""
 
 import json
+import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fedloom.platform.averaging import WeightedSums
 from fedloom.platform.config import CheckpointConfig, ExecutorConfig, FailuresConfig
-from fedloom.platform.execution import ChunkResult, Executor, Report, SharedWeights, make_chunks
+from fedloom.platform.execution import Assignment, ChunkResult, Executor, Report, SharedWeights, make_chunks
 from fedloom.platform.recorder import Record, Recorder
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.stage import Merged, Plan, RoundResult, Row, Stage
-from fedloom.platform.state import RunState
+from fedloom.platform.state import CLIENT, RunState
 from fedloom.tiers.clock import VirtualClock
+
+logger = logging.getLogger(__name__)
 
 
 class RunFailedError(RuntimeError):
@@ -60,43 +64,70 @@ class Loop:
         self.stages, self.executor, self.recorder, self.status = stages, executor, recorder, status
         self.execution, self.checkpoint, self.deadline_s = execution, checkpoint, deadline_s
         self.watch, self.should_stop = watch, should_stop
+        self._unsaved: RunState | None = None
 
     def run(self, state: RunState) -> RunState:
-        """From any state to the end of the last stage; everything is safe on disk when it returns."""
+        """From any state to the end of the last stage; everything is safe on disk when it returns.
+
+        Raises RunFailedError, InterruptedRunError; then every finished round is in the checkpoint, as it is when
+        the user interrupts.
+        """
+        try:
+            return self._run(state)
+        except (RunFailedError, KeyboardInterrupt):
+            self._save_unsaved()
+            raise
+
+    def _run(self, state: RunState) -> RunState:
         while state.stage < len(self.stages):
             stage = self.stages[state.stage]
             if state.round == 0:
-                state = stage.begin(state)
+                with stage_work(stage.name, 0):
+                    state = stage.begin(state)
             while (left := stage.rounds_left(state)) > 0:
                 state = self._round(stage, state, left)
-            ended = stage.end(state)
+            with stage_work(stage.name, state.round):
+                ended = stage.end(state)
             place = {"stage": stage.name, "round": state.round}
             state = replace(ended.state, stage=state.stage + 1, round=0)
             self.recorder.submit(Record(rows_of(ended, place), [(place, m) for m in ended.models], state))
+            self._unsaved = None
         self.recorder.wait()
         return state
 
     def _round(self, stage: Stage, state: RunState, left: int) -> RunState:
         started = time.perf_counter()
         self.status.write(stage=stage.name, round=state.round, rounds_total=state.round + left)
-        plan = stage.plan(state)
+        with stage_work(stage.name, state.round):
+            plan = stage.plan(state)
         result = self._execute(plan, state)
         clients = [r for r in result.reports if r.client_id is not None]
         client_rows: list[Row] = [("clients", client_row(stage.name, state.round, report)) for report in clients]
         self._check_failures(stage.name, state.round, result.reports, client_rows)
-        merged = stage.merge(state, plan, result)
-        times_s = [r.simulated_s for r in clients]
-        clock, simulated_s = VirtualClock(state.simulated_s).after_round(times_s, self.deadline_s)
+        with stage_work(stage.name, state.round):
+            merged = stage.merge(state, plan, result)
+            times_s = [r.simulated_s for r in clients]
+            clock, simulated_s = VirtualClock(state.simulated_s).after_round(times_s, self.deadline_s)
         row = round_row(stage.name, state.round, clients, plan, time.perf_counter() - started, simulated_s)
         kept = {r.client_id: r.state for r in clients if r.client_id is not None and r.state is not None}
         after = replace(merged.state.with_client_states(kept), round=state.round + 1, simulated_s=clock.now_s)
         stop = self.should_stop()
         save = stop or after.round % self.checkpoint.every == 0
+        # Rows must not be on disk twice after a resume: in between, the checkpoint before them is the one to keep.
+        self._unsaved = None
         self._record(merged, [*client_rows, ("rounds", row)], after if save else None, progress_of(row, left))
+        self._unsaved = None if save else after
         if stop:
             self.recorder.wait()
             raise InterruptedRunError(f"stopped after round {state.round} of {stage.name}")
         return after
+
+    def _save_unsaved(self) -> None:
+        """Checkpoints the last finished round if that is due only later (`checkpoint.every`)."""
+        if self._unsaved is not None:
+            self.recorder.submit(Record((), (), self._unsaved))
+            self.recorder.wait()
+            self._unsaved = None
 
     def _record(self, merged: Merged, rows: Sequence[Row], saved: RunState | None, progress: RoundProgress) -> None:
         place = {"stage": progress.stage, "round": progress.round}
@@ -107,18 +138,24 @@ class Loop:
     def _execute(self, plan: Plan, state: RunState) -> RoundResult:
         failures = self.execution.failures
         attempts = failures.attempts if failures.policy == "retry" else 1
-        chunks = make_chunks(plan.assignments, plan.chunk_size or self.execution.chunk_size, attempts)
+        chunks = make_chunks(
+            with_own_states(plan.assignments, state), plan.chunk_size or self.execution.chunk_size, attempts
+        )
         weights = SharedWeights(state.weights(plan.bag), state.version(plan.bag))
-        return merge_chunks(self.executor.run(chunks, weights), self.status.beat)
+        results = self.executor.run(chunks, weights)
+        self.recorder.start()
+        return merge_chunks(results, self.status.beat)
 
     def _check_failures(self, stage: str, round_: int, reports: Sequence[Report], rows: Sequence[Row]) -> None:
-        failed = [r for r in reports if r.status == "failed" or (r.status == "timed_out" and r.simulated_s == 0.0)]
+        failed = [r for r in reports if counts_as_failed(r)]
         if not failed:
             return
         clients = [r for r in reports if r.client_id is not None]
         server = next((r for r in failed if r.client_id is None), None)
         if server is None and allowed(self.execution.failures, len(failed), len(clients)):
             return
+        # First, as a checkpoint stands for all rows before it.
+        self._save_unsaved()
         # The round does not count, but its rows are there to be looked at; a resumed run replaces them.
         self.recorder.submit(Record(rows))
         self.recorder.wait()
@@ -129,6 +166,35 @@ class Loop:
             f"{stage}, round {round_}: {who} failed: {first.error} [{len(failed)} of {len(reports)} failed; policy "
             f"{policy.policy}, at most {policy.max_share:.0%}; their rows and tracebacks are in the table clients]"
         )
+
+
+@contextmanager
+def stage_work(stage: str, round_: int) -> Iterator[None]:
+    """Tells a value that a stage cannot work with in mid-run from a configuration that is refused."""
+    try:
+        yield
+    except ValueError as error:
+        logger.info("the server's work failed", exc_info=True)
+        raise RunFailedError(f"{stage}, round {round_}: {error}") from error
+
+
+def with_own_states(assignments: Iterable[Assignment], state: RunState) -> Iterable[Assignment]:
+    """The assignments with what their clients kept from their last work, where the stage gave them nothing."""
+    if not any(name.startswith(CLIENT) for name in state.bags):
+        return assignments
+    return [
+        replace(a, state=state.client_state(a.client_id)) if a.client_id is not None and a.state is None else a
+        for a in assignments
+    ]
+
+
+def counts_as_failed(report: Report) -> bool:
+    """Whether the failure policy counts this client: it failed, or gave no answer in real time.
+
+    Such a client (`executor.client_timeout_s`) tells nothing, so it has no simulated time; one that is only over the
+    simulated deadline has one, and did nothing wrong.
+    """
+    return report.status == "failed" or (report.status == "timed_out" and report.simulated_s == 0.0)
 
 
 def rows_of(merged: Merged, place: Mapping[str, Any]) -> list[Row]:
@@ -166,7 +232,7 @@ def without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
 def client_row(stage: str, round_: int, report: Report) -> dict[str, Any]:
     """A planned client's one row of the table `clients`."""
     figures = {name: getattr(report, name) for name in CLIENT_COLUMNS}
-    return {"stage": stage, "round": round_, **figures, "macs": int(report.macs)}
+    return without_nan({"stage": stage, "round": round_, **figures, "macs": int(report.macs)})
 
 
 CLIENT_COLUMNS = tuple(f.name for f in fields(Report) if f.name not in ("measurements", "state", "macs"))
@@ -183,7 +249,7 @@ def round_row(
         "round": round_,
         "clients_planned": len(clients),
         "clients_ok": len(ok),
-        "clients_failed": sum(r.status == "failed" for r in clients),
+        "clients_failed": sum(counts_as_failed(r) for r in clients),
         "loss": _mean([(r.loss, r.samples) for r in ok]),
         "metric": _mean([(r.metric, r.samples) for r in ok]),
         "bytes_down": sum(r.bytes_down for r in clients),

@@ -35,15 +35,26 @@ class Recorder:
         """`config` goes into every checkpoint: it must not be resumed with another."""
         self.writer, self.config, self.saved = writer, config or {}, saved
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
+        self._waiting: Record | None = None
         self._pending: Future[None] | None = None
 
     def submit(self, record: Record) -> None:
         """Hands over a round, once the one before it is safe; raises what went wrong with that one."""
         self.wait()
-        self._pending = self._thread.submit(self._record, record)
+        self._waiting = record
+
+    def start(self) -> None:
+        """Begins to write what was handed over.
+
+        Called when the next round's work is on its way: two threads of one interpreter would only hold each other up.
+        """
+        if self._waiting is not None:
+            record, self._waiting = self._waiting, None
+            self._pending = self._thread.submit(self._record, record)
 
     def wait(self) -> None:
         """Returns when everything handed over is safe; raises what went wrong."""
+        self.start()
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()

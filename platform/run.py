@@ -1,8 +1,9 @@
 """One run from its configuration to its last row, with any executor; also from its last checkpoint."""
 
 import json
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -21,11 +22,13 @@ from fedloom.platform.recorder import Recorder, restored_state
 from fedloom.platform.results.checkpoint import Saved, check_same_config, load_checkpoint, stored_bags
 from fedloom.platform.results.files import check_writable, write_atomically
 from fedloom.platform.results.paths import RunPaths, new_run_id, run_paths
-from fedloom.platform.results.status import Heartbeat, StatusFile, read_status
+from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState, read_status
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.run_costs import RunCosts, load_costs, store_costs
 from fedloom.platform.state import RunState
 from fedloom.platform.world import World, build_world
+
+logger = logging.getLogger(__name__)
 
 MakeExecutor = Callable[[World], Executor]
 """Starts the workers of a run."""
@@ -95,15 +98,32 @@ def _check_not_running(paths: RunPaths) -> None:
         )
 
 
-WHERE = ("results", "ray", "checkpoint")
-WHERE_EXECUTOR = ("kind", "actors", "client_timeout_s", "failures")
+FREE_ON_RESUME = (
+    "executor.kind",
+    "executor.actors",
+    "executor.client_timeout_s",
+    "executor.failures",
+    "ray",
+    "checkpoint",
+    "data.root",
+    "data.cache",
+    "data.download",
+)
+"""What may be changed when a run is resumed: where and how safely it runs, not what it computes."""
 
 
-def what_is_computed(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration without what says where and how safely a run runs: that may differ when it is resumed."""
-    executor = {name: value for name, value in config["executor"].items() if name not in WHERE_EXECUTOR}
-    data = {name: value for name, value in config["data"].items() if name not in ("root", "cache", "download")}
-    return {**{n: v for n, v in config.items() if n not in WHERE}, "executor": executor, "data": data}
+def free_on_resume(key: str) -> bool:
+    """Whether a configuration key, such as `ray.num_cpus`, may be changed when a run is resumed."""
+    return any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME)
+
+
+def what_is_computed(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The configuration without what may differ when it is resumed; the results may have been moved, too."""
+    return {
+        name: what_is_computed(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if f"{prefix}{name}" != "results" and not free_on_resume(f"{prefix}{name}")
+    }
 
 
 def _go(
@@ -137,10 +157,10 @@ def _go(
         )
         loop.run(state)
     except (InterruptedRunError, KeyboardInterrupt) as error:
-        _finish(recorder, status, "interrupted", str(error))
+        _finish_broken(recorder, status, "interrupted", str(error))
         raise
     except Exception as error:
-        _finish(recorder, status, "failed", str(error))
+        _finish_broken(recorder, status, "failed", str(error))
         raise
     else:
         _finish(recorder, status, "done", "")
@@ -151,11 +171,23 @@ def _go(
         close_log(log)
 
 
-def _finish(recorder: Recorder, status: StatusFile, state: str, message: str) -> None:
-    recorder.close()
-    recorder.writer.close()
-    recorder.writer.update_run(status=state, ended=datetime.now(UTC), error=message or None)
-    status.write(state, message=message)  # type: ignore[arg-type]
+def _finish_broken(recorder: Recorder, status: StatusFile, state: WrittenState, message: str) -> None:
+    try:
+        _finish(recorder, status, state, message)
+    except (OSError, ValueError) as error:
+        # The caller is told of what broke the run, not of what came after it.
+        logger.error("the end of the run could not be written down: %s", error)
+
+
+def _finish(recorder: Recorder, status: StatusFile, state: WrittenState, message: str) -> None:
+    written: WrittenState = "failed" if state == "done" else state
+    try:
+        recorder.close()
+        recorder.writer.close()
+        recorder.writer.update_run(status=state, ended=datetime.now(UTC), error=message or None)
+        written = state
+    finally:
+        status.write(written, message=message)
 
 
 def _run_row(config: RunConfig, world: World) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Which clients take part in a round: uniform among the eligible ones that are available."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,11 @@ DRAWS_PER_CLIENT = 50
 
 @dataclass(frozen=True)
 class Cohort:
-    """The selected clients in ascending order, with the probability that each had, and the reason."""
+    """The selected clients in ascending order, with the probability that each had, and the reason.
+
+    The probability is NaN (null in the tables) where devices may be unavailable: it then depends on who else is
+    available, which is not asked of every registered client.
+    """
 
     client_ids: tuple[int, ...]
     probability: float
@@ -28,10 +33,10 @@ def select_uniform(
     """
     population = len(eligible)
     wanted = min(size, population)
-    probability = wanted / population if population else 0.0
     if available is None:
         # Floyd's method inside numpy: no permutation of all registered clients.
         chosen = rng.choice(population, size=wanted, replace=False, shuffle=False) if wanted else np.empty(0, np.int64)
+        probability = wanted / population if population else 0.0
         return Cohort(tuple(sorted(int(eligible[i]) for i in chosen)), probability, "uniform")
     seen: set[int] = set()
     taken: list[int] = []
@@ -43,4 +48,4 @@ def select_uniform(
             seen.add(place)
             if available(int(eligible[place])):
                 taken.append(int(eligible[place]))
-    return Cohort(tuple(sorted(taken)), probability, "uniform among available")
+    return Cohort(tuple(sorted(taken)), math.nan, "uniform among available")

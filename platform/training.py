@@ -155,7 +155,7 @@ def train_locally(
     sizes: list[int] = []
     for index in batch_indices(len(y), local.batch_size, local.epochs, generator):
         place = index.to(x.device)
-        x_B, y_B = x[place], y[place]
+        x_B, y_B = x.index_select(0, place), y.index_select(0, place)
         if local.augment:
             x_B = augment_crop_flip(x_B, generator)
         logits = forward(x_B)

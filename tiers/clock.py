@@ -30,17 +30,6 @@ def client_time_s(
     return down_s + compute_s + bytes_up / profile.up_bytes_per_s
 
 
-def arrival_order(client_times_s: Sequence[float], deadline_s: float | None = None) -> tuple[int, ...]:
-    """Positions of the clients that finish by the deadline, in the order of their simulated time, then of the plan.
-
-    Raises ValueError for a negative or undefined time and for a deadline that is not positive.
-    """
-    _check_times(client_times_s, deadline_s)
-    limit_s = math.inf if deadline_s is None else deadline_s
-    on_time = [i for i, time_s in enumerate(client_times_s) if time_s <= limit_s and time_s < math.inf]
-    return tuple(sorted(on_time, key=lambda i: client_times_s[i]))  # stable: ties stay in plan order
-
-
 @dataclass(frozen=True)
 class VirtualClock:
     """Simulated seconds since the run began; a value, so that a checkpoint holds it and real time never enters."""

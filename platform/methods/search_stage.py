@@ -1,5 +1,6 @@
 """Stage 2 of FedorAS: per tier, a search over paths of the trained supernet; scored centrally or by clients."""
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from fedloom.platform.stage import Merged, Plan, RoundResult, Row
 from fedloom.platform.state import RunState
 from fedloom.platform.tasks import ScorePaths, architecture_id, parse_architecture
 from fedloom.platform.world import SERVER, World
+
+logger = logging.getLogger(__name__)
 
 WINNERS = "winners"
 CLIENT_SCORES = "client_scores"
@@ -177,6 +180,9 @@ class TierSearchStage:
         """The winner, and every candidate as a row, marked if it is on the final front."""
         history = self._searcher(state).history
         feasible = [s for s in history if s.feasible]
+        if len(history) < self.budget:
+            # A small tier, or a sampler that finds nothing new in it: no mistake, but fewer than the figures suggest.
+            logger.warning("%s: the search asked for %d models and found %d", self.tier.name, self.budget, len(history))
         rows = self._candidate_rows(history)
         if feasible:
             winners = {**state.data.get(WINNERS, {}), self.tier.name: architecture_id(winner(feasible).architecture)}

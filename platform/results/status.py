@@ -5,6 +5,7 @@ import os
 import platform
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -85,7 +86,9 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while not self._stopped.wait(self._every_s):
-            self._status.beat()
+            # A full disk must not end the thread: once there is room, the run is seen to be alive again.
+            with suppress(OSError):
+                self._status.beat()
 
     def stop(self) -> None:
         """Ends the thread; the status file may then be written for good."""

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from fedloom.actors.client import About
-from fedloom.actors.placement import plan_lanes
+from fedloom.actors.placement import plan_lanes, resident_lane
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
 from fedloom.experiments.launch import NoView, launch
@@ -37,6 +37,8 @@ def run_on_actors(config: RunConfig, pool: type[ActorPool] = ActorPool) -> tuple
 
     def make(world: World) -> ActorPool:
         lanes = plan_lanes(config.executor, world.tiers, ray.cluster_resources())
+        if config.executor.resident:
+            lanes = [resident_lane(lanes[0], ray.cluster_resources()["CPU"], world.num_clients)]
         pools.append(pool(world.spec, lanes, resident=config.executor.resident))
         return pools[0]
 
@@ -87,7 +89,6 @@ def test_a_killed_actor_changes_nothing(tiny: Tiny, assert_same_run: Same, caplo
 def test_resident_actors_give_the_same_bits(tiny: Tiny, assert_same_run: Same) -> None:
     changes = ["executor.chunk_size=1", "data.num_clients=6", "method.train.clients_per_round=4"]
     changes += ["method.finetune.clients_per_round=2", "method.rand_init.clients_per_round=2"]
-    changes += ["tiers.num_cpus=[0.2,0.2]"]
     config = tiny(*changes)
     serial = run_serially(config)
     resident, pool = run_on_actors(replace(config, executor=replace(config.executor, actors=1, resident=True)))

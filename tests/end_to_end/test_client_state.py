@@ -52,7 +52,7 @@ class Counting:
 
     def plan(self, state: RunState) -> Plan:
         clients = [(i + state.round) % CLIENTS for i in range(CLIENTS)]  # another order, another actor
-        tasks = [Assignment(self.name, state.round, c, "tier1", Count(), state=state.client_state(c)) for c in clients]
+        tasks = [Assignment(self.name, state.round, c, "tier1", Count()) for c in clients]
         return Plan(tasks, "nothing")
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:

@@ -202,3 +202,29 @@ def test_an_actor_of_other_source_is_refused(
     monkeypatch.setattr("fedloom.actors.pool.source_hash", lambda: "another")
     with pytest.raises(RuntimeError, match=r"runs fedloom source .* the server another: install the same version"):
         ActorPool(spec, [Lane("clients", 1, 0.0, 0.0)])
+
+
+def test_an_actor_that_can_never_start_is_a_failed_client(
+    spec: WorkerSpec, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedloom.actors.pool.START_TIMEOUT_S", 0.5)
+    pool = ActorPool(spec, [Lane("clients", 1, 99.0, 0.0)], resident=True, actor_attempts=2)
+    try:
+        (report,) = reports_of(run(pool, planned([Adds(1.0)]), 1))
+        assert report.status == "failed"
+        assert "ended 2 times" in report.error
+        assert "did not start within 0.5 s" in report.error
+    finally:
+        pool.close()
+
+
+def test_an_actor_that_is_made_later_is_checked_too(
+    spec: WorkerSpec, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedloom.actors.pool.source_hash", lambda: "another")
+    pool = ActorPool(spec, [Lane("clients", 1, 0.0, 0.0)], resident=True)
+    try:
+        with pytest.raises(RuntimeError, match=r"runs fedloom source .* the server another"):
+            run(pool, planned([Adds(1.0)]), 1)
+    finally:
+        pool.close()

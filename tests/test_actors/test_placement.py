@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedloom.actors.placement import Lane, plan_lanes
+from fedloom.actors.placement import Lane, plan_lanes, resident_lane
 from fedloom.platform.config import ExecutorConfig
 from fedloom.tiers.tier import Tier, make_tiers
 
@@ -60,6 +60,20 @@ def test_lanes_grow_only_while_cpus_last() -> None:
 def test_thirds_fill_a_gpu_in_spite_of_rounding() -> None:
     lanes = plan_lanes(ANY, tiers([1 / 3, 1 / 3, 1 / 3]), {"CPU": 9.0, "GPU": 1.0})
     assert [lane.actors for lane in lanes] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "clients", "share"), [(2.0, 1, 1.0), (2.0, 6, 0.2857), (64.0, 3, 1.0), (1.0, 99, 0.01)]
+)
+def test_resident_actors_share_the_cpus_when_there_are_more_of_them(cpus: float, clients: int, share: float) -> None:
+    lane = resident_lane(Lane("clients", 2, 1.0, 0.0), cpus, clients)
+    assert lane == Lane("clients", 2, share, 0.0)
+    assert lane.num_cpus * (clients + 1) <= cpus + 1e-9
+
+
+def test_more_resident_actors_than_ray_can_count_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"100000 clients with an actor each do not fit into 2 CPUs"):
+        resident_lane(Lane("clients", 2, 1.0, 0.0), 2.0, 100_000)
 
 
 def test_missing_gpus_are_refused_with_the_numbers() -> None:

@@ -116,3 +116,39 @@ def test_sizes_for_people(value: float, text: str) -> None:
 @pytest.mark.parametrize(("value", "text"), [(0.4, "0:00"), (125, "2:05"), (3_725, "1:02:05")])
 def test_times_for_people(value: float, text: str) -> None:
     assert as_time(value) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (OSError(28, "No space left on device"), 4, "fedloom: [Errno 28] No space left on device\n"),
+        (ConnectionError("no cluster at x"), 2, "fedloom: no cluster at x\n"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line_and_an_exit_code(
+    error: OSError, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_status", fail)
+    with pytest.raises(SystemExit) as ending:
+        cli.main(["status"])
+    assert (ending.value.code, capsys.readouterr().err) == (code, line)
+
+
+def test_a_run_that_nobody_reads_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    silenced: list[int] = []
+    monkeypatch.setattr(cli, "_stop_printing", lambda: silenced.append(1))
+
+    class Closed:
+        def started(self, run_id: str) -> None:
+            raise BrokenPipeError
+
+        def round(self, progress: object) -> None:
+            raise SystemExit(1)
+
+    view = cli._WhileRead(Closed())
+    view.started("run")
+    view.round(None)
+    assert len(silenced) == 2

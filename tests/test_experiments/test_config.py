@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fedloom.experiments.config import change_stored, compose_config, config_fro
 from fedloom.experiments.presets import CONF, experiments
 from fedloom.platform.config import RunConfig
 from fedloom.platform.methods.registry import CONFIGS
+from fedloom.platform.run import what_is_computed
 
 GOLDEN = Path(__file__).with_name("configuration_keys.txt")
 RECORD = "FEDLOOM_RECORD=1 .venv/bin/pytest tests/test_experiments/test_config.py -k public_surface"
@@ -119,12 +120,25 @@ def test_a_resumed_run_may_change_where_it_runs() -> None:
     changed = change_stored(config, changes)
     assert (changed.executor.kind, changed.executor.actors, changed.ray.num_cpus) == ("serial", 1, 1)
     assert changed.executor.failures.policy == "tolerate"
+    elsewhere = change_stored(config, ["data.root=/data", "checkpoint.every=5"])
+    assert (elsewhere.data.root, elsewhere.checkpoint.every) == ("/data", 5)
+    assert what_is_computed(asdict(elsewhere)) == what_is_computed(asdict(config))
+    assert what_is_computed(asdict(replace(config, results="moved"))) == what_is_computed(asdict(config))
+    assert what_is_computed(asdict(replace(config, seed=2))) != what_is_computed(asdict(config))
     assert (changed.method, changed.data, changed.tiers) == (config.method, config.data, config.tiers)
 
 
 @pytest.mark.parametrize(
     "override",
-    ["data.alpha=2", "seed=2", "method.train.lr=1", "executor.chunk_size=2", "executor.threads=2", "+seed=2"],
+    [
+        "data.alpha=2",
+        "seed=2",
+        "method.train.lr=1",
+        "executor.chunk_size=2",
+        "executor.threads=2",
+        "+seed=2",
+        "results=x",
+    ],
 )
 def test_a_resumed_run_may_not_change_what_it_computes(override: str) -> None:
     with pytest.raises(ValueError, match=r"cannot change on resume.*change only executor.kind"):

@@ -77,6 +77,15 @@ def test_text_shows_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None
     assert f"{found['parameters']['supernet']:,}" in out
 
 
+def test_the_tiers_cost_is_the_one_that_a_run_would_use() -> None:
+    plain = describe(["space=cnn_digits", FEW_PATHS])
+    fewer = describe(["space=cnn_digits", FEW_PATHS, f"tiers.unsupported=[{plain['operators'][-1]}]"])
+    assert fewer["tier_upper_bounds"] != plain["tier_upper_bounds"]
+    assert fewer["macs"] == plain["macs"]
+    parameters = describe(["space=cnn_digits", FEW_PATHS, "tiers.cost=parameters"])
+    assert parameters["tier_cost"] == "parameters"
+
+
 def test_an_unknown_space_is_refused() -> None:
     with pytest.raises(ValueError, match=r"unknown space 'cnn_cifr'.*did you mean 'cnn_cifar'"):
         describe(["space=cnn_cifr"])

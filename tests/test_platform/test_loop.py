@@ -383,6 +383,22 @@ def test_a_client_that_hangs_in_real_time_is_a_failure(setting: Setting) -> None
         setting.loop(Counting(rounds=1), executor=Hanging(), **failing("stop")).run(RunState())
     state = setting.loop(Counting(rounds=1), executor=Hanging(), **failing("tolerate")).run(RunState())
     assert state.weights("model")["w"].tolist() == [1.0, 1.0]
+    assert setting.table("rounds")["clients_failed"].tolist() == [1]
+
+
+@dataclass
+class Refusing(Counting):
+    """Its merge meets a value that it cannot work with."""
+
+    def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> Merged:
+        if state.round == 1:
+            raise ValueError("no such value")
+        return super().merge(state, plan, result)
+
+
+def test_a_value_that_a_stage_cannot_work_with_is_a_failure_not_a_refusal(setting: Setting) -> None:
+    with pytest.raises(RunFailedError, match=r"^train, round 1: no such value$"):
+        setting.loop(Refusing()).run(RunState())
 
 
 # -- stopping ---------------------------------------------------------------------------------------------------------
@@ -398,6 +414,30 @@ def test_a_stopped_run_has_every_finished_round_in_its_checkpoint(setting: Setti
     saved = setting.saved()
     assert saved.round == 3
     assert saved.weights("model")["w"].tolist() == [3.0, 3.0]
+
+
+@dataclass(frozen=True)
+class Interrupted(Add):
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        if assignment.round == 2:
+            raise KeyboardInterrupt
+        return super().run(worker, assignment, weights)
+
+
+@pytest.mark.parametrize(("task", "ending"), [(Add(fails_in=(2,)), RunFailedError), (Interrupted(), KeyboardInterrupt)])
+def test_a_broken_round_does_not_take_the_finished_ones_along(
+    setting: Setting, task: Add, ending: type[BaseException]
+) -> None:
+    every = CheckpointConfig(every=100)
+    with pytest.raises(ending):
+        setting.loop(Counting(four(c2=task)), checkpoint=every, **failing("stop")).run(RunState())
+    saved = setting.saved()
+    assert (saved.round, saved.weights("model")["w"].tolist()) == (2, [2.0, 2.0])
+    # The rows that the checkpoint stands for are those of its rounds, not of the broken one.
+    position = load_checkpoint(setting.paths.checkpoint).data["position"]
+    resumed = RunWriter.resume(setting.paths.root, "tiny", "run-1", position)
+    resumed.close()
+    assert read(setting.paths, "clients")["round"].tolist() == [0] * 4 + [1] * 4
 
 
 def test_checkpoints_are_written_every_so_many_rounds(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

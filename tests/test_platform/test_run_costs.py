@@ -31,7 +31,6 @@ def test_an_unsupported_operator_costs_infinity_in_every_layer() -> None:
     ("config", "said"),
     [
         (TiersConfig(unsupported=["conv(9)"]), "no operator 'conv\\(9\\)'; there are"),
-        (TiersConfig(cost_weights={}), "give a weight per measure"),
         (TiersConfig(cost_weights={"activation_bytes": 1.0}), "only additive tables combine"),
     ],
 )

@@ -1,5 +1,6 @@
 """Client selection: uniform, distinct, and as cheap among a million clients as among a hundred."""
 
+import math
 import time
 
 import numpy as np
@@ -23,7 +24,10 @@ def test_a_cohort_is_distinct_ascending_and_eligible(ids: list[int], size: int, 
     assert list(cohort.client_ids) == sorted(set(cohort.client_ids))
     assert set(cohort.client_ids) <= set(ids)
     assert all(type(c) is int for c in cohort.client_ids)
-    assert cohort.probability == (min(size, len(ids)) / len(ids) if ids else 0.0)
+    if asked:
+        assert math.isnan(cohort.probability)  # it depends on how many others are available
+    else:
+        assert cohort.probability == (min(size, len(ids)) / len(ids) if ids else 0.0)
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -85,8 +89,7 @@ def test_nobody_is_asked_twice_and_never_too_many() -> None:
 
 def test_no_eligible_client_is_no_cohort() -> None:
     for available in (None, lambda _: True):
-        cohort = select_uniform(np.empty(0, dtype=np.int64), 3, stream(1, "x"), available)
-        assert (cohort.client_ids, cohort.probability) == ((), 0.0)
+        assert select_uniform(np.empty(0, dtype=np.int64), 3, stream(1, "x"), available).client_ids == ()
 
 
 @pytest.mark.parametrize("asked", [False, True])

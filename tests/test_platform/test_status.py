@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.platform.results import status as status_module
-from fedloom.platform.results.status import StatusFile, read_status
+from fedloom.platform.results.status import Heartbeat, StatusFile, read_status
 
 
 def rewritten(path: Path, **changes: object) -> Path:
@@ -119,3 +119,20 @@ def test_files_that_tell_nothing_are_refused(tmp_path: Path) -> None:
     StatusFile(path).write()
     with pytest.raises(ValueError, match="unknown state 'paused'"):
         read_status(rewritten(path, state="paused"))
+
+
+def test_a_full_disk_does_not_end_the_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[int] = []
+
+    def beat() -> None:
+        beats.append(1)
+        raise OSError(28, "No space left on device")
+
+    status = StatusFile(tmp_path / "status.json")
+    monkeypatch.setattr(status, "beat", beat)
+    heartbeat = Heartbeat(status, every_s=0.01)
+    deadline = time.monotonic() + 5
+    while len(beats) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    heartbeat.stop()
+    assert len(beats) >= 3

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.tiers.clock import EVALUATION_FACTOR, VirtualClock, arrival_order, client_time_s
+from fedloom.tiers.clock import EVALUATION_FACTOR, VirtualClock, client_time_s
 from fedloom.tiers.devices import DeviceProfile
 
 PHONE = DeviceProfile("phone", macs_per_s=2e9, down_bytes_per_s=1e6, up_bytes_per_s=5e5)
@@ -45,30 +45,11 @@ def test_rounds_without_an_end_and_bad_times_are_refused() -> None:
     for bad in (-1.0, math.nan):
         with pytest.raises(ValueError, match=r"client time .* at position 1"):
             VirtualClock().after_round([1.0, bad])
-        with pytest.raises(ValueError, match=r"client time .* at position 1"):
-            arrival_order([1.0, bad])
         with pytest.raises(ValueError, match="now_s"):
             VirtualClock(bad)
     for deadline_s in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="deadline_s="):
             VirtualClock().after_round([1.0], deadline_s)
-
-
-def test_clients_arrive_in_simulated_order() -> None:
-    assert arrival_order([5.0, 2.0, 9.0, 2.0]) == (1, 3, 0, 2)
-    assert arrival_order([5.0, 2.0, 9.0, 2.0], deadline_s=5.0) == (1, 3, 0)
-    assert arrival_order([math.inf, 1.0]) == (1,)
-    assert arrival_order([]) == ()
-
-
-@given(times=TIMES, deadline_s=st.one_of(st.none(), st.floats(0.1, 1e6)))
-def test_arrivals_and_the_round_agree(times: list[float], deadline_s: float | None) -> None:
-    order = arrival_order(times, deadline_s)
-    _, round_s = VirtualClock().after_round(times, deadline_s)
-    arrived = [times[i] for i in order]
-    assert arrived == sorted(arrived)
-    assert all(time_s <= round_s for time_s in arrived)
-    assert (len(order) == len(times)) == (round_s == max(times, default=0.0))
 
 
 @given(rounds=st.lists(TIMES, max_size=6))
