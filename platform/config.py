@@ -36,7 +36,8 @@ class TiersConfig:
 
     Bounds come from `paths` random paths and the shares `rho_low`, `rho_high` (FedorAS, App. E.4), or are given in
     `upper_bounds` (in units of `cost`). The cost is one measure (macs, parameters, activation_bytes, latency_s) or,
-    with `cost_weights` (+tiers.cost_weights.macs=1), a sum of additive ones; operators named in `unsupported` cost infinity.
+    with `cost_weights` (+tiers.cost_weights.macs=1), a weighted sum of additive ones; operators named in `unsupported`
+    cost infinity.
     Clients: `shares` per tier (equal if not given), or `clients` (the tier index of each), or `device_table` (a file;
     see `max_step_s` and `step_batch_size` in fedloom.tiers.assignment).
     `num_gpus` is a client actor's share of a GPU per tier: 0, 1/k or whole; `num_cpus` its CPUs.
