@@ -105,7 +105,7 @@ def _unknown_bounds(tables: Tables, bounds: Bounds) -> list[str]:
     unknown = [p.run_id for p in tables.paths if p.run_id not in known and configuration(tables, p.run_id)]
     if not unknown:
         return []
-    return [f"Upper bounds are not shown for runs of another version of fedloom's source: {', '.join(unknown)}."]
+    return [f"Upper bounds are not shown for runs that did not record them: {', '.join(unknown)}."]
 
 
 def _only(tables: Tables, experiment: str) -> Tables:

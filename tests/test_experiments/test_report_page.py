@@ -13,14 +13,12 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from fedloom.experiments.config import compose_config
 from fedloom.experiments.report.bounds import upper_bounds
 from fedloom.experiments.report.content import Block, Content, Picture, RunFacts
 from fedloom.experiments.report.frames import load
 from fedloom.experiments.report.page import html_page, markdown_page
 from fedloom.experiments.report.report import report_json, summary_table, write_report
 from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.run import source_hash
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
@@ -62,7 +60,10 @@ def write_run(root: Path, run_id: str, *, tiers: int = 2, stages: str = "all", s
     config = {"tiers": {"count": tiers, "upper_bounds": [100.0 * (i + 1) for i in range(tiers)], "cost": "macs"}}
     config["method"] = {"name": "fedoras", "search": {}, "rand_init": {}}
     writer = RunWriter.create(root, "demo", run_id)
-    writer.update_run(config=json.dumps(config), status="running", method="fedoras", seeds='{"training": 1}')
+    bounds = json.dumps([{"tier": f"tier{i + 1}", "upper": 100.0 * (i + 1), "clients": 2} for i in range(tiers)])
+    writer.update_run(
+        config=json.dumps(config), status="running", method="fedoras", seeds='{"training": 1}', tiers=bounds
+    )
     rng = np.random.default_rng(seed)
     if stages == "none":
         return writer
@@ -212,19 +213,17 @@ def test_the_summary_does_without_matplotlib(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_bounds_are_worked_out_for_runs_of_this_source_only(tmp_path: Path) -> None:
-    from dataclasses import asdict
-
-    config = json.dumps(asdict(compose_config(["experiment=fedoras_digits", "tiers.paths=500"])))
-    for run_id, source in (("r1", source_hash()), ("r2", "another")):
+def test_bounds_are_those_that_the_run_recorded(tmp_path: Path) -> None:
+    config = json.dumps({"tiers": {"count": 2, "upper_bounds": None, "cost": "macs"}, "method": {"name": "fedoras"}})
+    recorded = json.dumps(
+        [{"tier": "tier1", "upper": 10.5, "clients": 3}, {"tier": "tier2", "upper": 20, "clients": 1}]
+    )
+    for run_id, tiers in (("r1", recorded), ("r2", None)):
         writer = RunWriter.create(tmp_path, "fedoras_digits", run_id)
-        writer.update_run(config=config, source_hash=source)
+        writer.update_run(config=config, tiers=tiers)
         writer.close()
-    found = upper_bounds(load(tmp_path, ["r1", "r2"]))
-    assert [run for run, _ in found] == ["r1"] * 4
-    values = list(found.values())
-    assert values == sorted(values)
-    assert "another version" in " ".join(write_report(tmp_path, ["r2"]).missing)
+    assert upper_bounds(load(tmp_path, ["r1", "r2"])) == {("r1", "tier1"): 10.5, ("r1", "tier2"): 20.0}
+    assert "did not record" in " ".join(write_report(tmp_path, ["r2"]).missing)
 
 
 def test_bad_input_is_refused_and_nothing_written(tmp_path: Path) -> None:
