@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from fedloom.actors.client import About, RemoteClient
 from fedloom.actors.placement import Lane
-from fedloom.actors.wire import to_arrays, unpack
+from fedloom.actors.wire import accept_shared_memory, to_arrays, unpack
 from fedloom.platform.execution import Assignment, Chunk, ChunkResult, Report, SharedWeights
 from fedloom.platform.run import source_hash
 from fedloom.platform.worker import WorkerSpec
@@ -96,6 +96,7 @@ class ActorPool:
         actor_attempts: int = 3,
         client_timeout_s: float = 3600.0,
     ) -> None:
+        accept_shared_memory()
         self.spec, self.lanes, self.resident = spec, {lane.name: lane for lane in lanes}, resident
         self.actor_attempts, self.client_timeout_s = actor_attempts, client_timeout_s
         # The specification (with its cost tables) goes into the object store once, not into every actor's creation.
