@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -25,6 +25,7 @@ from fedloom.platform.results.paths import RunPaths, new_run_id, run_paths
 from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState, read_status
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.run_costs import RunCosts, load_costs, store_costs
+from fedloom.platform.stage import Stage
 from fedloom.platform.state import RunState
 from fedloom.platform.world import World, build_world
 
@@ -55,13 +56,13 @@ def start_run(config: RunConfig, make_executor: MakeExecutor, watcher: Watcher |
     root = Path(config.results)
     check_writable(root)
     world = build_world(config)
-    build_stages(world)
+    stages = build_stages(world)
     run_id = new_run_id(root, config.experiment)
     writer = RunWriter.create(root, config.experiment, run_id)
     write_atomically(writer.paths.config, json.dumps(asdict(config), indent=1).encode())
     store_costs(writer.paths.artifacts / COSTS, RunCosts(world.cost_table, world.macs_table))
     writer.update_run(**_run_row(config, world), status="running", started=datetime.now(UTC))
-    _go(world, writer, RunState(), None, make_executor, watcher or Watcher())
+    _go(world, stages, writer, RunState(), None, make_executor, watcher or Watcher())
     return run_id
 
 
@@ -74,7 +75,7 @@ def resume_run(config: RunConfig, run_id: str, make_executor: MakeExecutor, watc
     paths = run_paths(root, config.experiment, run_id)
     _check_not_running(paths)
     world = build_world(config, load_costs(paths.artifacts / COSTS))
-    build_stages(world)
+    stages = build_stages(world)
     state, position, saved = RunState(), {}, None
     if (paths.checkpoint / "state.json").exists():
         checkpoint = load_checkpoint(paths.checkpoint)
@@ -83,7 +84,7 @@ def resume_run(config: RunConfig, run_id: str, make_executor: MakeExecutor, watc
         saved = stored_bags(paths.checkpoint)
     writer = RunWriter.resume(root, config.experiment, run_id, position)
     writer.update_run(status="running", ended=None, error=None)
-    _go(world, writer, state, saved, make_executor, watcher or Watcher())
+    _go(world, stages, writer, state, saved, make_executor, watcher or Watcher())
     return run_id
 
 
@@ -128,6 +129,7 @@ def what_is_computed(config: Mapping[str, Any], prefix: str = "") -> dict[str, A
 
 def _go(
     world: World,
+    stages: Sequence[Stage],
     writer: RunWriter,
     state: RunState,
     saved: Saved | None,
@@ -145,7 +147,7 @@ def _go(
     try:
         executor = make_executor(world)
         loop = Loop(
-            build_stages(world),
+            stages,
             executor,
             recorder,
             status,

@@ -84,3 +84,21 @@ def tiny_config(
         return replace(config, **changes)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    """Ray with two CPUs, for the tests of one module."""
+    import ray  # the tests below platform/ and tiers/ do without it
+
+    ray.init(
+        address="local",
+        num_cpus=2,
+        num_gpus=0,
+        object_store_memory=300_000_000,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()

@@ -1,11 +1,10 @@
 """A federation small enough to be run many times, and what two runs are compared by."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
-import ray
 
 from fedloom.experiments.config import compose_config
 from fedloom.platform.config import RunConfig
@@ -49,22 +48,6 @@ def tiny(tmp_path: Path) -> Callable[..., RunConfig]:
         return compose_config([*TINY, f"results={tmp_path / 'results'}", *overrides])
 
     return make
-
-
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    """Ray with two CPUs, for the tests of one module."""
-    ray.init(
-        address="local",
-        num_cpus=2,
-        num_gpus=0,
-        object_store_memory=300_000_000,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
 
 
 Rows = dict[str, pd.DataFrame]

@@ -87,21 +87,6 @@ def spec(tmp_path_factory: pytest.TempPathFactory, own_cache: Path) -> WorkerSpe
     return build_world(compose_config(["experiment=fedoras_digits", *few])).spec
 
 
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=2,
-        num_gpus=0,
-        object_store_memory=200_000_000,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture(scope="module", params=["serial", "two actors"])
 def executor(request: pytest.FixtureRequest, spec: WorkerSpec, ray_cluster: None) -> Iterator[Executor]:
     made: Executor
