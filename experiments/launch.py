@@ -13,11 +13,10 @@ from fedloom.actors.server import RemoteServer, RunEnd
 from fedloom.platform.config import RunConfig
 from fedloom.platform.execution import SerialExecutor
 from fedloom.platform.loop import InterruptedRunError, RoundProgress, RunFailedError
-from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.results.files import check_writable
 from fedloom.platform.results.paths import run_paths
 from fedloom.platform.results.status import StatusFile, read_status
-from fedloom.platform.run import COSTS, Watcher, resume_run, start_run
+from fedloom.platform.run import COSTS, Watcher, planned_stages, resume_run, start_run
 from fedloom.platform.run_costs import RunCosts, load_costs
 from fedloom.platform.worker import Worker
 from fedloom.platform.world import World, build_world
@@ -56,8 +55,8 @@ def launch(config: RunConfig, view: View, resume: str | None = None) -> RunEnd:
     # Everything that can be refused is refused here, in a second, before Ray is started.
     check_writable(Path(config.results))
     world = build_world(config, _stored_costs(config, resume))
-    build_stages(world)
-    if config.executor.kind == "serial":
+    planned_stages(world)
+    if config.executor.kind == "serial" or config.dry_run:
         return _serial(config, view, resume)
     with connected(config.ray):
         # What the cluster cannot hold is refused here, too: the server starts by writing the run down.

@@ -133,11 +133,15 @@ class CheckpointConfig:
 
 @dataclass
 class RunConfig:
-    """Everything that determines a run."""
+    """Everything that determines a run.
+
+    With `dry_run` nothing is trained: who would do what is planned and counted, over all rounds of the training stages.
+    """
 
     experiment: str = "custom"
     seed: int = 1
     results: str = "results"
+    dry_run: bool = False
     data: DataConfig = field(default_factory=DataConfig)
     space: SpaceConfig = field(default_factory=SpaceConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)

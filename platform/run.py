@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.platform.config import RunConfig
+from fedloom.platform.dry_run import dry_executor, dry_stages
 from fedloom.platform.execution import Executor
 from fedloom.platform.logs import close_log, log_to
 from fedloom.platform.loop import InterruptedRunError, Loop, RoundProgress, RunFailedError
@@ -56,7 +57,7 @@ def start_run(config: RunConfig, make_executor: MakeExecutor, watcher: Watcher |
     root = Path(config.results)
     check_writable(root)
     world = build_world(config)
-    stages = build_stages(world)
+    stages = planned_stages(world)
     run_id = new_run_id(root, config.experiment)
     writer = RunWriter.create(root, config.experiment, run_id)
     write_atomically(writer.paths.config, json.dumps(asdict(config), indent=1).encode())
@@ -75,7 +76,7 @@ def resume_run(config: RunConfig, run_id: str, make_executor: MakeExecutor, watc
     paths = run_paths(root, config.experiment, run_id)
     _check_not_running(paths)
     world = build_world(config, load_costs(paths.artifacts / COSTS))
-    stages = build_stages(world)
+    stages = planned_stages(world)
     state, position, saved = RunState(), {}, None
     if (paths.checkpoint / "state.json").exists():
         checkpoint = load_checkpoint(paths.checkpoint)
@@ -86,6 +87,12 @@ def resume_run(config: RunConfig, run_id: str, make_executor: MakeExecutor, watc
     writer.update_run(status="running", ended=None, error=None)
     _go(world, stages, writer, state, saved, make_executor, watcher or Watcher())
     return run_id
+
+
+def planned_stages(world: World) -> list[Stage]:
+    """The method's stages, or what a dry run leaves of them; ValueError for settings that cannot run."""
+    stages = build_stages(world)
+    return dry_stages(stages) if world.config.dry_run else stages
 
 
 def _check_not_running(paths: RunPaths) -> None:
@@ -145,7 +152,7 @@ def _go(
     log = log_to(writer.paths.logs / "server.log")
     recorder = Recorder(writer, asdict(config), saved)
     try:
-        executor = make_executor(world)
+        executor = dry_executor(world) if config.dry_run else make_executor(world)
         loop = Loop(
             stages,
             executor,

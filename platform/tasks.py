@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -12,13 +12,19 @@ from fedloom.platform.averaging import Update
 from fedloom.platform.execution import Assignment, Measurement, Outcome, TaskError
 from fedloom.platform.paths import path_sampler
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces.base import Architecture, Slice, SliceMap, Weights, bytes_of, extract
+from fedloom.platform.spaces.base import Architecture, Slice, SliceMap, Weights, bytes_of
+from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
-from fedloom.platform.subspace import Subspace
-from fedloom.platform.training import LocalSGD, Score, Trained, evaluate, train_locally
+from fedloom.platform.subnets import paths_scorer, scored_subnet, subnet_slices
+from fedloom.platform.subspace import Subspace, size_of
+from fedloom.platform.training import LocalSGD, Score, Trained, batch_sizes, evaluate, train_locally
 from fedloom.platform.weighting import Work, weighting_rule
 from fedloom.platform.worker import Worker
 from fedloom.tiers.clock import EVALUATION_FACTOR
+from fedloom.tiers.measure import latency_s_of
+
+LARGEST_EXPONENT = 700.0
+"""e to this is still a number: a diverged model has a perplexity, too."""
 
 
 def architecture_id(architecture: Architecture) -> str:
@@ -34,13 +40,6 @@ def parse_architecture(text: str) -> Architecture:
 def subspace_id(kept: Subspace) -> str:
     """A subspace as it stands in the result tables: the kept options of each layer, such as 0138/8/25."""
     return "/".join(",".join(str(option) for option in layer) for layer in kept)
-
-
-def subnet_slices(worker: Worker, architecture: Architecture, stand_alone: bool) -> SliceMap:
-    """Where the subnet's tensors lie in the shared weights: in the supernet's, or under their own names."""
-    if not stand_alone:
-        return worker.space.slices(architecture)
-    return {name: Slice(name) for name in worker.tensors_of(worker.subnet(architecture))}
 
 
 def _client(assignment: Assignment) -> int:
@@ -59,8 +58,9 @@ def _trained_outcome(
         raise TaskError(f"the training loss is {trained.loss}: the update was left out of the average")
     # What travels down is what the slices cut out, and the same tensors come back.
     size_bytes = bytes_of(tensors)
+    weights = {name: work.share * weight for name, weight in weighting_rule(rule)(work).items()}
     return Outcome(
-        update=Update(tensors, slices, weighting_rule(rule)(work)),
+        update=Update(tensors, slices, weights),
         samples=work.samples,
         steps=trained.steps,
         macs=macs,
@@ -112,11 +112,23 @@ class TrainPaths:
         worker.set_mode(module, training=True)
         generator = torch_stream(worker.spec.training_seed, "batches", *_places(assignment))
         parameters = [t for t in tensors.values() if t.requires_grad]
-        trained = train_locally(forward, parameters, (x, y), self.local, generator)
+        with worker.randomness(module, generator):
+            trained = train_locally(forward, parameters, (x, y), self.local, generator)
         seen = {name: self._seen(space, name, through, trained.seen_samples) for name in tensors}
         work = Work(len(y), trained.seen_samples, seen, self.share)
         outcome = _trained_outcome(trained, tensors, slices, work, self.weighting, macs)
         return replace(outcome, subspace=subspace_id(self.kept))
+
+    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
+        """The figures of `run` without training: the same paths are drawn for the same batches."""
+        space = cast(OperatorChoiceSpace, worker.space)
+        sampler = path_sampler(self.paths, worker.spec.cost_table, self.kept, self.budget)
+        rng = stream(worker.spec.training_seed, "paths", *_places(assignment))
+        sizes = batch_sizes(worker.data.size(_client(assignment), "train"), self.local)
+        macs = sum(worker.spec.macs_table.cost(sampler.sample(rng)) * size for size in sizes)
+        outcome = _accounted(sizes, size_of(space.bytes_table(), self.kept), macs, self.local)
+        parameters = int(size_of(space.parameters_table(), self.kept))
+        return replace(outcome, parameters=parameters, subspace=subspace_id(self.kept))
 
     @staticmethod
     def _seen(space: OperatorChoiceSpace, name: str, through: Mapping[tuple[int, int], int], whole: int) -> int:
@@ -146,11 +158,86 @@ class TrainSubnet:
         worker.set_mode(module, training=True)
         generator = torch_stream(worker.spec.training_seed, "batches", *_places(assignment))
         parameters = [t for t in tensors.values() if t.requires_grad]
-        trained = train_locally(module, parameters, (x, y), self.local, generator)
+        with worker.randomness(module, generator):
+            trained = train_locally(module, parameters, (x, y), self.local, generator)
         work = Work(len(y), trained.seen_samples, dict.fromkeys(tensors, trained.seen_samples), self.share)
         macs = worker.spec.macs_table.cost(self.architecture) * trained.seen_samples
         outcome = _trained_outcome(trained, tensors, slices, work, self.weighting, macs)
         return replace(outcome, architecture=architecture_id(self.architecture))
+
+    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
+        """The figures of `run` without training."""
+        tables = {measure: worker.space.cost_table(measure) for measure in ("bytes", "parameters")}
+        cost = {measure: table.cost(self.architecture) for measure, table in tables.items()}
+        sizes = batch_sizes(worker.data.size(_client(assignment), "train"), self.local)
+        macs = worker.spec.macs_table.cost(self.architecture) * sum(sizes)
+        outcome = _accounted(sizes, cost["bytes"], macs, self.local)
+        return replace(outcome, parameters=int(cost["parameters"]), architecture=architecture_id(self.architecture))
+
+
+@dataclass(frozen=True)
+class TrainSupernet:
+    """Trains a whole elastic supernet: `subnets_per_batch` random subnets' gradients per batch (progressive shrinking).
+
+    With `widest` their blocks are as wide as they get, and only depths are drawn.
+    """
+
+    local: LocalSGD
+    subnets_per_batch: int = 4
+    widest: bool = False
+    weighting: str = "fedavg"
+    share: float = 1.0
+
+    def _draws(self, worker: Worker, assignment: Assignment) -> Iterator[Architecture]:
+        space = cast(ElasticSpace, worker.space)
+        rng = stream(worker.spec.training_seed, "subnets", *_places(assignment))
+        while True:
+            yield space.sample_depth(rng) if self.widest else space.sample(rng)
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """Trains on the client's data; the update holds every tensor of the supernet."""
+        module = worker.supernet
+        slices = {name: Slice(name) for name in worker.tensors_of(module)}
+        tensors = worker.load(module, weights, slices)
+        draws, macs = self._draws(worker, assignment), 0.0
+
+        def forward(x_B: Tensor) -> Tensor:
+            nonlocal macs
+            architecture = next(draws)
+            macs += worker.spec.macs_table.cost(architecture) * len(x_B)
+            return cast(Tensor, module(x_B, architecture))
+
+        x, y = worker.client_data(_client(assignment), "train")
+        worker.set_mode(module, training=True)
+        generator = torch_stream(worker.spec.training_seed, "batches", *_places(assignment))
+        parameters = [t for t in tensors.values() if t.requires_grad]
+        with worker.randomness(module, generator):
+            trained = train_locally(forward, parameters, (x, y), self.local, generator, self.subnets_per_batch)
+        work = Work(len(y), trained.seen_samples, dict.fromkeys(tensors, trained.seen_samples), self.share)
+        return _trained_outcome(trained, tensors, slices, work, self.weighting, macs)
+
+    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
+        """The figures of `run` without training: the same subnets are drawn for the same batches."""
+        space = cast(ElasticSpace, worker.space)
+        tables = {measure: space.cost_table(measure) for measure in ("bytes", "parameters")}
+        cost = {measure: table.cost(space.largest) for measure, table in tables.items()}
+        sizes = batch_sizes(worker.data.size(_client(assignment), "train"), self.local)
+        draws, macs = self._draws(worker, assignment), 0.0
+        for size in sizes:
+            for _ in range(self.subnets_per_batch):
+                macs += worker.spec.macs_table.cost(next(draws)) * size
+        return replace(_accounted(sizes, cost["bytes"], macs, self.local), parameters=int(cost["parameters"]))
+
+
+def _accounted(sizes: Sequence[int], size_bytes: float, macs: float, local: LocalSGD) -> Outcome:
+    seen = sum(sizes)
+    return Outcome(
+        samples=seen // local.epochs,
+        steps=len(sizes),
+        macs=macs,
+        bytes_down=int(size_bytes),
+        bytes_up=int(size_bytes),
+    )
 
 
 @dataclass(frozen=True)
@@ -168,15 +255,14 @@ class ScorePaths:
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """Scores every architecture; one loss and one metric measurement each."""
-        module = worker.load_whole(weights, self.version)
-        worker.set_mode(module, training=False)
+        forward_of = paths_scorer(worker, weights, self.version)
         if assignment.client_id is None:
             data = worker.central_data(self.split, self.share)
         else:
             data = worker.client_data(assignment.client_id, self.split)
         measurements: list[Measurement] = []
         for architecture in self.architectures:
-            score = evaluate(lambda x, a=architecture: module(x, a), data)  # type: ignore[misc]
+            score = evaluate(forward_of(architecture), data)
             measurements += _measurements("supernet", architecture, self.split, score)
         macs = sum(worker.spec.macs_table.cost(a) for a in self.architectures) * len(data[1])
         return Outcome(
@@ -201,23 +287,42 @@ class ScoreSubnet:
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """Scores the subnet; one loss and one metric measurement."""
-        slices = subnet_slices(worker, self.architecture, self.stand_alone)
-        module = worker.subnet(self.architecture)
-        worker.load(module, weights, slices)
-        worker.set_mode(module, training=False)
+        module = scored_subnet(worker, self.architecture, weights, self.stand_alone)
         client_id = assignment.client_id
         data = worker.central_data(self.split) if client_id is None else worker.client_data(client_id, self.split)
         score = evaluate(module, data)
         return Outcome(
             samples=score.samples,
             macs=worker.spec.macs_table.cost(self.architecture) * score.samples,
-            bytes_down=0 if client_id is None else bytes_of(extract(weights, slices)),
+            bytes_down=0 if client_id is None else bytes_of(worker.tensors_of(module)),
             loss=_none_if_nan(score.loss),
             metric=_none_if_nan(score.metric),
             architecture=architecture_id(self.architecture),
             measurements=_measurements(self.model, self.architecture, self.split, score),
             clock_factor=EVALUATION_FACTOR,
         )
+
+
+@dataclass(frozen=True)
+class MeasureLatency:
+    """Measures subnets on this host, one sample at a time: median seconds and their interquartile range."""
+
+    architectures: tuple[Architecture, ...]
+    repeats: int = 20
+
+    def run(self, worker: Worker, _assignment: Assignment, weights: Weights) -> Outcome:
+        """Two measurements per architecture."""
+        x, _ = worker.central_data("validation")
+        measurements: list[Measurement] = []
+        for architecture in self.architectures:
+            module = scored_subnet(worker, architecture, weights, stand_alone=False)
+            latency = latency_s_of(module, x[:1], repeats=self.repeats)
+            figures = {"latency_s": latency.median_s, "latency_spread_s": latency.spread_s}
+            name = architecture_id(architecture)
+            measurements += [
+                Measurement("supernet", name, "validation", k, v, latency.repeats) for k, v in figures.items()
+            ]
+        return Outcome(measurements=tuple(measurements), clock_factor=EVALUATION_FACTOR)
 
 
 def _none_if_nan(value: float) -> float | None:
@@ -227,4 +332,6 @@ def _none_if_nan(value: float) -> float | None:
 def _measurements(model: str, architecture: Architecture, split: str, score: Score) -> tuple[Measurement, ...]:
     name = architecture_id(architecture)
     values = {"loss": score.loss, "accuracy": score.metric}
+    if score.per_position:
+        values["perplexity"] = math.exp(min(score.loss, LARGEST_EXPONENT))
     return tuple(Measurement(model, name, split, metric, value, score.samples) for metric, value in values.items())

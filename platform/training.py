@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.sgd import sgd
 
@@ -17,7 +18,8 @@ from fedloom.platform.weighting import weighting_rule
 class TrainingConfig:
     """A federated training stage: how many rounds, who takes part, and the clients' local SGD.
 
-    `schedule` is fixed, cosine (down to `final_lr_share` of lr in the last round) or step (x0.1 at 1/2 and 3/4).
+    `schedule` is fixed, cosine (down to `final_lr_share` of lr in the last round), step (x0.1 at 1/2 and 3/4) or steps
+    (x0.1 every `step_rounds` rounds). `weighting` is what a client's work counts (`platform.weighting`).
     `clip_norm` limits the gradient's norm, 0 switches clipping off. `evaluate_every` rounds the server scores the
     current weights on validation data, 0 never.
     """
@@ -32,6 +34,7 @@ class TrainingConfig:
     clip_norm: float = 0.0
     schedule: str = "fixed"
     final_lr_share: float = 0.1
+    step_rounds: int = 10
     min_contributors: int = 1
     weighting: str = "fedavg"
     evaluate_every: int = 0
@@ -45,6 +48,7 @@ def check_training(config: TrainingConfig, name: str, num_clients: int) -> None:
             "there are; lower it or raise data.num_clients"
         )
     positive = {"epochs": config.epochs, "batch_size": config.batch_size, "lr": config.lr}
+    positive |= {"step_rounds": config.step_rounds}
     for key, value in positive.items():
         if not value > 0:
             raise ValueError(f"{name}.{key}={value}: must be greater than 0")
@@ -81,7 +85,16 @@ def _step(config: TrainingConfig, round_: int) -> float:
     return 0.1 ** sum(round_ >= config.rounds * share for share in (0.5, 0.75))
 
 
-SCHEDULES: dict[str, Callable[[TrainingConfig, int], float]] = {"fixed": _fixed, "cosine": _cosine, "step": _step}
+def _steps(config: TrainingConfig, round_: int) -> float:
+    return 0.1 ** (round_ // config.step_rounds)
+
+
+SCHEDULES: dict[str, Callable[[TrainingConfig, int], float]] = {
+    "fixed": _fixed,
+    "cosine": _cosine,
+    "step": _step,
+    "steps": _steps,
+}
 
 
 def learning_rate(config: TrainingConfig, round_: int) -> float:
@@ -131,43 +144,72 @@ def batch_indices(num_samples: int, batch_size: int, epochs: int, generator: tor
         yield from torch.split(torch.randperm(num_samples, generator=generator), batch_size)
 
 
+IGNORED = -100
+"""The target of a position that is no position (the padding of a text): neither loss nor metric counts it."""
+
+
+def batch_sizes(num_samples: int, local: LocalSGD) -> list[int]:
+    """The sizes of the batches that `batch_indices` gives."""
+    full, rest = divmod(num_samples, local.batch_size)
+    return ([local.batch_size] * full + ([rest] if rest else [])) * local.epochs
+
+
+@contextmanager
+def own_randomness(generator: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Dropout draws from torch's global generators: for the block they are seeded as `generator` was, then put back."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(generator.initial_seed())
+        yield
+
+
 def train_locally(
     forward: Callable[[Tensor], Tensor],
     parameters: Sequence[Tensor],
     data: tuple[Tensor, Tensor],
     local: LocalSGD,
     generator: torch.Generator,
+    passes: int = 1,
 ) -> Trained:
     """Runs local SGD: one step per batch on the cross entropy of `forward`.
 
     Args:
-        forward: maps a batch (B, ...) to logits (B, classes); may choose another path at every call.
+        forward: maps a batch (B, ...) to logits (B, classes) or (B, classes, T); may choose another path at every call.
         parameters: what is trained; those that a batch's path does not touch have no gradient and stay.
-        data: all samples x (n, ...) and labels y (n,) on the device.
+        data: all samples x (n, ...) and labels y (n,) or (n, T) on the device; a label of -100 is not counted.
         local: hyper-parameters.
         generator: shuffles and augments; on the CPU whatever the device.
+        passes: forward and backward passes per batch; their gradients are added up (progressive shrinking's subnets).
     """
     x, y = data
     optimizer = SGD(local, parameters)
     # Figures stay on the device: one synchronisation per client, not one per step.
     losses: list[Tensor] = []
     correct: list[Tensor] = []
-    sizes: list[int] = []
+    targets: list[Tensor | int] = []
+    steps = seen = 0
     for index in batch_indices(len(y), local.batch_size, local.epochs, generator):
         place = index.to(x.device)
         x_B, y_B = x.index_select(0, place), y.index_select(0, place)
         if local.augment:
             x_B = augment_crop_flip(x_B, generator)
-        logits = forward(x_B)
-        loss = F.cross_entropy(logits, y_B)
-        loss.backward()  # type: ignore[no-untyped-call]
+        for _ in range(passes):
+            logits = forward(x_B)
+            loss = F.cross_entropy(logits, y_B, ignore_index=IGNORED)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            correct.append((logits.detach().argmax(dim=1) == y_B).sum())
+            targets.append(_counted(y_B))
         optimizer.step()
-        losses.append(loss.detach())
-        correct.append((logits.detach().argmax(dim=1) == y_B).sum())
-        sizes.append(len(index))
-    seen = sum(sizes)
-    loss_sum = torch.dot(torch.stack(losses).double(), torch.tensor(sizes, dtype=torch.float64, device=x.device))
-    return Trained(len(sizes), seen, loss_sum.item() / seen, torch.stack(correct).sum().item() / seen)
+        steps, seen = steps + 1, seen + len(index)
+    counts = torch.stack([torch.as_tensor(t, dtype=torch.float64, device=x.device) for t in targets])
+    loss_sum = torch.dot(torch.stack(losses).double(), counts)
+    total = counts.sum().item()
+    return Trained(steps, seen, loss_sum.item() / total, torch.stack(correct).sum().item() / total)
+
+
+def _counted(y_B: Tensor) -> Tensor | int:
+    """Targets that count: all labels of a batch of images, the positions of texts that are not padding."""
+    return len(y_B) if y_B.dim() == 1 else (y_B != IGNORED).sum()
 
 
 class SGD:
@@ -212,23 +254,49 @@ class SGD:
 
 @dataclass(frozen=True)
 class Score:
-    """Mean loss and accuracy over a number of samples."""
+    """Mean loss and accuracy over the targets of a number of samples (one per image, one per position of a text)."""
 
     loss: float
     metric: float
     samples: int
+    per_position: bool = False
 
 
 @torch.no_grad()
 def evaluate(forward: Callable[[Tensor], Tensor], data: tuple[Tensor, Tensor], batch_size: int = 256) -> Score:
-    """Mean cross entropy and accuracy of `forward` over all samples, in batches."""
+    """Mean cross entropy and accuracy of `forward` over all targets, in batches."""
     x, y = data
     if len(y) == 0:
         return Score(math.nan, math.nan, 0)
     loss_sum = torch.zeros((), dtype=torch.float64, device=x.device)
     correct = torch.zeros((), dtype=torch.int64, device=x.device)
+    targets = 0
+    if y.dim() > 1:  # logits of every position: a batch of texts is far larger than one of images
+        batch_size = max(1, batch_size // 8)
     for x_B, y_B in zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True):
         logits = forward(x_B)
-        loss_sum += F.cross_entropy(logits, y_B, reduction="sum").double()
+        loss_sum += F.cross_entropy(logits, y_B, reduction="sum", ignore_index=IGNORED).double()
         correct += (logits.argmax(dim=1) == y_B).sum()
-    return Score(loss_sum.item() / len(y), correct.item() / len(y), len(y))
+        targets += int(_counted(y_B))
+    return Score(loss_sum.item() / targets, correct.item() / targets, len(y), per_position=y.dim() > 1)
+
+
+@torch.no_grad()
+def estimate_statistics(module: nn.Module, x: Tensor, batch_size: int = 128) -> None:
+    """Replaces the running statistics of the module's batch norms by those of `x` (n, ...), labels not needed.
+
+    Every batch counts alike, as the cumulative mean of once-for-all's calibration (Cai et al. 2020). For stand-alone
+    modules: what a supernet holds is not to be changed by looking at one of its subnets.
+    """
+    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+        norm.train()
+    # Batches as even as can be: they count alike, and a rest of one sample may have no variance to estimate.
+    for x_B in torch.tensor_split(x, math.ceil(len(x) / batch_size)):
+        module(x_B)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+        norm.eval()

@@ -1,6 +1,7 @@
 """What a process that does clients' work holds: the space, the data, re-used modules. No Ray."""
 
 from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import Architecture, SearchSpace, SliceMap, Weights
 from fedloom.platform.spaces.config import SpaceConfig
 from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.training import own_randomness
 from fedloom.tiers.costs import CostTable
 
 SUBNETS_KEPT = 8
@@ -45,6 +47,7 @@ class Worker:
         self.device = torch.device(spec.device)
         self._subnets: OrderedDict[Architecture, nn.Module] = OrderedDict()
         self._tensors: dict[int, dict[str, Tensor]] = {}
+        self._drops: dict[int, bool] = {}
         self._loaded: object = None
         self._central: tuple[tuple[str, float], tuple[Tensor, Tensor]] | None = None
 
@@ -70,6 +73,7 @@ class Worker:
             if len(self._subnets) > SUBNETS_KEPT:
                 _, dropped = self._subnets.popitem(last=False)
                 self._tensors.pop(id(dropped), None)
+                self._drops.pop(id(dropped), None)
         self._subnets.move_to_end(architecture)
         return self._subnets[architecture]
 
@@ -78,6 +82,12 @@ class Worker:
         if id(module) not in self._tensors:
             self._tensors[id(module)] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         return self._tensors[id(module)]
+
+    def randomness(self, module: nn.Module, generator: torch.Generator) -> AbstractContextManager[None]:
+        """Where a module drops units while it trains, a block in which that depends on the generator's seed alone."""
+        if id(module) not in self._drops:
+            self._drops[id(module)] = any(isinstance(part, nn.modules.dropout._DropoutNd) for part in module.modules())
+        return own_randomness(generator, self.device) if self._drops[id(module)] else nullcontext()
 
     @staticmethod
     def set_mode(module: nn.Module, training: bool) -> None:

@@ -1,7 +1,7 @@
 """Additive cost tables: what a path through a space costs, from one number per (decision, option)."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -45,15 +45,19 @@ class CostTable:
             total = np.maximum(per_decision.max(axis=0), self.fixed)
         return total
 
+    def extreme(self, most: Callable[[Iterable[float]], float]) -> tuple[int, ...]:
+        """The cheapest (`min`) or the dearest supported (`max`) option of every decision."""
+        return tuple(row.index(most([c for c in row if c < math.inf] or row)) for row in self.options)
+
     @property
     def smallest(self) -> float:
         """Cost of the cheapest architecture."""
-        return self.cost([row.index(min(row)) for row in self.options])
+        return self.cost(self.extreme(min))
 
     @property
     def largest(self) -> float:
         """Cost of the most expensive architecture that is supported (infinite only where none is)."""
-        return self.cost([row.index(max((c for c in row if c < math.inf), default=math.inf)) for row in self.options])
+        return self.cost(self.extreme(max))
 
 
 def with_unsupported(table: CostTable, unsupported: Iterable[tuple[int, int]]) -> CostTable:

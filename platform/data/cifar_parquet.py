@@ -1,6 +1,5 @@
 """CIFAR-10 and CIFAR-100 in the Parquet layout of the Hugging Face hub: encoded images and labels in columns."""
 
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
 
 from fedloom.platform.data.artefact import ByteArray, Fields, IntArray, hash_of_file
+from fedloom.platform.data.decode import decode_rgb
 
 LABEL_COLUMNS = {"cifar10": "label", "cifar100": "fine_label"}
 NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
@@ -64,14 +63,7 @@ def _decode(image: Any, file: Path, row: int) -> ByteArray:
     encoded = image["bytes"] if image else None
     if not encoded:
         raise ValueError(f"{file}: row {row} has no image; expected PNG or JPEG bytes in img")
-    # Pillow, as fast per image as torchvision's decoder (75 µs measured for both, same pixels), without its import.
-    try:
-        image_HWC = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"{file}: row {row} is not an image ({error}); expected PNG or JPEG bytes in img") from error
-    if image_HWC.shape != IMAGE_SHAPE_HWC:
-        raise ValueError(f"{file}: row {row} has shape {image_HWC.shape}; expected {IMAGE_SHAPE_HWC}")
-    return image_HWC.transpose(2, 0, 1)
+    return decode_rgb(encoded, f"{file}: row {row}", IMAGE_SHAPE_HWC)
 
 
 @dataclass(frozen=True, slots=True)

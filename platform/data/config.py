@@ -5,7 +5,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-DATASETS = ("digits", "cifar10", "cifar100", "synthetic")
+IMAGES = ("digits", "cifar10", "cifar100", "synthetic", "cinic10")
+TEXTS = ("shakespeare", "ptb")
+DATASETS = (*IMAGES, *TEXTS)
+WITH_CLIENTS = ("shakespeare",)
+"""Data sets that are published with clients of their own."""
+PARTITIONS = ("lda", "iid", "natural")
 AUGMENTATIONS = ("none", "crop_flip")
 
 
@@ -14,20 +19,27 @@ class DataConfig:
     """Everything that determines the prepared data set and, with a seed, its partition."""
 
     dataset: str = "digits"
-    """One of digits, cifar10, cifar100, synthetic."""
+    """One of digits, cifar10, cifar100, synthetic, cinic10 (images), shakespeare, ptb (text)."""
     root: str | None = None
     """Folder of the originals; default: the environment's FEDLOOM_DATA, then ./data."""
     cache: str | None = None
     """Folder of the prepared arrays; default: the environment's FEDLOOM_CACHE, then ~/.cache/fedloom."""
     download: bool = False
-    """Fetch the original with torchvision where it is missing."""
+    """Fetch the original with torchvision where it is missing (CIFAR only)."""
     train_samples: int | None = None
-    """Keep this many training samples, stratified by class; None keeps all."""
+    """Keep this many training samples, stratified by class (text: sequences, uniformly); None keeps all."""
     test_samples: int | None = None
-    """Keep this many test samples, stratified by class; None keeps all."""
+    """Keep this many test samples, stratified by class (text: sequences, uniformly); None keeps all."""
+    sequence_length: int | None = None
+    """Tokens per training sequence of a text; None is the data set's own (shakespeare 80, ptb 35)."""
+    partition: str = "lda"
+    """How samples go to clients: lda (by label, images), iid (uniform; text: equal consecutive pieces) or natural.
+
+    Natural is by the clients that the data set is published with: the first `num_clients` in order of their names.
+    """
     num_clients: int = 40
     alpha: float = 1.0
-    """Concentration of the clients' label distributions: Dirichlet(alpha) per class."""
+    """Concentration of the clients' label distributions under lda: Dirichlet(alpha) per class."""
     validation_share: float = 0.1
     """Share of every client's training samples that becomes its validation set."""
     augment: str = "none"
@@ -41,6 +53,9 @@ def check(config: DataConfig) -> None:
     _at_least_one("num_clients", config.num_clients)
     _at_least_one("train_samples", config.train_samples)
     _at_least_one("test_samples", config.test_samples)
+    _at_least_one("sequence_length", config.sequence_length)
+    _check_partition(config.partition, config.dataset)
+    _check_kind(config)
     if not (config.alpha > 0 and math.isfinite(config.alpha)):
         raise ValueError(
             f"data.alpha={config.alpha}: must be > 0; small is skewed (0.1), large is nearly the same everywhere (1000)"
@@ -49,6 +64,22 @@ def check(config: DataConfig) -> None:
         raise ValueError(
             f"data.validation_share={config.validation_share}: must be in [0, 1); the rest of a client's data trains"
         )
+
+
+def _check_partition(partition: str, dataset: str) -> None:
+    _one_of("partition", partition, PARTITIONS)
+    lacks = {"lda": dataset in TEXTS, "natural": dataset not in WITH_CLIENTS, "iid": False}
+    if lacks[partition]:
+        what = {"lda": "has no class labels to draw by", "natural": "has no clients of its own"}[partition]
+        allowed = ", ".join(p for p in PARTITIONS if not lacks[p])
+        raise ValueError(f"data.partition={partition}: {dataset} {what}; must be one of {allowed}")
+
+
+def _check_kind(config: DataConfig) -> None:
+    if config.dataset in IMAGES and config.sequence_length is not None:
+        raise ValueError(f"data.sequence_length={config.sequence_length}: {config.dataset} holds images; leave it out")
+    if config.dataset in TEXTS and config.augment != "none":
+        raise ValueError(f"data.augment={config.augment}: {config.dataset} is text; must be none")
 
 
 def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:

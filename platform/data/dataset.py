@@ -1,8 +1,9 @@
-"""A prepared data set: memory-mapped arrays, normalised on access."""
+"""A prepared data set: memory-mapped arrays of images, normalised on access, or of token sequences."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,24 +21,37 @@ from fedloom.platform.data.guard import TestGuard
 MANIFEST = "dataset.json"
 PARTS = ("train", "test")
 PADDING = 4
+# The manifests of images do without what is the same for all of them, and so keep the hashes that they had before
+# there was text.
+_IMAGE_FIELDS: Fields = {"kind": "image", "client_names": []}
+_TOKEN_FIELDS: Fields = {"scale": 1, "mean": [], "std": []}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Images and labels in two parts, "train" and "test"; made by `Dataset.open`."""
+    """Images and labels, or token sequences and their successors, in two parts, "train" and "test".
+
+    Made by `Dataset.open`.
+    """
 
     path: Path
     name: str
     hash: str
     """SHA-256 (hex) of the content and its description."""
+    kind: str
+    """image or tokens."""
     input_shape: tuple[int, ...]
-    """(C, H, W) of one sample."""
+    """Of one sample: (C, H, W) of images, (T,) of tokens."""
     num_classes: int
+    """For tokens the size of the vocabulary."""
     class_names: tuple[str, ...]
+    """For tokens the vocabulary."""
+    client_names: tuple[str, ...]
+    """The clients that the data set was published with, sorted; empty if there are none."""
     scale: int
-    """The pixel value that stands for 1.0."""
+    """The pixel value that stands for 1.0; 1 for tokens."""
     mean: tuple[float, ...]
-    """Per channel, of the training images in [0, 1]."""
+    """Per channel, of the training images in [0, 1]; empty for tokens."""
     std: tuple[float, ...]
     _arrays: dict[str, AnyArray]
     _manifest: Fields
@@ -53,16 +67,19 @@ class Dataset:
         path = Path(path)
         manifest = read_manifest(path / MANIFEST)
         arrays = open_arrays(path, manifest)
+        described = {**(_TOKEN_FIELDS if "kind" in manifest else _IMAGE_FIELDS), **manifest}
         return cls(
             path=path,
             name=manifest["name"],
             hash=manifest["hash"],
+            kind=described["kind"],
             input_shape=arrays["train_x"].shape[1:],
             num_classes=manifest["num_classes"],
             class_names=tuple(manifest["class_names"]),
-            scale=manifest["scale"],
-            mean=tuple(manifest["mean"]),
-            std=tuple(manifest["std"]),
+            client_names=tuple(described["client_names"]),
+            scale=described["scale"],
+            mean=tuple(described["mean"]),
+            std=tuple(described["std"]),
             _arrays=arrays,
             _manifest=manifest,
             _guard=guard or TestGuard(is_open=True),
@@ -77,22 +94,42 @@ class Dataset:
         return len(self._array(part, "y"))
 
     def labels(self, part: str) -> IntArray:
-        """Labels (n,) of the part, read-only. Raises TestReadError for a guarded test part."""
-        self._guard.check(part)
-        return self._array(part, "y")
-
-    def tensors(self, part: str, indices: IntArray) -> tuple[Tensor, Tensor]:
-        """Normalised images (n, C, H, W), float32, and labels (n,), int64, of the samples at `indices`.
+        """Labels (n,) of the part, for tokens (n, T) and as small as they are stored, read-only.
 
         Raises TestReadError for a guarded test part.
         """
         self._guard.check(part)
+        return self._array(part, "y")
+
+    def clients(self, part: str) -> IntArray:
+        """For each sample of the part the place of its client in `client_names` (n,), read-only.
+
+        Raises TestReadError for a guarded test part, ValueError for a data set without clients of its own.
+        """
+        self._guard.check(part)
+        if not self.client_names:
+            raise ValueError(f"{self.name} has no clients of its own; use another data.partition than natural")
+        return self._array(part, "client")
+
+    def tensors(self, part: str, indices: IntArray) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of the samples at `indices`.
+
+        Images: normalised (n, C, H, W), float32, and labels (n,), int64. Tokens: sequences (n, T) and, one token on,
+        labels (n, T), both int64; labels of padding are -100, which torch's losses ignore.
+        Raises TestReadError for a guarded test part.
+        """
+        self._guard.check(part)
+        if self.kind == "tokens":
+            return self._tokens(part, "x", indices), self._tokens(part, "y", indices)
         x = torch.from_numpy(self._array(part, "x")[indices]).to(torch.float32)
         y = torch.from_numpy(self._array(part, "y")[indices])
         std = torch.tensor(self.std).view(-1, 1, 1)
         mean = torch.tensor(self.mean).view(-1, 1, 1)
         # ((x / scale) - mean) / std with one product and one difference per value, in place.
         return x.mul_(1 / (self.scale * std)).sub_(mean / std), y
+
+    def _tokens(self, part: str, kind: str, indices: IntArray) -> Tensor:
+        return torch.from_numpy(self._array(part, kind)[indices].astype(np.int64))
 
     def _array(self, part: str, kind: str) -> AnyArray:
         if part not in PARTS:

@@ -61,7 +61,7 @@ class FederatedData:
         return self.partition.indices(client_id, split)
 
     def client(self, client_id: int, split: str) -> tuple[Tensor, Tensor]:
-        """The client's normalised images (n, C, H, W), float32, and labels (n,), int64; n may be 0."""
+        """The client's inputs and labels as `Dataset.tensors` gives them; there may be none."""
         return self.dataset.tensors(_part(split), self.indices(client_id, split))
 
     def central(self, split: str, share: float = 1.0, rng: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:

@@ -108,8 +108,12 @@ def split_validation(drawn: IntArray, share: float, rng: np.random.Generator) ->
 
     At least one sample validates if the share is positive, and at least one trains.
     """
-    per_client = drawn.shape[1]
-    num_validation = min(max(1, round(share * per_client)), per_client - 1) if share > 0 else 0
+    held_out = validation_size(drawn.shape[1], share)
     shuffled = rng.permuted(drawn, axis=1)
     # Sorted within a client: training shuffles anyway, and reads of a memory map like order.
-    return np.sort(shuffled[:, num_validation:], axis=1), np.sort(shuffled[:, :num_validation], axis=1)
+    return np.sort(shuffled[:, held_out:], axis=1), np.sort(shuffled[:, :held_out], axis=1)
+
+
+def validation_size(num_samples: int, share: float) -> int:
+    """How many of a client's samples validate: at least one if the share is positive, and never all."""
+    return min(max(1, round(share * num_samples)), num_samples - 1) if share > 0 else 0

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedloom.platform.data.allocation import allocate, check_enough, describe
 from fedloom.platform.data.artefact import (
     FORMAT,
     AnyArray,
@@ -21,8 +22,6 @@ from fedloom.platform.data.artefact import (
 from fedloom.platform.data.config import DataConfig, cache_root, check
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.guard import SPLITS, TestGuard, check_split
-from fedloom.platform.data.lda import draw_samples, label_distributions, split_validation
-from fedloom.platform.seeding import stream
 
 MANIFEST = "partition.json"
 KEY_LENGTH = 16
@@ -31,49 +30,17 @@ KEY_LENGTH = 16
 def prepare_partition(config: DataConfig, dataset: Dataset, seed: int) -> Path:
     """The folder of the partition for these options, this data set and this seed; written if it is not there yet.
 
-    Raises ValueError for bad options, more clients than training samples, and a damaged folder.
+    Raises ValueError for bad options, more clients than the data set has samples or clients for, and a damaged folder.
     """
     check(config)
-    _check_enough(config, dataset)
-    generator: Fields = {
-        "name": "lda_per_class",
-        "num_clients": config.num_clients,
-        "alpha": float(config.alpha),
-        "validation_share": float(config.validation_share),
-        "seed": seed,
-    }
+    check_enough(config, dataset)
+    generator = describe(config, dataset, seed)
     key = hash_of({"format": FORMAT, "generator": generator, "dataset": dataset.hash})[:KEY_LENGTH]
     folder = cache_root(config) / "partitions" / f"{dataset.name}-{key}"
     if not folder.is_dir():
-        _write(folder, dataset, generator, _generate(config, dataset, seed))
+        _write(folder, dataset, generator, allocate(config, dataset, seed))
     Partition.open(folder, dataset)
     return folder
-
-
-def _check_enough(config: DataConfig, dataset: Dataset) -> None:
-    samples = dataset.num_samples("train")
-    if config.num_clients > samples:
-        raise ValueError(
-            f"data.num_clients={config.num_clients}: {dataset.name} has {samples} training samples; "
-            "every client needs at least one"
-        )
-
-
-def _generate(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
-    """The partition's arrays: label distributions, and per split the flat indices and the clients' offsets."""
-    K = config.num_clients
-    train_labels, test_labels = dataset.labels("train"), dataset.labels("test")
-    prior = np.bincount(train_labels, minlength=dataset.num_classes) / len(train_labels)
-    # One stream per purpose: another validation share leaves everybody's samples and test shares as they were.
-    q = label_distributions(config.alpha, prior, K, stream(seed, "partition", "labels"))
-    drawn = draw_samples(q, train_labels, len(train_labels) // K, stream(seed, "partition", "train"))
-    train, validation = split_validation(drawn, config.validation_share, stream(seed, "partition", "validation"))
-    test = np.sort(draw_samples(q, test_labels, len(test_labels) // K, stream(seed, "partition", "test")), axis=1)
-    arrays: dict[str, AnyArray] = {"label_distributions": q}
-    for split, indices in zip(SPLITS, (train, validation, test), strict=True):
-        arrays[split] = indices.reshape(-1)
-        arrays[f"{split}_offsets"] = np.arange(K + 1, dtype=np.int64) * indices.shape[1]
-    return arrays
 
 
 def _write(folder: Path, dataset: Dataset, generator: Fields, arrays: dict[str, AnyArray]) -> None:
@@ -98,8 +65,10 @@ class Partition:
     num_clients: int
     generator: Fields
     """Name, parameters and seed of what made it."""
-    label_distributions: FloatArray
-    """q (num_clients, C): what the clients' labels were drawn from."""
+    label_distributions: FloatArray | None
+    """q (num_clients, C): what the clients' labels were drawn from; None unless they were (lda)."""
+    natural_clients: IntArray | None
+    """(num_clients,) places in the data set's `client_names`; None unless the partition is natural."""
     _arrays: dict[str, AnyArray]
     _guard: TestGuard
 
@@ -126,7 +95,8 @@ class Partition:
             dataset_hash=manifest["dataset"]["hash"],
             num_clients=manifest["num_clients"],
             generator=manifest["generator"],
-            label_distributions=arrays["label_distributions"],
+            label_distributions=arrays.get("label_distributions"),
+            natural_clients=arrays.get("natural_clients"),
             _arrays=arrays,
             _guard=guard or TestGuard(is_open=True),
         )

@@ -1,16 +1,20 @@
-"""Where images come from: one small reader per published layout, all behind one protocol."""
+"""Where data come from: one small reader per published layout, behind one protocol for images and one for text."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
 from fedloom.platform.data.artefact import ByteArray, Fields, IntArray
 from fedloom.platform.data.cifar_parquet import find_parquet
 from fedloom.platform.data.cifar_pickle import LAYOUTS, PickleSource
+from fedloom.platform.data.cinic import CinicSource
 from fedloom.platform.data.config import DataConfig, data_root
+from fedloom.platform.data.ptb import PtbSource
+from fedloom.platform.data.shakespeare import ShakespeareSource
 from fedloom.platform.data.stratify import stratified_rows
+from fedloom.platform.data.tokens import TokenSource
 from fedloom.platform.seeding import stream
 
 FIXED_SEED = 0
@@ -45,7 +49,7 @@ class Source(Protocol):
 
 
 def find_source(config: DataConfig) -> Source:
-    """The reader for `config.dataset`, from the folder of the originals where it needs one.
+    """The reader for the images of `config.dataset`, from the folder of the originals where it needs one.
 
     Raises ValueError saying where it looked, or naming the file that is not in the published layout.
     """
@@ -54,7 +58,29 @@ def find_source(config: DataConfig) -> Source:
     if config.dataset == "synthetic":
         samples = SYNTHETIC_SAMPLES
         return SyntheticSource(config.train_samples or samples["train"], config.test_samples or samples["test"])
+    if config.dataset == "cinic10":
+        layout = "CINIC-10/ or cinic10/ with train/CLASS/*.png and test/CLASS/*.png"
+        return CinicSource.find(data_root(config)) or _not_found(config, layout)
     return _find_cifar(config.dataset, data_root(config), config.download)
+
+
+def find_text(config: DataConfig) -> TokenSource:
+    """The reader for the text of `config.dataset`; raises ValueError as `find_source`."""
+    root, length = data_root(config), config.sequence_length
+    if config.dataset == "shakespeare":
+        layout = "shakespeare/shakespeare_train.h5 and shakespeare_test.h5"
+        return ShakespeareSource.find(root, length) or _not_found(config, layout)
+    return PtbSource.find(root, length) or _not_found(
+        config, "ptb.train.txt and ptb.test.txt in ptb/ or simple-examples/data/"
+    )
+
+
+def _not_found(config: DataConfig, layout: str) -> NoReturn:
+    only_cifar = "; data.download=true fetches CIFAR alone" if config.download else ""
+    raise ValueError(
+        f"{config.dataset} not found under {data_root(config)}: looked for {layout}; "
+        f"set FEDLOOM_DATA or data.root{only_cifar}"
+    )
 
 
 def _find_cifar(dataset: str, root: Path, download: bool) -> Source:

@@ -1,4 +1,4 @@
-"""Sub-samples that keep the shares of the classes."""
+"""Sub-samples: some that keep the shares of the classes, and some that know no classes."""
 
 import numpy as np
 
@@ -13,6 +13,11 @@ def stratified_rows(labels: IntArray, samples: int, rng: np.random.Generator) ->
         for label, quota in enumerate(_quotas(counts, samples).tolist())
     ]
     return np.sort(np.concatenate(chosen))
+
+
+def uniform_rows(num_rows: int, samples: int, rng: np.random.Generator) -> IntArray:
+    """Sorted rows of a random sub-sample of exactly `samples`, each row as likely as any other."""
+    return np.sort(rng.permutation(num_rows)[:samples])
 
 
 def _quotas(counts: IntArray, samples: int) -> IntArray:

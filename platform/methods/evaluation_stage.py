@@ -1,5 +1,6 @@
 """The final evaluation: the only stage that reads test data."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,8 +11,8 @@ from fedloom.platform.methods.search_stage import winner_of
 from fedloom.platform.methods.subnet_stage import bag_name
 from fedloom.platform.methods.supernet_stage import SUPERNET
 from fedloom.platform.selection import Cohort
-from fedloom.platform.spaces.base import extract
-from fedloom.platform.stage import KeptModel, Merged, Plan, RoundResult
+from fedloom.platform.spaces.base import Architecture, extract
+from fedloom.platform.stage import KeptModel, Merged, Plan, RoundResult, Row
 from fedloom.platform.state import RunState
 from fedloom.platform.tasks import ScoreSubnet, architecture_id
 from fedloom.platform.world import SERVER, World
@@ -27,74 +28,108 @@ class EvaluationConfig:
     clients_per_tier: int | None = None
 
 
-class EvaluationStage:
-    """Scores every tier's models on the whole test set, and on the test share of each of the tier's clients.
+@dataclass(frozen=True)
+class EvaluationJob:
+    """One model to be scored.
 
-    One round per (tier, model); fairness (FedorAS, Tab. 7) is read off the per-client rows.
+    Attributes:
+        name: the tier or target that the model is for; empty if for none.
+        model: what it is called in the tables.
+        bag: where its tensors are: a supernet's, or its own if `stand_alone`.
+        client_ids: whose own test data it is scored on, too.
+        kept: the name under which it is stored; empty if it is not.
+    """
+
+    name: str
+    model: str
+    architecture: Architecture
+    bag: str
+    client_ids: tuple[int, ...]
+    stand_alone: bool
+    kept: str = ""
+
+
+class EvaluationStage:
+    """Scores every model on the whole test set, and on the test share of its clients; one round per model.
+
+    Fairness (FedorAS, Tab. 7) is read off the per-client rows.
     """
 
     name = "evaluation"
 
-    def __init__(self, world: World, config: EvaluationConfig, models: tuple[str, ...]) -> None:
-        self.world, self.config, self.models = world, config, models
+    def __init__(
+        self, world: World, config: EvaluationConfig, jobs: Callable[[RunState], Sequence[EvaluationJob]]
+    ) -> None:
+        self.world, self.config, self.jobs = world, config, jobs
 
     def begin(self, state: RunState) -> RunState:
         """Nothing to prepare."""
         return state
 
-    def _jobs(self, state: RunState) -> list[tuple[int, str]]:
-        tiers = [i for i, tier in enumerate(self.world.tiers) if winner_of(state, tier.name) is not None]
-        return [(tier, model) for tier in tiers for model in self.models]
-
     def rounds_left(self, state: RunState) -> int:
-        """One round per tier and model."""
-        return len(self._jobs(state)) - state.round
+        """One round per model."""
+        return len(self.jobs(state)) - state.round
 
     def plan(self, state: RunState) -> Plan:
         """The server scores validation and test data, each client its own test share."""
-        index, model = self._jobs(state)[state.round]
-        tier = self.world.tiers[index]
-        architecture = winner_of(state, tier.name)
-        assert architecture is not None, "only tiers with a winner are evaluated"
-        alone = model != FROM_SUPERNET
-        on_validation, on_test = (ScoreSubnet(architecture, model, split, alone) for split in ("validation", "test"))
+        job = self.jobs(state)[state.round]
+        on_validation, on_test = (
+            ScoreSubnet(job.architecture, job.model, split, job.stand_alone) for split in ("validation", "test")
+        )
         central = [
             Assignment(self.name, state.round, None, SERVER, on_validation),
             Assignment(self.name, state.round, None, SERVER, on_test, reads_test=True),
         ]
-        cohort = self._cohort(index)
+        limit = self.config.clients_per_tier
+        cohort = Cohort(job.client_ids if limit is None else job.client_ids[:limit], 1.0, "all of the tier")
         planned = [self.world.assign(self.name, state.round, cohort, c, on_test) for c in cohort.client_ids]
         # The final evaluation is a measurement, not a round of the simulated federation: nobody drops out of it.
         clients = [replace(a, dropped="", deadline_s=None, reads_test=True) for a in planned]
-        bag = SUPERNET if model == FROM_SUPERNET else bag_name(tier.name, model)
-        return Plan([*central, *clients], bag)
+        return Plan([*central, *clients], job.bag)
 
-    def _cohort(self, index: int) -> Cohort:
-        own = np.flatnonzero(self.world.tier_of_client == index)
-        limit = self.config.clients_per_tier
-        own = own if limit is None else own[:limit]
-        return Cohort(tuple(int(c) for c in own), 1.0, "all of the tier")
-
-    def merge(self, state: RunState, plan: Plan, result: RoundResult) -> Merged:
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
         """The state stays; the measurements and the model are kept."""
-        index, model = self._jobs(state)[state.round]
-        tier = self.world.tiers[index]
-        kept = self._kept(state, plan.bag, tier.name, model)
-        return Merged(state, evaluation_rows(result.reports, tier.name), [kept])
+        job = self.jobs(state)[state.round]
+        rows = [*evaluation_rows(result.reports, job.name or None), *self._cost_rows(job)]
+        return Merged(state, rows, [self._kept(state, job)] if job.kept else [])
 
-    def _kept(self, state: RunState, bag: str, tier: str, model: str) -> KeptModel:
-        architecture = winner_of(state, tier)
-        assert architecture is not None, "only tiers with a winner are evaluated"
-        weights = state.weights(bag)
+    def _cost_rows(self, job: EvaluationJob) -> list[Row]:
+        """What a model costs that is not kept, and so has no row in `models`."""
+        if job.kept:
+            return []
+        costs = {"macs": self.world.macs_table, "parameters": self.world.space.cost_table("parameters")}
+        place = {"model": job.model, "tier": job.name or SERVER, "architecture": architecture_id(job.architecture)}
+        return [
+            ("evaluations", {**place, "metric": measure, "value": table.cost(job.architecture)})
+            for measure, table in costs.items()
+        ]
+
+    def _kept(self, state: RunState, job: EvaluationJob) -> KeptModel:
+        weights, space = state.weights(job.bag), self.world.space
         return KeptModel(
-            name=f"{tier}-{model}",
-            tier=tier,
-            architecture=architecture_id(architecture),
-            macs=self.world.macs_table.cost(architecture),
-            parameters=int(self.world.space.cost_table("parameters").cost(architecture)),
-            tensors=extract(weights, self.world.space.slices(architecture)) if bag == SUPERNET else weights,
+            name=job.kept,
+            tier=job.name,
+            architecture=architecture_id(job.architecture),
+            macs=self.world.macs_table.cost(job.architecture),
+            parameters=int(space.cost_table("parameters").cost(job.architecture)),
+            tensors=weights if job.stand_alone else extract(weights, space.slices(job.architecture)),
         )
 
     def end(self, state: RunState) -> Merged:
         """Nothing more to do."""
         return Merged(state)
+
+
+def tier_jobs(world: World, state: RunState, models: Sequence[str]) -> list[EvaluationJob]:
+    """For every tier with a winner its models: `supernet_init`, or those with a bag of their own."""
+    jobs: list[EvaluationJob] = []
+    for index, tier in enumerate(world.tiers):
+        architecture = winner_of(state, tier.name)
+        if architecture is None:
+            continue
+        own = tuple(int(c) for c in np.flatnonzero(world.tier_of_client == index))
+        for model in models:
+            cut = model == FROM_SUPERNET
+            bag = SUPERNET if cut else bag_name(tier.name, model)
+            jobs.append(EvaluationJob(tier.name, model, architecture, bag, own, not cut, f"{tier.name}-{model}"))
+    return jobs

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from fedloom.platform.methods.evaluation_stage import EvaluationConfig, EvaluationStage
+from fedloom.platform.methods.evaluation_stage import EvaluationConfig, EvaluationStage, tier_jobs
 from fedloom.platform.methods.search_stage import WINNERS
 from fedloom.platform.methods.subnet_stage import SubnetStage
 from fedloom.platform.stage import Stage
@@ -26,6 +26,8 @@ class FedAvgConfig:
 class FixedArchitecture(SubnetStage):
     """Trains a given architecture instead of a search's winner."""
 
+    accountable = True
+
     def __init__(self, world: World, config: FedAvgConfig) -> None:
         super().__init__(world, config.train, 0, "rand_init")
         text = config.architecture or "-".join("0" for _ in world.space.options)
@@ -43,5 +45,5 @@ def stages(config: FedAvgConfig, world: World) -> list[Stage]:
     check_training(config.train, "method.train", world.num_clients)
     sequence: list[Stage] = [FixedArchitecture(world, config)]
     if config.evaluate:
-        sequence.append(EvaluationStage(world, config.evaluation, ("rand_init",)))
+        sequence.append(EvaluationStage(world, config.evaluation, lambda state: tier_jobs(world, state, ["rand_init"])))
     return sequence

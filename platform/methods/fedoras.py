@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from fedloom.platform.methods.evaluation_stage import FROM_SUPERNET, EvaluationConfig, EvaluationStage
-from fedloom.platform.methods.search_stage import TierSearchConfig, TierSearchStage
+from fedloom.platform.methods.evaluation_stage import FROM_SUPERNET, EvaluationConfig, EvaluationStage, tier_jobs
+from fedloom.platform.methods.search_stage import TierSearchConfig, TierSearchStage, tier_goals
 from fedloom.platform.methods.subnet_stage import SubnetStage
 from fedloom.platform.methods.supernet_stage import SupernetConfig, SupernetStage
 from fedloom.platform.stage import Stage
@@ -36,10 +36,10 @@ def stages(config: FedorASConfig, world: World) -> list[Stage]:
     check(config, world.num_clients)
     tiers = range(len(world.tiers))
     sequence: list[Stage] = [SupernetStage(world, config.train)]
-    sequence += [TierSearchStage(world, config.search, tier) for tier in tiers]
+    sequence += [TierSearchStage(world, config.search, goal) for goal in tier_goals(world, config.search)]
     sequence += [SubnetStage(world, config.finetune, tier, "fine_tuned") for tier in tiers]
     if config.rand_init.rounds:
         sequence += [SubnetStage(world, config.rand_init, tier, "rand_init") for tier in tiers]
     models = [FROM_SUPERNET, "fine_tuned", *(["rand_init"] if config.rand_init.rounds else [])]
-    sequence.append(EvaluationStage(world, config.evaluation, tuple(models)))
+    sequence.append(EvaluationStage(world, config.evaluation, lambda state: tier_jobs(world, state, models)))
     return sequence

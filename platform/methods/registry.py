@@ -1,10 +1,14 @@
 """Methods by the name of their configuration."""
 
-from fedloom.platform.methods import fedavg, fedoras
+from fedloom.platform.methods import fedavg, fedoras, superfednas
 from fedloom.platform.stage import Stage
 from fedloom.platform.world import World
 
-CONFIGS: dict[str, type] = {"fedoras": fedoras.FedorASConfig, "fedavg": fedavg.FedAvgConfig}
+CONFIGS: dict[str, type] = {
+    "fedoras": fedoras.FedorASConfig,
+    "superfednas": superfednas.SuperFedNASConfig,
+    "fedavg": fedavg.FedAvgConfig,
+}
 """The configuration class of every method."""
 
 
@@ -13,6 +17,8 @@ def build_stages(world: World) -> list[Stage]:
     config = world.config.method
     if isinstance(config, fedoras.FedorASConfig):
         return fedoras.stages(config, world)
+    if isinstance(config, superfednas.SuperFedNASConfig):
+        return superfednas.stages(config, world)
     if isinstance(config, fedavg.FedAvgConfig):
         return fedavg.stages(config, world)
     raise ValueError(f"no method was configured: choose method={' or method='.join(CONFIGS)}")

@@ -15,11 +15,13 @@ from fedloom.platform.search.config import SearchConfig, build_searcher
 from fedloom.platform.search.ranking import kendall_tau
 from fedloom.platform.selection import Cohort
 from fedloom.platform.spaces.base import Architecture, bytes_of, extract
+from fedloom.platform.spaces.genome import Genome
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.stage import Merged, Plan, RoundResult, Row
 from fedloom.platform.state import RunState
 from fedloom.platform.tasks import ScorePaths, architecture_id, parse_architecture
 from fedloom.platform.world import SERVER, World
+from fedloom.tiers.costs import CostTable
 
 logger = logging.getLogger(__name__)
 
@@ -64,25 +66,47 @@ def _check(config: TierSearchConfig, world: World) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Goal:
+    """What is searched for: the models of a cost interval, and the clients that may score them.
+
+    `table` gives the costs in the interval's unit, `budget` the number of models to be scored.
+    """
+
+    name: str
+    interval: Interval
+    table: CostTable
+    eligible: np.ndarray
+    budget: int
+
+
+def tier_goals(world: World, config: TierSearchConfig) -> list[Goal]:
+    """One goal per tier: the models between its bounds."""
+    budgets = config.budgets if config.budgets is not None else [config.budget] * len(world.tiers)
+    if len(budgets) != len(world.tiers):
+        raise ValueError(f"method.search.budgets has {len(budgets)} values for {len(world.tiers)} tiers")
+    return [
+        Goal(tier.name, Interval(tier.lower, tier.upper), world.cost_table, eligible, budget)
+        for tier, eligible, budget in zip(world.tiers, world.eligible_by_tier, budgets, strict=True)
+    ]
+
+
 class TierSearchStage:
     """Asks the searcher for a generation of the tier's models, has them scored, and tells it."""
 
-    def __init__(self, world: World, config: TierSearchConfig, tier: int) -> None:
+    def __init__(self, world: World, config: TierSearchConfig, goal: "Goal", genome: Genome | None = None) -> None:
         _check(config, world)
-        self.world, self.config, self.tier = world, config, world.tiers[tier]
-        self.eligible = world.eligible_by_tier[tier]
-        self.name = f"search/{self.tier.name}"
+        self.world, self.config, self.goal, self.genome = world, config, goal, genome
+        self.name = f"search/{goal.name}"
         self.federated = config.scoring == "federated"
-        if config.budgets is not None and len(config.budgets) != len(world.tiers):
-            raise ValueError(f"method.search.budgets has {len(config.budgets)} values for {len(world.tiers)} tiers")
-        self.budget = config.budget if config.budgets is None else config.budgets[tier]
+        self.budget = goal.budget
         self._live = self._fresh()  # a cache: `_searcher` rebuilds it from the state whenever it does not fit
 
     def _fresh(self) -> Searcher:
         seed = self.world.config.seed_for("search")
-        interval = Interval(self.tier.lower, self.tier.upper)
+        options, goal = self.world.space.options, self.goal
         return build_searcher(
-            self.config, self.world.space.options, self.world.cost_table, interval, seed, budget=self.budget
+            self.config, options, goal.table, goal.interval, seed, budget=self.budget, genome=self.genome
         )
 
     def _searcher(self, state: RunState) -> Searcher:
@@ -131,7 +155,7 @@ class TierSearchStage:
     def _cohort(self, first_round: int, part: int) -> Cohort:
         """The part-th cohort of a generation: one draw for the whole generation keeps its clients distinct."""
         size = self.config.clients_per_round
-        whole = self.world.select(self.name, first_round, self.eligible, size * self.config.scoring_rounds)
+        whole = self.world.select(self.name, first_round, self.goal.eligible, size * self.config.scoring_rounds)
         own = tuple(c for i, c in enumerate(whole.client_ids) if i % self.config.scoring_rounds == part)
         return Cohort(own, whole.probability, whole.reason)
 
@@ -173,7 +197,7 @@ class TierSearchStage:
         tau = math.nan  # of fewer than two models
         if len(names) > 1:
             tau, _ = kendall_tau([scores[n][1] for n in names], [central[n][1] for n in names])
-        values = {"model": "supernet", "tier": self.tier.name, "split": "validation", "metric": "kendall_tau_federated"}
+        values = {"model": "supernet", "tier": self.goal.name, "split": "validation", "metric": "kendall_tau_federated"}
         return "evaluations", {**values, "value": tau, "samples": len(names)}
 
     def end(self, state: RunState) -> Merged:
@@ -182,10 +206,10 @@ class TierSearchStage:
         feasible = [s for s in history if s.feasible]
         if len(history) < self.budget:
             # A small tier, or a sampler that finds nothing new in it: no mistake, but fewer than the figures suggest.
-            logger.warning("%s: the search asked for %d models and found %d", self.tier.name, self.budget, len(history))
+            logger.warning("%s: the search asked for %d models and found %d", self.goal.name, self.budget, len(history))
         rows = self._candidate_rows(history)
         if feasible:
-            winners = {**state.data.get(WINNERS, {}), self.tier.name: architecture_id(winner(feasible).architecture)}
+            winners = {**state.data.get(WINNERS, {}), self.goal.name: architecture_id(winner(feasible).architecture)}
             state = state.with_data(WINNERS, winners)
         # The rows hold the history from here on; every further checkpoint would carry it along.
         return Merged(state.without_data(self.name, self._pending, f"{self.name}/central"), rows)
@@ -197,7 +221,7 @@ class TierSearchStage:
             (
                 "candidates",
                 {
-                    "tier": self.tier.name,
+                    "tier": self.goal.name,
                     "generation": s.generation,
                     "architecture": architecture_id(s.architecture),
                     "macs": macs.cost(s.architecture),

@@ -47,6 +47,7 @@ class SupernetStage:
     """Sends each client its own subspace and averages operators by the samples that went through them."""
 
     name = "supernet"
+    accountable = True
 
     def __init__(self, world: World, config: SupernetConfig) -> None:
         if not isinstance(world.space, OperatorChoiceSpace):

@@ -109,6 +109,11 @@ def pareto_front(history: Iterable[Scored]) -> list[Scored]:
     return front
 
 
+def rank(scored: Scored) -> tuple[float, float, Architecture]:
+    """Sort key of feasible models, best first: metric, then the lower cost, then the smaller architecture."""
+    return -scored.metric, scored.cost, scored.architecture
+
+
 def winner(history: Iterable[Scored]) -> Scored:
     """The model with the best metric; ties go to the lower cost, then to the smaller architecture.
 
@@ -117,4 +122,4 @@ def winner(history: Iterable[Scored]) -> Scored:
     feasible = [s for s in history if s.feasible]
     if not feasible:
         raise ValueError("no feasible model was scored: widen the tier's interval or look at the failed models")
-    return min(feasible, key=lambda s: (-s.metric, s.cost, s.architecture))
+    return min(feasible, key=rank)

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedloom.platform.search.base import Interval, Searcher
+from fedloom.platform.search.evolution import EvolutionSearch
 from fedloom.platform.search.nsga2 import NSGA2Search
 from fedloom.platform.search.random_search import RandomSearch
+from fedloom.platform.spaces.genome import Genome
 from fedloom.tiers.costs import CostTable
 
-SEARCHERS = ("nsga2", "random")
+SEARCHERS = ("nsga2", "random", "evolution")
 
 
 @dataclass
@@ -16,13 +18,15 @@ class SearchConfig:
     """Search of one tier (FedorAS, stage 2); the defaults are the paper's for CIFAR.
 
     `budget` is in models; `validation_share` is the part of the validation set that scores them (App. K.1).
-    `random` asks for `offspring` models at a time.
+    `random` asks for `offspring` models at a time; `evolution` breeds each generation of `population` models from the
+    best, `parents` being their share of the population.
     """
 
     searcher: str = "nsga2"
     population: int = 128
     offspring: int = 64
     mutation: float = 0.1
+    parents: float = 0.25
     budget: int = 1000
     validation_share: float = 1.0
 
@@ -34,9 +38,11 @@ def build_searcher(
     interval: Interval,
     seed: int,
     budget: int | None = None,
+    genome: Genome | None = None,
 ) -> Searcher:
     """The configured searcher for one tier; `budget` (models) takes the place of the configured one.
 
+    `genome` is what nsga2 and evolution vary, by default every decision as one gene.
     Tiers may share the seed: their streams differ by the interval.
     Raises ValueError for an unknown searcher or a setting out of range.
     """
@@ -53,6 +59,19 @@ def build_searcher(
             offspring=config.offspring,
             mutation=config.mutation,
             budget=models,
+            genome=genome,
+        )
+    if config.searcher == "evolution":
+        return EvolutionSearch(
+            options,
+            table,
+            interval,
+            seed,
+            population=config.population,
+            parents=config.parents,
+            mutation=config.mutation,
+            budget=models,
+            genome=genome,
         )
     if config.searcher == "random":
         return RandomSearch(options, table, interval, seed, batch=config.offspring, budget=models)

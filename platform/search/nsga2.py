@@ -1,6 +1,7 @@
 """NSGA-II (Deb et al. 2002), driven through pymoo's ask and tell, on integer architectures of one cost interval."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from pymoo.algorithms.moo.nsga2 import NSGA2
@@ -9,8 +10,12 @@ from pymoo.core.problem import Problem
 from pymoo.core.termination import NoTermination
 
 from fedloom.platform.search.base import Architecture, Interval, Scored, State
+from fedloom.platform.search.constraint import TableConstraint
 from fedloom.platform.search.generations import GenerationSearch, Proposer, at_least
 from fedloom.platform.search.operators import (
+    ConstraintSampling,
+    GenomeCrossover,
+    GenomeMutation,
     HalfGeneCrossover,
     IntervalRepair,
     NewOnly,
@@ -19,6 +24,7 @@ from fedloom.platform.search.operators import (
 )
 from fedloom.platform.search.sampling import IntervalSampler, as_architecture, sample_new
 from fedloom.platform.seeding import stream
+from fedloom.platform.spaces.genome import Genome, PlainGenome
 from fedloom.tiers.costs import CostTable
 
 
@@ -26,7 +32,8 @@ class NSGA2Search(GenerationSearch):
     """FedorAS' search (stage 2): metric against cost by NSGA-II inside one tier; see `Searcher`.
 
     The first generation holds `population` models, each later one `offspring`, and the last is cut at the budget.
-    `mutation` is the probability per gene.
+    `mutation` is the probability per gene. `genome` is what is drawn, mutated and crossed (uniformly) where a decision
+    holds several genes; a saved state knows it by its repr.
     """
 
     name = "nsga2"
@@ -42,6 +49,7 @@ class NSGA2Search(GenerationSearch):
         offspring: int = 64,
         mutation: float = 0.1,
         budget: int = 1000,
+        genome: Genome | None = None,
     ) -> None:
         super().__init__(options, table, interval, seed, budget=budget)
         if not 0 <= mutation <= 1:
@@ -49,13 +57,31 @@ class NSGA2Search(GenerationSearch):
         self.population = at_least("population", population, 2)
         self.offspring = at_least("offspring", offspring, 1)
         self.mutation = mutation
+        # Where decisions are genes there is nothing to tell the operators, and saved states stay as they were.
+        self.genome = None if isinstance(genome, PlainGenome) else genome
 
     def _settings(self) -> State:
-        return {"population": self.population, "offspring": self.offspring, "mutation": self.mutation}
+        settings: State = {"population": self.population, "offspring": self.offspring, "mutation": self.mutation}
+        return settings if self.genome is None else {**settings, "genome": repr(self.genome)}
 
     def _start(self) -> Proposer:
         rng = stream(self.seed, "nsga2", repr(self.interval.lower), repr(self.interval.upper))
         return _NSGA2Proposer(self, self._sampler, rng)
+
+
+def _variation(search: NSGA2Search, sampler: IntervalSampler) -> dict[str, Any]:
+    """The operators that draw, cross and mutate."""
+    if search.genome is None:
+        return {
+            "sampling": TierSampling(sampler),
+            "crossover": HalfGeneCrossover(),
+            "mutation": OptionMutation(search.mutation),
+        }
+    return {
+        "sampling": ConstraintSampling(TableConstraint(search.table, search.interval, search.genome)),
+        "crossover": GenomeCrossover(search.genome),
+        "mutation": GenomeMutation(search.genome, search.mutation),
+    }
 
 
 class _NSGA2Proposer:
@@ -73,9 +99,7 @@ class _NSGA2Proposer:
         algorithm = NSGA2(
             pop_size=search.population,
             n_offsprings=search.offspring,
-            sampling=TierSampling(self.sampler),
-            crossover=HalfGeneCrossover(),
-            mutation=OptionMutation(search.mutation),
+            **_variation(search, self.sampler),
             repair=IntervalRepair(self.sampler),
             eliminate_duplicates=NewOnly(self.asked),
             output=None,

@@ -15,7 +15,9 @@ from pymoo.core.repair import Repair
 from pymoo.core.sampling import Sampling
 
 from fedloom.platform.search.base import Architecture
+from fedloom.platform.search.constraint import Constraint
 from fedloom.platform.search.sampling import IntervalSampler, as_architecture, sample_new
+from fedloom.platform.spaces.genome import Genome
 
 Ints = NDArray[np.int64]
 
@@ -62,6 +64,42 @@ class OptionMutation(Mutation):  # type: ignore[misc]
         steps = random_state.integers(1, np.maximum(options, 2), size=X.shape)
         moved = (random_state.random(X.shape) < self.probability) & (options > 1)
         return np.where(moved, (X + steps) % options, X).astype(np.int64)
+
+
+class ConstraintSampling(Sampling):  # type: ignore[misc]
+    """Distinct random architectures inside a constraint; fewer than asked only if there are no more."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        super().__init__()
+        self.constraint = constraint
+
+    def _do(self, problem: Any, n_samples: int, *_args: Any, random_state: np.random.Generator, **_: Any) -> Ints:
+        new = self.constraint.sample(n_samples, (), random_state)
+        return np.array(new, dtype=np.int64).reshape(len(new), problem.n_var)
+
+
+class GenomeCrossover(Crossover):  # type: ignore[misc]
+    """Two children per pair, each by the genome's uniform crossover."""
+
+    def __init__(self, genome: Genome) -> None:
+        super().__init__(n_parents=2, n_offsprings=2, prob=1.0)
+        self.genome = genome
+
+    def _do(self, _problem: Any, X: Ints, *_args: Any, random_state: np.random.Generator, **_: Any) -> Ints:
+        a, b = X.astype(np.int64)
+        return np.stack([self.genome.cross(a, b, random_state) for _child in range(2)])
+
+
+class GenomeMutation(Mutation):  # type: ignore[misc]
+    """Every gene moves with probability `probability` to another of its choices, uniformly."""
+
+    def __init__(self, genome: Genome, probability: float) -> None:
+        super().__init__(prob=1.0)
+        self.genome = genome
+        self.probability = probability
+
+    def _do(self, _problem: Any, X: Ints, *_args: Any, random_state: np.random.Generator, **_: Any) -> Ints:
+        return self.genome.mutate(X.astype(np.int64), self.probability, random_state)
 
 
 class IntervalRepair(Repair):  # type: ignore[misc]

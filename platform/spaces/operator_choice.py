@@ -273,10 +273,7 @@ class OperatorChoiceSpace:
 
     def bytes_table(self) -> CostTable:
         """Bytes of all tensors, buffers included, of the fixed part and of each operator: what travels."""
-        if "bytes" not in self._tables:
-            tensors = self._meta_supernet.state_dict()
-            self._tables["bytes"] = self._sizes_table("bytes", {n: bytes_of({n: t}) for n, t in tensors.items()})
-        return self._tables["bytes"]
+        return self.cost_table("bytes")
 
     def _sizes_table(self, measure: str, sizes: Mapping[str, int]) -> CostTable:
         totals = {owner: sum(sizes.get(name, 0) for name in names) for owner, names in self._tensors_of.items()}
@@ -306,7 +303,10 @@ class OperatorChoiceSpace:
                 return _table(measure, *self._over_parts("meta", activation_bytes_of, 0))
             case "latency_s":
                 return self.latency_table()
-        raise ValueError(f"unknown measure {measure!r}: known are {', '.join(MEASURES)}")
+            case "bytes":
+                tensors = self._meta_supernet.state_dict()
+                return self._sizes_table(measure, {n: bytes_of({n: t}) for n, t in tensors.items()})
+        raise ValueError(f"unknown measure {measure!r}: known are {', '.join(MEASURES)}, bytes")
 
     def latency_table(self, device: str = "cpu", *, warmup: int = 3, repeats: int = 20) -> CostTable:
         """Median seconds of the fixed part and of every operator on one sample, measured now on the device."""

@@ -1,7 +1,7 @@
 """From a configured name to a search space."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -10,26 +10,46 @@ from fedloom.platform.plugins import resolve
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.cnn import CNN_CIFAR, CNN_CIFAR_WIDE, CNN_DIGITS, CnnDesign, cnn_space
 from fedloom.platform.spaces.config import SpaceConfig
-from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
+from fedloom.platform.spaces.elastic import ElasticDesign, ElasticSpace
+from fedloom.platform.spaces.resnet import RESNET_SMALL, ResnetDesign
+from fedloom.platform.spaces.tcn import TcnDesign
 
 SpaceBuilder = Callable[[SpaceConfig], SearchSpace]
 
-_OVERRIDES = ("input_shape", "stem_channels", "stage_layers", "stage_strides", "depthwise_link", "operators")
+_NOT_OF_DESIGNS = ("name", "options")
 
 
-def _cnn(default: CnnDesign, config: SpaceConfig) -> OperatorChoiceSpace:
+def _changed(default: Any, config: SpaceConfig) -> Any:
+    """The design with what the configuration changes of it."""
     if config.options:
         raise ValueError(f"space {config.name} has no options, given {', '.join(map(str, config.options))}")
-    changes: dict[str, Any] = {"num_classes": config.num_classes}
-    for field in _OVERRIDES:
-        value = getattr(config, field)
-        if value is not None:
-            changes[field] = value if isinstance(value, (int, bool)) else tuple(value)
-    return cnn_space(replace(default, **changes))
+    known = [field.name for field in fields(default)]
+    changes: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in _NOT_OF_DESIGNS or value is None:
+            continue
+        if field.name not in known:
+            own = ", ".join(name for name in known if name != "name")
+            raise ValueError(f"space {config.name} has no {field.name}; it has {own}")
+        changes[field.name] = tuple(value) if isinstance(value, list) else value
+    return replace(default, **changes)
 
+
+def _cnn(default: CnnDesign, config: SpaceConfig) -> SearchSpace:
+    return cnn_space(_changed(default, config))
+
+
+def _elastic(default: ElasticDesign, config: SpaceConfig) -> SearchSpace:
+    return ElasticSpace(_changed(default, config))
+
+
+_CNNS = (CNN_CIFAR, CNN_CIFAR_WIDE, CNN_DIGITS)
+_ELASTIC: tuple[ElasticDesign, ...] = (ResnetDesign(), RESNET_SMALL, TcnDesign())
 
 SPACES: Mapping[str, SpaceBuilder] = MappingProxyType(
-    {design.name: partial(_cnn, design) for design in (CNN_CIFAR, CNN_CIFAR_WIDE, CNN_DIGITS)}
+    {design.name: partial(_cnn, design) for design in _CNNS}
+    | {design.name: partial(_elastic, design) for design in _ELASTIC}
 )
 """The builders of the spaces that ship with fedloom, by name."""
 

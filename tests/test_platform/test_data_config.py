@@ -15,6 +15,14 @@ def test_the_defaults_pass_and_work_as_a_structured_config() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dataset", "partition"),
+    [("cifar10", "iid"), ("cinic10", "lda"), ("ptb", "iid"), ("shakespeare", "iid"), ("shakespeare", "natural")],
+)
+def test_what_a_data_set_allows_passes(dataset: str, partition: str) -> None:
+    check(DataConfig(dataset=dataset, partition=partition))
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"alpha": -1}, "data.alpha=-1: must be > 0"),
@@ -24,7 +32,30 @@ def test_the_defaults_pass_and_work_as_a_structured_config() -> None:
         ({"num_clients": 0}, "data.num_clients=0: must be >= 1"),
         ({"train_samples": 0}, "data.train_samples=0: must be >= 1"),
         ({"test_samples": -5}, "data.test_samples=-5: must be >= 1"),
-        ({"dataset": "cifar"}, "data.dataset=cifar: must be one of digits, cifar10, cifar100, synthetic"),
+        (
+            {"dataset": "cifar"},
+            "data.dataset=cifar: must be one of digits, cifar10, cifar100, synthetic, cinic10, shake",
+        ),
+        ({"sequence_length": 0}, "data.sequence_length=0: must be >= 1"),
+        ({"sequence_length": 80}, "data.sequence_length=80: digits holds images; leave it out"),
+        ({"partition": "dirichlet"}, "data.partition=dirichlet: must be one of lda, iid, natural"),
+        (
+            {"partition": "natural"},
+            "data.partition=natural: digits has no clients of its own; must be one of lda, iid$",
+        ),
+        (
+            {"dataset": "shakespeare"},
+            "data.partition=lda: shakespeare has no class labels to draw by; must be one of iid, natural$",
+        ),
+        ({"dataset": "ptb"}, "data.partition=lda: ptb has no class labels to draw by; must be one of iid$"),
+        (
+            {"dataset": "ptb", "partition": "natural"},
+            "data.partition=natural: ptb has no clients of its own; must be one of iid$",
+        ),
+        (
+            {"dataset": "ptb", "partition": "iid", "augment": "crop_flip"},
+            "data.augment=crop_flip: ptb is text; must be none",
+        ),
         ({"augment": "flip"}, "data.augment=flip: must be one of none, crop_flip"),
     ],
 )

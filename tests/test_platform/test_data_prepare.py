@@ -13,6 +13,7 @@ from fedloom.platform.data.artefact import ABANDONED_AFTER_S, atomic_folder
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset, augment_crop_flip
 from fedloom.platform.data.guard import TestGuard, TestReadError
+from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import mean_and_std, prepare_dataset
 
 
@@ -55,6 +56,21 @@ def test_the_hash_does_not_depend_on_the_place(tmp_path: Path) -> None:
     one, two = (Dataset.open(prepare_dataset(digits(tmp_path / name))) for name in ("one", "two"))
     assert one.path.name == two.path.name
     assert one.hash == two.hash
+
+
+def test_images_that_were_prepared_long_ago_are_found_again(tmp_path: Path) -> None:
+    config = digits(tmp_path, num_clients=8)
+    dataset = Dataset.open(prepare_dataset(config))
+    assert dataset.path.name == "digits-a10398fd5ddd65b4"
+    assert dataset.hash == "99802ff2cc9bc9fd84532bb2a00621980fcc6b1e40757459136e0b075a4fadd5"
+    assert prepare_partition(config, dataset, seed=3).name == "digits-fb0e39172d5f1a0a"
+
+
+def test_images_have_no_clients_of_their_own(tmp_path: Path) -> None:
+    dataset = Dataset.open(prepare_dataset(digits(tmp_path)))
+    assert (dataset.kind, dataset.client_names) == ("image", ())
+    with pytest.raises(ValueError, match="digits has no clients of its own"):
+        dataset.clients("train")
 
 
 def test_more_samples_than_there_are(tmp_path: Path) -> None:

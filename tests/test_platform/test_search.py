@@ -13,6 +13,7 @@ from pymoo.core.problem import Problem
 
 from fedloom.platform.search.base import Architecture, Interval, Scored, Searcher, pareto_front, winner
 from fedloom.platform.search.config import SearchConfig, build_searcher
+from fedloom.platform.search.evolution import EvolutionSearch
 from fedloom.platform.search.nsga2 import NSGA2Search
 from fedloom.platform.search.operators import HalfGeneCrossover, IntervalRepair, NewOnly, OptionMutation, TierSampling
 from fedloom.platform.search.random_search import RandomSearch
@@ -49,7 +50,7 @@ def distinct(history: list[Scored]) -> set[Architecture]:
     return {s.architecture for s in history}
 
 
-@pytest.mark.parametrize("name", ["nsga2", "random"])
+@pytest.mark.parametrize("name", ["nsga2", "random", "evolution"])
 class TestSearcher:
     """The contract of `Searcher`."""
 
@@ -212,7 +213,7 @@ class TestSearcher:
 
 
 def generator_state(searcher: Searcher) -> object:
-    assert isinstance(searcher, (NSGA2Search, RandomSearch))
+    assert isinstance(searcher, (NSGA2Search, RandomSearch, EvolutionSearch))
     proposer = searcher._proposer
     assert proposer is not None
     return proposer.rng.bit_generator.state  # type: ignore[attr-defined]
@@ -258,11 +259,14 @@ def test_settings_out_of_range_are_refused() -> None:
         config = SearchConfig(**changes)  # type: ignore[arg-type]
         return build_searcher(config, [9] * 16, LARGE, TIER, 0)
 
-    with pytest.raises(ValueError, match="unknown searcher 'nsga3': choose one of nsga2, random"):
+    with pytest.raises(ValueError, match="unknown searcher 'nsga3': choose one of nsga2, random, evolution"):
         build(searcher="nsga3")
     for changes in ({"population": 1}, {"offspring": 0}, {"mutation": 1.5}, {"budget": 0}, {"validation_share": 0.0}):
         with pytest.raises(ValueError, match=next(iter(changes))):
             build(**changes)
+    for changes in ({"population": 1}, {"mutation": -0.1}, {"parents": 0.0}, {"parents": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            build(searcher="evolution", **changes)
     with pytest.raises(ValueError, match="do not fit the cost table"):
         RandomSearch([9] * 15, LARGE, TIER, 0)
     assert len(run(build_searcher(SearchConfig(), [9] * 16, LARGE, TIER, 0, budget=10))[0]) == 10

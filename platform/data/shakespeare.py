@@ -1,0 +1,121 @@
+"""Shakespeare as published for TensorFlow Federated: characters, one client per role (McMahan et al. 2017)."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedloom.platform.data.artefact import ByteArray, Fields, IntArray, hash_of_file
+from fedloom.platform.data.tokens import TokenPart, cut
+
+SEQUENCE_LENGTH = 80
+"""As in McMahan et al. 2017."""
+CHARACTERS = "dhlptx@DHLPTX $(,048cgkoswCGKOSW[_#'/37;?bfjnrvzBFJNRVZ\"&*.26:\naeimquyAEIMQUY]!%)-159\r"
+"""The 86 characters of TensorFlow Federated's text generation tutorial, in its order."""
+VOCABULARY = ("<pad>", *CHARACTERS, "<oov>", "<bos>", "<eos>")
+PAD, OOV, BOS, EOS = 0, len(CHARACTERS) + 1, len(CHARACTERS) + 2, len(CHARACTERS) + 3
+FILES = {"train": "shakespeare_train.h5", "test": "shakespeare_test.h5"}
+EXPECTED = "expected HDF5 with /examples/CLIENT/snippets (bytes)"
+
+
+def _id_of_byte() -> ByteArray:
+    ids = np.full(256, OOV, dtype=np.uint8)
+    ids[np.frombuffer(CHARACTERS.encode(), dtype=np.uint8)] = np.arange(1, len(CHARACTERS) + 1)
+    return ids
+
+
+def encode(snippets: Iterable[bytes]) -> IntArray:
+    """Token ids of a client's lines one after the other, each between BOS and EOS; a byte not in the vocabulary is OOV.
+
+    The text runs on over the ends of lines: sequences are cut from all of it, where TensorFlow Federated's own
+    preprocessing fills up the last sequence of every line.
+    """
+    ids = _id_of_byte()
+    bos, eos = np.array([BOS], dtype=np.uint8), np.array([EOS], dtype=np.uint8)
+    pieces = [np.empty(0, dtype=np.uint8)]
+    for snippet in snippets:
+        pieces += [bos, ids[np.frombuffer(snippet, dtype=np.uint8)], eos]
+    return np.concatenate(pieces, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class ShakespeareSource:
+    """The roles' lines of both files, read when they are asked for; made by `ShakespeareSource.find`.
+
+    A role's test lines are the later ones of its play. Sequences are in order of the roles' names, then of the text.
+    """
+
+    folder: Path
+    sequence_length: int
+    vocabulary: tuple[str, ...] = VOCABULARY
+
+    @classmethod
+    def find(cls, root: Path, sequence_length: int | None) -> "ShakespeareSource | None":
+        """The source in `shakespeare/` under `root`; None if the folder is not there.
+
+        Raises ValueError naming the file that is missing.
+        """
+        folder = root / "shakespeare"
+        if not folder.is_dir():
+            return None
+        for file in FILES.values():
+            if not (folder / file).is_file():
+                raise ValueError(f"{folder / file}: not found; shakespeare needs {' and '.join(FILES.values())}")
+        return cls(folder, sequence_length or SEQUENCE_LENGTH)
+
+    @cached_property
+    def client_names(self) -> tuple[str, ...]:
+        """The roles of both files."""
+        names: set[str] = set()
+        for file in FILES.values():
+            with _clients_of(self.folder / file) as group:
+                names.update(group)
+        return tuple(sorted(names))
+
+    def identity(self) -> Fields:
+        return {
+            "layout": "shakespeare HDF5",
+            "sha256": {file: hash_of_file(self.folder / file) for file in FILES.values()},
+            "sequence_length": self.sequence_length,
+        }
+
+    def sequences(self, part: str) -> TokenPart:
+        path = self.folder / FILES[part]
+        with _clients_of(path) as group:
+            texts = {role: encode(_snippets(group[role], path)) for role in sorted(group)}
+        cuts = [cut(text, self.sequence_length, PAD) for text in texts.values()]
+        clients = np.searchsorted(self.client_names, list(texts))
+        return TokenPart(
+            np.concatenate([x for x, _ in cuts]),
+            np.concatenate([y for _, y in cuts]),
+            np.repeat(clients, [len(x) for x, _ in cuts]),
+        )
+
+
+@contextmanager
+def _clients_of(path: Path) -> Iterator[Any]:
+    """The group /examples of the file, open for the block."""
+    # Here and not at the top: only the preparation of this data set needs it, and every worker would wait for it.
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            group = file.get("examples")
+            if not isinstance(group, h5py.Group) or not len(group):
+                raise ValueError(f"{path}: has no group /examples with clients; {EXPECTED}")
+            yield group
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({str(error).splitlines()[0]}); {EXPECTED}") from error
+
+
+def _snippets(client: Any, path: Path) -> list[bytes]:
+    import h5py
+
+    snippets = client.get("snippets") if isinstance(client, h5py.Group) else None
+    if not isinstance(snippets, h5py.Dataset) or h5py.check_string_dtype(snippets.dtype) is None or snippets.ndim != 1:
+        raise ValueError(f"{path}: {client.name} has no lines of text; {EXPECTED}")
+    return [bytes(snippet) for snippet in snippets[()]]

@@ -1,0 +1,64 @@
+"""Text as a language model reads it: sequences of tokens, and as labels the same sequences one token on."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from fedloom.platform.data.artefact import AnyArray, Fields, IntArray
+
+IGNORED_LABEL = -100
+"""The label of padding: what torch's cross entropy ignores by default."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenPart:
+    """A part's sequences x (n, T), labels y (n, T), and the number of each sequence's client (n,), if it has one."""
+
+    x: AnyArray
+    y: AnyArray
+    client: IntArray | None = None
+
+
+class TokenSource(Protocol):
+    """Text as published; parts are "train" and "test"."""
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """The tokens; their places are their ids."""
+        ...
+
+    @property
+    def client_names(self) -> tuple[str, ...]:
+        """The clients that the text is published with, sorted; none if there are none."""
+        ...
+
+    def identity(self) -> Fields:
+        """What determines the content, without paths of this machine."""
+        ...
+
+    def sequences(self, part: str) -> TokenPart:
+        """All sequences of the part, in the order of the text."""
+        ...
+
+
+def cut(tokens: IntArray, length: int, padding: int) -> tuple[IntArray, IntArray]:
+    """Sequences and labels (n, length) of a running text; the last sequence is filled up with `padding`.
+
+    Every token but the first is a label exactly once, so that sums over labels are sums over the text. Labels of
+    padding are IGNORED_LABEL. n is 0 for a text of less than two tokens.
+    """
+    num_labels = max(0, len(tokens) - 1)
+    num_sequences = -(-num_labels // length)
+    x = np.full(num_sequences * length, padding, dtype=np.int64)
+    y = np.full(num_sequences * length, IGNORED_LABEL, dtype=np.int64)
+    x[:num_labels] = tokens[:num_labels]
+    y[:num_labels] = tokens[1:]
+    return x.reshape(num_sequences, length), y.reshape(num_sequences, length)
+
+
+def compact(part: TokenPart, vocabulary_size: int) -> TokenPart:
+    """The same part in the smallest integer types that hold the vocabulary, and for labels IGNORED_LABEL, too."""
+    x_type = np.min_scalar_type(vocabulary_size - 1)
+    y_type = np.min_scalar_type(-max(vocabulary_size, -IGNORED_LABEL))
+    return TokenPart(part.x.astype(x_type), part.y.astype(y_type), part.client)

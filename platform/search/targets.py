@@ -1,0 +1,250 @@
+"""Targets of a search: at most so many MACs or seconds, and the winners that a trained supernet has for them."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fedloom.platform.search.base import Architecture, Interval
+from fedloom.platform.search.constraint import Constraint, PredictedConstraint, TableConstraint
+from fedloom.platform.search.predicted import predicted_front, search_predicted
+from fedloom.platform.search.predictors import Fitted, check_fitted, fit_predictor
+from fedloom.platform.seeding import stream
+from fedloom.platform.spaces.genome import Floats, Genome, Ints, as_array
+from fedloom.tiers.costs import CostTable
+
+MEASURES = ("macs", "latency_s")
+PREDICTORS = ("mlp", "none")
+
+
+@dataclass
+class TargetSearchConfig:
+    """Search of a trained elastic supernet (SuperFedNAS, stage 2); no client trains.
+
+    Targets are numbers of `macs` and of `latency_s`; without any there is one per tier, its budget. A winner costs at
+    most `tolerance` less than its target. `samples` subnets are scored on the share `validation_share` of the
+    validation data, and predictors are fitted on them (`predictor` mlp), which must reach Kendall tau `min_tau` on
+    held-out samples; the `verify` best predicted subnets of each target are scored for real. `front` > 0 also verifies
+    so many subnets of NSGA-II's front over the whole space. With predictor none every subnet that the evolution asks
+    for is scored, `budget` per target.
+    """
+
+    macs: list[float] = field(default_factory=list)
+    latency_s: list[float] = field(default_factory=list)
+    tolerance: float = 0.01
+    predictor: str = "mlp"
+    samples: int = 200
+    validation_share: float = 1.0
+    min_tau: float = 0.5
+    hidden: int = 128
+    epochs: int = 100
+    population: int = 100
+    parents: float = 0.25
+    mutation: float = 0.1
+    generations: int = 30
+    verify: int = 5
+    front: int = 0
+    budget: int = 100
+    latency_repeats: int = 20
+    candidates_per_task: int = 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a winner may cost at most, in `measure`, and within which interval it is searched."""
+
+    name: str
+    measure: str
+    interval: Interval
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A subnet that was scored on validation data; `latency_s` is None where no latency was asked for."""
+
+    architecture: Architecture
+    loss: float
+    metric: float
+    latency_s: float | None = None
+
+
+def parse_target(text: str, tolerance: float, macs: CostTable) -> Target:
+    """A target such as `macs=1e9` or `latency_s=0.02`.
+
+    Raises ValueError for another form, and for MACs below the smallest or above the largest subnet.
+    """
+    measure, equals, number = text.partition("=")
+    try:
+        value = float(number) if equals else math.nan
+    except ValueError:
+        value = math.nan
+    if measure not in MEASURES or not 0 < value < math.inf:
+        raise ValueError(f"target {text!r}: give {' or '.join(f'{m}=VALUE' for m in MEASURES)}, such as macs=1e9")
+    if measure == "macs" and not macs.smallest <= value <= macs.largest:
+        raise ValueError(
+            f"target {text!r}: subnets have {macs.smallest:.10g} (smallest) to {macs.largest:.10g} (largest) MACs; "
+            "choose a target in between"
+        )
+    return Target(f"{measure}={value:.10g}", measure, Interval(value * (1 - tolerance), value))
+
+
+def check_target_search(config: TargetSearchConfig, key: str) -> None:
+    """Raises ValueError for values out of range; `key` is the configuration key."""
+    if config.predictor not in PREDICTORS:
+        raise ValueError(f"{key}.predictor={config.predictor!r}: allowed are {', '.join(PREDICTORS)}")
+    if not 0 < config.tolerance < 1:
+        raise ValueError(f"{key}.tolerance={config.tolerance}: must be above 0 and below 1, a share of the target")
+    for name in ("verify", "budget", "generations", "candidates_per_task", "latency_repeats", "population"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{key}.{name}={getattr(config, name)}: must be at least 1")
+    if config.samples < 0 or config.front < 0:
+        raise ValueError(f"{key}.samples={config.samples}, front={config.front}: must be 0 or more")
+    if not 0 < config.validation_share <= 1:
+        raise ValueError(f"{key}.validation_share={config.validation_share}: must be above 0 and at most 1")
+
+
+def draw_samples(genome: Genome, table: CostTable, count: int, seed: int) -> list[Architecture]:
+    """Distinct subnets to be measured: half of them uniform over the genes, half spread evenly over the costs.
+
+    Uniform genes alone leave small and large subnets, and so the predictors there, nearly unmeasured.
+    """
+    rng = stream(seed, "samples")
+    pool = genome.draw(64 * count, rng)
+    costs = table.costs(pool)
+    edges = np.linspace(table.smallest, table.largest, max(2, count // 4) + 1)
+    bins = np.clip(np.searchsorted(edges, costs, side="right") - 1, 0, len(edges) - 2)
+    spread = [places[turn] for turn in range(4) for places in _places_by_bin(bins) if turn < len(places)]
+    # Both ends of the space first: predictors extrapolate poorly.
+    taken = dict.fromkeys([table.extreme(min), table.extreme(max)][:count])
+    for place in [*range(count - count // 2), *spread, *range(len(pool))]:
+        if len(taken) == count:
+            break
+        taken[tuple(pool[place].tolist())] = None
+    return list(taken)
+
+
+def _places_by_bin(bins: Ints) -> list[list[int]]:
+    return [np.flatnonzero(bins == b).tolist() for b in range(int(bins.max(initial=0)) + 1)]
+
+
+@dataclass(frozen=True)
+class Predictors:
+    """What was fitted on the samples; `latency` is None where no sample has one."""
+
+    metric: Fitted
+    latency: Fitted | None
+
+
+def fit_predictors(genome: Genome, samples: Sequence[Sample], config: TargetSearchConfig, seed: int) -> Predictors:
+    """Accuracy and latency from one-hot architectures.
+
+    Raises ValueError if a predictor falls short of `min_tau`, or there are too few sound samples.
+    """
+    sound = [s for s in samples if math.isfinite(s.loss) and math.isfinite(s.metric)]
+    features = genome.one_hot(as_array([s.architecture for s in sound]))
+
+    def fitted(what: str, values: Sequence[float]) -> Fitted:
+        made = fit_predictor(
+            features, np.array(values), seed=seed, ids=(what,), hidden=config.hidden, epochs=config.epochs
+        )
+        check_fitted(made, config.min_tau, what)
+        return made
+
+    metric = fitted("metric", [s.metric for s in sound])
+    latencies = [s.latency_s for s in sound if s.latency_s is not None]
+    return Predictors(metric, fitted("latency_s", latencies) if len(latencies) == len(sound) else None)
+
+
+@dataclass(frozen=True)
+class SearchSpaceCosts:
+    """What a search of targets needs of a space."""
+
+    genome: Genome
+    macs: CostTable
+    budget: CostTable
+
+
+def constraint_of(target: Target, costs: SearchSpaceCosts, predictors: Predictors) -> Constraint:
+    """Tables for MACs and the tiers' own cost, the predictor for latency."""
+    if target.measure == "latency_s":
+        assert predictors.latency is not None, "latencies are measured where a target asks for them"
+        predict = _on(costs.genome, predictors.latency.predictor)
+        return PredictedConstraint(predict, costs.genome, target.interval)
+    table = costs.macs if target.measure == "macs" else costs.budget
+    return TableConstraint(table, target.interval, costs.genome)
+
+
+def _on(genome: Genome, predictor: Callable[[Floats], Floats]) -> Callable[[Ints], Floats]:
+    return lambda architectures: predictor(genome.one_hot(architectures))
+
+
+def check_reachable(target: Target, costs: SearchSpaceCosts, seed: int) -> None:
+    """Raises ValueError if no subnet's cost lies inside the interval of a target that tables tell."""
+    if target.measure == "latency_s":
+        return
+    table, interval = costs.macs if target.measure == "macs" else costs.budget, target.interval
+    constraint = TableConstraint(table, interval, costs.genome)
+    rng = stream(seed, "reachable", target.name)
+    if not constraint.sample(1, (), rng):
+        raise ValueError(
+            f"no subnet has {table.measure} in ({interval.lower:.10g}, {interval.upper:.10g}], the nearest has about "
+            f"{constraint.nearest(rng):.10g}: choose another target than {target.name}, or raise the tolerance"
+        )
+
+
+def finalists(
+    target: Target, costs: SearchSpaceCosts, predictors: Predictors, config: TargetSearchConfig, seed: int
+) -> dict[Architecture, float]:
+    """The subnets with the best predicted metric inside the target's interval, with that prediction.
+
+    None if no subnet has such a latency, as far as the predictor knows.
+    """
+    constraint = constraint_of(target, costs, predictors)
+    if not constraint.sample(1, (), stream(seed, "reachable", target.name)):
+        return {}
+    found = search_predicted(
+        costs.genome,
+        _on(costs.genome, predictors.metric.predictor),
+        constraint,
+        seed=seed,
+        name=target.name,
+        population=config.population,
+        generations=config.generations,
+        parents=config.parents,
+        mutation=config.mutation,
+        keep=config.verify,
+    )
+    return {c.architecture: c.metric for c in found}
+
+
+def front_finalists(
+    costs: SearchSpaceCosts, predictors: Predictors, config: TargetSearchConfig, seed: int
+) -> dict[Architecture, float]:
+    """`config.front` subnets spread over NSGA-II's front of predicted metric against MACs."""
+    found = predicted_front(
+        costs.genome,
+        _on(costs.genome, predictors.metric.predictor),
+        costs.macs,
+        seed=seed,
+        name="front",
+        population=config.population,
+        generations=config.generations,
+        mutation=config.mutation,
+    )
+    places = np.unique(np.linspace(0, len(found) - 1, min(config.front, len(found))).round().astype(int))
+    return {found[i].architecture: found[i].metric for i in places}
+
+
+def choose(target: Target, verified: Sequence[Sample], cost: Mapping[Architecture, float]) -> Sample | None:
+    """The winner among the verified: the best metric, then the smallest loss, then the smallest cost.
+
+    Under a latency target those count that were measured to meet it; if none did, the fastest wins. None if all failed.
+    """
+    sound = [s for s in verified if math.isfinite(s.loss) and math.isfinite(s.metric)]
+    if target.measure == "latency_s":
+        meeting = [s for s in sound if s.latency_s is not None and s.latency_s <= target.interval.upper]
+        if not meeting:
+            return min(sound, key=lambda s: (s.latency_s or math.inf, s.architecture), default=None)
+        sound = meeting
+    return min(sound, key=lambda s: (-s.metric, s.loss, cost[s.architecture], s.architecture), default=None)

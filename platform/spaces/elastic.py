@@ -1,0 +1,414 @@
+"""Elastic spaces (SuperFedNAS): subnets of different depth and width are leading-channel slices of one supernet.
+
+A design says how the stem, each block and the head are built. Supernet and stand-alone subnet are made of the same
+modules and name their tensors alike, so that a subnet's tensor of shape (a, b, ...) is the region [0, a) x [0, b) x ...
+of the supernet's tensor of that name: that is the whole slice map.
+"""
+
+import itertools
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedloom.platform.spaces.base import Architecture, Slice, SliceMap, bytes_of
+from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
+from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
+from fedloom.tiers.costs import CostTable
+from fedloom.tiers.measure import MEASURES, activation_bytes_of, latency_s_of, macs_of
+
+Contents = tuple[tuple[int, ...], ...]
+"""Per stage the width index of every kept block."""
+
+SKELETONS_KEPT = 8
+"""Modules without tensors of their own that a supernet keeps to run its subnets through."""
+
+
+class ElasticDesign(Protocol):
+    """The parts of an elastic network; all blocks of a stage give the stage's own number of channels."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def input_shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def input_dtype(self) -> torch.dtype: ...
+
+    @property
+    def genome(self) -> ElasticGenome:
+        """Depths and widths per stage."""
+        ...
+
+    @property
+    def expansions(self) -> tuple[float, ...]:
+        """What the width indices stand for, ascending."""
+        ...
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether a subnet's running statistics have to be estimated before it is scored."""
+        ...
+
+    def build_stem(self) -> nn.Module:
+        """From a batch of inputs to the first stage's input."""
+        ...
+
+    def build_block(self, stage: int, block: int, width: int) -> nn.Module:
+        """One block, by its position and its width index."""
+        ...
+
+    def build_head(self) -> nn.Module:
+        """From the last stage's output to logits."""
+        ...
+
+    def join(self, stem: nn.Module, stages: Sequence[nn.Module], head: nn.Module) -> nn.Module:
+        """The network of the parts, with the children `stem`, `stages` and `head`."""
+        ...
+
+
+class ElasticNetwork(nn.Module):
+    """A stem, stages of blocks and a head, one after the other: `forward(x)`."""
+
+    def __init__(self, stem: nn.Module, stages: Sequence[nn.Module], head: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.stages, self.head = stem, nn.ModuleList(stages), head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of a batch."""
+        x = self.stem(x)
+        for stage in self.stages:
+            x = stage(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+class ElasticSupernet(nn.Module):
+    """The largest network, any subnet of which can be run: `forward(x, architecture)`.
+
+    The subnet's tensors are views of the supernet's: gradients (and, while training, running statistics) reach exactly
+    the slices. There is no active subnet: the architecture is an argument.
+    """
+
+    def __init__(self, space: "ElasticSpace") -> None:
+        super().__init__()
+        whole = space.build_network(space.contents(space.largest))
+        self.stem, self.stages, self.head = whole.stem, whole.stages, whole.head
+        self.space = space
+        self._skeletons: OrderedDict[Architecture, nn.Module] = OrderedDict()
+
+    def _skeleton(self, architecture: Architecture) -> nn.Module:
+        if architecture not in self._skeletons:
+            contents = self.space.contents(architecture)
+            self._skeletons[architecture] = on_meta(partial(self.space.build_network, contents))
+            if len(self._skeletons) > SKELETONS_KEPT:
+                self._skeletons.popitem(last=False)
+        self._skeletons.move_to_end(architecture)
+        return self._skeletons[architecture].train(self.training)
+
+    def forward(self, x: Tensor, architecture: Architecture) -> Tensor:
+        """Logits of a batch on one subnet."""
+        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        views = {name: piece.of(own[piece.source]) for name, piece in self.space.slices(architecture).items()}
+        y: Tensor = functional_call(self._skeleton(architecture), views, (x,))
+        return y
+
+
+class ElasticSpace:
+    """A search space of leading-channel slices; see `fedloom.platform.spaces.base.SearchSpace` for the protocol."""
+
+    def __init__(self, design: ElasticDesign) -> None:
+        self.design = design
+        self.name = design.name
+        self.input_shape = tuple(design.input_shape)
+        self.input_dtype = design.input_dtype
+        self.genome = design.genome
+        self.options = tuple(len(stage.contents) for stage in self.genome.stages)
+        self._tables: dict[str, CostTable] = {}
+        self._stage_slices = lru_cache(maxsize=None)(self._slices_of_stage)
+
+    # -- architectures ----------------------------------------------------------------------------------------------
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether a subnet's running statistics have to be estimated before it is scored."""
+        return self.design.keeps_statistics
+
+    @property
+    def num_architectures(self) -> int:
+        """How many distinct subnets there are (exact)."""
+        return math.prod(self.options)
+
+    @property
+    def smallest(self) -> Architecture:
+        """The shallowest and narrowest subnet."""
+        return tuple(s.option_of[(0,) * s.fewest] for s in self.genome.stages)
+
+    @property
+    def largest(self) -> Architecture:
+        """The supernet itself."""
+        return tuple(s.option_of[(s.widths - 1,) * s.most] for s in self.genome.stages)
+
+    def contents(self, architecture: Architecture) -> Contents:
+        """Per stage the width indices of the kept blocks."""
+        return tuple(s.contents[o] for s, o in zip(self.genome.stages, architecture, strict=True))
+
+    def of_contents(self, contents: Contents) -> Architecture:
+        """The inverse of `contents`."""
+        return tuple(s.option_of[c] for s, c in zip(self.genome.stages, contents, strict=True))
+
+    def validate(self, architecture: Architecture) -> None:
+        """Raises ValueError naming the stage, what was given and the allowed range."""
+        if len(architecture) != len(self.options):
+            raise ValueError(
+                f"an architecture of {self.name} has {len(self.options)} stages, given {len(architecture)}"
+            )
+        for stage, option in enumerate(architecture):
+            if not (isinstance(option, (int, np.integer)) and 0 <= option < self.options[stage]):
+                raise ValueError(
+                    f"stage {stage + 1} of {self.name} has the options 0 to {self.options[stage] - 1}, given {option!r}"
+                )
+
+    def sample(self, rng: np.random.Generator) -> Architecture:
+        """A random subnet: depths and widths uniform and independent."""
+        return tuple(self.genome.draw(1, rng)[0].tolist())
+
+    def sample_depth(self, rng: np.random.Generator) -> Architecture:
+        """A random depth per stage, all blocks at their widest (progressive shrinking's first phase)."""
+        depths = [rng.integers(s.fewest, s.most + 1) for s in self.genome.stages]
+        stages = zip(self.genome.stages, depths, strict=True)
+        return tuple(s.option_of[(s.widths - 1,) * int(depth)] for s, depth in stages)
+
+    def enumerate(self) -> Iterator[Architecture]:
+        """All subnets in lexicographic order of their stages' options."""
+        return itertools.product(*map(range, self.options))
+
+    def parse(self, text: str) -> Architecture:
+        """A subnet as people write it.
+
+        `smallest`, `largest`, options such as `0-31-154-2`, or extra depths and expansions such as `d=1,0,2,1 e=.14`
+        (one expansion for all blocks, or one per kept block in order).
+        Raises ValueError naming the field that is outside the space.
+        """
+        return parse_subnet(self, text)
+
+    def label(self, architecture: Architecture) -> str:
+        """The subnet as people read it: extra depth per stage, and the expansions of the blocks."""
+        contents = self.contents(architecture)
+        depths = ",".join(str(len(c) - s.fewest) for c, s in zip(contents, self.genome.stages, strict=True))
+        widths = [self.design.expansions[w] for c in contents for w in c]
+        shown = sorted(set(widths)) if len(set(widths)) == 1 else widths
+        return f"d={depths} e={','.join(f'{w:g}' for w in shown)}"
+
+    # -- modules ----------------------------------------------------------------------------------------------------
+
+    def _build_stage(self, stage: int, content: Sequence[int]) -> nn.Module:
+        return nn.Sequential(*[self.design.build_block(stage, block, width) for block, width in enumerate(content)])
+
+    def build_network(self, contents: Contents) -> nn.Module:
+        """A network of these blocks, with whatever values its modules begin with."""
+        stages = [self._build_stage(stage, content) for stage, content in enumerate(contents)]
+        return self.design.join(self.design.build_stem(), stages, self.design.build_head())
+
+    def build_supernet(self) -> nn.Module:
+        """The supernet, `forward(x, architecture)`; floating tensors are NaN until weights are loaded."""
+        return blank(lambda: ElasticSupernet(self))
+
+    def build_subnet(self, architecture: Architecture) -> nn.Module:
+        """A stand-alone subnet, `forward(x)`; floating tensors are NaN until weights are loaded."""
+        self.validate(architecture)
+        return blank(partial(self.build_network, self.contents(architecture)))
+
+    def _on_meta(self, architecture: Architecture) -> nn.Module:
+        return on_meta(partial(self.build_network, self.contents(architecture)))
+
+    @cached_property
+    def _meta_supernet(self) -> nn.Module:
+        return self._on_meta(self.largest).eval()
+
+    # -- tensors ----------------------------------------------------------------------------------------------------
+
+    def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Fresh supernet tensors drawn from the generator alone."""
+        return initialise(self._meta_supernet, generator)
+
+    def initial_subnet_weights(self, architecture: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
+        """Fresh tensors of one stand-alone subnet drawn from the generator alone."""
+        self.validate(architecture)
+        return initialise(self._on_meta(architecture), generator)
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every supernet tensor, in state-dict order."""
+        return {name: tuple(t.shape) for name, t in self._meta_supernet.state_dict().items()}
+
+    def slices(self, architecture: Architecture) -> SliceMap:
+        """Where each tensor of the stand-alone subnet lies in the supernet: leading channels, under the same name."""
+        self.validate(architecture)
+        found = dict(self._fixed_slices[0])
+        for stage, content in enumerate(self.contents(architecture)):
+            found.update(self._stage_slices(stage, content))
+        return found | self._fixed_slices[1]
+
+    @cached_property
+    def _fixed_slices(self) -> tuple[dict[str, Slice], dict[str, Slice]]:
+        stem, head = ({n: Slice(n) for n in self.shapes if n.startswith(part)} for part in ("stem.", "head."))
+        return stem, head
+
+    def _slices_of_stage(self, stage: int, content: tuple[int, ...]) -> dict[str, Slice]:
+        module = on_meta(partial(self._build_stage, stage, content))
+        named = {f"stages.{stage}.{name}": tuple(t.shape) for name, t in module.state_dict().items()}
+        return {name: leading(name, shape, self.shapes[name]) for name, shape in named.items()}
+
+    # -- costs ------------------------------------------------------------------------------------------------------
+
+    def cost_table(self, measure: str) -> CostTable:
+        """Costs of stem and head and of every stage's options for one sample; computed once.
+
+        `measure` is one of `fedloom.tiers.measure.MEASURES`, or bytes (all tensors, buffers included: what travels).
+        Latency is measured here and now, block by block, on one CPU sample.
+
+        Raises:
+            ValueError: an unknown measure.
+        """
+        if measure not in self._tables:
+            self._tables[measure] = self._measured(measure)
+        return self._tables[measure]
+
+    def _measured(self, measure: str) -> CostTable:
+        match measure:
+            case "macs":
+                return self._table_of(measure, macs_of)
+            case "parameters":
+                return self._table_of(measure, lambda module, _x: _numel(module))
+            case "bytes":
+                return self._table_of(measure, lambda module, _x: bytes_of(module.state_dict()))
+            case "activation_bytes":
+                return self._table_of(measure, activation_bytes_of)
+            case "latency_s":
+                return self.latency_table()
+        raise ValueError(f"unknown measure {measure!r}: known are {', '.join(MEASURES)}, bytes")
+
+    def latency_table(self, device: str = "cpu", *, warmup: int = 3, repeats: int = 20) -> CostTable:
+        """Median seconds of stem and head together and of every stage's options, measured now on the device."""
+
+        def seconds(module: nn.Module, x: Tensor) -> float:
+            return latency_s_of(module, x, warmup=warmup, repeats=repeats).median_s
+
+        return self._table_of("latency_s", seconds, device)
+
+    def _table_of(self, measure: str, of: Callable[[nn.Module, Tensor], float], device: str = "meta") -> CostTable:
+        """Blocks are measured once per position and width, and added up (or the largest taken, for peaks)."""
+        reduce = MEASURES.get(measure, "sum")
+        inputs = self._stage_inputs
+        blocks: dict[tuple[int, int, int], float] = {}
+        for stage, parts in enumerate(self.genome.stages):
+            for block, width in itertools.product(range(parts.most), range(parts.widths)):
+                module = _ready(partial(self.design.build_block, stage, block, width), device)
+                x = inputs[stage] if block == 0 else inputs[stage + 1]
+                blocks[stage, block, width] = float(of(module, _real(x, device)))
+        join = sum if reduce == "sum" else max
+        rows = [
+            tuple(float(join(blocks[stage, b, w] for b, w in enumerate(content))) for content in parts.contents)
+            for stage, parts in enumerate(self.genome.stages)
+        ]
+        fixed = join(self._fixed_costs(of, device))
+        return CostTable(measure, float(fixed), tuple(rows), reduce)
+
+    def _fixed_costs(self, of: Callable[[nn.Module, Tensor], float], device: str) -> list[float]:
+        sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device="meta")
+        parts = ((self.design.build_stem, sample), (self.design.build_head, self._stage_inputs[-1]))
+        return [float(of(_ready(build, device), _real(x, device))) for build, x in parts]
+
+    @cached_property
+    def _stage_inputs(self) -> list[Tensor]:
+        """The input of each stage for one sample, and the last one's output, on the meta device."""
+        with torch.no_grad():
+            sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device="meta")
+            inputs = [on_meta(self.design.build_stem).eval()(sample)]
+            for stage in range(len(self.options)):
+                block = on_meta(partial(self.design.build_block, stage, 0, 0)).eval()
+                inputs.append(block(inputs[-1]))
+        return inputs
+
+
+def leading(name: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> Slice:
+    """The slice of the first entries in every dimension; the whole tensor where the shapes agree."""
+    if shape == whole:
+        return Slice(name)
+    return Slice(name, tuple((0, n) for n in shape))
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _ready(build: Callable[[], nn.Module], device: str) -> nn.Module:
+    """A module to be measured; with values where it really runs, since NaN may take another path through a kernel."""
+    module = on_meta(build).eval()
+    if device == "meta":
+        return module
+    weights = initialise(module, torch.Generator().manual_seed(0))
+    module.to_empty(device=device).load_state_dict(weights)
+    return module
+
+
+def _real(x: Tensor, device: str) -> Tensor:
+    return x if device == "meta" else torch.zeros(x.shape, dtype=x.dtype, device=device)
+
+
+_FIELDS = re.compile(r"\s*d\s*=\s*([\d\s,]+?)\s+e\s*=\s*([\d\s.,]+?)\s*")
+
+
+def parse_subnet(space: ElasticSpace, text: str) -> Architecture:
+    """See `ElasticSpace.parse`."""
+    named = {"smallest": space.smallest, "largest": space.largest}
+    if text in named:
+        return named[text]
+    try:
+        if match := _FIELDS.fullmatch(text):
+            depths, expansions = [int(d) for d in match[1].split(",")], [float(e) for e in match[2].split(",")]
+        else:
+            architecture = tuple(int(choice) for choice in text.split("-"))
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is no subnet: give smallest, largest, options such as "
+            f"{'-'.join(map(str, space.largest))}, or depths and expansions such as {space.label(space.smallest)!r}"
+        ) from None
+    if match:
+        return _spelt(space, text, depths, expansions)
+    space.validate(architecture)
+    return architecture
+
+
+def _spelt(space: ElasticSpace, text: str, depths: list[int], expansions: list[float]) -> Architecture:
+    stages = space.genome.stages
+    if len(depths) != len(stages):
+        raise ValueError(f"{text!r}: {len(depths)} depths, {space.name} has {len(stages)} stages: give one per stage")
+    for number, (depth, stage) in enumerate(zip(depths, stages, strict=True), start=1):
+        if not 0 <= depth <= stage.most - stage.fewest:
+            raise ValueError(f"{text!r}: depth {depth} of stage {number}: allowed are 0 to {stage.most - stage.fewest}")
+    blocks = [stage.fewest + depth for stage, depth in zip(stages, depths, strict=True)]
+    if len(expansions) not in (1, sum(blocks)):
+        raise ValueError(f"{text!r}: {len(expansions)} expansions for {sum(blocks)} kept blocks: give one, or one each")
+    widths = iter([_width(space, text, e) for e in (expansions * sum(blocks))[: sum(blocks)]])
+    return space.of_contents(tuple(tuple(next(widths) for _ in range(n)) for n in blocks))
+
+
+def _width(space: ElasticSpace, text: str, expansion: float) -> int:
+    for index, known in enumerate(space.design.expansions):
+        if math.isclose(known, expansion, rel_tol=1e-5):  # a label has six digits
+            return index
+    allowed = ", ".join(f"{e:g}" for e in space.design.expansions)
+    raise ValueError(f"{text!r}: expansion {expansion:g}: allowed are {allowed}")
+
+
+__all__ = ["Contents", "ElasticDesign", "ElasticGenome", "ElasticNetwork", "ElasticSpace", "ElasticStage"]

@@ -1,0 +1,176 @@
+"""How architectures vary: what a search mutates and crosses, and what a predictor sees of them.
+
+An architecture is one option per decision; where a decision bundles several choices (the depth of a stage and the width
+of each of its blocks), drawing, mutation and crossover work on those choices, its genes.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+ABSENT = -1
+"""The gene of a block that the architecture does not have."""
+
+
+class Genome(Protocol):
+    """Vectorised variation; architectures are integer arrays of shape (n, decisions)."""
+
+    def draw(self, count: int, rng: np.random.Generator) -> Ints:
+        """Random architectures, uniform over the choices of each gene."""
+        ...
+
+    def mutate(self, architectures: Ints, probability: float, rng: np.random.Generator) -> Ints:
+        """Every gene moves, with the probability, to another of its choices, uniformly."""
+        ...
+
+    def cross(self, mothers: Ints, fathers: Ints, rng: np.random.Generator) -> Ints:
+        """One child per pair: every gene from either parent with probability 1/2."""
+        ...
+
+    def one_hot(self, architectures: Ints) -> Floats:
+        """Features (n, features) in {0, 1}: one per choice of each gene, all zero for an absent gene."""
+        ...
+
+
+def _moved(genes: Ints, choices: Ints, probability: float, rng: np.random.Generator) -> Ints:
+    # A step of 1..choices-1 around the circle reaches each other choice equally often.
+    steps = rng.integers(1, np.maximum(choices, 2), size=genes.shape)
+    moves = (rng.random(genes.shape) < probability) & (choices > 1)
+    moved: Ints = np.where(moves, (genes + steps) % choices, genes)
+    return moved
+
+
+def _one_hot(genes: Ints, choices: Ints) -> Floats:
+    columns = [genes[:, [i]] == np.arange(n) for i, n in enumerate(choices)]
+    return np.concatenate(columns, axis=1).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class PlainGenome:
+    """Every decision is one gene (operator-choice spaces)."""
+
+    options: tuple[int, ...]
+
+    @cached_property
+    def _choices(self) -> Ints:
+        return np.array(self.options, dtype=np.int64)
+
+    def draw(self, count: int, rng: np.random.Generator) -> Ints:
+        """See `Genome.draw`."""
+        return rng.integers(0, self._choices, size=(count, len(self.options)))
+
+    def mutate(self, architectures: Ints, probability: float, rng: np.random.Generator) -> Ints:
+        """See `Genome.mutate`."""
+        return _moved(architectures, self._choices, probability, rng)
+
+    def cross(self, mothers: Ints, fathers: Ints, rng: np.random.Generator) -> Ints:
+        """See `Genome.cross`."""
+        return np.where(rng.random(mothers.shape) < 0.5, mothers, fathers)
+
+    def one_hot(self, architectures: Ints) -> Floats:
+        """See `Genome.one_hot`."""
+        return _one_hot(architectures, self._choices)
+
+
+@dataclass(frozen=True)
+class ElasticStage:
+    """The choices of one stage: how many blocks are kept, and for each kept block one of `widths` widths.
+
+    Options count all combinations, shallow ones first, widths in lexicographic order.
+    """
+
+    fewest: int
+    most: int
+    widths: int
+
+    @cached_property
+    def contents(self) -> tuple[tuple[int, ...], ...]:
+        """Per option the width index of each kept block."""
+        depths = range(self.fewest, self.most + 1)
+        return tuple(w for blocks in depths for w in itertools.product(range(self.widths), repeat=blocks))
+
+    @cached_property
+    def option_of(self) -> dict[tuple[int, ...], int]:
+        """The option of a stage's width indices."""
+        return {content: option for option, content in enumerate(self.contents)}
+
+
+@dataclass(frozen=True)
+class ElasticGenome:
+    """One decision per stage; its genes are the depth and the width of each block (SuperFedNAS, OFA)."""
+
+    stages: tuple[ElasticStage, ...]
+
+    @cached_property
+    def _choices(self) -> Ints:
+        per_stage = [[s.most - s.fewest + 1, *[s.widths] * s.most] for s in self.stages]
+        return np.array([n for genes in per_stage for n in genes], dtype=np.int64)
+
+    @cached_property
+    def _tables(self) -> list[Ints]:
+        """Per stage the genes of every option, shape (options, 1 + most)."""
+        return [
+            np.array([[len(c) - s.fewest, *c, *[ABSENT] * (s.most - len(c))] for c in s.contents], dtype=np.int64)
+            for s in self.stages
+        ]
+
+    def genes(self, architectures: Ints) -> Ints:
+        """Genes (n, genes): per stage the depth's index and the blocks' width indices, `ABSENT` beyond the depth."""
+        return np.concatenate([table[architectures[:, i]] for i, table in enumerate(self._tables)], axis=1)
+
+    def architectures(self, genes: Ints) -> Ints:
+        """The inverse of `genes`; the widths of blocks beyond the depth are ignored."""
+        columns, start = [], 0
+        for stage in self.stages:
+            part = genes[:, start : start + 1 + stage.most]
+            columns.append(_options(stage, part))
+            start += 1 + stage.most
+        return np.stack(columns, axis=1)
+
+    def _awake(self, architectures: Ints, rng: np.random.Generator) -> Ints:
+        """Genes without absent ones: a block that a deeper child gets has a random width."""
+        genes = self.genes(architectures)
+        return np.where(genes == ABSENT, rng.integers(0, self._choices, size=genes.shape), genes)
+
+    def draw(self, count: int, rng: np.random.Generator) -> Ints:
+        """See `Genome.draw`: depths and widths are uniform and independent, as the authors draw them."""
+        return self.architectures(rng.integers(0, self._choices, size=(count, len(self._choices))))
+
+    def mutate(self, architectures: Ints, probability: float, rng: np.random.Generator) -> Ints:
+        """See `Genome.mutate`."""
+        return self.architectures(_moved(self._awake(architectures, rng), self._choices, probability, rng))
+
+    def cross(self, mothers: Ints, fathers: Ints, rng: np.random.Generator) -> Ints:
+        """See `Genome.cross`; a width that only one parent has comes from it."""
+        a, b = self.genes(mothers), self.genes(fathers)
+        either = np.where(rng.random(a.shape) < 0.5, a, b)
+        known = np.where(either == ABSENT, np.maximum(a, b), either)
+        drawn = rng.integers(0, self._choices, size=known.shape)
+        return self.architectures(np.where(known == ABSENT, drawn, known))
+
+    def one_hot(self, architectures: Ints) -> Floats:
+        """See `Genome.one_hot`."""
+        return _one_hot(self.genes(architectures), self._choices)
+
+
+def _options(stage: ElasticStage, genes: Ints) -> Ints:
+    """Option per row of a stage's genes (n, 1 + most), in closed form: all shallower ones, then a number in base w."""
+    depth = genes[:, 0] + stage.fewest
+    shallower = np.array([sum(stage.widths**k for k in range(stage.fewest, d)) for d in range(stage.most + 1)])
+    places = depth[:, None] - 1 - np.arange(stage.most)
+    digits = np.where(places >= 0, genes[:, 1:] * stage.widths ** np.maximum(places, 0), 0)
+    options: Ints = shallower[depth] + digits.sum(axis=1)
+    return options
+
+
+def as_array(architectures: Sequence[Sequence[int]]) -> Ints:
+    """Architectures as an integer array (n, decisions)."""
+    return np.array(architectures, dtype=np.int64).reshape(len(architectures), -1)

@@ -1,0 +1,164 @@
+"""The elastic residual networks of SuperFedNAS (once-for-all's ResNet for 32x32 images)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.platform.spaces.elastic import ElasticNetwork
+from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
+
+NORMS = ("none", "batch", "group")
+MULTIPLE = 8
+"""Channels come in eights; group normalisation groups them so, too: a group never changes with the width."""
+
+
+def in_eights(channels: float) -> int:
+    """The multiple of 8 nearest to the number of channels that loses at most 10 % of them."""
+    rounded = max(MULTIPLE, int(channels + MULTIPLE / 2) // MULTIPLE * MULTIPLE)
+    return rounded + MULTIPLE if rounded < 0.9 * channels else rounded
+
+
+def _norm(kind: str) -> Callable[[int], nn.Module]:
+    kinds: dict[str, Callable[[int], nn.Module]] = {
+        "none": lambda _channels: nn.Identity(),
+        "batch": nn.BatchNorm2d,
+        "group": lambda channels: nn.GroupNorm(channels // MULTIPLE, channels),
+    }
+    if kind not in kinds:
+        raise ValueError(f"space.norm={kind!r}: allowed are {', '.join(NORMS)}")
+    return kinds[kind]
+
+
+@dataclass(frozen=True)
+class ResnetDesign:
+    """An elastic residual network.
+
+    `depths` is the greatest number of extra blocks per stage; a stage keeps 1 to 1 + that. `expansions` scale a block's
+    inner channels; `width_multiplier` scales the stem and all stages. `norm` is none, batch or group.
+
+    Source: SuperFed, Sec. 4.1; OFA's search space.
+    """
+
+    name: str = "resnet_elastic"
+    input_shape: tuple[int, ...] = (3, 32, 32)
+    num_classes: int = 10
+    stem_channels: int = 64
+    stage_widths: tuple[int, ...] = (256, 512, 1024, 2048)
+    stage_strides: tuple[int, ...] = (1, 2, 2, 2)
+    depths: tuple[int, ...] = (2, 2, 2, 2)
+    expansions: tuple[float, ...] = (0.1, 0.14, 0.18, 0.22, 0.25)
+    width_multiplier: float = 1.0
+    norm: str = "none"
+
+    def __post_init__(self) -> None:
+        _norm(self.norm)
+        lengths = {len(self.stage_widths), len(self.stage_strides), len(self.depths)}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"space.stage_widths, stage_strides and depths have {len(self.stage_widths)}, "
+                f"{len(self.stage_strides)} and {len(self.depths)} values: give one per stage to each"
+            )
+        positive = (*self.stage_widths, *self.stage_strides, self.stem_channels, self.width_multiplier)
+        if min(positive) <= 0 or min(self.depths) < 0:
+            raise ValueError("space.stage_widths, stage_strides, stem_channels must be positive, depths 0 or more")
+        if list(self.expansions) != sorted(set(self.expansions)) or not self.expansions or self.expansions[0] <= 0:
+            raise ValueError(f"space.expansions={list(self.expansions)}: give positive values in ascending order")
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Images are floats."""
+        return torch.float32
+
+    @property
+    def genome(self) -> ElasticGenome:
+        """Depths and widths per stage."""
+        return ElasticGenome(tuple(ElasticStage(1, 1 + depth, len(self.expansions)) for depth in self.depths))
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Batch normalisation does."""
+        return self.norm == "batch"
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """Channels of the stem and of each stage's output."""
+        scaled = [c * self.width_multiplier for c in (self.stem_channels, *self.stage_widths)]
+        return tuple(in_eights(c) for c in scaled)
+
+    def mid_channels(self, stage: int, width: int) -> int:
+        """Inner channels of a block."""
+        return in_eights(round(self.channels[stage + 1] * self.expansions[width]))
+
+    def build_stem(self) -> nn.Module:
+        """3x3 convolution, norm, ReLU."""
+        channels = self.channels[0]
+        convolution = _conv(self.input_shape[0], channels, 3, bias=self.norm == "none")
+        return nn.Sequential(convolution, _norm(self.norm)(channels), nn.ReLU())
+
+    def build_block(self, stage: int, block: int, width: int) -> nn.Module:
+        """A residual block; the first of a stage changes resolution and channels."""
+        out_channels = self.channels[stage + 1]
+        first = block == 0
+        return ResidualBlock(
+            self.channels[stage] if first else out_channels,
+            self.mid_channels(stage, width),
+            out_channels,
+            self.stage_strides[stage] if first else 1,
+            self.norm,
+            project=first,
+        )
+
+    def build_head(self) -> nn.Module:
+        """Global average pooling and a linear layer."""
+        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(self.channels[-1], self.num_classes))
+
+    def join(self, stem: nn.Module, stages: Sequence[nn.Module], head: nn.Module) -> nn.Module:
+        """One after the other."""
+        return ElasticNetwork(stem, stages, head)
+
+
+RESNET_SMALL = ResnetDesign(
+    "resnet_elastic_small",
+    stem_channels=16,
+    stage_widths=(32, 64, 128, 256),
+    stage_strides=(2, 2, 2, 2),
+    expansions=(0.25, 0.5, 0.75, 1.0),
+)
+"""For CPUs: 49 787 136 subnets of 4.5 to 53 M MACs; narrow stages need larger expansions for widths to differ."""
+
+
+class ResidualBlock(nn.Module):
+    """(N, in, H, W) -> (N, out, H/stride, W/stride): two 3x3 convolutions beside a shortcut.
+
+    ReLU after each norm and after the sum. A projecting shortcut averages, then maps the channels linearly.
+    """
+
+    def __init__(
+        self, in_channels: int, mid_channels: int, out_channels: int, stride: int, norm: str, *, project: bool
+    ) -> None:
+        super().__init__()
+        bias = norm == "none"
+        self.conv1 = _conv(in_channels, mid_channels, 3, stride, bias=bias)
+        self.norm1 = _norm(norm)(mid_channels)
+        self.conv2 = _conv(mid_channels, out_channels, 3, bias=bias)
+        self.norm2 = _norm(norm)(out_channels)
+        self.shortcut = _projection(in_channels, out_channels, stride, norm) if project else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = F.relu(self.norm2(self.conv2(y)))
+        return F.relu(y + self.shortcut(x))
+
+
+def _projection(in_channels: int, out_channels: int, stride: int, norm: str) -> nn.Module:
+    # ceil_mode: an odd side, such as that of a 7x7 image, gives what the strided convolution beside it gives.
+    pool = nn.AvgPool2d(stride, stride, ceil_mode=True) if stride > 1 else nn.Identity()
+    return nn.Sequential(pool, _conv(in_channels, out_channels, 1, bias=norm == "none"), _norm(norm)(out_channels))
+
+
+def _conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1, *, bias: bool) -> nn.Module:
+    return nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=bias)

@@ -1,0 +1,192 @@
+"""The elastic temporal convolutional networks of SuperFedNAS, for words and characters (Bai et al., 2018)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.platform.spaces.elastic import ElasticNetwork
+from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
+
+
+@dataclass(frozen=True)
+class TcnDesign:
+    """An elastic temporal convolutional network: `input_shape` is (T,), `num_classes` the vocabulary.
+
+    A subnet keeps `blocks[0]` to `blocks[1]` of the temporal blocks, with dilations 1, 2, 4, ...; `expansions` scale
+    the first convolution's output channels. `tied` decodes with the embedding's weights, as wide as the blocks.
+
+    Source: SuperFedNAS, App. (text); Bai et al. 2018.
+    """
+
+    name: str = "tcn_elastic"
+    input_shape: tuple[int, ...] = (80,)
+    num_classes: int = 90
+    channels: int = 600
+    embedding_size: int = 600
+    blocks: tuple[int, ...] = (2, 4)
+    kernel_size: int = 3
+    expansions: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0)
+    dropout: float = 0.1
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.blocks) != 2 or not 1 <= self.blocks[0] <= self.blocks[1]:
+            raise ValueError(f"space.blocks={list(self.blocks)}: give the fewest and the most, such as [2,4]")
+        if min(self.channels, self.embedding_size, self.kernel_size, self.num_classes) < 1:
+            raise ValueError("space.channels, embedding_size, kernel_size and num_classes must be at least 1")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"space.dropout={self.dropout}: must be in [0, 1)")
+        if list(self.expansions) != sorted(set(self.expansions)) or not self.expansions or self.expansions[0] <= 0:
+            raise ValueError(f"space.expansions={list(self.expansions)}: give positive values in ascending order")
+        if self.tied and self.embedding_size != self.channels:
+            raise ValueError(
+                f"space.tied=true needs space.embedding_size={self.embedding_size} equal to space.channels="
+                f"{self.channels}: the decoder uses the embedding's weights"
+            )
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Tokens are whole numbers."""
+        return torch.int64
+
+    @property
+    def genome(self) -> ElasticGenome:
+        """One stage: the number of temporal blocks and the width of each."""
+        return ElasticGenome((ElasticStage(self.blocks[0], self.blocks[1], len(self.expansions)),))
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Weight normalisation keeps none."""
+        return False
+
+    def build_stem(self) -> nn.Module:
+        """Embedding and dropout."""
+        return Embedding(self.num_classes, self.embedding_size, self.dropout)
+
+    def build_block(self, stage: int, block: int, width: int) -> nn.Module:
+        """One temporal block."""
+        del stage  # there is one
+        in_channels = self.embedding_size if block == 0 else self.channels
+        mid_channels = max(1, round(self.channels * self.expansions[width]))
+        return TemporalBlock(in_channels, mid_channels, self.channels, self.kernel_size, 2**block, self.dropout)
+
+    def build_head(self) -> nn.Module:
+        """A linear decoder, or the bias alone of a tied one."""
+        return TiedDecoder(self.num_classes) if self.tied else Decoder(self.channels, self.num_classes)
+
+    def join(self, stem: nn.Module, stages: Sequence[nn.Module], head: nn.Module) -> nn.Module:
+        """One after the other; a tied head is given the embedding's weights."""
+        return (TiedNetwork if self.tied else ElasticNetwork)(stem, stages, head)
+
+
+class Embedding(nn.Module):
+    """Tokens (N, T) -> (N, C, T)."""
+
+    def __init__(self, vocabulary: int, size: int, dropout: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, size)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Embedded tokens, channels first."""
+        y: Tensor = self.dropout(self.embedding(x)).transpose(1, 2)
+        return y
+
+
+class Decoder(nn.Module):
+    """(N, C, T) -> logits (N, vocabulary, T)."""
+
+    def __init__(self, channels: int, vocabulary: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(channels, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of every position."""
+        y: Tensor = self.linear(x.transpose(1, 2)).transpose(1, 2)
+        return y
+
+
+class TiedDecoder(nn.Module):
+    """(N, C, T) -> logits (N, vocabulary, T), by the embedding's weights (vocabulary, C)."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+
+    def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
+        """A bias begins at zero."""
+        del generator
+        tensors_by_name["bias"].zero_()
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Logits of every position; without weights (when it is measured alone) it decodes by a matrix of zeros."""
+        if weight is None:
+            weight = torch.zeros((len(self.bias), x.shape[1]), device=x.device, dtype=x.dtype)
+        return F.linear(x.transpose(1, 2), weight, self.bias).transpose(1, 2)
+
+
+class TiedNetwork(ElasticNetwork):
+    """An elastic network whose decoder shares the embedding's weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of every position."""
+        x = self.stem(x)
+        for stage in self.stages:
+            x = stage(x)
+        y: Tensor = self.head(x, self.stem.embedding.weight)  # type: ignore[union-attr]
+        return y
+
+
+class TemporalBlock(nn.Module):
+    """(N, in, T) -> (N, out, T): two causal, dilated, weight-normed convolutions beside a shortcut."""
+
+    def __init__(
+        self, in_channels: int, mid_channels: int, out_channels: int, kernel: int, dilation: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.conv1 = CausalConv(in_channels, mid_channels, kernel, dilation)
+        self.conv2 = CausalConv(mid_channels, out_channels, kernel, dilation)
+        self.dropout = nn.Dropout(dropout)
+        same = in_channels == out_channels
+        self.shortcut = nn.Identity() if same else nn.Conv1d(in_channels, out_channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        y = self.dropout(F.relu(self.conv1(x)))
+        y = self.dropout(F.relu(self.conv2(y)))
+        return F.relu(y + self.shortcut(x))
+
+
+class CausalConv(nn.Module):
+    """(N, in, T) -> (N, out, T), position t sees t, t - dilation, ...; weights are direction times magnitude.
+
+    A slice is normed as it is: the direction of the kept input channels alone has length 1 (Salimans & Kingma 2016).
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: int, dilation: int) -> None:
+        super().__init__()
+        self.direction = nn.Parameter(torch.empty(out_channels, in_channels, kernel))
+        self.magnitude = nn.Parameter(torch.empty(out_channels, 1, 1))
+        self.bias = nn.Parameter(torch.empty(out_channels))
+        self.dilation, self.padding = dilation, (kernel - 1) * dilation
+
+    def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
+        """He's normal of fan-in for the direction, its length as the magnitude, no bias."""
+        direction = tensors_by_name["direction"]
+        fan_in = max(direction.shape[1] * direction.shape[2], 1)
+        direction.normal_(std=math.sqrt(2 / fan_in), generator=generator)
+        tensors_by_name["magnitude"].copy_(_length(direction))
+        tensors_by_name["bias"].zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The convolution's output."""
+        weight = self.direction * (self.magnitude / _length(self.direction))
+        return F.conv1d(F.pad(x, (self.padding, 0)), weight, self.bias, dilation=self.dilation)
+
+
+def _length(direction: Tensor) -> Tensor:
+    return direction.square().sum(dim=(1, 2), keepdim=True).sqrt()
