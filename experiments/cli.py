@@ -1,4 +1,4 @@
-"""The `fedloom` command: run, resume, describe, prepare, report, status."""
+"""The `fedloom` command: run, resume, search, describe, prepare, report, export, status."""
 
 import argparse
 import logging
@@ -100,9 +100,17 @@ def build_parser() -> argparse.ArgumentParser:
     report = _command(commands, "report", _report, "tables, plots and one HTML page of finished or running runs")
     report.add_argument("runs", nargs="*", metavar="RUN", help="run ids or their beginnings (default: the latest)")
     report.add_argument("--out", type=Path, help="folder for the files (default: RESULTS/reports/RUN)")
+    search = _command(commands, "search", _search, "the best subnets of a trained supernet for new targets")
+    search.add_argument("run", help="run id of a superfednas run, or its beginning")
+    search.add_argument("--macs", type=float, action="append", default=[], help="at most so many MACs; may be repeated")
+    search.add_argument(
+        "--latency-s", type=float, action="append", default=[], help="at most so many seconds on this machine"
+    )
     status = _command(commands, "status", _status, "which runs there are and how they stand")
     status.add_argument("runs", nargs="*", metavar="RUN", help="run ids or their beginnings; all if none is given")
-    for command in (resume, report, status):
+    export = _command(commands, "export", _export, "a trained model as files that run without fedloom", EXPORT_HELP)
+    _add_export(export)
+    for command in (resume, report, search, export, status):
         command.add_argument("--results", type=Path, default=Path("results"), help="results folder (default: results)")
     return parser
 
@@ -112,6 +120,28 @@ RUN_HELP = """Runs an experiment: a preset, with any configuration value changed
   fedloom run experiment=fedoras_digits executor.kind=serial
   fedloom run experiment=fedoras_cifar10 data.alpha=0.1 method.train.weighting=fedavg seed=3
 """
+
+
+EXPORT_HELP = """Writes a trained model as safetensors, torch.export and ONNX files, with a card that says what it is.
+
+  fedloom export RUN --tier tier1                        what the run found for a tier
+  fedloom export RUN --target macs=1e9                    what it found for a target
+  fedloom export RUN --architecture "d=1,0,2,1 e=.14"     any subnet, cut from the run's supernet
+"""
+
+
+def _add_export(export: argparse.ArgumentParser) -> None:
+    export.add_argument("run", metavar="RUN", help="run id, or its beginning")
+    export.add_argument("--tier", help="the model of this tier")
+    export.add_argument("--target", metavar="MEASURE=LIMIT", help="the model of a searched target, such as macs=1e9")
+    export.add_argument("--architecture", metavar="TEXT", help="smallest, largest, d=1,0,2,1 e=.14 or 3-1-8-0")
+    export.add_argument(
+        "--model", metavar="NAME", help="one of the run's kept models (with --tier: supernet_init, ...)"
+    )
+    export.add_argument("--out", type=Path, help="folder for the files (default: RESULTS/exports/RUN)")
+    export.add_argument(
+        "--formats", default="safetensors,pt2", help="any of safetensors,pt2,onnx (default: safetensors,pt2)"
+    )
 
 
 def _command(
@@ -187,6 +217,27 @@ def _report(args: argparse.Namespace) -> int:
     files = write_report(args.results, args.runs or None, args.out)
     figures = report_json(args.results, files.run_ids) if args.json else {}
     show_report(files, summary_table(args.results, files.run_ids), figures, as_json=args.json)
+    return OK
+
+
+def _export(args: argparse.Namespace) -> int:
+    from fedloom.experiments.export.export import export
+    from fedloom.experiments.export.selection import Wanted
+    from fedloom.experiments.show import show_facts
+
+    wanted = Wanted(tier=args.tier, target=args.target, architecture=args.architecture, model=args.model)
+    exported = export(args.results, args.run, wanted, args.out, [kind for kind in args.formats.split(",") if kind])
+    paths = {"paths": {kind: str(path) for kind, path in exported.files.items()}}
+    show_facts({**exported.card, **paths} if args.json else exported.summary(), as_json=args.json)
+    return OK
+
+
+def _search(args: argparse.Namespace) -> int:
+    from fedloom.experiments.search import load_trained, search_trained, show
+
+    trained = load_trained(args.results, args.run)
+    found = search_trained(trained, args.macs, args.latency_s)
+    show(trained, found, len(args.macs) + len(args.latency_s), as_json=args.json)
     return OK
 
 

@@ -44,30 +44,30 @@ class TensorSum:
     coverage: dict[Region, Coverage] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, region: Region, like: Tensor) -> "TensorSum":
-        """No contribution yet, with storage for one region."""
-        return cls(region, torch.zeros([stop - start for start, stop in region], dtype=like.dtype, device=like.device))
+    def of(cls, region: Region, tensor: Tensor, weight: float) -> "TensorSum":
+        """The first contribution."""
+        # Not zeros plus a product: fresh memory is paid for at its first touch, and once is enough.
+        total = tensor * weight if tensor.dtype.is_floating_point else tensor.clone()
+        return cls(region, total, {region: Coverage(weight, 1)})
 
     def include(self, region: Region) -> None:
         """Grows the box so that it holds the region."""
         if all(b[0] <= r[0] and r[1] <= b[1] for b, r in zip(self.box, region, strict=True)):
             return
         box = tuple((min(b[0], r[0]), max(b[1], r[1])) for b, r in zip(self.box, region, strict=True))
-        grown = TensorSum.empty(box, self.total)
-        grown.view(self.box).copy_(self.total)
-        self.box, self.total = box, grown.total
+        total, self.total, inner = self.total.new_zeros([stop - start for start, stop in box]), self.total, self.box
+        _part(total, box, inner).copy_(self.total)
+        self.box, self.total = box, total
 
     def view(self, region: Region) -> Tensor:
         """The part of the sum that belongs to a region inside the box."""
-        if region == self.box:
-            return self.total
-        return self.total[tuple(slice(r[0] - b[0], r[1] - b[0]) for b, r in zip(self.box, region, strict=True))]
+        return _part(self.total, self.box, region)
 
-    def add(self, region: Region, tensor: Tensor, weight: float, contributors: int = 1) -> None:
+    def add(self, region: Region, tensor: Tensor, weight: float) -> None:
         """Adds weight * tensor on the region."""
         self.include(region)
         _accumulate(self.view(region), tensor, weight)
-        self._cover(region, weight, contributors)
+        self._cover(region, weight, 1)
 
     def merge(self, other: "TensorSum") -> None:
         """Adds a later partial sum."""
@@ -82,15 +82,40 @@ class TensorSum:
         coverage.contributors += contributors
 
     def cells(self) -> Iterator[tuple[Region, Coverage]]:
-        """Splits the box into the pieces that are covered by one and the same set of regions."""
+        """Splits the box into the pieces that are covered by one and the same set of regions, perhaps by none."""
         if len(self.coverage) == 1:
             yield from self.coverage.items()
             return
         edges = [sorted({e for region in self.coverage for e in region[d]}) for d in range(len(self.box))]
         for cell in product(*(list(pairwise(dimension)) for dimension in edges)):
             covering = [c for region, c in self.coverage.items() if _inside(cell, region)]
-            if covering:
-                yield cell, Coverage(sum(c.weight for c in covering), sum(c.contributors for c in covering))
+            yield cell, Coverage(sum(c.weight for c in covering), sum(c.contributors for c in covering))
+
+    def finish(self, old: Tensor, fewest: int) -> Tensor:
+        """The mean where at least `fewest` contributed, the old value elsewhere; the sum itself is used up.
+
+        Where the sum lies on the whole tensor it becomes the result: a second copy of a large supernet costs more
+        than the arithmetic.
+        """
+        cells = [(region, coverage, coverage.contributors >= fewest) for region, coverage in self.cells()]
+        if not any(covered for _, _, covered in cells):
+            return old
+        whole = self.total.shape == old.shape
+        result = self.total if whole else old.clone()
+        for region, coverage, covered in cells:
+            target = result[tuple(slice(start, stop) for start, stop in region)]
+            if covered:
+                _write_mean(target, self.view(region), coverage.weight)
+            elif whole:
+                target.copy_(old[tuple(slice(start, stop) for start, stop in region)])
+        return result
+
+
+def _part(tensor: Tensor, box: Region, region: Region) -> Tensor:
+    """A view of a region of a tensor that lies on the box."""
+    if region == box:
+        return tensor
+    return tensor[tuple(slice(r[0] - b[0], r[1] - b[0]) for b, r in zip(box, region, strict=True))]
 
 
 def _inside(cell: Region, region: Region) -> bool:
@@ -123,9 +148,10 @@ class WeightedSums:
                 continue
             piece = update.slices[name]
             region = piece.region if piece.region is not None else tuple((0, n) for n in tensor.shape)
-            if piece.source not in self.tensors:
-                self.tensors[piece.source] = TensorSum.empty(region, tensor)
-            self.tensors[piece.source].add(region, tensor, weight)
+            if piece.source in self.tensors:
+                self.tensors[piece.source].add(region, tensor, weight)
+            else:
+                self.tensors[piece.source] = TensorSum.of(region, tensor, weight)
 
     @torch.no_grad()
     def merge(self, other: "WeightedSums") -> None:
@@ -141,19 +167,12 @@ class WeightedSums:
     def finish(self, old: Weights, min_contributors: int = 1) -> dict[str, Tensor]:
         """The new supernet: a scalar covered by fewer than `min_contributors` updates keeps its old value.
 
-        Tensors of `old` that nobody covered are returned as they are, not copied.
+        Tensors of `old` that nobody covered are returned as they are, not copied. The sums are used up: they are not
+        to be added to or finished again.
         """
-        new = dict(old)
-        for name, tensor_sum in self.tensors.items():
-            kept = [(r, c) for r, c in tensor_sum.cells() if c.contributors >= max(1, min_contributors)]
-            if not kept:
-                continue
-            result = old[name].clone()
-            for region, coverage in kept:
-                target = result[tuple(slice(start, stop) for start, stop in region)]
-                _write_mean(target, tensor_sum.view(region), coverage.weight)
-            new[name] = result
-        return new
+        tensors, self.tensors = self.tensors, {}
+        means = {name: tensor_sum.finish(old[name], max(1, min_contributors)) for name, tensor_sum in tensors.items()}
+        return {**old, **means}
 
 
 def _check_weights(update: Update) -> None:

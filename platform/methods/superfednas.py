@@ -65,9 +65,7 @@ def parse_family(config: SuperFedNASConfig, world: World) -> tuple[Architecture,
 def stages(config: SuperFedNASConfig, world: World) -> list[Stage]:
     """The stages in their order."""
     family = parse_family(config, world)
-    check_elastic_training(
-        config.train, "method.train", world.num_clients, len(family), separately=config.separately
-    )
+    check_elastic_training(config.train, "method.train", world.num_clients, len(family), separately=config.separately)
     if config.separately:
         return _alone(world, config, family)
     sequence: list[Stage] = [ElasticStage(world, config.train, family), *search_stages(world, config.search)]

@@ -3,10 +3,11 @@
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fedloom.platform.execution import Assignment, Report, Task
+from fedloom.platform.execution import Assignment, Executor, Report, SharedWeights, Task, make_chunks
+from fedloom.platform.loop import merge_chunks
 from fedloom.platform.methods.elastic_stage import elastic_space
 from fedloom.platform.methods.search_stage import WINNERS, Goal, TierSearchConfig, TierSearchStage
 from fedloom.platform.methods.supernet_stage import SUPERNET
@@ -26,7 +27,7 @@ from fedloom.platform.search.targets import (
     front_finalists,
     parse_target,
 )
-from fedloom.platform.spaces.base import Architecture
+from fedloom.platform.spaces.base import Architecture, Weights
 from fedloom.platform.stage import Merged, Plan, RoundResult, Row, Stage
 from fedloom.platform.state import RunState
 from fedloom.platform.tasks import MeasureLatency, ScorePaths, architecture_id, parse_architecture
@@ -302,4 +303,85 @@ def candidate_rows(
     ]
 
 
-__all__ = ["search_stages", "targets_of"]
+@dataclass(frozen=True)
+class Found:
+    """What a search found for a target: the winner and its real scores on validation data."""
+
+    target: str
+    architecture: Architecture
+    macs: float
+    parameters: int
+    predicted: float
+    metric: float
+    loss: float
+    latency_s: float | None
+
+
+def search_supernet(
+    world: World,
+    config: TargetSearchConfig,
+    weights: Weights,
+    samples: Sequence[Sample],
+    executor: Executor,
+) -> list[Found]:
+    """Winners for the configured targets from trained weights: the stages of a run, without one.
+
+    `samples` are measured afresh if there are none. Raises ValueError for targets outside the space, and if a
+    predictor falls short of `min_tau`.
+    """
+    check_target_search(config, "search")
+    targets = targets_of(world, config)
+    for target in targets:
+        check_reachable(target, costs_of(world), world.config.seed_for("search"))
+    state = RunState().with_bag(SUPERNET, weights)
+    if samples:
+        state = state.with_data(SAMPLES, {architecture_id(s.architecture): _plain(s) for s in samples})
+    else:
+        state = run_stage(SampleStage(world, config, targets), state, executor)
+    stage = VerifyStage(world, config, targets)
+    state = run_stage(stage, state, executor)
+    value = state.data[FINALISTS]
+    verified = {architecture_id(s.architecture): s for s in samples_in(value["measured"])}
+    parameters = world.space.cost_table("parameters")
+    found = []
+    for target in targets:
+        predicted = value["found"][target.name]
+        own = [verified[name] for name in predicted if name in verified]
+        won = choose(target, own, {s.architecture: world.macs_table.cost(s.architecture) for s in own})
+        if won is None:
+            continue
+        a = won.architecture
+        found.append(
+            Found(
+                target.name,
+                a,
+                world.macs_table.cost(a),
+                int(parameters.cost(a)),
+                predicted[architecture_id(a)],
+                won.metric,
+                won.loss,
+                won.latency_s,
+            )
+        )
+    return found
+
+
+def run_stage(stage: SampleStage | VerifyStage, state: RunState, executor: Executor) -> RunState:
+    """The stage's rounds on a state in memory, without its end: no rows, no checkpoints."""
+    state = stage.begin(replace(state, round=0))
+    while stage.rounds_left(state) > 0:
+        plan = stage.plan(state)
+        shared = SharedWeights(state.weights(plan.bag), state.version(plan.bag))
+        result = merge_chunks(executor.run(make_chunks(plan.assignments, 1), shared))
+        for report in result.reports:
+            if report.error:
+                raise ValueError(f"{stage.name}: {report.error}")
+        state = replace(stage.merge(state, plan, result).state, round=state.round + 1)
+    return state
+
+
+def _plain(sample: Sample) -> dict[str, float | None]:
+    return {"loss": sample.loss, "accuracy": sample.metric, "latency_s": sample.latency_s}
+
+
+__all__ = ["SAMPLES", "Found", "search_stages", "search_supernet", "targets_of"]

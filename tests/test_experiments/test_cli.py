@@ -14,7 +14,7 @@ from fedloom.experiments.presets import experiments
 from fedloom.experiments.show import as_bytes, as_time, round_line
 from fedloom.platform.loop import RoundProgress
 
-COMMANDS = ("run", "resume", "describe", "prepare", "report", "status")
+COMMANDS = ("run", "resume", "search", "describe", "prepare", "report", "export", "status")
 
 EVERY_HELP = """
 import contextlib, io, json, sys
@@ -96,7 +96,7 @@ def test_a_developer_can_ask_for_the_traceback(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_command_prints_json_on_request() -> None:
     for command in COMMANDS:
-        needed = ["x"] if command == "resume" else []
+        needed = ["x"] if command in ("resume", "search", "export") else []
         assert build_parser().parse_args([command, "--json", *needed]).json
 
 

@@ -1,0 +1,175 @@
+"""`fedloom export`: from a run to files that need neither the run nor fedloom."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.experiments.config import stored_config
+from fedloom.experiments.export.card import Card, model_card, with_files
+from fedloom.experiments.export.comparison import check_agreement, compare
+from fedloom.experiments.export.formats import FORMATS, Forward, check_formats, encode
+from fedloom.experiments.export.selection import Chosen, Wanted, check_wanted, choose
+from fedloom.platform.results.files import check_writable, sync_file, sync_folder
+from fedloom.platform.results.paths import RunPaths, find_run
+from fedloom.platform.results.tables import read_table
+from fedloom.platform.run import COSTS
+from fedloom.platform.run_costs import load_costs
+from fedloom.platform.subnets import scored_subnet
+from fedloom.platform.worker import Worker
+from fedloom.platform.world import World, build_world
+
+LONGEST_NAME = 100
+CARD = "json"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The card, as it stands in NAME.json, and where the files are."""
+
+    card: Card
+    files: Mapping[str, Path]
+
+    def summary(self) -> dict[str, Any]:
+        """What a terminal shows."""
+        card = self.card
+        scores = {f"{row['split']}_{row['metric']}": row["value"] for row in card["recorded"]}
+        latency = card["latency"]
+        return {
+            "run": card["run_id"],
+            "model": card["source"],
+            "architecture": card["architecture"].get("label", card["architecture"]["id"]),
+            "macs": card["macs"],
+            "parameters": card["parameters"],
+            "size_bytes": card["size_bytes"],
+            **scores,
+            "latency_s": f"{latency['median_s']:.3g} on {latency['device']}, {latency['threads']} thread(s)",
+            "largest_difference": max(check["max_abs_difference"] for check in card["checks"].values()),
+            **{kind: str(path) for kind, path in self.files.items()},
+        }
+
+
+def export(
+    results: Path, run: str, wanted: Wanted, out: Path | None = None, formats: Sequence[str] = FORMATS[:2]
+) -> Exported:
+    """Writes the wanted model of a run as OUT/NAME.FORMAT and its card OUT/NAME.json.
+
+    `out` is RESULTS/exports/RUN if not given. Every file is run on the whole validation set before any is written.
+    Raises ValueError for an unknown run, model, architecture or format, and for a file that does not agree.
+    """
+    check_wanted(wanted)
+    check_formats(formats)
+    run_id, config = stored_config(results, run)
+    paths = find_run(results, run_id)
+    folder = out or results / "exports" / run_id
+    check_writable(folder)
+    world = build_world(config, load_costs(paths.artifacts / COSTS))
+    _check_data(paths, world)
+    with _threads(config.executor.threads):
+        chosen = choose(paths, world, wanted)
+        return _export(paths, world, chosen, folder, formats)
+
+
+def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats: Sequence[str]) -> Exported:
+    worker = Worker(world.spec)
+    module = scored_subnet(worker, chosen.architecture, chosen.weights, chosen.stand_alone)
+    data = _validation(worker)
+    sample = data[0][:2]
+    encoded = encode(module, sample, formats)
+    comparison = compare(
+        _reference(worker, chosen, module), {kind: file.forward for kind, file in encoded.items()}, data
+    )
+    check_agreement(comparison)
+    name = _file_name(chosen.label)
+    card = with_files(model_card(paths, world, chosen, module, sample, comparison), name, encoded)
+    contents = {kind: file.content for kind, file in encoded.items()}
+    return Exported(card, _write(folder, name, {**contents, CARD: json.dumps(card, indent=1).encode()}))
+
+
+def _reference(worker: Worker, chosen: Chosen, module: nn.Module) -> Forward:
+    """The supernet itself, run through the architecture; the model as it was trained or scored where there is none."""
+    own_statistics = getattr(worker.space, "keeps_statistics", False)
+    if chosen.stand_alone or own_statistics:
+        return module
+    supernet = worker.load_whole(chosen.weights, None)
+    worker.set_mode(supernet, training=False)
+    return lambda x: supernet(x, chosen.architecture)
+
+
+def _validation(worker: Worker) -> tuple[Tensor, Tensor]:
+    data = worker.central_data("validation")
+    if len(data[0]) < 2:
+        raise ValueError(
+            f"an export is checked on validation data, of which this run has {len(data[0])} samples: it needs a run "
+            "with a larger data.validation_share"
+        )
+    return data
+
+
+def _check_data(paths: RunPaths, world: World) -> None:
+    """The files would be checked, and batch norms' statistics estimated, on other data than the run's."""
+    rows = read_table(paths.root, "runs", run_id=paths.run_id)["partition_hash"].dropna()
+    if len(rows) and rows.iloc[-1] != world.data.partition_hash:
+        raise ValueError(
+            f"the prepared data of {world.config.data.dataset} is not what run {paths.run_id} was trained on: restore "
+            "its original files (data.root, FEDLOOM_DATA), or export where the run was made"
+        )
+
+
+@contextmanager
+def _threads(threads: int) -> Iterator[None]:
+    """The run's number of threads: sums in another order give other last digits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _file_name(label: str) -> str:
+    """The label, cut where a file system would refuse it; the hash keeps long architectures apart."""
+    if len(label) <= LONGEST_NAME:
+        return label
+    return f"{label[:80]}-{hashlib.sha256(label.encode()).hexdigest()[:16]}"
+
+
+def _write(folder: Path, name: str, contents: Mapping[str, bytes]) -> dict[str, Path]:
+    """All files or none: complete beside their places first, then renamed, the card last."""
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    files = {kind: folder / f"{name}.{kind}" for kind in contents}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_files(folder, name, files, contents)
+    except OSError:
+        for place in new:
+            if place.is_dir() and not any(place.iterdir()):
+                place.rmdir()
+        raise
+    return files
+
+
+def _write_files(folder: Path, name: str, files: Mapping[str, Path], contents: Mapping[str, bytes]) -> None:
+    replaces = (folder / f"{name}.{CARD}").exists()
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as staging:
+        for kind, path in files.items():
+            (Path(staging) / path.name).write_bytes(contents[kind])
+            sync_file(Path(staging) / path.name)
+        for path in files.values():
+            os.replace(Path(staging) / path.name, path)
+    for kind in FORMATS:
+        # What an earlier export of this name left in another format: the new card does not speak of it.
+        if replaces and kind not in files:
+            (folder / f"{name}.{kind}").unlink(missing_ok=True)
+    sync_folder(folder)
+
+
+__all__ = ["Exported", "export"]

@@ -1,0 +1,120 @@
+"""A module as the content of files: safetensors, an exported torch program, ONNX; and how each is run again."""
+
+import importlib.util
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from fedloom.platform.results.tensor_files import from_bytes, to_bytes
+
+FORMATS = ("safetensors", "pt2", "onnx")
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+INPUT, OUTPUT = "x", "logits"
+
+Forward = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One file: its content, and the forward pass of what a reader would load from it."""
+
+    content: bytes
+    forward: Forward
+
+
+def check_formats(formats: Sequence[str]) -> None:
+    """Raises ValueError for an unknown format, or one whose packages are not installed."""
+    unknown = [name for name in formats if name not in FORMATS]
+    if unknown or not formats:
+        raise ValueError(f"--formats {','.join(formats)!r}: give one or more of {','.join(FORMATS)}")
+    missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
+    if "onnx" in formats and missing:
+        raise ValueError(f"--formats onnx needs {', '.join(missing)}: pip install 'fedloom[onnx]', or leave onnx out")
+
+
+def encode(module: nn.Module, sample: Tensor, formats: Sequence[str]) -> dict[str, Encoded]:
+    """The module in evaluation mode, in every format.
+
+    `sample` is a batch of two or more inputs; the batch is free afterwards, of tokens (integers) the length, too.
+    Raises ValueError if torch cannot turn the module into a program.
+    """
+    encoded: dict[str, Encoded] = {}
+    if "safetensors" in formats:
+        encoded["safetensors"] = _safetensors(module)
+    if {"pt2", "onnx"} & set(formats):
+        shapes = _free(sample)
+        program = _program(module, sample, shapes)
+        if "pt2" in formats:
+            encoded["pt2"] = _pt2(program)
+        if "onnx" in formats:
+            encoded["onnx"] = _onnx(program, shapes)
+    return encoded
+
+
+def _free(sample: Tensor) -> dict[int, Dim]:
+    free = {0: Dim("batch")}
+    if not sample.is_floating_point():
+        free[1] = Dim("length")
+    return free
+
+
+def _safetensors(module: nn.Module) -> Encoded:
+    content = to_bytes(module.state_dict())
+    stored = from_bytes(content, Path("model.safetensors"))
+
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = torch.func.functional_call(module, stored, (x,), strict=True)
+        return y
+
+    return Encoded(content, forward)
+
+
+def _program(module: nn.Module, sample: Tensor, shapes: dict[int, Dim]) -> ExportedProgram:
+    try:
+        program = torch.export.export(module, (sample,), dynamic_shapes=(shapes,))
+    except RuntimeError as error:  # what all errors of torch's tracing are
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"torch.export cannot trace this space's subnets: {first}; export --formats safetensors"
+        ) from (error)
+    for node in program.graph.nodes:
+        # Source lines with the paths of this machine: files of the same model would differ.
+        node.meta.pop("stack_trace", None)
+    return program
+
+
+def _pt2(program: ExportedProgram) -> Encoded:
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    content = buffer.getvalue()
+    return Encoded(content, torch.export.load(io.BytesIO(content)).module())
+
+
+def _onnx(program: ExportedProgram, shapes: dict[int, Dim]) -> Encoded:
+    import onnxruntime
+
+    try:
+        exported = torch.onnx.export(
+            program, input_names=[INPUT], output_names=[OUTPUT], dynamic_shapes=(shapes,), verbose=False
+        )
+    except RuntimeError as error:  # torch.onnx.errors.OnnxExporterError among them
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(f"ONNX cannot express this space's subnets: {first}; leave onnx out of --formats") from error
+    assert exported is not None, "the exporter returns nothing only where it writes a file itself"
+    content = exported.model_proto.SerializeToString()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.from_numpy(session.run([OUTPUT], {INPUT: x.numpy()})[0])
+
+    return Encoded(content, forward)
+
+
+__all__ = ["FORMATS", "Encoded", "Forward", "check_formats", "encode"]

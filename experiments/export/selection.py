@@ -1,0 +1,223 @@
+"""Which model of a run is exported: one that it kept, or a subnet that is cut from its supernet."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedloom.experiments.search import search_trained, trained_of
+from fedloom.platform.methods.elastic_stage import bag_of
+from fedloom.platform.methods.superfednas import SEARCHED
+from fedloom.platform.methods.supernet_stage import SUPERNET
+from fedloom.platform.results.checkpoint import load_checkpoint
+from fedloom.platform.results.models import list_models, load_model
+from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.status import read_status
+from fedloom.platform.results.tables import read_table
+from fedloom.platform.search.targets import MEASURES
+from fedloom.platform.spaces.base import Architecture, Weights
+from fedloom.platform.spaces.elastic import ElasticSpace
+from fedloom.platform.tasks import architecture_id, parse_architecture
+from fedloom.platform.world import World
+
+OF_A_TIER = ("fine_tuned", "supernet_init", "rand_init")
+"""Models that a run keeps for a tier, the best trained first."""
+CUT = (SUPERNET, "supernet_init", SEARCHED)
+"""Models of the tables that are cut from the supernet as it is: their scores are those of the architecture."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user asks for: exactly one of tier, target and architecture, or `model`, alone or with a tier.
+
+    `target` is written as "macs=1e9"; `architecture` as the space reads it (`smallest`, "d=1,0,2,1 e=.14", "3-1-8-0").
+    """
+
+    tier: str | None = None
+    target: str | None = None
+    architecture: str | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A model to be exported.
+
+    Attributes:
+        label: what the files are named after.
+        weights: the supernet's, or the model's own if it is `stand_alone`.
+        source: the kept model, or checkpoint, that the weights come from.
+        models: what the model is called in the table `evaluations`.
+        tier: whose it is in the tables; None for any.
+    """
+
+    label: str
+    architecture: Architecture
+    weights: Weights
+    stand_alone: bool
+    source: str
+    models: tuple[str, ...]
+    tier: str | None = None
+
+
+def check_wanted(wanted: Wanted) -> None:
+    """Raises ValueError unless one model is named."""
+    places = [wanted.tier, wanted.target, wanted.architecture]
+    given = sum(place is not None for place in places)
+    if given == 1 and (wanted.model is None or wanted.tier is not None):
+        return
+    if given == 0 and wanted.model is not None:
+        return
+    raise ValueError(
+        "give one of --tier TIER, --target macs=1e9, --architecture TEXT and --model NAME (--tier and --model together "
+        "choose among a tier's models)"
+    )
+
+
+def choose(paths: RunPaths, world: World, wanted: Wanted) -> Chosen:
+    """The wanted model; ValueError saying what there is, if the run has no such model (yet)."""
+    check_wanted(wanted)
+    if wanted.tier is not None:
+        _check_tier(world, wanted.tier)
+    if wanted.model is not None:
+        return _named(paths, world, wanted.model, wanted.tier)
+    if wanted.architecture is not None:
+        return _of_architecture(paths, world, parse(world, wanted.architecture))
+    if wanted.tier is not None and not _is_searched(paths, world):
+        return _of_tier(paths, world, wanted.tier)
+    label = wanted.tier if wanted.tier is not None else target_label(wanted.target or "")
+    return _cut(paths, _searched(paths, world, label), label.replace("=", "-"))
+
+
+def parse(world: World, text: str) -> Architecture:
+    """The architecture as people or tables write it; ValueError naming what is outside the space."""
+    if isinstance(world.space, ElasticSpace):
+        return world.space.parse(text)
+    try:
+        architecture = parse_architecture(text)
+    except ValueError:
+        example = architecture_id(tuple(n - 1 for n in world.space.options))
+        raise ValueError(f"{text!r} is no architecture of {world.space.name}: give options such as {example}") from None
+    world.space.validate(architecture)
+    return architecture
+
+
+def target_label(text: str) -> str:
+    """A target in the one spelling that all of its spellings share; ValueError for what is none."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    try:
+        return f"{name}={float(value):.10g}"
+    except ValueError:
+        raise ValueError(f"--target {text!r}: give a measure and its limit, such as macs=1e9") from None
+
+
+def _check_tier(world: World, tier: str) -> None:
+    known = [t.name for t in world.tiers]
+    if tier not in known:
+        raise ValueError(f"no tier {tier!r} in this run: its tiers are {', '.join(known)}")
+
+
+def _is_searched(paths: RunPaths, world: World) -> bool:
+    """Whether tiers' models are cut from a supernet that was kept whole."""
+    return isinstance(world.space, ElasticSpace) and SUPERNET in list_models(paths)
+
+
+def _named(paths: RunPaths, world: World, model: str, tier: str | None) -> Chosen:
+    known = list_models(paths)
+    of_tier = f"{tier}-{model}"
+    if tier is None or of_tier in known:
+        return _kept(paths, world, model if tier is None else of_tier)
+    if model in known and model.startswith(f"{tier}-"):
+        return _kept(paths, world, model)
+    own = [name for name in known if name.startswith(f"{tier}-")]
+    raise ValueError(f"{tier} has no model {model!r} in run {paths.run_id}; its models: {', '.join(own) or 'none'}")
+
+
+def _of_tier(paths: RunPaths, world: World, tier: str) -> Chosen:
+    known = list_models(paths)
+    for model in OF_A_TIER:
+        if f"{tier}-{model}" in known:
+            return _kept(paths, world, f"{tier}-{model}")
+    if not known:
+        raise ValueError(_nothing_yet(paths))
+    raise ValueError(f"run {paths.run_id} keeps no model of {tier}; its models: {', '.join(known)}")
+
+
+def _of_architecture(paths: RunPaths, world: World, architecture: Architecture) -> Chosen:
+    alone = bag_of(architecture)
+    if alone in list_models(paths):
+        return _kept(paths, world, alone)
+    return _cut(paths, architecture, architecture_id(architecture))
+
+
+def _kept(paths: RunPaths, world: World, name: str) -> Chosen:
+    if not list_models(paths):
+        raise ValueError(_nothing_yet(paths))
+    weights, card = load_model(paths, name)
+    architecture = parse_architecture(card["architecture"])
+    world.space.validate(architecture)
+    tier = card["tier"] or None
+    model = name.removeprefix(f"{tier}-") if tier else name.partition("-")[0]
+    if model in CUT and _is_searched(paths, world):
+        # Its running statistics, if any, are the supernet's: cut anew, it gets its own.
+        return _cut(paths, architecture, name)
+    return Chosen(name, architecture, weights, True, name, (model,), tier)
+
+
+def _cut(paths: RunPaths, architecture: Architecture, label: str) -> Chosen:
+    weights, source = _supernet(paths)
+    return Chosen(label, architecture, weights, False, source, CUT)
+
+
+def _supernet(paths: RunPaths) -> tuple[Weights, str]:
+    if SUPERNET in list_models(paths):
+        weights, _ = load_model(paths, SUPERNET)
+        return weights, SUPERNET
+    # Methods that search once keep their supernet in the checkpoint alone.
+    if (paths.checkpoint / "state.json").exists():
+        checkpoint = load_checkpoint(paths.checkpoint)
+        if SUPERNET in checkpoint.bags and checkpoint.data["stage"] > 0:
+            return checkpoint.bags[SUPERNET].tensors, "checkpoint"
+    known = list_models(paths)
+    if not known:
+        raise ValueError(_nothing_yet(paths))
+    raise ValueError(
+        f"run {paths.run_id} has no supernet to cut this from: choose one of its models, --model {' or '.join(known)}"
+    )
+
+
+def _nothing_yet(paths: RunPaths) -> str:
+    status = read_status(paths.status)
+    place = f" in stage {status.stage}" if status.stage else ""
+    return (
+        f"run {paths.run_id} keeps no model yet (it is {status.state}{place}): wait until its training has ended, or "
+        f"continue it with fedloom resume {paths.run_id}"
+    )
+
+
+def _searched(paths: RunPaths, world: World, label: str) -> Architecture:
+    """The winner of the run's own search for a tier or a target."""
+    rows = read_table(paths.root, "evaluations", run_id=paths.run_id)
+    rows = rows[(rows["model"] == SEARCHED) & rows["tier"].notna()]
+    labels = [target_label(name) if "=" in name else name for name in rows["tier"]]
+    own = rows[[name == label for name in labels]]
+    if not len(own):
+        return _search_now(paths, world, label, labels)
+    return parse(world, str(own["architecture"].iloc[-1]))
+
+
+def _search_now(paths: RunPaths, world: World, label: str, known: Sequence[str]) -> Architecture:
+    """The winner for a target that the run did not search for: a search costs no training."""
+    measure, _, value = label.partition("=")
+    if measure not in MEASURES:
+        names = ", ".join(dict.fromkeys(known)) or "nothing"
+        raise ValueError(
+            f"run {paths.run_id} did not search for {label}; it searched for: {names}; give --target macs=VALUE, or "
+            "cut any subnet with --architecture"
+        )
+    targets = {measure: [float(value)]}
+    found = search_trained(trained_of(paths, world), targets.get("macs", []), targets.get("latency_s", []))
+    if not found:
+        raise ValueError(f"no subnet of run {paths.run_id} was found for {label}: choose another target")
+    return found[0].architecture
+
+
+__all__ = ["Chosen", "Wanted", "check_wanted", "choose", "parse", "target_label"]
