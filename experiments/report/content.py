@@ -7,6 +7,8 @@ from typing import Any
 
 import pandas as pd
 
+from fedloom.experiments.report.costs import cost_comparisons
+from fedloom.experiments.report.elastic_blocks import cost_block, subnet_block
 from fedloom.experiments.report.frames import (
     ALL_TIERS,
     METRIC,
@@ -14,41 +16,30 @@ from fedloom.experiments.report.frames import (
     communication,
     communication_by_kind,
     configuration,
+    elastic_run_ids,
     failures,
     fairness,
+    is_dry,
+    is_elastic,
     natural,
     per_tier,
     shown_models,
     tiers_of,
 )
 from fedloom.experiments.report.intervals import estimate
-from fedloom.experiments.report.table import Summary, header_and_rows, note, summarise
+from fedloom.experiments.report.labels import Labels
+from fedloom.experiments.report.picture import Picture
+from fedloom.experiments.report.subnets import ALONE, SEARCHED, subnet_summaries, targets_of
+from fedloom.experiments.report.table import Block, Summary, header_and_rows, note, summarise
 from fedloom.experiments.report.words import ABSENT, is_absent, model_name, percent, seconds, si, stage_name
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import Status, read_status
 
 MOST_CAUSES = 30
-
-
-@dataclass(frozen=True)
-class Block:
-    """A table with its title, sentences before it, heads and cells; `labels` columns on the left are text."""
-
-    title: str
-    text: tuple[str, ...]
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    labels: int = 2
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure as PNG, its file name without ending, and what it shows."""
-
-    name: str
-    title: str
-    caption: str
-    png: bytes
+DRY = (
+    "a dry run: nothing was trained, so there are no losses, no accuracies and no models; bytes, MACs and "
+    "simulated times are those of the assignments"
+)
 
 
 @dataclass(frozen=True)
@@ -76,18 +67,22 @@ def summaries_of(tables: Tables, bounds: dict[tuple[str, str], float]) -> list[S
     return summarise(per_tier(tables, bounds), fairness(tables))
 
 
-def blocks_of(tables: Tables, summaries: Sequence[Summary]) -> tuple[Block, ...]:
+def blocks_of(tables: Tables, summaries: Sequence[Summary], labels: Labels) -> tuple[Block, ...]:
     """All tables of the report; one that would be empty is left out."""
     blocks = []
     for summary in summaries:
         heads, rows = header_and_rows(summary)
         blocks.append(Block(f"Tiers: {summary.experiment}", (_sentence(note(summary)),), tuple(heads), _cells(rows)))
-    blocks += [_fairness_block(tables), _communication_block(tables), _failures_block(tables)]
+    blocks += [subnet_block(summary, wide=True) for summary in subnet_summaries(tables, labels)]
+    blocks += [cost_block(comparison) for comparison in cost_comparisons(tables, labels)]
+    blocks += [_fairness_block(tables), _communication_block(tables, labels), _failures_block(tables)]
     return tuple(block for block in blocks if block.rows)
 
 
 def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + "."
+    # A name such as macs=3000000 is no word to begin with a capital.
+    first = text.split(maxsplit=1)[0]
+    return (text if "=" in first else text[:1].upper() + text[1:]) + "."
 
 
 def _cells(rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
@@ -128,8 +123,9 @@ def _count(value: Any) -> str:
     return f"{float(value):.0f}" if float(value).is_integer() else f"{float(value):.1f}"
 
 
-def _communication_block(tables: Tables) -> Block:
+def _communication_block(tables: Tables, labels: Labels) -> Block:
     stages = communication(tables)
+    elastic = set(elastic_run_ids(tables))
     kinds = communication_by_kind(stages)
     rows = []
     for experiment in dict.fromkeys(stages["experiment"]):
@@ -138,14 +134,14 @@ def _communication_block(tables: Tables) -> Block:
         for kind in dict.fromkeys(own["kind"]):
             of_kind = own[own["kind"] == kind]
             tiers = list(dict.fromkeys(of_kind["tier"]))
-            rows += [
-                _communication_row(experiment, f"{stage_name(kind)} {tier}", of_kind[of_kind["tier"] == tier])
-                for tier in tiers
-            ]
+            for tier in tiers:
+                of_tier = of_kind[of_kind["tier"] == tier]
+                name = labels.of(of_tier["run_id"].iloc[0], tier) if kind == ALONE else tier
+                rows.append(_communication_row(experiment, f"{stage_name(kind)} {name}", of_tier))
             if len(tiers) > 1:
-                rows.append(
-                    _communication_row(experiment, f"{stage_name(kind)}, all tiers", sums[sums["kind"] == kind])
-                )
+                # The parts of a SuperFedNAS stage are subnets, or the steps of a search.
+                every = "in all" if elastic.issuperset(of_kind["run_id"]) else "all tiers"
+                rows.append(_communication_row(experiment, f"{stage_name(kind)}, {every}", sums[sums["kind"] == kind]))
         rows.append(_communication_row(experiment, stage_name("method"), sums[sums["kind"] == "method"]))
     text = (
         "Sums over all clients that took part. The method in total is without the rand-init baseline (where there is a "
@@ -226,11 +222,13 @@ def state_of(tables: Tables, paths: RunPaths) -> str:
 def missing_of(tables: Tables) -> tuple[str, ...]:
     """One sentence for everything that a reader would look for in vain, per run."""
     several = len(tables.paths) > 1
-    return tuple(
+    lines = [
         f"{paths.run_id}: {sentence}." if several else _sentence(sentence)
         for paths in tables.paths
         for sentence in _missing(tables, paths)
-    )
+    ]
+    dry = [p.run_id for p in tables.paths if is_dry(tables, p.run_id)]
+    return (*lines, *([f"{', '.join(dry)}: {DRY}." if several else _sentence(DRY)] if dry else []))
 
 
 def _missing(tables: Tables, paths: RunPaths) -> list[str]:
@@ -241,7 +239,12 @@ def _missing(tables: Tables, paths: RunPaths) -> list[str]:
     lines = [] if state == "done" else [_progress(paths, state)]
     if of(tables.rounds).empty:
         return [*lines, "no finished round is in the tables yet"]
-    method = configuration(tables, paths.run_id).get("method", {})
+    config = configuration(tables, paths.run_id)
+    if is_dry(tables, paths.run_id):
+        return lines  # said once for all dry runs
+    if is_elastic(config):
+        return [*lines, *_missing_of_elastic(tables, paths.run_id, state)]
+    method = config.get("method", {})
     if "search" in method and of(tables.candidates).empty:
         lines.append("no tier's search has ended: no candidates and no Pareto front")
     tested = of(tables.evaluations)
@@ -254,10 +257,24 @@ def _missing(tables: Tables, paths: RunPaths) -> list[str]:
         chosen = set(of(tables.models)["tier"]) | set(of(tables.candidates)["tier"])
         empty = [t for t in tiers_of(tables, paths.run_id) if t not in chosen]
         lines += [f"{', '.join(empty)}: no model of the space lies within the bounds"] if empty else []
+    return [*lines, *_without_test_samples(tested)]
+
+
+def _without_test_samples(tested: pd.DataFrame) -> list[str]:
     excluded = tested[tested["client_id"].notna() & (tested["samples"].fillna(0) == 0)]["client_id"].nunique()
-    if excluded:
-        lines.append(f"{excluded} clients have no test samples and are left out of the fairness figures")
-    return lines
+    return [f"{excluded} clients have no test samples and are left out of the fairness figures"] if excluded else []
+
+
+def _missing_of_elastic(tables: Tables, run_id: str, state: str) -> list[str]:
+    """What a SuperFedNAS run lacks: the evaluation, or targets without a winner."""
+    tested = tables.evaluations[tables.evaluations["run_id"] == run_id]
+    tested = tested[(tested["split"] == "test") & (tested["metric"] == METRIC)]
+    targets = targets_of(tables, run_id)
+    found = set(tested.loc[tested["model"] == SEARCHED, "tier"])
+    lines = [] if len(tested) else ["nothing was measured on test data yet: no accuracy of subnets"]
+    if state == "done" and (lost := [t for t in targets if t not in found]):
+        lines.append(f"{', '.join(lost)}: the search chose no subnet for {'it' if len(lost) == 1 else 'them'}")
+    return [*lines, *_without_test_samples(tested)]
 
 
 def _progress(paths: RunPaths, state: str) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ METRIC = "accuracy"
 MODELS = ("supernet_init", "fine_tuned", "rand_init")
 """Models in the order in which they are shown: the supernet's slices, after fine-tuning, and from fresh weights."""
 
+SUPERFEDNAS = "superfednas"
 ALL_TIERS = "all"
 OUTSIDE = ("rand_init", "evaluation")
 """Kinds of stages that are no part of what a supernet method itself sends: the baseline and the measurement."""
@@ -89,13 +90,50 @@ def configuration(tables: Tables, run_id: str) -> dict[str, Any]:
     return config
 
 
+def is_elastic(config: Mapping[str, Any]) -> bool:
+    """Whether this is SuperFedNAS or a baseline of it: subnets and targets instead of one model per tier."""
+    return bool(config.get("method", {}).get("name") == SUPERFEDNAS)
+
+
+def elastic_run_ids(tables: Tables) -> list[str]:
+    """The runs of SuperFedNAS and of its baselines."""
+    return [p.run_id for p in tables.paths if is_elastic(configuration(tables, p.run_id))]
+
+
+def is_dry(tables: Tables, run_id: str) -> bool:
+    """Whether the run only counted what its clients would do."""
+    return bool(configuration(tables, run_id).get("dry_run", False))
+
+
+def only(tables: Tables, run_ids: Sequence[str]) -> Tables:
+    """The tables of some of the runs."""
+
+    def of(frame: pd.DataFrame) -> pd.DataFrame:
+        return frame[frame["run_id"].isin(list(run_ids))].reset_index(drop=True)
+
+    return Tables(
+        paths=tuple(p for p in tables.paths if p.run_id in run_ids),
+        runs=of(tables.runs),
+        rounds=of(tables.rounds),
+        clients=of(tables.clients),
+        candidates=of(tables.candidates),
+        evaluations=of(tables.evaluations),
+        models=of(tables.models),
+    )
+
+
 def tiers_of(tables: Tables, run_id: str) -> list[str]:
-    """The run's tiers in their order: those that it has worked on, and those of its configuration if it searches."""
+    """The run's tiers in their order: those that it has worked on, and those of its configuration if it searches.
+
+    None for SuperFedNAS, whose subnets are for everybody.
+    """
+    config = configuration(tables, run_id)
+    if is_elastic(config):
+        return []
     stages = by_stage(tables.rounds[tables.rounds["run_id"] == run_id])
     found = {str(t) for t in stages["stage_tier"] if t}
     for frame in (tables.candidates, tables.models):
         found |= {str(t) for t in frame.loc[frame["run_id"] == run_id, "tier"].dropna()}
-    config = configuration(tables, run_id)
     if "search" in config.get("method", {}):
         given = config["tiers"]["upper_bounds"]
         count = config["tiers"]["count"] if given is None else len(given)
@@ -191,6 +229,10 @@ def client_metrics(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
     rows = _measured(tables.evaluations, "test", metric)
     rows = rows[rows["client_id"].notna()]
     counts = (rows["samples"].fillna(0) > 0).astype(bool) & rows["value"].notna()
+    # A family has several subnets for the clients of one tier.
+    several = rows["run_id"].isin(elastic_run_ids(tables)) & (rows["model"] != "searched")
+    model = rows["model"].astype(object)
+    rows = rows.assign(model=model.where(~several, model + " " + rows["architecture"].astype(object)))
     return rows[[*_KEY, "model", "tier", "client_id", "value", "samples"]].assign(counts=counts)
 
 

@@ -4,8 +4,9 @@ import base64
 from collections.abc import Sequence
 from html import escape
 
-from fedloom.experiments.report.content import Block, Content, Picture, RunFacts
-from fedloom.experiments.report.table import markdown
+from fedloom.experiments.report.content import Content, RunFacts
+from fedloom.experiments.report.picture import Picture
+from fedloom.experiments.report.table import Block, markdown
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1c; --soft: #5c5c5c; --line: #d9d9d9; --back: #ffffff; --card: #f6f6f4; }

@@ -16,8 +16,8 @@ from fedloom.experiments.report.style import (
     BLUE,
     GREY,
     INK,
-    MODEL_COLOURS,
     VERMILION,
+    model_colours,
     quiet,
     tier_colours,
     tier_markers,
@@ -29,13 +29,27 @@ KINDS = ("supernet", *MODELS[1:])
 MOST_DOTS = 400
 """Clients drawn as dots per tier and model; more would be one dark bar."""
 
-_LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False}
+LONGEST_SHORT_NAME = 10
+"""Seven tiers' names beside each other; subnets' names are longer."""
+
+LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False}
+"""How every legend looks."""
 _GOLDEN = 0.618034
-_COUNTS = {"": "", "k": " (thousands)", "M": " (millions)", "G": " (billions)", "T": " (10¹²)", "P": " (10¹⁵)"}
+COUNTS = {
+    "": "",
+    "k": " (thousands)",
+    "M": " (millions)",
+    "G": " (billions)",
+    "T": " (10¹²)",
+    "P": " (10¹⁵)",
+    "E": " (10¹⁸)",
+}
+"""Prefixes of counts as an axis says them."""
 DASHED = (0, (4, 2))
 
 
-def _tiers(names: Iterable[str]) -> list[str]:
+def tiers_in_order(names: Iterable[str]) -> list[str]:
+    """The names without repetition, tier2 before tier10; empty ones left out."""
     return sorted({str(n) for n in names if n}, key=natural)
 
 
@@ -48,7 +62,7 @@ def convergence_figure(convergence: pd.DataFrame) -> Figure | None:
     kinds = [k for k in KINDS if k in found] + [k for k in found if k not in KINDS]
     if not kinds:
         return None
-    tiers = _tiers(convergence["tier"])
+    tiers = tiers_in_order(convergence["tier"])
     figure = Figure(figsize=(1.0 + 3.4 * max(len(kinds), 2), 6.2), layout="constrained")
     grid = figure.subplots(2, len(kinds), sharex="col", sharey="row", squeeze=False)
     for column, kind in enumerate(kinds):
@@ -94,7 +108,8 @@ def _convergence_legend(figure: Figure, tiers: Sequence[str], convergence: pd.Da
     handles.append(Line2D([], [], color=GREY, linewidth=1.1, label="training clients"))
     if (convergence["series"] == "validation").any():
         handles.append(Line2D([], [], color=GREY, linestyle=DASHED, label="server's validation data"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 7), **_LEGEND)
+    columns = 7 if all(len(t) <= LONGEST_SHORT_NAME for t in tiers) else 3
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), columns), **LEGEND)
 
 
 def pareto_figure(pareto: pd.DataFrame, upper_bounds: dict[str, float] | None = None) -> Figure | None:
@@ -105,7 +120,7 @@ def pareto_figure(pareto: pd.DataFrame, upper_bounds: dict[str, float] | None = 
     known = pareto[pareto["metric"].notna() & pareto["macs"].notna()]
     if known.empty:
         return None
-    tiers = _tiers(known["tier"])
+    tiers = tiers_in_order(known["tier"])
     colours, markers = tier_colours(tiers), tier_markers(tiers)
     scale, prefix = si_scale(float(known["macs"].max()))
     figure = Figure(figsize=(8.8, 4.6), layout="constrained")
@@ -124,7 +139,7 @@ def pareto_figure(pareto: pd.DataFrame, upper_bounds: dict[str, float] | None = 
     bounds = [b / scale for b in (upper_bounds or {}).values()]
     for bound in sorted(bounds)[:-1]:
         axes.axvline(bound, color="#B5B5B5", linewidth=0.9, linestyle=":", zorder=1)
-    quiet(axes, xlabel=f"MACs of one forward pass{_COUNTS[prefix]}", ylabel="validation accuracy in search (%)")
+    quiet(axes, xlabel=f"MACs of one forward pass{COUNTS[prefix]}", ylabel="validation accuracy in search (%)")
     _pareto_legend(figure, tiers, bool(bounds))
     return figure
 
@@ -138,7 +153,7 @@ def _pareto_legend(figure: Figure, tiers: Sequence[str], with_bounds: bool) -> N
     handles.append(Line2D([], [], marker="*", markersize=12, label="winner", **star))
     if with_bounds:
         handles.append(Line2D([], [], color="#B5B5B5", linestyle=":", label="tier's bound"))
-    figure.legend(handles=handles, loc="outside right center", **_LEGEND)
+    figure.legend(handles=handles, loc="outside right center", **LEGEND)
 
 
 def communication_figure(kinds: pd.DataFrame, rounds: pd.DataFrame) -> Figure | None:
@@ -159,7 +174,7 @@ def communication_figure(kinds: pd.DataFrame, rounds: pd.DataFrame) -> Figure | 
         Patch(color=BLUE, label="down (server to clients)"),
         Patch(color=VERMILION, label="up (clients to server)"),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, **_LEGEND)
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, **LEGEND)
     return figure
 
 
@@ -241,7 +256,8 @@ def clients_figure(clients: pd.DataFrame) -> Figure | None:
     counted = clients[clients["counts"]]
     if counted.empty:
         return None
-    tiers, models = _tiers(counted["tier"]), shown_models(list(counted["model"]))
+    tiers, models = tiers_in_order(counted["tier"]), shown_models(list(counted["model"]))
+    colours = model_colours(models)
     width = 1.2 + 0.62 * len(tiers) * (len(models) + 0.8)
     figure = Figure(figsize=(min(max(6.4, width), 13.0), 4.6), layout="constrained")
     axes = figure.subplots()
@@ -251,9 +267,7 @@ def clients_figure(clients: pd.DataFrame) -> Figure | None:
             rows = counted[(counted["tier"] == tier) & (counted["model"] == model)]
             if len(rows):
                 values = np.sort(rows["value"].to_numpy(dtype=float)) * 100
-                _strip(
-                    axes, i + (j - (len(models) - 1) / 2) * width, values, 0.8 * width, MODEL_COLOURS.get(model, INK)
-                )
+                _strip(axes, i + (j - (len(models) - 1) / 2) * width, values, 0.8 * width, colours[model])
     quiet(axes, ylabel="accuracy on the client's own test data (%)")
     axes.set_xticks(range(len(tiers)), tiers)
     axes.set_xlim(-0.6, len(tiers) - 0.4)
@@ -289,8 +303,9 @@ def _strip(axes: Axes, at: float, values: NDArray[np.float64], width: float, col
 
 
 def _clients_legend(figure: Figure, models: Sequence[str]) -> None:
-    handles: list[Line2D | Patch] = [Patch(color=MODEL_COLOURS.get(m, INK), label=model_name(m)) for m in models]
+    colours = model_colours(models)
+    handles: list[Line2D | Patch] = [Patch(color=colours[m], label=model_name(m)) for m in models]
     worst: dict[str, Any] = {"color": "none", "markerfacecolor": "white", "markeredgecolor": "black"}
     handles.append(Line2D([], [], marker="v", markersize=7, label="worst client", **worst))
     handles.append(Patch(facecolor="#DDDDDD", label="middle half; line: median; whiskers: 5th to 95th percentile"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5), **_LEGEND)
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5), **LEGEND)

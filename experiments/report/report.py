@@ -1,7 +1,7 @@
 """Reports of runs: files in a folder, a table for the terminal, or plain values."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ from rich.text import Text
 from fedloom.experiments.report.bounds import Bounds, upper_bounds
 from fedloom.experiments.report.content import (
     Content,
-    Picture,
     blocks_of,
     facts_of,
     missing_of,
     state_of,
     summaries_of,
 )
+from fedloom.experiments.report.costs import cost_comparisons
+from fedloom.experiments.report.elastic_blocks import cost_block, dry_block, subnet_block
+from fedloom.experiments.report.elastic_pictures import elastic_pictures
 from fedloom.experiments.report.frames import (
     METRIC,
     Tables,
@@ -29,14 +31,19 @@ from fedloom.experiments.report.frames import (
     communication_by_kind,
     configuration,
     convergence,
+    elastic_run_ids,
     failures,
     fairness,
+    is_dry,
     load,
     pareto,
     per_tier,
 )
+from fedloom.experiments.report.labels import Labels, labels_of
 from fedloom.experiments.report.page import html_page, markdown_page
-from fedloom.experiments.report.table import as_dict, records, rich_table
+from fedloom.experiments.report.picture import Picture
+from fedloom.experiments.report.subnets import ALONE, subnet_summaries, subnets, summary_as_dict
+from fedloom.experiments.report.table import Block, as_dict, records, rich_block, rich_table
 from fedloom.platform.results.files import check_writable, write_atomically
 from fedloom.platform.results.paths import RunPaths
 
@@ -84,16 +91,21 @@ def _folder_name(paths: Sequence[RunPaths]) -> str:
 
 def report_content(tables: Tables) -> Content:
     """Everything that a report of these runs says."""
-    bounds = upper_bounds(tables)
+    bounds, labels = upper_bounds(tables), labels_of(tables)
     experiments = list(dict.fromkeys(p.experiment for p in tables.paths))
     title = f"{', '.join(experiments)}: {_runs_in_words(tables.paths)}"
     return Content(
         title=title,
         runs=facts_of(tables),
         missing=(*missing_of(tables), *_unknown_bounds(tables, bounds)),
-        blocks=blocks_of(tables, summaries_of(tables, bounds)),
-        pictures=tuple(p for name in experiments for p in _pictures(_only(tables, name), bounds, len(experiments) > 1)),
+        blocks=blocks_of(tables, summaries_of(tables, bounds), labels),
+        pictures=(*elastic_pictures(tables, labels), *_all_pictures(tables, bounds, labels, experiments)),
     )
+
+
+def _all_pictures(tables: Tables, bounds: Bounds, labels: Labels, experiments: Sequence[str]) -> Iterator[Picture]:
+    for name in experiments:
+        yield from _pictures(_only(tables, name), bounds, labels, len(experiments) > 1)
 
 
 def _runs_in_words(paths: Sequence[RunPaths]) -> str:
@@ -102,6 +114,7 @@ def _runs_in_words(paths: Sequence[RunPaths]) -> str:
 
 def _unknown_bounds(tables: Tables, bounds: Bounds) -> list[str]:
     known = {run_id for run_id, _ in bounds}
+    known |= set(elastic_run_ids(tables))  # their subnets have no tier's bound
     unknown = [p.run_id for p in tables.paths if p.run_id not in known and configuration(tables, p.run_id)]
     if not unknown:
         return []
@@ -124,7 +137,14 @@ def _only(tables: Tables, experiment: str) -> Tables:
     )
 
 
-def _pictures(tables: Tables, bounds: Bounds, named: bool) -> Iterator[Picture]:
+def _labelled(frame: pd.DataFrame, labels: Labels) -> pd.DataFrame:
+    """Subnets that are trained alone by their labels; tiers stay tiers."""
+    names = zip(frame["run_id"], frame["kind"], frame["tier"], strict=True)
+    shown = [labels.of(str(run), str(tier)) if kind == ALONE else tier for run, kind, tier in names]
+    return frame.assign(tier=pd.Series(shown, frame.index, dtype=object))
+
+
+def _pictures(tables: Tables, bounds: Bounds, labels: Labels, named: bool) -> Iterator[Picture]:
     # Here, because matplotlib takes a second to load and a run's summary does without.
     from fedloom.experiments.report import plots
     from fedloom.experiments.report.style import png
@@ -132,8 +152,8 @@ def _pictures(tables: Tables, bounds: Bounds, named: bool) -> Iterator[Picture]:
     experiment, several = tables.paths[0].experiment, len(tables.paths) > 1
     kinds = communication_by_kind(communication(tables))
     figures = {
-        "convergence": plots.convergence_figure(convergence(tables)),
-        "pareto": plots.pareto_figure(pareto(tables), _macs_bounds(tables, bounds)),
+        "convergence": plots.convergence_figure(_labelled(convergence(tables), labels)),
+        "pareto": plots.pareto_figure(_tier_candidates(tables), _macs_bounds(tables, bounds)),
         "communication": plots.communication_figure(kinds, by_stage(tables.rounds)),
         "clients": plots.clients_figure(client_metrics(tables)),
     }
@@ -143,6 +163,12 @@ def _pictures(tables: Tables, bounds: Bounds, named: bool) -> Iterator[Picture]:
             over_runs = f" {OVER_RUNS[name]}" if several else ""
             suffix = (f"-{experiment}", f": {experiment}") if named else ("", "")
             yield Picture(f"{name}{suffix[0]}", f"{title}{suffix[1]}", f"{caption}{over_runs}", png(figure))
+
+
+def _tier_candidates(tables: Tables) -> pd.DataFrame:
+    """Candidates of searches for tiers; SuperFedNAS has a figure of its own for its targets."""
+    frame = pareto(tables)
+    return frame[~frame["run_id"].isin(elastic_run_ids(tables))]
 
 
 CAPTIONS = {
@@ -194,18 +220,31 @@ def summary_table(results: Path, run_ids: str | Sequence[str] | None = None) -> 
     tables = load(results, ids, with_clients=False)
     summaries = summaries_of(tables, upper_bounds(tables))
     shown: list[RenderableType] = [rich_table(summary) for summary in summaries if summary.tiers]
+    shown += [rich_block(block) for block in _elastic_blocks(tables) if block.rows]
     return Group(*shown, *(Text(sentence, style="yellow") for sentence in missing_of(tables)))
+
+
+def _elastic_blocks(tables: Tables) -> list[Block]:
+    """SuperFedNAS's tables for the terminal; a dry run has its totals instead of accuracies."""
+    labels = labels_of(tables)
+    return [
+        *(subnet_block(summary, wide=False) for summary in subnet_summaries(tables, labels)),
+        *(dry_block(tables, p.run_id, labels) for p in tables.paths if is_dry(tables, p.run_id)),
+        *(cost_block(comparison) for comparison in cost_comparisons(tables, labels)),
+    ]
 
 
 def report_json(results: Path, run_ids: Sequence[str] | None = None) -> dict[str, Any]:
     """The report's numbers as JSON values.
 
     Keys: metric, runs, missing, summary (per experiment and tier: mean, half_width of the 95 % interval, runs), and
-    the rows of per_tier, fairness, communication and failures. Raises ValueError as `write_report`.
+    the rows of per_tier, fairness, communication and failures; of SuperFedNAS runs the rows of subnets, their
+    subnet_summary per configuration, and cost_comparison with the first k members trained alone. Raises ValueError as
+    `write_report`.
     """
     tables = load(results, run_ids)
     bounds = upper_bounds(tables)
-    stages = communication(tables)
+    stages, labels = communication(tables), labels_of(tables)
     return {
         "metric": METRIC,
         "runs": [{"run_id": p.run_id, "experiment": p.experiment, "status": state_of(tables, p)} for p in tables.paths],
@@ -216,4 +255,7 @@ def report_json(results: Path, run_ids: Sequence[str] | None = None) -> dict[str
         "communication": records(stages),
         "communication_by_kind": records(communication_by_kind(stages)),
         "failures": records(failures(tables)),
+        "subnets": records(subnets(tables, labels)),
+        "subnet_summary": [summary_as_dict(summary) for summary in subnet_summaries(tables, labels)],
+        "cost_comparison": [asdict(comparison) for comparison in cost_comparisons(tables, labels)],
     }

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from io import BytesIO
+from itertools import cycle
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -12,6 +13,8 @@ from matplotlib.ticker import MaxNLocator
 # Okabe & Ito 2008, chosen to be told apart with any common colour vision.
 BLUE, VERMILION, GREEN, GREY, INK = "#0072B2", "#D55E00", "#009E73", "#8A8A8A", "#222222"
 MODEL_COLOURS = {"supernet_init": GREY, "fine_tuned": BLUE, "rand_init": VERMILION}
+SERIES = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", INK)
+"""For lines of no order of their own."""
 MARKERS = "osD^vPX<>*"
 DPI = 160
 
@@ -20,6 +23,12 @@ def tier_colours(tiers: Sequence[str]) -> dict[str, str]:
     """A colour per tier, dark to light as the tiers grow (viridis without its yellow, which paper does not show)."""
     last = max(len(tiers) - 1, 1)
     return {tier: to_hex(colormaps["viridis"](0.84 * i / last)) for i, tier in enumerate(tiers)}
+
+
+def model_colours(models: Sequence[str]) -> dict[str, str]:
+    """A colour per model: the known ones always have the same."""
+    free = cycle((INK, GREEN, "#CC79A7", "#E69F00", "#56B4E9"))
+    return {m: MODEL_COLOURS[m] if m in MODEL_COLOURS else next(free) for m in models}
 
 
 def tier_markers(tiers: Sequence[str]) -> dict[str, str]:

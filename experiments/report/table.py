@@ -67,6 +67,30 @@ def _tier(tier: str, rows: pd.DataFrame) -> TierSummary:
     return TierSummary(tier, names.pop() if len(names) == 1 else None, {c: estimate(rows[c]) for c in numbers})
 
 
+@dataclass(frozen=True)
+class Block:
+    """A table with its title, sentences before it, heads and cells; `labels` columns on the left are text."""
+
+    title: str
+    text: tuple[str, ...]
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    labels: int = 2
+
+
+def rich_block(block: Block) -> Table:
+    """The block for the terminal, its sentences below it."""
+    caption = Text("\n".join(block.text), style="dim")
+    table = Table(title=Text(block.title), caption=caption, box=box.SIMPLE_HEAD)
+    table.title_justify = table.caption_justify = "left"
+    table.show_edge, table.padding = False, (0, 1, 0, 0)
+    for i, head in enumerate(block.heads):
+        table.add_column(Text(head), justify="left" if i < block.labels else "right", no_wrap=True)
+    for row in block.rows:
+        table.add_row(*(Text(text.replace(" ± ", "\n± ")) for text in row))
+    return table
+
+
 Format = Callable[[Any], str]
 
 
@@ -191,7 +215,7 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]], labels: int = 
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
+    return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ").strip() for c in cells) + " |"
 
 
 def as_dict(summary: Summary) -> dict[str, Any]:

@@ -11,12 +11,13 @@ STAGE_NAMES = {
     "fine_tuned": "fine-tuning",
     "rand_init": "rand-init training",
     "evaluation": "final evaluation",
+    "alone": "trained alone",
     "method": "method in total",
 }
 MODEL_NAMES = {"supernet_init": "supernet init", "fine_tuned": "fine-tuned", "rand_init": "rand-init"}
 
 ABSENT = "–"
-_SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def stage_name(kind: str) -> str:
@@ -63,6 +64,11 @@ def percent(value: Any, *, sign: bool = False) -> str:
     if is_absent(value):
         return ABSENT
     return f"{100 * float(value):{'+' if sign else ''}.1f}"
+
+
+def times(value: Any) -> str:
+    """A ratio with two decimals, such as "10.38×"."""
+    return ABSENT if is_absent(value) else f"{float(value):.2f}×"
 
 
 def seconds(value: Any) -> str:

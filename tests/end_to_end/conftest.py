@@ -34,18 +34,53 @@ TINY = [
 ]
 
 
+TINY_ELASTIC = [
+    "experiment=superfednas_digits",
+    "ray.address=local",
+    "ray.object_store_memory_bytes=200000000",
+    "space.stage_widths=[16,24]",
+    "space.stage_strides=[2,2]",
+    "space.depths=[1,1]",
+    "space.norm=batch",
+    "tiers.count=2",
+    "tiers.paths=2000",
+    "executor.chunk_size=2",
+    "method.train.rounds=4",
+    "method.train.epochs=1",
+    "method.train.clients_per_round=6",
+    "method.train.evaluate_every=2",
+    "method.train.distribution.tier_aware=true",
+    "method.search.samples=20",
+    "method.search.min_tau=-1",
+    "method.search.population=10",
+    "method.search.generations=3",
+]
+
+TINY_RUNS = {
+    "fedoras": TINY,
+    "superfednas": TINY_ELASTIC,
+    "multi_stage": [*TINY_ELASTIC, "method.train.travels=supernet", "method.train.shrinking.subnets_per_batch=2"],
+}
+
+
 @pytest.fixture
-def tiny_overrides() -> list[str]:
+def family(request: pytest.FixtureRequest) -> str:
+    """Which of `TINY_RUNS` is run."""
+    return str(getattr(request, "param", "fedoras"))
+
+
+@pytest.fixture
+def tiny_overrides(family: str) -> list[str]:
     """The command line of `tiny`, without its results folder."""
-    return list(TINY)
+    return list(TINY_RUNS[family])
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Callable[..., RunConfig]:
-    """A configuration with all of FedorAS in a few seconds; overrides may follow."""
+def tiny(tmp_path: Path, tiny_overrides: list[str]) -> Callable[..., RunConfig]:
+    """A configuration with all stages of a method in a few seconds; overrides may follow."""
 
     def make(*overrides: str) -> RunConfig:
-        return compose_config([*TINY, f"results={tmp_path / 'results'}", *overrides])
+        return compose_config([*tiny_overrides, f"results={tmp_path / 'results'}", *overrides])
 
     return make
 

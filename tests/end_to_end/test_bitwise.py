@@ -50,6 +50,10 @@ def run_serially(config: RunConfig) -> str:
     return launch(config, NoView()).run_id
 
 
+every_family = pytest.mark.parametrize("family", ["fedoras", "superfednas", "multi_stage"], indirect=True)
+
+
+@every_family
 @pytest.mark.parametrize("actors", [1, 2])
 def test_actors_give_the_bits_of_the_serial_executor(tiny: Tiny, assert_same_run: Same, actors: int) -> None:
     config = tiny(f"executor.actors={actors}")
@@ -68,7 +72,7 @@ class KillsOneActor(ActorPool):
 
     def _collect(self, waiting: Any, running: Any, finished: Any) -> None:
         self.calls += 1
-        if self.calls in (2, 25):
+        if self.calls in (2, 12):
             job = next(iter(running.values()))
             about = self._about(job.member)
             os.kill(about.pid, signal.SIGKILL)
@@ -76,6 +80,7 @@ class KillsOneActor(ActorPool):
         super()._collect(waiting, running, finished)
 
 
+@pytest.mark.parametrize("family", ["fedoras", "superfednas"], indirect=True)
 def test_a_killed_actor_changes_nothing(tiny: Tiny, assert_same_run: Same, caplog: pytest.LogCaptureFixture) -> None:
     config = tiny("executor.actors=2")
     serial = run_serially(config)
@@ -86,9 +91,11 @@ def test_a_killed_actor_changes_nothing(tiny: Tiny, assert_same_run: Same, caplo
     assert_same_run(Path(config.results), serial, killed)
 
 
-def test_resident_actors_give_the_same_bits(tiny: Tiny, assert_same_run: Same) -> None:
+@pytest.mark.parametrize("family", ["fedoras", "superfednas"], indirect=True)
+def test_resident_actors_give_the_same_bits(tiny: Tiny, family: str, assert_same_run: Same) -> None:
     changes = ["executor.chunk_size=1", "data.num_clients=6", "method.train.clients_per_round=4"]
-    changes += ["method.finetune.clients_per_round=2", "method.rand_init.clients_per_round=2"]
+    if family == "fedoras":
+        changes += ["method.finetune.clients_per_round=2", "method.rand_init.clients_per_round=2"]
     config = tiny(*changes)
     serial = run_serially(config)
     resident, pool = run_on_actors(replace(config, executor=replace(config.executor, actors=1, resident=True)))
@@ -130,7 +137,11 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["supernet", "fine_tuned/tier1"])
+@pytest.mark.parametrize(
+    ("family", "stage"),
+    [("fedoras", "supernet"), ("fedoras", "fine_tuned/tier1"), ("superfednas", "supernet")],
+    indirect=["family"],
+)
 def test_a_killed_run_resumes_to_the_same_bits(
     tiny: Tiny, tiny_overrides: list[str], assert_same_run: Same, stage: str
 ) -> None:

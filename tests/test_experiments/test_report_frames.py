@@ -211,7 +211,16 @@ def test_estimates_leave_out_what_is_not_known() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(182376, "182 k"), (999_999, "1.00 M"), (1.2e9, "1.20 G"), (7, "7"), (0, "0"), (0.5, "0.500"), (None, "–")],
+    [
+        (182376, "182 k"),
+        (999_999, "1.00 M"),
+        (1.2e9, "1.20 G"),
+        (2.128e18, "2.13 E"),
+        (7, "7"),
+        (0, "0"),
+        (0.5, "0.500"),
+        (None, "–"),
+    ],
 )
 def test_numbers_with_prefixes(value: float | None, text: str) -> None:
     assert si(value) == text

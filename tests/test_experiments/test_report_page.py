@@ -14,10 +14,12 @@ from PIL import Image
 from rich.console import Console
 
 from fedloom.experiments.report.bounds import upper_bounds
-from fedloom.experiments.report.content import Block, Content, Picture, RunFacts
+from fedloom.experiments.report.content import Content, RunFacts
 from fedloom.experiments.report.frames import load
 from fedloom.experiments.report.page import html_page, markdown_page
+from fedloom.experiments.report.picture import Picture
 from fedloom.experiments.report.report import report_json, summary_table, write_report
+from fedloom.experiments.report.table import Block
 from fedloom.platform.results.writer import RunWriter
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}

@@ -1,0 +1,57 @@
+"""Which figures a report of SuperFedNAS runs has, and what they say."""
+
+from collections.abc import Iterator
+
+from fedloom.experiments.report.costs import cost_comparisons
+from fedloom.experiments.report.frames import Tables, elastic_run_ids, only
+from fedloom.experiments.report.labels import Labels
+from fedloom.experiments.report.picture import Picture
+from fedloom.experiments.report.settings import settings_of
+from fedloom.experiments.report.subnets import scored, subnets
+
+CAPTIONS = {
+    "accuracy-macs": (
+        "Test accuracy against MACs",
+        "Every point is a subnet on the server's whole test set. Lines join a family: subnets cut from one supernet as "
+        "it is, or each trained alone. Stars are winners of the search, cut without any training. Over several runs of "
+        "a configuration points are means, and bands and bars reach from the least to the greatest.",
+    ),
+    "search": (
+        "What the search saw",
+        "Subnets of the trained supernet, scored on the server's validation data. Grey: the samples that the "
+        "predictors learn from. The line joins what no other of NSGA-II's verified front beats, paler dots are its "
+        "rest. Coloured dots were scored for a target; the star is its winner.",
+    ),
+    "beta": (
+        "Share of the largest subnet",
+        "beta, the weight in the average of the client that was assigned the largest subnet, in every round; the other "
+        "clients share the rest.",
+    ),
+    "cost": (
+        "Cost of k models",
+        "Bytes both ways and MACs of training, over all clients. Marked: iFedAvg, which trains each member of the "
+        "family alone, added up in the family's order. Level: one supernet for all of them. Dashed: FedAvg on the "
+        "largest member alone. The number is iFedAvg's cost in units of the supernet's.",
+    ),
+}
+
+
+def elastic_pictures(tables: Tables, labels: Labels) -> Iterator[Picture]:
+    """The figures of all SuperFedNAS runs together; none if there is no such run."""
+    elastic = only(tables, elastic_run_ids(tables))
+    if not elastic.paths:
+        return
+    # Here, because matplotlib takes a second to load and a run's summary does without.
+    from fedloom.experiments.report import elastic_plots as plots
+    from fedloom.experiments.report.style import png
+
+    settings = settings_of(elastic)
+    figures = {
+        "accuracy-macs": plots.accuracy_figure(subnets(elastic, labels), settings),
+        "search": plots.search_figure(scored(elastic), settings),
+        "beta": plots.beta_figure(elastic.rounds, settings),
+        "cost": plots.cost_figure(cost_comparisons(elastic, labels)),
+    }
+    for name, figure in figures.items():
+        if figure is not None:
+            yield Picture(name, *CAPTIONS[name], png(figure))

@@ -1,0 +1,58 @@
+"""Subnets as people read them: `d=1,0,2,1 e=.14` instead of the choices `11-1-154-6`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from fedloom.experiments.report.frames import Tables, configuration, is_elastic
+
+if TYPE_CHECKING:
+    from fedloom.platform.spaces.elastic import ElasticSpace
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Names the subnets of every run whose stored configuration gives an elastic space; others keep their ids."""
+
+    spaces: Mapping[str, "ElasticSpace"]
+
+    def of(self, run_id: str, architecture: str) -> str:
+        """The subnet's label, or its id where there is none."""
+        space = self.spaces.get(run_id)
+        if space is None:
+            return architecture
+        try:
+            return space.label(space.parse(architecture))
+        except ValueError:
+            return architecture  # written with another version of the space
+
+    def is_largest(self, run_id: str, architecture: str) -> bool:
+        """Whether this is the largest subnet of the run's space; False where the space is not known."""
+        space = self.spaces.get(run_id)
+        return space is not None and architecture == "-".join(map(str, space.largest))
+
+
+def labels_of(tables: Tables) -> Labels:
+    """The labels of the runs' spaces; a space that this version cannot build has none."""
+    spaces: dict[str, ElasticSpace] = {}
+    for paths in tables.paths:
+        config = configuration(tables, paths.run_id)
+        space = _space(config["space"]) if is_elastic(config) and "space" in config else None
+        if space is not None:
+            spaces[paths.run_id] = space
+    return Labels(spaces)
+
+
+def _space(stored: Mapping[str, Any]) -> "ElasticSpace | None":
+    # Here, because torch takes seconds to load and other reports do without.
+    from fedloom.platform.spaces.config import SpaceConfig
+    from fedloom.platform.spaces.elastic import ElasticSpace
+    from fedloom.platform.spaces.registry import build_space
+
+    if not set(stored) <= {f.name for f in fields(SpaceConfig)}:
+        return None
+    try:
+        space = build_space(SpaceConfig(**stored))
+    except ValueError:
+        return None
+    return space if isinstance(space, ElasticSpace) else None

@@ -1,0 +1,74 @@
+"""Which runs belong together: those of one configuration, whatever their seeds and the machine."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedloom.experiments.report.frames import Tables, configuration
+
+FREE = ("seed", "seeds", "results", "executor", "ray", "checkpoint", "data.root", "data.cache", "data.download")
+"""Keys, and the beginnings of keys, that do not say what is trained: seeds, and where and how it is computed."""
+
+MOST_KEYS = 4
+"""Differences that a setting's name shows."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs of one experiment that differ in seeds alone; `config` is the first run's."""
+
+    name: str
+    experiment: str
+    run_ids: tuple[str, ...]
+    config: Mapping[str, Any]
+
+
+def settings_of(tables: Tables) -> list[Setting]:
+    """The runs by configuration, in the order in which they were asked for.
+
+    A setting is named after its experiment; where an experiment has several, the keys in which they differ follow.
+    """
+    groups: dict[str, list[int]] = {}
+    configs = [configuration(tables, p.run_id) for p in tables.paths]
+    for i, (paths, config) in enumerate(zip(tables.paths, configs, strict=True)):
+        key = json.dumps([paths.experiment, sorted(_essential(config).items())], default=str)
+        groups.setdefault(key, []).append(i)
+    firsts = [group[0] for group in groups.values()]
+    found = [(tables.paths[i].experiment, _essential(configs[i])) for i in firsts]
+    names = _names(found, [tables.paths[i].run_id for i in firsts])
+    return [
+        Setting(name, tables.paths[g[0]].experiment, tuple(tables.paths[i].run_id for i in g), configs[g[0]])
+        for name, g in zip(names, groups.values(), strict=True)
+    ]
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The configuration as dotted keys and values; lists are values."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _essential(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in flat(config) if not any(k == f or k.startswith(f"{f}.") for f in FREE)}
+
+
+def _names(found: list[tuple[str, dict[str, Any]]], run_ids: list[str]) -> list[str]:
+    names = [_name(experiment, values, [v for e, v in found if e == experiment]) for experiment, values in found]
+    # What one of two versions did not know yet tells nobody anything; the run's id does.
+    return [name if names.count(name) == 1 else f"{name}, {run}" for name, run in zip(names, run_ids, strict=True)]
+
+
+def _name(experiment: str, values: dict[str, Any], others: list[dict[str, Any]]) -> str:
+    keys = [
+        key for key in sorted(values) if all(key in o for o in others) and any(o[key] != values[key] for o in others)
+    ]
+    more = [f"and {len(keys) - MOST_KEYS} more"] if len(keys) > MOST_KEYS else []
+    return ", ".join([experiment, *(f"{key}={_short(values[key])}" for key in keys[:MOST_KEYS]), *more])
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":")).replace('"', "")

@@ -1,0 +1,176 @@
+"""The evaluated subnets of SuperFedNAS runs: what each costs and reaches, over the runs of a configuration."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pandas as pd
+
+from fedloom.experiments.report.frames import Tables, configuration, elastic_run_ids, only
+from fedloom.experiments.report.intervals import Estimate, estimate
+from fedloom.experiments.report.labels import Labels
+from fedloom.experiments.report.settings import Setting, settings_of
+from fedloom.experiments.report.words import is_absent
+
+SUPERNET, SEARCHED, ALONE = "supernet", "searched", "alone"
+SAMPLES, FRONT = "samples", "front"
+"""Tiers of the table `candidates` that are no targets: what the predictors learn from, and NSGA-II's front."""
+COSTS = ("macs", "parameters")
+QUALITIES = ("accuracy", "perplexity", "loss")
+MEASURED = (*COSTS, *(f"{split}_{quality}" for split in ("validation", "test") for quality in QUALITIES))
+
+
+@dataclass(frozen=True)
+class Subnet:
+    """One subnet, or one target's winners, over the runs of a setting.
+
+    `target` is empty but for the winners of a search; `architecture` is None where the runs found different ones.
+    `values` holds an estimate, or None, for macs, parameters, and SPLIT_accuracy, SPLIT_perplexity and SPLIT_loss of
+    validation and test data.
+    """
+
+    model: str
+    target: str
+    architecture: str | None
+    label: str
+    values: dict[str, Estimate | None]
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """How good a predictor is on held-out subnets, over the runs of a setting; `measure` is accuracy or latency_s."""
+
+    measure: str
+    kendall_tau: Estimate | None
+    mean_absolute_error: Estimate | None
+    held_out: Estimate | None
+
+
+@dataclass(frozen=True)
+class SubnetSummary:
+    """One setting: its subnets in the order of their evaluation, and its predictors."""
+
+    setting: Setting
+    subnets: tuple[Subnet, ...]
+    predictors: tuple[Predictor, ...]
+
+
+def subnets(tables: Tables, labels: Labels) -> pd.DataFrame:
+    """One row per (run, model, target, architecture) of a SuperFedNAS run's final evaluation.
+
+    Columns: experiment, run_id, model (supernet: a subnet of the family; searched: a target's winner; alone: trained
+    by itself), target, architecture, label, macs, parameters, and per split accuracy, perplexity (texts) and loss on
+    the whole of the server's data. What is not known is null.
+    """
+    rows = _evaluated(tables)
+    names = rows["metric"].where(rows["split"].isna(), rows["split"].astype(object) + "_" + rows["metric"])
+    target = rows["tier"].astype(object).where(rows["model"] == SEARCHED, "")
+    rows = rows.assign(name=names, target=target)
+    key = ["experiment", "run_id", "model", "target", "architecture"]
+    table = rows.pivot_table(index=key, columns="name", values="value", aggfunc="last", sort=False)
+    values = table.reindex(columns=list(MEASURED)).astype("float64").reset_index().rename_axis(columns=None)
+    # Pivoting orders the rows by their keys: back to the order of the evaluation.
+    wide = (
+        rows[key].drop_duplicates().astype(object).merge(values.astype(dict.fromkeys(key, object)), on=key, how="left")
+    )
+    label = [labels.of(str(r), str(a)) for r, a in zip(wide["run_id"], wide["architecture"], strict=True)]
+    return _with_known_costs(wide.assign(label=pd.Series(label, wide.index, dtype=object)), tables)
+
+
+def _evaluated(tables: Tables) -> pd.DataFrame:
+    rows = tables.evaluations
+    chosen = (rows["stage"] == "evaluation") & rows["client_id"].isna()
+    chosen &= rows["run_id"].isin(elastic_run_ids(tables)) & rows["model"].isin([SUPERNET, SEARCHED, ALONE])
+    return rows[chosen.fillna(False).astype(bool)]
+
+
+def _with_known_costs(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
+    """Costs that the evaluation did not write, from the kept models and the scored candidates."""
+    both = pd.concat([f[["architecture", "run_id", *COSTS]].astype(object) for f in (tables.models, tables.candidates)])
+    known = {(r.run_id, r.architecture): r for r in both.itertuples()}
+    for cost in COSTS:
+        found = [
+            getattr(known.get((r, a)), cost, None) for r, a in zip(frame["run_id"], frame["architecture"], strict=True)
+        ]
+        frame[cost] = frame[cost].fillna(pd.Series(found, frame.index, dtype="float64"))
+    return frame
+
+
+def subnet_summaries(tables: Tables, labels: Labels) -> list[SubnetSummary]:
+    """Per setting its subnets with means and intervals over its runs; settings without any are left out."""
+    frame = subnets(tables, labels)
+    found = []
+    for setting in settings_of(only(tables, elastic_run_ids(tables))):
+        rows = frame[frame["run_id"].isin(setting.run_ids)]
+        if len(rows):
+            found.append(SubnetSummary(setting, tuple(_subnets(rows)), tuple(_predictors(tables, setting.run_ids))))
+    return found
+
+
+def _subnets(rows: pd.DataFrame) -> Iterable[Subnet]:
+    # Seeds may find different winners for a target; a member of the family is the same subnet in all runs.
+    place = rows["target"].where(rows["model"] == SEARCHED, rows["architecture"])
+    for (model, _), group in rows.groupby([rows["model"], place], sort=False):
+        names = list(dict.fromkeys(group["architecture"]))
+        same = len(names) == 1
+        label = str(group["label"].iloc[0]) if same else "differs"
+        values = {name: estimate(group[name]) for name in MEASURED}
+        yield Subnet(str(model), str(group["target"].iloc[0]), str(names[0]) if same else None, label, values)
+
+
+def _predictors(tables: Tables, run_ids: Sequence[str]) -> Iterable[Predictor]:
+    rows = tables.evaluations[(tables.evaluations["model"] == "predictor").fillna(False).astype(bool)]
+    rows = rows[rows["run_id"].isin(run_ids)]
+    values = {str(name): estimate(group) for name, group in rows.groupby("metric", sort=False)["value"]}
+    for measure in ("accuracy", "latency_s"):
+        if f"predictor_kendall_tau_{measure}" in values:
+            figures = (values.get(f"predictor_{name}_{measure}") for name in ("kendall_tau", "mae", "held_out"))
+            yield Predictor(measure, *figures)
+
+
+def scored(tables: Tables) -> pd.DataFrame:
+    """The subnets that the searches of SuperFedNAS runs scored on validation data, with `is_winner`.
+
+    Columns: experiment, run_id, tier (samples, front, or the target), architecture, macs, metric, on_front.
+    """
+    rows = tables.candidates[tables.candidates["run_id"].isin(elastic_run_ids(tables))]
+    rows = rows[rows["feasible"].fillna(False).astype(bool) & rows["metric"].notna() & rows["macs"].notna()]
+    evaluated = tables.evaluations[(tables.evaluations["model"] == SEARCHED).fillna(False).astype(bool)]
+    winners = {(r.run_id, r.tier, r.architecture) for r in evaluated.itertuples()}
+    names = zip(rows["run_id"], rows["tier"], rows["architecture"], strict=True)
+    front = rows["on_front"].fillna(False).astype(bool)
+    won = pd.Series([name in winners for name in names], rows.index, dtype=bool)
+    columns = ["experiment", "run_id", "tier", "architecture", "macs", "metric"]
+    return rows[columns].astype({"macs": "float64"}).assign(on_front=front, is_winner=won)
+
+
+def targets_of(tables: Tables, run_id: str) -> list[str]:
+    """The targets that the run's configuration asks for, as the tables name them; its tiers if it names none."""
+    config = configuration(tables, run_id)
+    search = config["method"].get("search", {})
+    if config["method"].get("separately") or search.get("samples", 0) == 0:
+        return []
+    named = [f"{m}={float(v):.10g}" for m in ("macs", "latency_s") for v in search.get(m, [])]
+    if named:
+        return named
+    recorded = tables.runs.loc[tables.runs["run_id"] == run_id, "tiers"].dropna()
+    return [str(tier["tier"]) for text in recorded for tier in json.loads(text)]
+
+
+def summary_as_dict(summary: SubnetSummary) -> dict[str, Any]:
+    """The summary as JSON values: null where a value is not known."""
+
+    def plain(value: Estimate | None) -> dict[str, Any] | None:
+        return None if value is None or is_absent(value.mean) else asdict(value)
+
+    return {
+        "setting": summary.setting.name,
+        "experiment": summary.setting.experiment,
+        "run_ids": list(summary.setting.run_ids),
+        "subnets": [
+            {**{k: v for k, v in vars(s).items() if k != "values"}, **{k: plain(v) for k, v in s.values.items()}}
+            for s in summary.subnets
+        ],
+        "predictors": [asdict(p) for p in summary.predictors],
+    }
