@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.experiments.cli import prefer_huge_pages
 from fedloom.platform.averaging import Update, WeightedSums
 from fedloom.platform.spaces.base import bytes_of, extract
 from fedloom.platform.spaces.elastic import ElasticSpace
@@ -58,6 +59,7 @@ def _timed(do: Callable[[], object]) -> tuple[float, object]:
 
 def measure(threads: int) -> dict[str, float]:
     """The ratios."""
+    prefer_huge_pages()
     torch.set_num_threads(threads)
     space = ElasticSpace(ResnetDesign(norm="batch"))
     weights = space.initial_weights(torch.Generator().manual_seed(0))

@@ -1,0 +1,129 @@
+"""Search of one trained supernet for many targets: how long it takes, and what its winners are worth.
+
+    fedloom run experiment=superfednas_digits
+    python -m fedloom.experiments.benchmarks.search results RUN
+
+For each seed `samples` subnets are measured and predictors fitted; then 20 MACs targets are searched (that is what is
+timed) and the best predicted subnets of each are verified. Random search gets as many real evaluations, spread over the
+same targets' intervals. Winners are chosen on validation data and compared on the whole test set. Prints one JSON
+object on its last line.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from fedloom.experiments.search import Trained, load_trained
+from fedloom.platform.methods.target_search import costs_of
+from fedloom.platform.search.base import Interval
+from fedloom.platform.search.constraint import TableConstraint
+from fedloom.platform.search.targets import (
+    Sample,
+    Target,
+    TargetSearchConfig,
+    choose,
+    draw_samples,
+    finalists,
+    fit_predictors,
+)
+from fedloom.platform.seeding import stream
+from fedloom.platform.spaces.base import Architecture
+from fedloom.platform.subnets import scored_subnet
+from fedloom.platform.training import Score, evaluate
+from fedloom.platform.worker import Worker
+
+TARGETS = 20
+
+
+@dataclass
+class Judge:
+    """Scores subnets for real, each one once."""
+
+    trained: Trained
+    worker: Worker
+    known: dict[tuple[Architecture, str], Score]
+
+    def score(self, architecture: Architecture, split: str = "validation") -> Score:
+        """Loss and accuracy on a split of the server's data."""
+        if (architecture, split) not in self.known:
+            module = scored_subnet(self.worker, architecture, self.trained.weights, stand_alone=False)
+            with self.worker.data.reading_test():
+                self.known[architecture, split] = evaluate(module, self.worker.central_data(split))
+        return self.known[architecture, split]
+
+    def samples(self, architectures: Sequence[Architecture]) -> list[Sample]:
+        """Validation scores."""
+        scores = [self.score(a) for a in architectures]
+        return [Sample(a, s.loss, s.metric) for a, s in zip(architectures, scores, strict=True)]
+
+
+def targets_between(trained: Trained) -> list[Target]:
+    """Evenly spaced MACs targets between a sixth and nine tenths of the space's range."""
+    macs, tolerance = trained.world.macs_table, trained.config.tolerance
+    low, size = macs.smallest, macs.largest - macs.smallest
+    values = np.linspace(low + size / 6, low + 0.9 * size, TARGETS)
+    return [Target(f"macs={v:.10g}", "macs", Interval(v * (1 - tolerance), v)) for v in values.tolist()]
+
+
+def one_seed(trained: Trained, judge: Judge, config: TargetSearchConfig, seed: int) -> dict[str, float]:
+    """The figures of one seed."""
+    costs, targets = costs_of(trained.world), targets_between(trained)
+    cost = trained.world.macs_table.cost
+    samples = judge.samples(draw_samples(costs.genome, costs.macs, config.samples, seed))
+    predictors = fit_predictors(costs.genome, samples, config, seed)
+    started = time.perf_counter()
+    found = {t: finalists(t, costs, predictors, config, seed) for t in targets}
+    seconds = time.perf_counter() - started
+    per_target = (config.samples + TARGETS * config.verify) // TARGETS
+    rng = stream(seed, "random_baseline")
+    drawn = {t: TableConstraint(costs.macs, t.interval, costs.genome).sample(per_target, (), rng) for t in targets}
+    ours = _winners(judge, {t: list(f) for t, f in found.items()}, trained)
+    random = _winners(judge, drawn, trained)
+    below = [1 - cost(a) / t.interval.upper for t, a in ours.items()]
+    return {
+        "seed": seed,
+        "tau": predictors.metric.tau,
+        "search_s": seconds,
+        "furthest_below_target": max(below),
+        "above_target": sum(b < 0 for b in below),
+        "test_accuracy": float(np.mean([judge.score(a, "test").metric for a in ours.values()])),
+        "random_test_accuracy": float(np.mean([judge.score(a, "test").metric for a in random.values()])),
+        "validation_accuracy": float(np.mean([judge.score(a).metric for a in ours.values()])),
+        "random_validation_accuracy": float(np.mean([judge.score(a).metric for a in random.values()])),
+    }
+
+
+def _winners(
+    judge: Judge, candidates: Mapping[Target, Sequence[Architecture]], trained: Trained
+) -> dict[Target, Architecture]:
+    cost = trained.world.macs_table.cost
+    won = {t: choose(t, judge.samples(own), {a: cost(a) for a in own}) for t, own in candidates.items()}
+    return {t: sample.architecture for t, sample in won.items() if sample is not None}
+
+
+def main() -> None:
+    """Prints the figures per seed, then their means."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("run")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--verify", type=int, default=5)
+    args = parser.parse_args()
+    trained = load_trained(args.results, args.run)
+    config = replace(trained.config, samples=args.samples, verify=args.verify)
+    judge = Judge(trained, Worker(trained.world.spec), {})
+    rows = [one_seed(trained, judge, config, seed) for seed in range(1, args.seeds + 1)]
+    for row in rows:
+        print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
+    means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0] if name != "seed"}
+    print(json.dumps({"targets": TARGETS, "means": means, "seeds": rows}))
+
+
+if __name__ == "__main__":
+    main()
