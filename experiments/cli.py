@@ -116,6 +116,8 @@ def build_parser() -> argparse.ArgumentParser:
     search.add_argument(
         "--latency-s", type=float, action="append", default=[], help="at most so many seconds on this machine"
     )
+    search.add_argument("--samples", type=int, help="subnets to measure, if more than the run did")
+    search.add_argument("--min-tau", type=float, help="what Kendall's tau the predictors must reach")
     status = _command(commands, "status", _status, "which runs there are and how they stand")
     status.add_argument("runs", nargs="*", metavar="RUN", help="run ids or their beginnings; all if none is given")
     export = _command(commands, "export", _export, "a trained model as files that run without fedloom", EXPORT_HELP)
@@ -245,7 +247,7 @@ def _export(args: argparse.Namespace) -> int:
 def _search(args: argparse.Namespace) -> int:
     from fedloom.experiments.search import load_trained, search_trained, show
 
-    trained = load_trained(args.results, args.run)
+    trained = load_trained(args.results, args.run).changed(samples=args.samples, min_tau=args.min_tau)
     found = search_trained(trained, args.macs, args.latency_s)
     show(trained, found, len(args.macs) + len(args.latency_s), as_json=args.json)
     return OK

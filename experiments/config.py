@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -145,7 +146,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         key, _, value = override.lstrip("+~").partition("=")
         for choice, kind, there in (("experiment", "preset", experiments()), ("method", "method", [*CONFIGS])):
             if key == choice and value not in there:
-                return f"{key}={value}: no such {kind}{nearest(value, there)}; there are {', '.join(there)}"
+                return f"{key}={value}: no such {kind}{nearest(value, there)}; there are {_some(value, there)}"
     if isinstance(error, OverrideParseException) and "=" in error.override:
         return f"{error.override} cannot be read ({_first_line(error)}): give key=value, a list as [1,2]"
     known = list(_keys(_defaults(overrides)))
@@ -156,6 +157,17 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         if key not in (*known, "experiment", "method"):
             return _unknown(key, known)
     return _first_line(error)
+
+
+MOST_NAMES = 8
+
+
+def _some(given: str, names: list[str]) -> str:
+    """All names, or those like the given one where a line cannot hold them all."""
+    if len(names) <= MOST_NAMES:
+        return ", ".join(names)
+    like = sorted(get_close_matches(given, names, n=MOST_NAMES, cutoff=0.0))
+    return f"{', '.join(like)} and {len(names) - len(like)} more (fedloom run --help lists all)"
 
 
 def _choices(overrides: Sequence[str]) -> list[str]:

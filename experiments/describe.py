@@ -7,17 +7,19 @@ import numpy as np
 
 from fedloom.experiments.config import compose_config
 from fedloom.platform.run_costs import measure_costs
+from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.registry import build_space
-from fedloom.platform.world import sampled_costs, split_into_tiers
+from fedloom.platform.world import genome_of, sampled_costs, split_into_tiers
 from fedloom.tiers.bounds import share_of_models
 
 
 def describe(overrides: Sequence[str]) -> dict[str, Any]:
     """Architectures, parameters, MACs, tier upper bounds and the share of models per tier.
 
-    `space=NAME` is short for `space.name=NAME`. Parameters and MACs are those of the whole supernet, of its fixed
-    part, and of the largest path; bounds are in the unit of the tiers' cost.
+    `space=NAME` is short for `space.name=NAME`. Parameters and MACs are those of the whole supernet, of its fixed part,
+    and of the largest path (in an elastic space, of the smallest and the largest subnet); bounds are in the unit of the
+    tiers' cost.
     """
     config = compose_config([f"space.name={o[6:]}" if o.startswith("space=") else o for o in overrides])
     space = build_space(config.space)
@@ -25,7 +27,7 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
     macs, cost = measured.macs, measured.budget
     tiers = split_into_tiers(config, space, cost)
     uppers = [t.upper for t in tiers]
-    costs = sampled_costs(space.options, cost, config.tiers.paths)
+    costs = sampled_costs(genome_of(space), cost, config.tiers.paths)
     description = {
         "space": config.space.name,
         "input_shape": list(space.input_shape),
@@ -36,6 +38,10 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
         "tier_upper_bounds": uppers,
         "share_of_models": [float(s) for s in np.round(share_of_models(costs, uppers), 6)],
     }
+    if isinstance(space, ElasticSpace):
+        description["parameters"] = {"smallest": int(parameters.smallest), "largest": int(parameters.largest)}
+        description["state_bytes"] = int(space.cost_table("bytes").largest)
+        description["smallest"], description["largest"] = space.label(space.smallest), space.label(space.largest)
     if isinstance(space, OperatorChoiceSpace):
         sizes = space.num_parameters
         description["parameters"] = {

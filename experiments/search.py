@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from rich.table import Table
 
 from fedloom.experiments.config import stored_config
@@ -41,20 +40,23 @@ class Trained:
     weights: Weights
     samples: tuple[Sample, ...]
 
+    def changed(self, **settings: float | None) -> "Trained":
+        """The same with other settings of the search; None keeps the run's own."""
+        given = {name: value for name, value in settings.items() if value is not None}
+        return replace(self, config=replace(self.config, **given))  # type: ignore[arg-type]
+
 
 def search_trained(trained: Trained, macs: Sequence[float], latency_s: Sequence[float]) -> list[Found]:
     """The winner for every target, verified on validation data.
 
-    What the run measured is used again, unless latencies are asked for that it lacks. Raises ValueError in one line for
-    targets outside the space, and if a predictor falls short of `min_tau`.
+    The accuracies that the run measured are used again, unless more samples are asked for; latencies are measured here
+    and now. Raises ValueError in one line for targets outside the space, and if a predictor falls short of `min_tau`.
     """
     if not macs and not latency_s:
         raise ValueError("give at least one target: --macs 1e9 or --latency-s 0.02")
     config = replace(trained.config, macs=list(macs), latency_s=list(latency_s), front=0, predictor="mlp")
     executor = SerialExecutor(Worker(trained.world.spec))
-    samples = trained.samples
-    if latency_s and any(s.latency_s is None for s in samples):
-        samples = ()
+    samples = trained.samples if len(trained.samples) >= config.samples else ()
     return search_supernet(trained.world, config, trained.weights, samples, executor)
 
 
@@ -70,6 +72,8 @@ def trained_of(paths: RunPaths, world: World) -> Trained:
     """The supernet of a run whose world is there; ValueError for another method's, or one still in training."""
     config = _check_method(world.config, paths.run_id)
     if SUPERNET not in list_models(paths):
+        if world.config.dry_run:
+            raise ValueError(f"run {paths.run_id} was a dry run: it trained nothing that could be searched")
         raise ValueError(f"run {paths.run_id} keeps no supernet yet: wait until its training has ended, or resume it")
     weights, _ = load_model(paths, SUPERNET)
     wanted = config.search if config.search.samples else replace(config.search, samples=DEFAULT_SAMPLES)
@@ -87,9 +91,8 @@ def measured_samples(paths: RunPaths) -> list[Sample]:
     """The subnets that the run measured for its predictors."""
     rows = read_table(paths.root, "candidates", run_id=paths.run_id)
     rows = rows[rows["tier"] == SAMPLES]
-    latencies = _latencies(paths)
     return [
-        Sample(parse_architecture(name), loss, metric, latencies.get(name))
+        Sample(parse_architecture(name), loss, metric)
         for name, loss, metric in zip(rows["architecture"], rows["loss"], rows["metric"], strict=True)
     ]
 
@@ -119,9 +122,3 @@ def show(trained: Trained, found: Sequence[Found], asked: int, as_json: bool) ->
     console().print(table)
     if asked > len(found):
         console().print(f"{asked - len(found)} of {asked} targets have no subnet: no latency near them was predicted")
-
-
-def _latencies(paths: RunPaths) -> dict[str, float]:
-    rows: pd.DataFrame = read_table(paths.root, "evaluations", run_id=paths.run_id)
-    rows = rows[(rows["tier"] == SAMPLES) & (rows["metric"] == "latency_s")]
-    return dict(zip(rows["architecture"], rows["value"].astype(float), strict=True))

@@ -9,8 +9,9 @@ import numpy as np
 
 from fedloom.platform.plugins import resolve
 from fedloom.platform.search.base import Interval
-from fedloom.platform.search.sampling import sample_in_interval
+from fedloom.platform.search.constraint import TableConstraint
 from fedloom.platform.spaces.base import Architecture
+from fedloom.platform.spaces.genome import Genome
 from fedloom.tiers.costs import CostTable
 
 FEWEST_FOR_SANDWICH = 3
@@ -24,6 +25,9 @@ Served = Mapping[str, Mapping[str, int]]
 
 class ElasticChoices(Protocol):
     """What a heuristic needs of a space."""
+
+    @property
+    def genome(self) -> Genome: ...
 
     @property
     def smallest(self) -> Architecture: ...
@@ -61,13 +65,17 @@ class Handout:
         return self.table.cost(architecture) <= self.budgets[place]
 
     def draw(self, place: int) -> Architecture:
-        """A random subnet that the client can train: uniform over depths and widths, among the affordable ones."""
+        """A random subnet that the client can train: uniform over depths and widths, if such draws are affordable.
+
+        Where hardly any is, uniform among the affordable ones.
+        """
         for _ in range(DRAWS):
             architecture = self.space.sample(self.rng)
             if self.affords(place, architecture):
                 return architecture
-        found = sample_in_interval(self.table, Interval(-inf, self.budgets[place]), self.rng)
-        return self.space.smallest if found is None else found
+        affordable = TableConstraint(self.table, Interval(-inf, self.budgets[place]), self.space.genome)
+        found = affordable.sample(1, (), self.rng)
+        return found[0] if found else self.space.smallest
 
     def times_served(self, which: str, place: int) -> int:
         """How often the client had the `largest` or `smallest` subnet."""

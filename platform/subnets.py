@@ -21,26 +21,36 @@ def subnet_slices(worker: Worker, architecture: Architecture, stand_alone: bool)
     return {name: Slice(name) for name in worker.tensors_of(worker.subnet(architecture))}
 
 
-def scored_subnet(worker: Worker, architecture: Architecture, weights: Weights, stand_alone: bool) -> nn.Module:
-    """The stand-alone module of the subnet in evaluation mode, with its tensors copied from the shared weights.
-
-    Cut from a supernet, batch norms get statistics of their own; a model trained alone has its own already.
-    """
+def loaded_subnet(worker: Worker, architecture: Architecture, weights: Weights, stand_alone: bool) -> nn.Module:
+    """The stand-alone module of the subnet in evaluation mode, with its tensors copied from the shared weights."""
     module = worker.subnet(architecture)
     worker.load(module, weights, subnet_slices(worker, architecture, stand_alone))
     worker.set_mode(module, training=False)
+    return module
+
+
+def scored_subnet(worker: Worker, architecture: Architecture, weights: Weights, stand_alone: bool) -> nn.Module:
+    """As `loaded_subnet`, ready to be scored.
+
+    Cut from a supernet, batch norms get statistics of their own; a model trained alone has its own already.
+    """
+    module = loaded_subnet(worker, architecture, weights, stand_alone)
     if not stand_alone and getattr(worker.space, "keeps_statistics", False):
         estimate_statistics(module, calibration_samples(worker))
     return module
 
 
 def calibration_samples(worker: Worker) -> Tensor:
-    """Evenly spaced samples of the server's validation data, without labels."""
-    x, _ = worker.central_data("validation")
-    if len(x) == 0:
-        raise ValueError("running statistics cannot be estimated without validation data: raise data.validation_share")
-    places = torch.linspace(0, len(x) - 1, min(CALIBRATION_SAMPLES, len(x))).round().long()
-    return x[places.to(x.device)]
+    """Evenly spaced samples of the server's validation data, without labels; kept, as every subnet needs them."""
+    if worker.calibration is None:
+        x, _ = worker.central_data("validation")
+        if len(x) == 0:
+            raise ValueError(
+                "running statistics need validation data to be estimated from: raise data.validation_share"
+            )
+        places = torch.linspace(0, len(x) - 1, min(CALIBRATION_SAMPLES, len(x))).round().long()
+        worker.calibration = x[places.to(x.device)]
+    return worker.calibration
 
 
 def paths_scorer(

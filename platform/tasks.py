@@ -15,7 +15,7 @@ from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.spaces.base import Architecture, Slice, SliceMap, Weights, bytes_of
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
-from fedloom.platform.subnets import paths_scorer, scored_subnet, subnet_slices
+from fedloom.platform.subnets import loaded_subnet, paths_scorer, scored_subnet, subnet_slices
 from fedloom.platform.subspace import Subspace, size_of
 from fedloom.platform.training import LocalSGD, Score, Trained, batch_sizes, evaluate, train_locally
 from fedloom.platform.weighting import Work, weighting_rule
@@ -315,7 +315,7 @@ class MeasureLatency:
         x, _ = worker.central_data("validation")
         measurements: list[Measurement] = []
         for architecture in self.architectures:
-            module = scored_subnet(worker, architecture, weights, stand_alone=False)
+            module = loaded_subnet(worker, architecture, weights, stand_alone=False)
             latency = latency_s_of(module, x[:1], repeats=self.repeats)
             figures = {"latency_s": latency.median_s, "latency_spread_s": latency.spread_s}
             name = architecture_id(architecture)

@@ -294,9 +294,11 @@ def estimate_statistics(module: nn.Module, x: Tensor, batch_size: int = 128) -> 
         norm.reset_running_stats()
         norm.momentum = None
         norm.train()
-    # Batches as even as can be: they count alike, and a rest of one sample may have no variance to estimate.
-    for x_B in torch.tensor_split(x, math.ceil(len(x) / batch_size)):
-        module(x_B)
+    # Batches as even as can be: they count alike, and a rest of one sample may have no variance to estimate. Each takes
+    # every so manieth sample: where they come client by client, a run of them has less variance than the whole.
+    batches = math.ceil(len(x) / batch_size)
+    for first in range(batches):
+        module(x[first::batches])
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
         norm.eval()

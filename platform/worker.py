@@ -49,6 +49,7 @@ class Worker:
         self._tensors: dict[int, dict[str, Tensor]] = {}
         self._drops: dict[int, bool] = {}
         self._loaded: object = None
+        self.calibration: Tensor | None = None
         self._central: tuple[tuple[str, float], tuple[Tensor, Tensor]] | None = None
 
     @cached_property

@@ -15,6 +15,8 @@ from fedloom.platform.run_costs import RunCosts, measure_costs
 from fedloom.platform.seeding import stream
 from fedloom.platform.selection import Cohort, select_uniform
 from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.elastic import ElasticSpace
+from fedloom.platform.spaces.genome import ElasticGenome, PlainGenome
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.worker import WorkerSpec
 from fedloom.tiers.assignment import by_device_table, by_list, by_shares
@@ -68,7 +70,7 @@ class World:
         """What a path may cost on the client in this round; never below the smallest path, which all can train."""
         rng = stream(self.config.seed_for("selection"), "budget", stage, round_, client_id)
         share = self.budget.factor(round_, rng)
-        return max(self.tier(client_id).upper * share, self.cost_table.smallest)
+        return max(self.tier(client_id).upper * share, least_cost(self.space, self.cost_table))
 
     def select(self, stage: str, round_: int, eligible: np.ndarray, size: int) -> Cohort:
         """The round's clients."""
@@ -157,7 +159,8 @@ def _check_fit(space: SearchSpace, dataset: Dataset, config: RunConfig) -> None:
         raise ValueError(
             f"space {config.space.name} takes {tuple(space.input_shape)} and {config.space.num_classes} classes, "
             f"{config.data.dataset} has {tuple(dataset.input_shape)} and {dataset.num_classes}: "
-            "choose a space that fits, or set space.num_classes"
+            f"choose a space that fits, or set space.input_shape={list(dataset.input_shape)} and space.num_classes="
+            f"{dataset.num_classes}"
         )
 
 
@@ -165,20 +168,31 @@ def split_into_tiers(config: RunConfig, space: SearchSpace, table: CostTable) ->
     """The tiers with their bounds, computed from random paths or as given."""
     tiers = config.tiers
     if tiers.upper_bounds is not None:
-        uppers = check_upper_bounds(tiers.upper_bounds, table.smallest, table.largest)
+        uppers = check_upper_bounds(tiers.upper_bounds, least_cost(space, table), table.largest)
     else:
-        costs = sampled_costs(space.options, table, tiers.paths)
-        uppers = tier_upper_bounds(costs, table.fixed, table.largest, tiers.count, tiers.rho_low, tiers.rho_high)
+        costs = sampled_costs(genome_of(space), table, tiers.paths)
+        # The cheapest path of FedorAS is its fixed part; a subnet keeps blocks in every stage.
+        start = least_cost(space, table) if isinstance(space, ElasticSpace) else table.fixed
+        uppers = tier_upper_bounds(costs, start, table.largest, tiers.count, tiers.rho_low, tiers.rho_high)
     num_gpus = tiers.num_gpus if tiers.num_gpus is not None else 0.0
     num_cpus = tiers.num_cpus if tiers.num_cpus is not None else 1.0
     return make_tiers(uppers, num_gpus=num_gpus, num_cpus=num_cpus)
 
 
+def genome_of(space: SearchSpace) -> ElasticGenome | PlainGenome:
+    """What varies in the space: its own genes, or each decision."""
+    return space.genome if isinstance(space, ElasticSpace) else PlainGenome(space.options)
+
+
+def least_cost(space: SearchSpace, table: CostTable) -> float:
+    """What every client can train: the smallest subnet's cost, or that of the cheapest path."""
+    return table.cost(space.smallest) if isinstance(space, ElasticSpace) else table.smallest
+
+
 @lru_cache(maxsize=4)
-def sampled_costs(options: tuple[int, ...], table: CostTable, paths: int) -> np.ndarray:
-    """Costs of uniformly drawn paths, shape (paths,); the same for every seed, as tiers belong to the space."""
-    rng = stream(0, "tier_bounds")
-    return table.costs(rng.integers(0, options, size=(paths, len(options))))
+def sampled_costs(genome: ElasticGenome | PlainGenome, table: CostTable, paths: int) -> np.ndarray:
+    """Costs of uniformly drawn architectures, shape (paths,); the same for every seed, as tiers belong to the space."""
+    return table.costs(genome.draw(paths, stream(0, "tier_bounds")))
 
 
 def _assign_clients(

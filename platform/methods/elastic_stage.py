@@ -61,8 +61,8 @@ class ElasticTrainingConfig(TrainingConfig):
     """Training of an elastic supernet (SuperFed, Sec. 4; plain SGD, clip 1).
 
     `travels` is slices (each client its subnet) or supernet (all of it to everybody; see `shrinking`). `weighting` is
-    fedavg (a client counts its samples) or plain. `evaluate` names subnets that are scored on validation data every
-    `evaluate_every` rounds.
+    fedavg (a client counts its samples), plain, or another rule of `platform.weighting`. `evaluate` names subnets that
+    are scored on validation data every `evaluate_every` rounds.
     """
 
     rounds: int = 1500
@@ -96,6 +96,11 @@ def check_elastic_training(
         raise ValueError(
             f"{key}.clients_per_round={config.clients_per_round}: {name} needs at least {FEWEST_FOR_SANDWICH}, one for "
             "the largest, one for the smallest and one for a random subnet; raise it, or choose another heuristic"
+        )
+    if config.distribution.tier_aware and not hands_out:
+        raise ValueError(
+            f"{key}.distribution.tier_aware=true: where all clients get the same model nobody's budget is looked at; "
+            "use travels=slices and a supernet, or leave it out"
         )
     if hands_out and name in NEED_A_FAMILY and family < 1:
         raise ValueError(f"{key}.distribution.heuristic={name} hands out a fixed family: give method.family")

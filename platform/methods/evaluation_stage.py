@@ -44,7 +44,7 @@ class EvaluationJob:
     model: str
     architecture: Architecture
     bag: str
-    client_ids: tuple[int, ...]
+    client_ids: Sequence[int] | np.ndarray
     stand_alone: bool
     kept: str = ""
 
@@ -80,8 +80,8 @@ class EvaluationStage:
             Assignment(self.name, state.round, None, SERVER, on_validation),
             Assignment(self.name, state.round, None, SERVER, on_test, reads_test=True),
         ]
-        limit = self.config.clients_per_tier
-        cohort = Cohort(job.client_ids if limit is None else job.client_ids[:limit], 1.0, "all of the tier")
+        own = job.client_ids[: self.config.clients_per_tier]
+        cohort = Cohort(tuple(int(c) for c in own), 1.0, "all of the tier")
         planned = [self.world.assign(self.name, state.round, cohort, c, on_test) for c in cohort.client_ids]
         # The final evaluation is a measurement, not a round of the simulated federation: nobody drops out of it.
         clients = [replace(a, dropped="", deadline_s=None, reads_test=True) for a in planned]
@@ -127,7 +127,7 @@ def tier_jobs(world: World, state: RunState, models: Sequence[str]) -> list[Eval
         architecture = winner_of(state, tier.name)
         if architecture is None:
             continue
-        own = tuple(int(c) for c in np.flatnonzero(world.tier_of_client == index))
+        own = np.flatnonzero(world.tier_of_client == index)
         for model in models:
             cut = model == FROM_SUPERNET
             bag = SUPERNET if cut else bag_name(tier.name, model)

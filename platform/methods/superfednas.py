@@ -5,6 +5,7 @@ progressive shrinking on the clients), iFedAvg over a family and FedAvg of one s
 Papers: SuperFed (MaxNet), SuperFedNAS.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,16 +88,16 @@ def _winners(world: World, state: RunState) -> list[EvaluationJob]:
     jobs: list[EvaluationJob] = []
     tiers = {tier.name: index for index, tier in enumerate(world.tiers)}
     for name, text in state.data.get(WINNERS, {}).items():
-        own = everybody(world)
+        own: Sequence[int] | np.ndarray = everybody(world)
         if name in tiers:
-            own = tuple(int(c) for c in np.flatnonzero(world.tier_of_client == tiers[name]))
+            own = np.flatnonzero(world.tier_of_client == tiers[name])
         jobs.append(EvaluationJob(name, SEARCHED, parse_architecture(text), SUPERNET, own, stand_alone=False))
     return jobs
 
 
-def everybody(world: World) -> tuple[int, ...]:
-    """All clients."""
-    return tuple(range(world.num_clients))
+def everybody(world: World) -> Sequence[int]:
+    """All clients, without a list of them."""
+    return range(world.num_clients)
 
 
 __all__ = ["SuperFedNASConfig", "stages"]

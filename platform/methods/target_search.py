@@ -12,6 +12,7 @@ from fedloom.platform.methods.elastic_stage import elastic_space
 from fedloom.platform.methods.search_stage import WINNERS, Goal, TierSearchConfig, TierSearchStage
 from fedloom.platform.methods.supernet_stage import SUPERNET
 from fedloom.platform.search.base import Interval, Scored, pareto_front
+from fedloom.platform.search.predictors import FEWEST_SAMPLES
 from fedloom.platform.search.targets import (
     Predictors,
     Sample,
@@ -67,7 +68,7 @@ def costs_of(world: World) -> SearchSpaceCosts:
 def search_stages(world: World, config: TargetSearchConfig) -> list[Stage]:
     """Measuring and verifying; or, without predictors, a real search per target."""
     check_target_search(config, "method.search")
-    if config.samples == 0:
+    if config.samples == 0 and config.predictor == "mlp":
         return []
     targets = targets_of(world, config)
     for target in targets:
@@ -159,11 +160,18 @@ class SampleStage:
 
     name = "search/samples"
 
-    def __init__(self, world: World, config: TargetSearchConfig, targets: Sequence[Target]) -> None:
+    def __init__(
+        self,
+        world: World,
+        config: TargetSearchConfig,
+        targets: Sequence[Target],
+        architectures: Sequence[Architecture] | None = None,
+    ) -> None:
         self.world, self.config = world, config
         self.scoring = Scoring(world, config, targets, self.name)
         seed = world.config.seed_for("search")
-        self.architectures = draw_samples(elastic_space(world).genome, world.macs_table, config.samples, seed)
+        drawn = draw_samples(elastic_space(world).genome, world.macs_table, config.samples, seed)
+        self.architectures = drawn if architectures is None else architectures
 
     def begin(self, state: RunState) -> RunState:
         """Nothing measured."""
@@ -197,18 +205,33 @@ class VerifyStage:
         self.scoring = Scoring(world, config, targets, self.name)
 
     def begin(self, state: RunState) -> RunState:
-        """Predictors are fitted and searched; what they found is kept, they are not."""
+        """Predictors are fitted and searched; what they found is kept, they are not.
+
+        Where they must not be used there are no winners: the run goes on to evaluate what it trained.
+        """
         seed, costs = self.world.config.seed_for("search"), costs_of(self.world)
-        predictors = fit_predictors(costs.genome, samples_in(state.data[SAMPLES]), self.config, seed)
+        samples = samples_in(state.data[SAMPLES])
+        sound = sum(math.isfinite(s.loss) for s in samples)
+        if sound < FEWEST_SAMPLES:
+            return self._refuse(state, {}, f"only {sound} of {len(samples)} samples could be scored")
+        latency = any(t.measure == "latency_s" for t in self.targets)
+        predictors = fit_predictors(costs.genome, samples, self.config, seed, latency)
+        if predictors.refused:
+            return self._refuse(state, fit_figures(predictors), predictors.refused)
         found = {t.name: _ids(finalists(t, costs, predictors, self.config, seed)) for t in self.targets}
         if self.config.front:
             found[FRONT] = _ids(front_finalists(costs, predictors, self.config, seed))
-        value = {"found": found, "fit": fit_figures(predictors), "measured": {}}
+        value = {"found": found, "fit": fit_figures(predictors), "measured": {}, "refused": ""}
         return state.with_data(FINALISTS, value)
 
+    def _refuse(self, state: RunState, fit: dict[str, float], reason: str) -> RunState:
+        found: dict[str, Any] = {t.name: {} for t in self.targets}
+        return state.with_data(FINALISTS, {"found": found, "fit": fit, "measured": {}, "refused": reason})
+
     def rounds_left(self, state: RunState) -> int:
-        """One, and one for latencies."""
-        return self.scoring.rounds - state.round
+        """One, and one for latencies; none without a finalist."""
+        anything = any(state.data[FINALISTS]["found"].values())
+        return self.scoring.rounds - state.round if anything else 0
 
     def plan(self, state: RunState) -> Plan:
         """Every finalist once, whatever number of targets it stands for."""
@@ -226,15 +249,19 @@ class VerifyStage:
         """The winners, every finalist as a row, and how good the predictors are."""
         value = state.data[FINALISTS]
         verified = {architecture_id(s.architecture): s for s in samples_in(value["measured"])}
+        if value["refused"]:
+            logger.warning(
+                "no subnet was searched: %s (afterwards: fedloom search RUN --samples N --min-tau X)", value["refused"]
+            )
         rows: list[Row] = [_figure(name, figure) for name, figure in value["fit"].items()]
         winners: dict[str, str] = {}
         for target in self.targets:
             own = [verified[name] for name in value["found"][target.name] if name in verified]
             won = choose(target, own, {s.architecture: self.world.macs_table.cost(s.architecture) for s in own})
             rows += candidate_rows(self.world, target.name, 1, own, won)
-            if won is None:
+            if won is None and not value["refused"]:
                 logger.warning("%s: no subnet was found for this target, or none could be scored", target.name)
-            else:
+            if won is not None:
                 winners[target.name] = architecture_id(won.architecture)
         if FRONT in value["found"]:
             own = [verified[name] for name in value["found"][FRONT] if name in verified]
@@ -326,8 +353,8 @@ def search_supernet(
 ) -> list[Found]:
     """Winners for the configured targets from trained weights: the stages of a run, without one.
 
-    `samples` are measured afresh if there are none. Raises ValueError for targets outside the space, and if a
-    predictor falls short of `min_tau`.
+    `samples` are measured afresh if there are none, and so is their latency, which belongs to a machine. Raises
+    ValueError for targets outside the space, and if a predictor falls short of `min_tau`.
     """
     check_target_search(config, "search")
     targets = targets_of(world, config)
@@ -336,11 +363,15 @@ def search_supernet(
     state = RunState().with_bag(SUPERNET, weights)
     if samples:
         state = state.with_data(SAMPLES, {architecture_id(s.architecture): _plain(s) for s in samples})
+        if config.latency_s:
+            stage = SampleStage(world, config, targets, [s.architecture for s in samples])
+            state = run_rounds(stage, replace(state, round=1), executor)
     else:
         state = run_stage(SampleStage(world, config, targets), state, executor)
-    stage = VerifyStage(world, config, targets)
-    state = run_stage(stage, state, executor)
+    state = run_stage(VerifyStage(world, config, targets), state, executor)
     value = state.data[FINALISTS]
+    if value["refused"]:
+        raise ValueError(value["refused"])
     verified = {architecture_id(s.architecture): s for s in samples_in(value["measured"])}
     parameters = world.space.cost_table("parameters")
     found = []
@@ -368,7 +399,11 @@ def search_supernet(
 
 def run_stage(stage: SampleStage | VerifyStage, state: RunState, executor: Executor) -> RunState:
     """The stage's rounds on a state in memory, without its end: no rows, no checkpoints."""
-    state = stage.begin(replace(state, round=0))
+    return run_rounds(stage, stage.begin(replace(state, round=0)), executor)
+
+
+def run_rounds(stage: SampleStage | VerifyStage, state: RunState, executor: Executor) -> RunState:
+    """The rounds that are left."""
     while stage.rounds_left(state) > 0:
         plan = stage.plan(state)
         shared = SharedWeights(state.weights(plan.bag), state.version(plan.bag))
@@ -381,7 +416,7 @@ def run_stage(stage: SampleStage | VerifyStage, state: RunState, executor: Execu
 
 
 def _plain(sample: Sample) -> dict[str, float | None]:
-    return {"loss": sample.loss, "accuracy": sample.metric, "latency_s": sample.latency_s}
+    return {"loss": sample.loss, "accuracy": sample.metric}
 
 
 __all__ = ["SAMPLES", "Found", "search_stages", "search_supernet", "targets_of"]

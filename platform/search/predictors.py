@@ -87,14 +87,14 @@ def fit_predictor(
     return Fitted(predictor, tau, mae, mae / size if size else math.nan, len(held_out), len(train))
 
 
-def check_fitted(fitted: Fitted, min_tau: float, what: str) -> None:
-    """Raises ValueError if the held-out tau of the predictor of `what` is below `min_tau` or undefined."""
-    if not fitted.tau >= min_tau:
-        raise ValueError(
-            f"the predictor of {what} reaches Kendall tau {fitted.tau:.3f} on {fitted.held_out} held-out samples "
-            f"(fitted on {fitted.train}), below the required {min_tau:g}: measure more samples, lower "
-            "method.search.min_tau, or search without a predictor (predictor none)"
-        )
+def refusal(fitted: Fitted, min_tau: float, what: str) -> str:
+    """Why a search must not go by the predictor of `what`: its held-out tau is below `min_tau` or undefined; or ""."""
+    if fitted.tau >= min_tau:
+        return ""
+    return (
+        f"the predictor of {what} reaches Kendall tau {fitted.tau:.3f} on {fitted.held_out} held-out samples "
+        f"(fitted on {fitted.train}), below the required {min_tau:g}: measure more samples or lower min_tau"
+    )
 
 
 def _check(features: Floats, values: Floats, hidden: int, epochs: int, held_out_share: float) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 
 from fedloom.platform.search.base import Architecture, Interval
 from fedloom.platform.search.constraint import Constraint, PredictedConstraint, TableConstraint
+from fedloom.platform.search.evolution import check_settings
 from fedloom.platform.search.predicted import predicted_front, search_predicted
-from fedloom.platform.search.predictors import Fitted, check_fitted, fit_predictor
+from fedloom.platform.search.predictors import FEWEST_SAMPLES, Fitted, fit_predictor, refusal
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.genome import Floats, Genome, Ints, as_array
 from fedloom.tiers.costs import CostTable
@@ -23,11 +24,11 @@ class TargetSearchConfig:
     """Search of a trained elastic supernet (SuperFedNAS, stage 2); no client trains.
 
     Targets are numbers of `macs` and of `latency_s`; without any there is one per tier, its budget. A winner costs at
-    most `tolerance` less than its target. `samples` subnets are scored on the share `validation_share` of the
-    validation data, and predictors are fitted on them (`predictor` mlp), which must reach Kendall tau `min_tau` on
-    held-out samples; the `verify` best predicted subnets of each target are scored for real. `front` > 0 also verifies
-    so many subnets of NSGA-II's front over the whole space. With predictor none every subnet that the evolution asks
-    for is scored, `budget` per target.
+    most `tolerance` less than its target. `samples` subnets (0 switches the search off) are scored on the share
+    `validation_share` of the validation data, and predictors are fitted on them (`predictor` mlp), which must reach
+    Kendall tau `min_tau` on held-out samples, or there are no winners. The `verify` best predicted subnets of each
+    target are scored for real. `front` > 0 also verifies so many subnets of NSGA-II's front over the whole space. With
+    predictor none every subnet that the evolution asks for is scored, `budget` per target.
     """
 
     macs: list[float] = field(default_factory=list)
@@ -98,10 +99,37 @@ def check_target_search(config: TargetSearchConfig, key: str) -> None:
     for name in ("verify", "budget", "generations", "candidates_per_task", "latency_repeats", "population"):
         if getattr(config, name) < 1:
             raise ValueError(f"{key}.{name}={getattr(config, name)}: must be at least 1")
-    if config.samples < 0 or config.front < 0:
-        raise ValueError(f"{key}.samples={config.samples}, front={config.front}: must be 0 or more")
+    for name in ("hidden", "epochs"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{key}.{name}={getattr(config, name)}: must be at least 1")
+    if config.front < 0:
+        raise ValueError(f"{key}.front={config.front}: must be 0 or more")
+    if not -1 <= config.min_tau <= 1:
+        raise ValueError(f"{key}.min_tau={config.min_tau}: Kendall's tau lies between -1 and 1")
+    try:
+        check_settings(config.population, config.parents, config.mutation)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    _check_samples(config, key)
     if not 0 < config.validation_share <= 1:
         raise ValueError(f"{key}.validation_share={config.validation_share}: must be above 0 and at most 1")
+
+
+def _check_samples(config: TargetSearchConfig, key: str) -> None:
+    if config.predictor == "none":
+        if config.front:
+            raise ValueError(
+                f"{key}.front={config.front}: the whole front is searched with predictors; use predictor=mlp"
+            )
+        return
+    if config.samples and config.samples < FEWEST_SAMPLES:
+        raise ValueError(
+            f"{key}.samples={config.samples}: predictors need at least {FEWEST_SAMPLES}; 0 switches the search off"
+        )
+    if not config.samples and (config.macs or config.latency_s or config.front):
+        raise ValueError(
+            f"{key}.samples=0 switches the search off, but targets are given: measure samples, or give none"
+        )
 
 
 def draw_samples(genome: Genome, table: CostTable, count: int, seed: int) -> list[Architecture]:
@@ -130,30 +158,38 @@ def _places_by_bin(bins: Ints) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Predictors:
-    """What was fitted on the samples; `latency` is None where no sample has one."""
+    """What was fitted on the samples; `latency` is None where no target asks for it.
+
+    `refused` says why a search must not go by them; empty if it may.
+    """
 
     metric: Fitted
     latency: Fitted | None
+    refused: str = ""
 
 
-def fit_predictors(genome: Genome, samples: Sequence[Sample], config: TargetSearchConfig, seed: int) -> Predictors:
-    """Accuracy and latency from one-hot architectures.
+def fit_predictors(
+    genome: Genome, samples: Sequence[Sample], config: TargetSearchConfig, seed: int, latency: bool = False
+) -> Predictors:
+    """Accuracy, and if asked for `latency`, from one-hot architectures; too low a tau is said in the answer.
 
-    Raises ValueError if a predictor falls short of `min_tau`, or there are too few sound samples.
+    Raises ValueError if there are too few sound samples.
     """
     sound = [s for s in samples if math.isfinite(s.loss) and math.isfinite(s.metric)]
     features = genome.one_hot(as_array([s.architecture for s in sound]))
 
     def fitted(what: str, values: Sequence[float]) -> Fitted:
-        made = fit_predictor(
+        return fit_predictor(
             features, np.array(values), seed=seed, ids=(what,), hidden=config.hidden, epochs=config.epochs
         )
-        check_fitted(made, config.min_tau, what)
-        return made
 
     metric = fitted("metric", [s.metric for s in sound])
-    latencies = [s.latency_s for s in sound if s.latency_s is not None]
-    return Predictors(metric, fitted("latency_s", latencies) if len(latencies) == len(sound) else None)
+    seconds = [s.latency_s if s.latency_s is not None else math.nan for s in sound]
+    of_latency = fitted("latency_s", seconds) if latency else None
+    refused = refusal(metric, config.min_tau, "the metric")
+    if of_latency is not None and not refused:
+        refused = refusal(of_latency, config.min_tau, "latency_s")
+    return Predictors(metric, of_latency, refused)
 
 
 @dataclass(frozen=True)
@@ -186,10 +222,13 @@ def check_reachable(target: Target, costs: SearchSpaceCosts, seed: int) -> None:
     table, interval = costs.macs if target.measure == "macs" else costs.budget, target.interval
     constraint = TableConstraint(table, interval, costs.genome)
     rng = stream(seed, "reachable", target.name)
+    advice = "choose another target, or raise the tolerance"
+    if target.measure == "budget":
+        advice = "use fewer tiers, give tiers.upper_bounds, or name targets (method.search.macs)"
     if not constraint.sample(1, (), rng):
         raise ValueError(
             f"no subnet has {table.measure} in ({interval.lower:.10g}, {interval.upper:.10g}], the nearest has about "
-            f"{constraint.nearest(rng):.10g}: choose another target than {target.name}, or raise the tolerance"
+            f"{constraint.nearest(rng):.10g}, so {target.name} has none: {advice}"
         )
 
 
@@ -198,7 +237,7 @@ def finalists(
 ) -> dict[Architecture, float]:
     """The subnets with the best predicted metric inside the target's interval, with that prediction.
 
-    None if no subnet has such a latency, as far as the predictor knows.
+    Empty if no subnet has such a latency, as far as the predictor knows.
     """
     constraint = constraint_of(target, costs, predictors)
     if not constraint.sample(1, (), stream(seed, "reachable", target.name)):
@@ -239,12 +278,9 @@ def front_finalists(
 def choose(target: Target, verified: Sequence[Sample], cost: Mapping[Architecture, float]) -> Sample | None:
     """The winner among the verified: the best metric, then the smallest loss, then the smallest cost.
 
-    Under a latency target those count that were measured to meet it; if none did, the fastest wins. None if all failed.
+    Under a latency target only those count that were measured to meet it. None if none does, or all failed.
     """
     sound = [s for s in verified if math.isfinite(s.loss) and math.isfinite(s.metric)]
     if target.measure == "latency_s":
-        meeting = [s for s in sound if s.latency_s is not None and s.latency_s <= target.interval.upper]
-        if not meeting:
-            return min(sound, key=lambda s: (s.latency_s or math.inf, s.architecture), default=None)
-        sound = meeting
+        sound = [s for s in sound if s.latency_s is not None and s.latency_s <= target.interval.upper]
     return min(sound, key=lambda s: (-s.metric, s.loss, cost[s.architecture], s.architecture), default=None)

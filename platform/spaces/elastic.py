@@ -58,6 +58,10 @@ class ElasticDesign(Protocol):
         """Whether a subnet's running statistics have to be estimated before it is scored."""
         ...
 
+    def distinct_widths(self, stage: int) -> int:
+        """How many different widths a stage's blocks have: channels are rounded, and narrow ones may coincide."""
+        ...
+
     def build_stem(self) -> nn.Module:
         """From a batch of inputs to the first stage's input."""
         ...
@@ -144,8 +148,9 @@ class ElasticSpace:
 
     @property
     def num_architectures(self) -> int:
-        """How many distinct subnets there are (exact)."""
-        return math.prod(self.options)
+        """How many distinct subnets there are (exact): options whose blocks have the same channels count once."""
+        stages = [(s, self.design.distinct_widths(i)) for i, s in enumerate(self.genome.stages)]
+        return math.prod(sum(widths**k for k in range(s.fewest, s.most + 1)) for s, widths in stages)
 
     @property
     def smallest(self) -> Architecture:

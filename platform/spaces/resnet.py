@@ -61,6 +61,8 @@ class ResnetDesign:
                 f"space.stage_widths, stage_strides and depths have {len(self.stage_widths)}, "
                 f"{len(self.stage_strides)} and {len(self.depths)} values: give one per stage to each"
             )
+        if not self.stage_widths:
+            raise ValueError("space.stage_widths is empty: give the channels of at least one stage")
         positive = (*self.stage_widths, *self.stage_strides, self.stem_channels, self.width_multiplier)
         if min(positive) <= 0 or min(self.depths) < 0:
             raise ValueError("space.stage_widths, stage_strides, stem_channels must be positive, depths 0 or more")
@@ -91,6 +93,10 @@ class ResnetDesign:
     def mid_channels(self, stage: int, width: int) -> int:
         """Inner channels of a block."""
         return in_eights(round(self.channels[stage + 1] * self.expansions[width]))
+
+    def distinct_widths(self, stage: int) -> int:
+        """How many different widths a stage's blocks have."""
+        return len({self.mid_channels(stage, width) for width in range(len(self.expansions))})
 
     def build_stem(self) -> nn.Module:
         """3x3 convolution, norm, ReLU."""

@@ -63,6 +63,15 @@ class TcnDesign:
         """Weight normalisation keeps none."""
         return False
 
+    def mid_channels(self, width: int) -> int:
+        """Output channels of a block's first convolution."""
+        return max(1, round(self.channels * self.expansions[width]))
+
+    def distinct_widths(self, stage: int) -> int:
+        """How many different widths blocks have."""
+        del stage  # there is one
+        return len({self.mid_channels(width) for width in range(len(self.expansions))})
+
     def build_stem(self) -> nn.Module:
         """Embedding and dropout."""
         return Embedding(self.num_classes, self.embedding_size, self.dropout)
@@ -71,8 +80,9 @@ class TcnDesign:
         """One temporal block."""
         del stage  # there is one
         in_channels = self.embedding_size if block == 0 else self.channels
-        mid_channels = max(1, round(self.channels * self.expansions[width]))
-        return TemporalBlock(in_channels, mid_channels, self.channels, self.kernel_size, 2**block, self.dropout)
+        return TemporalBlock(
+            in_channels, self.mid_channels(width), self.channels, self.kernel_size, 2**block, self.dropout
+        )
 
     def build_head(self) -> nn.Module:
         """A linear decoder, or the bias alone of a tied one."""

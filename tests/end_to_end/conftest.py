@@ -41,6 +41,7 @@ TINY_ELASTIC = [
     "space.stage_widths=[16,24]",
     "space.stage_strides=[2,2]",
     "space.depths=[1,1]",
+    "space.expansions=[0.5,1.0,1.5]",
     "space.norm=batch",
     "tiers.count=2",
     "tiers.paths=2000",

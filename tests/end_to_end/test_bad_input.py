@@ -177,6 +177,32 @@ ELASTIC_CASES = {
     "target between subnets": (["method.search.macs=[6e5]"], r"no subnet has macs in .* the nearest has about"),
     "unknown predictor": (["method.search.predictor=gp"], r"predictor='gp': allowed are mlp, none"),
     "tolerance": (["method.search.tolerance=0"], r"tolerance=0.0: must be above 0 and below 1"),
+    "too few samples": (
+        ["method.search.samples=5"],
+        r"samples=5: predictors need at least 10; 0 switches",
+    ),
+    "targets without a search": (["method.search.samples=0", "method.search.front=4"], r"but targets are given"),
+    "population of one": (["method.search.population=1"], r"method.search: population is 1, it must be at least 2"),
+    "no parents": (["method.search.parents=0"], r"method.search: parents is 0.0"),
+    "mutation above 1": (["method.search.mutation=2"], r"method.search: mutation is 2.0"),
+    "no hidden units": (["method.search.hidden=0"], r"method.search.hidden=0: must be at least 1"),
+    "impossible tau": (["method.search.min_tau=2"], r"min_tau=2.0: Kendall's tau lies between -1 and 1"),
+    "front without predictors": (
+        ["method.search.predictor=none", "method.search.front=3"],
+        r"front=3: the whole front is searched with predictors",
+    ),
+    "budgets that nobody looks at": (
+        ["method.train.distribution.tier_aware=true", "method.train.travels=supernet"],
+        r"tier_aware=true: where all clients get the same model nobody's budget is looked at",
+    ),
+    "tier below the smallest subnet": (
+        ["tiers.upper_bounds=[500000,7000000]"],
+        r"first tier's bound 500000 is below the smallest model's cost 549504",
+    ),
+    "no stages": (
+        ["space.stage_widths=[]", "space.stage_strides=[]", "space.depths=[]"],
+        r"space.stage_widths is empty: give the channels of at least one stage",
+    ),
     "unknown norm": (["space.norm=layer"], r"space.norm='layer': allowed are none, batch, group"),
     "unknown travels": (["method.train.travels=all"], r"travels='all': allowed are slices, supernet"),
     "field of another space": (["space.stage_layers=[1,1]"], r"resnet_elastic_small has no stage_layers; it has"),

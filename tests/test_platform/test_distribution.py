@@ -28,6 +28,7 @@ from fedloom.platform.distribution import (
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import Architecture
 from fedloom.platform.spaces.elastic import ElasticSpace
+from fedloom.platform.spaces.genome import PlainGenome
 from fedloom.platform.spaces.resnet import ResnetDesign
 from fedloom.tiers.costs import CostTable
 
@@ -40,6 +41,7 @@ class Fixed:
     """A space whose random draw is always the same."""
 
     smallest, largest = S, L
+    genome = PlainGenome((5,))
 
     def sample(self, _rng: np.random.Generator) -> Architecture:
         return M

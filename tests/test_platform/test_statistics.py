@@ -131,7 +131,7 @@ def test_calibration_samples_are_spread_and_come_without_test_data(setting: Sett
 def test_without_validation_data_a_subnet_cannot_be_scored(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = (torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.int64))
     monkeypatch.setattr(setting.worker, "central_data", lambda *_: nothing)
-    with pytest.raises(ValueError, match=r"without validation data: raise data\.validation_share"):
+    with pytest.raises(ValueError, match=r"estimated from: raise data\.validation_share"):
         calibration_samples(setting.worker)
 
 
@@ -172,11 +172,11 @@ def reference(module: nn.Sequential, batches: list[Tensor]) -> dict[str, Tensor]
     return {name: torch.stack(values).mean(0) for name, values in kept.items()}
 
 
-@pytest.mark.parametrize(("samples", "sizes"), [(24, [8, 8, 8]), (20, [7, 7, 6]), (5, [5]), (9, [5, 4])])
-def test_statistics_are_the_mean_over_batches(samples: int, sizes: list[int]) -> None:
+@pytest.mark.parametrize(("samples", "batches"), [(24, 3), (20, 3), (5, 1), (9, 2)])
+def test_statistics_are_the_mean_over_batches(samples: int, batches: int) -> None:
     module = two_norms().eval()
     x = torch.randn((samples, 2, 6, 6), generator=torch_stream(4, "test"))
-    expected = reference(module, list(torch.split(x, sizes)))
+    expected = reference(module, [x[first::batches] for first in range(batches)])
     parameters = {n: p.clone() for n, p in module.named_parameters()}
     estimate_statistics(module, x, batch_size=8)
     state = module.state_dict()
@@ -185,6 +185,16 @@ def test_statistics_are_the_mean_over_batches(samples: int, sizes: list[int]) ->
     assert all(torch.equal(p, parameters[n]) for n, p in module.named_parameters())
     assert not any(part.training for part in module.modules())
     assert [module[i].momentum for i in (1, 4)] == [0.1, 0.1]
+
+
+def test_samples_that_come_client_by_client_show_their_whole_variance() -> None:
+    module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1)).eval()
+    with torch.no_grad():
+        module[0].weight.fill_(1.0)
+    clients = torch.arange(4.0).repeat_interleave(128)[:, None]  # four clients, each with a value of its own
+    estimate_statistics(module, clients)
+    assert module[1].running_mean.item() == pytest.approx(1.5)
+    assert module[1].running_var.item() == pytest.approx(1.25, rel=0.02)
 
 
 def test_one_sample_more_than_the_batches_hold_is_no_batch_of_its_own() -> None:

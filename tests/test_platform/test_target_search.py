@@ -1,0 +1,202 @@
+"""SuperFedNAS's search: targets, winners, predictors that are refused, and what an elastic space's tiers begin at."""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedloom.platform.config import RunConfig, TiersConfig
+from fedloom.platform.distribution import Handout, random
+from fedloom.platform.execution import SerialExecutor
+from fedloom.platform.methods.superfednas import SEARCHED
+from fedloom.platform.methods.target_search import search_supernet
+from fedloom.platform.results.models import load_model
+from fedloom.platform.results.paths import find_run
+from fedloom.platform.results.tables import read_table
+from fedloom.platform.run import start_run
+from fedloom.platform.search.base import Interval
+from fedloom.platform.search.targets import (
+    Sample,
+    SearchSpaceCosts,
+    Target,
+    TargetSearchConfig,
+    check_reachable,
+    choose,
+    draw_samples,
+    parse_target,
+)
+from fedloom.platform.seeding import stream
+from fedloom.platform.spaces.elastic import ElasticSpace
+from fedloom.platform.spaces.resnet import ResnetDesign
+from fedloom.platform.worker import Worker
+from fedloom.platform.world import World, build_world, split_into_tiers
+
+Make = Callable[..., RunConfig]
+
+SMALL = ElasticSpace(
+    ResnetDesign("small", stem_channels=16, stage_widths=(32, 64), stage_strides=(2, 2), depths=(1, 1))
+)
+SEARCH = TargetSearchConfig(samples=30, min_tau=-1.0, population=10, generations=3, verify=3)
+
+
+TRAINED = {"rounds": 3, "epochs": 6, "lr": 0.1}
+"""Enough for subnets to differ."""
+
+
+def run(config: RunConfig) -> Path:
+    start_run(config, lambda world: SerialExecutor(Worker(world.spec)))
+    return Path(config.results)
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def test_every_tier_gets_a_winner_that_was_verified(elastic_config: Make) -> None:
+    config = elastic_config(norm="batch", method={"search": SEARCH}, train=TRAINED)
+    results = run(config)
+    candidates = read_table(results, "candidates")
+    world = build_world(config)
+    assert (candidates.tier == "samples").sum() == 30
+    for tier in world.tiers:
+        own = candidates[candidates.tier == tier.name]
+        assert len(own) == 3
+        assert own.macs.between(tier.lower, tier.upper, inclusive="right").all()
+        won = own[own.on_front]
+        assert len(won) == 1
+        assert won.metric.item() == own.metric.max()
+    evaluations = read_table(results, "evaluations")
+    searched = evaluations[(evaluations.model == SEARCHED) & (evaluations.metric == "accuracy")]
+    assert sorted(set(searched.tier)) == ["tier1", "tier2"]
+    assert "predictor_kendall_tau_accuracy" in set(evaluations.metric)
+
+
+def test_a_poor_predictor_ends_without_winners_and_with_everything_else(
+    elastic_config: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        results = run(elastic_config(method={"search": replace(SEARCH, min_tau=1.0)}))
+    evaluations = read_table(results, "evaluations")
+    assert read_table(results, "runs").status.tolist() == ["done"]
+    assert SEARCHED not in set(evaluations.model)
+    assert (evaluations.metric == "predictor_kendall_tau_accuracy").sum() == 1
+    assert ((evaluations.stage == "evaluation") & (evaluations.split == "test")).any()
+    assert any("no subnet was searched" in r.message and "below the required 1" in r.message for r in caplog.records)
+
+
+def test_without_predictors_every_candidate_is_scored(elastic_config: Make) -> None:
+    results = run(elastic_config(method={"search": replace(SEARCH, samples=0, predictor="none", budget=6)}))
+    candidates = read_table(results, "candidates")
+    assert candidates.groupby("tier", observed=True).size().to_dict() == {"tier1": 6, "tier2": 6}
+    assert candidates.metric.notna().all()
+
+
+def test_new_targets_need_no_training_and_are_refused_below_tau(elastic_config: Make) -> None:
+    config = elastic_config(norm="batch", train=TRAINED)
+    results = run(config)
+    paths = find_run(results, read_table(results, "runs").run_id.iloc[0])
+    weights, _ = load_model(paths, "supernet")
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    world = build_world(config)
+    executor = SerialExecutor(Worker(world.spec))
+    middle = (world.macs_table.smallest + world.macs_table.largest) / 2
+    wanted = replace(SEARCH, macs=[middle, world.macs_table.largest], tolerance=0.2)
+    found = search_supernet(world, wanted, weights, (), executor)
+    assert [f.target for f in found] == [f"macs={middle:.10g}", f"macs={world.macs_table.largest:.10g}"]
+    assert all(0.8 * t < f.macs <= t for f, t in zip(found, wanted.macs, strict=True))
+    assert all(0 <= f.metric <= 1 and math.isfinite(f.loss) for f in found)
+    assert all(np.array_equal(before[n], weights[n]) for n in before)
+    with pytest.raises(ValueError, match=r"below the required 1: measure more samples or lower min_tau$"):
+        search_supernet(world, replace(wanted, min_tau=1.0), weights, (), executor)
+
+
+def test_a_latency_is_measured_where_a_target_asks_for_it(elastic_config: Make) -> None:
+    config = elastic_config(
+        norm="batch",
+        train=TRAINED,
+        method={"search": replace(SEARCH, latency_s=[10.0], tolerance=0.999999999, front=3)},
+    )
+    results = run(config)
+    evaluations = read_table(results, "evaluations")
+    seconds = evaluations[(evaluations.metric == "latency_s") & (evaluations.tier == "samples")]
+    assert len(seconds) == 30
+    assert (seconds.value > 0).all()
+    assert (evaluations.metric == "latency_spread_s").sum() >= 30
+    assert (read_table(results, "candidates").tier == "front").sum() == 3
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_targets_are_read_and_refused() -> None:
+    table = SMALL.cost_table("macs")
+    target = parse_target("macs=4e6", 0.01, table)
+    assert (target.name, target.measure, target.interval) == ("macs=4000000", "macs", Interval(3.96e6, 4e6))
+    assert parse_target("latency_s=0.02", 0.1, table).interval.lower == pytest.approx(0.018)
+    for text in ("macs", "macs=", "macs=x", "flops=1e9", "macs=-1", "macs=inf", "latency_s=0"):
+        with pytest.raises(ValueError, match=r"give macs=VALUE or latency_s=VALUE, such as macs=1e9"):
+            parse_target(text, 0.01, table)
+    with pytest.raises(ValueError, match=r"smallest.* to .* \(largest\) MACs; choose a target in between"):
+        parse_target("macs=1e12", 0.01, table)
+
+
+def test_samples_hold_both_ends_and_are_distinct() -> None:
+    table = SMALL.cost_table("macs")
+    samples = draw_samples(SMALL.genome, table, 40, seed=3)
+    assert len(set(samples)) == len(samples) == 40
+    costs = [table.cost(a) for a in samples]
+    assert (min(costs), max(costs)) == (table.smallest, table.largest)
+    assert samples == draw_samples(SMALL.genome, table, 40, seed=3)
+    assert samples != draw_samples(SMALL.genome, table, 40, seed=4)
+
+
+def test_the_winner_is_the_most_accurate_that_meets_its_target() -> None:
+    cost = {(0,): 1.0, (1,): 2.0, (2,): 3.0}
+    slow, fast = Sample((0,), 0.5, 0.9, latency_s=0.03), Sample((1,), 0.6, 0.8, latency_s=0.01)
+    failed = Sample((2,), math.nan, 0.95, latency_s=0.01)
+    latency = Target("latency_s=0.02", "latency_s", Interval(0.018, 0.02))
+    assert choose(latency, [slow, fast, failed], cost) == fast
+    assert choose(latency, [slow], cost) is None, "a subnet that misses its target has not won it"
+    macs = Target("macs=3", "macs", Interval(0, 3))
+    assert choose(macs, [slow, fast, failed], cost) == slow
+    tied = [Sample((1,), 0.5, 0.9), Sample((0,), 0.5, 0.9), Sample((2,), 0.4, 0.9)]
+    assert choose(macs, tied, cost) == tied[2], "then the smaller loss"
+    assert choose(macs, tied[:2], cost) == tied[1], "then the smaller cost"
+    assert choose(macs, [failed], cost) is None
+
+
+def test_a_tier_without_a_subnet_says_what_to_change() -> None:
+    table = SMALL.cost_table("macs")
+    costs = SearchSpaceCosts(SMALL.genome, table, table)
+    with pytest.raises(ValueError, match=r"so tier1 has none: use fewer tiers, give tiers.upper_bounds, or"):
+        check_reachable(Target("tier1", "budget", Interval(0, table.smallest - 1)), costs, seed=1)
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_the_lowest_tier_can_train_the_smallest_subnet(elastic_config: Make, count: int) -> None:
+    config = elastic_config(tiers=TiersConfig(count=count, paths=2000, rho_high=0.5))
+    space = ElasticSpace(ResnetDesign())
+    tiers = split_into_tiers(config, space, space.cost_table("macs"))
+    assert len(tiers) == count
+    assert tiers[0].upper > space.cost_table("macs").cost(space.smallest)
+
+
+def test_budgets_never_fall_below_the_smallest_subnet(elastic_config: Make) -> None:
+    world: World = build_world(elastic_config())
+    space = world.space
+    assert isinstance(space, ElasticSpace)
+    budgets = tuple(world.training_budget(c, "supernet", 0) for c in range(8))
+    handout = Handout(space, world.cost_table, 0, tuple(range(8)), budgets, (), {}, stream(1, "test"))
+    for client, architecture in enumerate(random(handout)):
+        assert world.cost_table.cost(architecture) <= world.tier(client).upper
+
+
+def test_widths_that_round_to_the_same_channels_count_once() -> None:
+    assert ElasticSpace(ResnetDesign()).num_architectures == 577_200_625
+    narrow = ElasticSpace(ResnetDesign(width_multiplier=0.25))
+    channels = [len({narrow.design.mid_channels(s, w) for w in range(5)}) for s in range(4)]  # type: ignore[attr-defined]
+    assert channels == [2, 3, 5, 5]
+    assert narrow.num_architectures == math.prod(n + n**2 + n**3 for n in channels)
