@@ -67,7 +67,18 @@ def _name(experiment: str, values: dict[str, Any], others: list[dict[str, Any]])
         key for key in sorted(values) if all(key in o for o in others) and any(o[key] != values[key] for o in others)
     ]
     more = [f"and {len(keys) - MOST_KEYS} more"] if len(keys) > MOST_KEYS else []
-    return ", ".join([experiment, *(f"{key}={_short(values[key])}" for key in keys[:MOST_KEYS]), *more])
+    shown = [f"{_brief(key, values)}={_short(values[key])}" for key in keys[:MOST_KEYS]]
+    return ", ".join([experiment, *shown, *more])
+
+
+def _brief(key: str, values: Mapping[str, Any]) -> str:
+    """The end of a key that no other key has: legends are narrow."""
+    parts = key.split(".")
+    for length in range(1, len(parts)):
+        end = ".".join(parts[-length:])
+        if not any(other.endswith(f".{end}") or other == end for other in values if other != key):
+            return end
+    return key
 
 
 def _short(value: Any) -> str:
