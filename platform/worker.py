@@ -13,6 +13,7 @@ from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import Architecture, SearchSpace, SliceMap, Weights
 from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.darts_operators import Noise
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.training import own_randomness
 from fedloom.tiers.costs import CostTable
@@ -47,7 +48,7 @@ class Worker:
         self.device = torch.device(spec.device)
         self._subnets: OrderedDict[Architecture, nn.Module] = OrderedDict()
         self._tensors: dict[int, dict[str, Tensor]] = {}
-        self._drops: dict[int, bool] = {}
+        self._draws: dict[int, bool] = {}
         self._loaded: object = None
         self.calibration: Tensor | None = None
         self._central: tuple[tuple[str, float], tuple[Tensor, Tensor]] | None = None
@@ -74,7 +75,7 @@ class Worker:
             if len(self._subnets) > SUBNETS_KEPT:
                 _, dropped = self._subnets.popitem(last=False)
                 self._tensors.pop(id(dropped), None)
-                self._drops.pop(id(dropped), None)
+                self._draws.pop(id(dropped), None)
         self._subnets.move_to_end(architecture)
         return self._subnets[architecture]
 
@@ -85,10 +86,11 @@ class Worker:
         return self._tensors[id(module)]
 
     def randomness(self, module: nn.Module, generator: torch.Generator) -> AbstractContextManager[None]:
-        """Where a module drops units while it trains, a block in which that depends on the generator's seed alone."""
-        if id(module) not in self._drops:
-            self._drops[id(module)] = any(isinstance(part, nn.modules.dropout._DropoutNd) for part in module.modules())
-        return own_randomness(generator, self.device) if self._drops[id(module)] else nullcontext()
+        """Where a module drops units or draws noise, a block in which that depends on the generator's seed alone."""
+        if id(module) not in self._draws:
+            drawing = (nn.modules.dropout._DropoutNd, Noise)
+            self._draws[id(module)] = any(isinstance(part, drawing) for part in module.modules())
+        return own_randomness(generator, self.device) if self._draws[id(module)] else nullcontext()
 
     @staticmethod
     def set_mode(module: nn.Module, training: bool) -> None:

@@ -10,6 +10,16 @@ from fedloom.platform.plugins import resolve
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.cnn import CNN_CIFAR, CNN_CIFAR_WIDE, CNN_DIGITS, CnnDesign, cnn_space
 from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.darts import (
+    DARTS_FULL,
+    DARTS_S1,
+    DARTS_S2,
+    DARTS_S2_SMALL,
+    DARTS_S3,
+    DARTS_S4,
+    DartsDesign,
+    DartsSpace,
+)
 from fedloom.platform.spaces.elastic import ElasticDesign, ElasticSpace
 from fedloom.platform.spaces.resnet import RESNET_SMALL, ResnetDesign
 from fedloom.platform.spaces.tcn import TcnDesign
@@ -44,12 +54,18 @@ def _elastic(default: ElasticDesign, config: SpaceConfig) -> SearchSpace:
     return ElasticSpace(_changed(default, config))
 
 
+def _darts(default: DartsDesign, config: SpaceConfig) -> SearchSpace:
+    return DartsSpace(_changed(default, config))
+
+
 _CNNS = (CNN_CIFAR, CNN_CIFAR_WIDE, CNN_DIGITS)
 _ELASTIC: tuple[ElasticDesign, ...] = (ResnetDesign(), RESNET_SMALL, TcnDesign())
+_DARTS = (DARTS_S1, DARTS_S2, DARTS_S3, DARTS_S4, DARTS_FULL, DARTS_S2_SMALL)
 
 SPACES: Mapping[str, SpaceBuilder] = MappingProxyType(
     {design.name: partial(_cnn, design) for design in _CNNS}
     | {design.name: partial(_elastic, design) for design in _ELASTIC}
+    | {design.name: partial(_darts, design) for design in _DARTS}
 )
 """The builders of the spaces that ship with fedloom, by name."""
 

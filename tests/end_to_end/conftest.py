@@ -60,7 +60,11 @@ TINY_ELASTIC = [
 TINY_RUNS = {
     "fedoras": TINY,
     "superfednas": TINY_ELASTIC,
-    "multi_stage": [*TINY_ELASTIC, "method.train.travels=supernet", "method.train.shrinking.subnets_per_batch=2"],
+    "multi_stage": [
+        *(o for o in TINY_ELASTIC if "tier_aware" not in o),
+        "method.train.travels=supernet",
+        "method.train.shrinking.subnets_per_batch=2",
+    ],
 }
 
 
