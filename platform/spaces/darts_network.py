@@ -1,0 +1,241 @@
+"""Networks of DARTS cells (Liu et al. 2019; SPIDER, App. B.2): their design, their cells, and what they carry.
+
+What a network carries is a subspace: the kept operators per edge, all with weight 1; an edge that keeps none is pruned.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.platform.spaces.base import Architecture
+from fedloom.platform.spaces.darts_operators import OPERATORS, FactorisedReduction, ReluConvNorm, strided
+from fedloom.platform.spaces.operator_choice import Subspace
+
+CELL_TYPES: Final = ("normal", "reduction")
+"""The decisions of a space are the edges of the normal cell, then those of the reduction cell."""
+
+Edge = tuple[int, int]
+"""Source and target node; 0 and 1 are the cell's inputs (the cell before the last, the last), the others its nodes."""
+
+
+@dataclass(frozen=True)
+class DartsDesign:
+    """The size of a network of cells and the operators of its edges.
+
+    `input_shape` is (C, H, W); `channels` are those of a node before the first reduction, each reduction doubles them;
+    `nodes` are the intermediate nodes of a cell, `stem_multiplier` times `channels` leave the stem. `operators` are the
+    names for every edge, or one tuple of names per decision. `affine` gives the norms of the cells scale and shift.
+
+    Raises:
+        ValueError: a size that cannot be built, or operators that are unknown, repeated or not one tuple per edge.
+    """
+
+    name: str
+    input_shape: tuple[int, int, int] = (3, 32, 32)
+    num_classes: int = 10
+    cells: int = 8
+    channels: int = 16
+    nodes: int = 4
+    stem_multiplier: int = 3
+    operators: tuple[str, ...] | tuple[tuple[str, ...], ...] = ("skip_connect", "sep_conv_3x3")
+    affine: bool = False
+
+    def __post_init__(self) -> None:
+        for field, least in (("num_classes", 1), ("cells", 3), ("channels", 1), ("nodes", 1), ("stem_multiplier", 1)):
+            if getattr(self, field) < least:
+                raise ValueError(f"space {self.name}: {field} must be at least {least}, given {getattr(self, field)}")
+        if len(self.input_shape) != 3 or min(self.input_shape) < 1 or any(n % 4 for n in self.input_shape[1:]):
+            raise ValueError(
+                f"space {self.name} takes images (C, H, W) with sides that two reductions can halve, multiples of 4, "
+                f"given {tuple(self.input_shape)}"
+            )
+        _check_operators(self)
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """The edges of one cell, those into the first node first: every earlier node and input leads to a node."""
+        return tuple((source, node) for node in range(2, self.nodes + 2) for source in range(node))
+
+    @property
+    def operator_names(self) -> tuple[tuple[str, ...], ...]:
+        """The operators of every decision."""
+        rows = [row for row in self.operators if not isinstance(row, str)]
+        if rows:
+            return tuple(map(tuple, rows))
+        return (tuple(map(str, self.operators)),) * (2 * len(self.edges))
+
+    def edge_name(self, decision: int) -> str:
+        """A decision as people read it, such as `normal 0->2`."""
+        cell_type, edge = divmod(decision, len(self.edges))
+        source, node = self.edges[edge]
+        return f"{CELL_TYPES[cell_type]} {source}->{node}"
+
+
+def _check_operators(design: DartsDesign) -> None:
+    per_edge = sum(not isinstance(row, str) for row in design.operators)
+    decisions = 2 * len(design.edges)
+    if per_edge not in (0, len(design.operators)) or (per_edge and per_edge != decisions):
+        raise ValueError(
+            f"space {design.name}: operators are names for every edge, or one tuple of names for each of the "
+            f"{decisions} edges, given {per_edge} tuples and {len(design.operators) - per_edge} names"
+        )
+    for decision, names in enumerate(design.operator_names):
+        edge = f"space {design.name}: edge {design.edge_name(decision)}"
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"{edge} needs at least one operator and each once, given {', '.join(names) or 'none'}")
+        for name in names:
+            if name not in OPERATORS:
+                raise ValueError(f"{edge}: unknown operator {name!r}: known are {', '.join(OPERATORS)}")
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """What one cell of a network is: its type, its channels, and the height and width of its inputs.
+
+    `halve_first` is set after a reduction: the input from the cell before the last is still twice as large.
+    """
+
+    reduction: bool
+    halve_first: bool
+    in_channels: tuple[int, int]
+    channels: int
+    size: tuple[int, int]
+
+    def stride(self, source: int) -> int:
+        """The stride of the edges that leave a node: a reduction cell halves its inputs alone."""
+        return 2 if self.reduction and source < 2 else 1
+
+    def state_shape(self, source: int) -> tuple[int, int, int, int]:
+        """What an edge from this node reads, for one sample."""
+        halving = 2 if self.reduction and source >= 2 else 1
+        return 1, self.channels, self.size[0] // halving, self.size[1] // halving
+
+
+def plan_cells(design: DartsDesign) -> tuple[CellPlan, ...]:
+    """The cells in order; the reductions are at 1/3 and 2/3 of the depth, rounded down (Liu et al. 2019)."""
+    plans: list[CellPlan] = []
+    before, last, channels = (design.stem_multiplier * design.channels,) * 2 + (design.channels,)
+    height, width = design.input_shape[1:]
+    reduced = False
+    for cell in range(design.cells):
+        reduction = cell in (design.cells // 3, 2 * design.cells // 3)
+        channels = 2 * channels if reduction else channels
+        plans.append(CellPlan(reduction, reduced, (before, last), channels, (height, width)))
+        before, last, reduced = last, design.nodes * channels, reduction
+        if reduction:
+            height, width = height // 2, width // 2
+    return tuple(plans)
+
+
+class SearchableEdge(nn.Module):
+    """Some or all operators of one edge, by option index; `names` are those of all its options."""
+
+    def __init__(self, edge: str, names: Sequence[str], ops: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        self.edge, self.names = edge, tuple(names)
+        self.ops = nn.ModuleDict({str(option): module for option, module in ops.items()})
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The option indices of the operators that are here."""
+        return tuple(map(int, self.ops))
+
+    def forward(self, x: Tensor, options: Sequence[int]) -> Tensor:
+        """The sum of the operators' outputs."""
+        outputs: list[Tensor] = [self._operator(option)(x) for option in options]
+        return reduce(torch.add, outputs)
+
+    def _operator(self, option: int) -> nn.Module:
+        key = str(option)
+        if key not in self.ops:
+            held = ", ".join(f"{o} ({self.names[o]})" for o in self.held) or "nothing"
+            name = self.names[option] if 0 <= option < len(self.names) else "unknown"
+            raise ValueError(f"edge {self.edge} holds {held}, not {option} ({name})")
+        return self.ops[key]
+
+
+class Cell(nn.Module):
+    """`forward(before, last, kept)`: the concatenation of the nodes, (N, nodes * channels, H', W')."""
+
+    def __init__(self, plan: CellPlan, edges: Sequence[SearchableEdge], nodes: int, affine: bool) -> None:
+        super().__init__()
+        before, last = plan.in_channels
+        preprocess = FactorisedReduction if plan.halve_first else ReluConvNorm
+        self.reduction, self.nodes = plan.reduction, nodes
+        self.preprocess0: nn.Module = preprocess(before, plan.channels, affine)
+        self.preprocess1 = ReluConvNorm(last, plan.channels, affine)
+        self.edges = nn.ModuleList(edges)
+
+    def forward(self, before: Tensor, last: Tensor, kept: Subspace) -> Tensor:
+        states = [self.preprocess0(before), self.preprocess1(last)]
+        rows = zip(self.edges, kept, strict=True)
+        for _ in range(self.nodes):
+            incoming = zip(states, itertools.islice(rows, len(states)), strict=True)
+            terms = [edge(x, options) for x, (edge, options) in incoming if options]
+            states.append(reduce(torch.add, terms) if terms else self._nothing(states[0]))
+        return torch.cat(states[2:], dim=1)
+
+    def _nothing(self, x: Tensor) -> Tensor:
+        """The value of a node whose edges are all pruned."""
+        return torch.zeros_like(strided(x, 2 if self.reduction else 1))
+
+
+class DartsNetwork(nn.Module):
+    """Stem, cells and classifier: `forward(x_NCHW, kept)` gives logits (N, classes).
+
+    `kept` is a subspace of what the network holds, or an architecture; without it, all that the network holds is used.
+    There is no active path: what is used is an argument.
+    """
+
+    def __init__(self, design: DartsDesign, kept: Subspace) -> None:
+        super().__init__()
+        width = design.stem_multiplier * design.channels
+        plans = plan_cells(design)
+        self.design, self.plans, self.held = design, plans, kept
+        self.stem = nn.Sequential(
+            nn.Conv2d(design.input_shape[0], width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        )
+        self.cells = nn.ModuleList(
+            Cell(plan, _edges(design, plan, kept), design.nodes, design.affine) for plan in plans
+        )
+        self.head = nn.Linear(design.nodes * plans[-1].channels, design.num_classes)
+
+    def forward(self, x: Tensor, kept: Subspace | Architecture | None = None) -> Tensor:
+        """Raises ValueError naming the edge, if `kept` asks for an operator that the network does not hold."""
+        used = self.held if kept is None else as_subspace(kept)
+        by_type = _of_types(self.design, used)
+        before = last = self.stem(x)
+        for plan, cell in zip(self.plans, self.cells, strict=True):
+            before, last = last, cell(before, last, by_type[plan.reduction])
+        y: Tensor = self.head(last.mean(dim=(2, 3)))
+        return y
+
+
+def as_subspace(kept: Subspace | Architecture) -> Subspace:
+    """An architecture as the subspace of its operators; a subspace as it is."""
+    return tuple(tuple(row) if isinstance(row, (tuple, list)) else (int(row),) for row in kept)
+
+
+def _of_types(design: DartsDesign, kept: Subspace) -> tuple[Subspace, Subspace]:
+    edges = len(design.edges)
+    if len(kept) != 2 * edges:
+        raise ValueError(f"{design.name} has {2 * edges} edges ({edges} per cell type), given {len(kept)}")
+    return kept[:edges], kept[edges:]
+
+
+def _edges(design: DartsDesign, plan: CellPlan, kept: Subspace) -> list[SearchableEdge]:
+    first = len(design.edges) if plan.reduction else 0
+    found = []
+    for decision, (source, _node) in enumerate(design.edges, start=first):
+        names = design.operator_names[decision]
+        ops = {
+            option: OPERATORS[names[option]](plan.channels, plan.stride(source), design.affine)
+            for option in kept[decision]
+        }
+        found.append(SearchableEdge(design.edge_name(decision), names, ops))
+    return found

@@ -1,0 +1,497 @@
+"""DARTS cells: edges, subspaces, tensors, costs, and a reference written out with plain functions."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedloom.platform.seeding import stream, torch_stream
+from fedloom.platform.spaces.base import Weights, bytes_of, extract
+from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.darts import DARTS, DartsSpace, as_subspace
+from fedloom.platform.spaces.darts_network import DartsDesign, plan_cells
+from fedloom.platform.spaces.darts_operators import OPERATORS
+from fedloom.platform.spaces.operator_choice import Subspace
+from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.subspace import size_of
+from fedloom.platform.worker import Worker, WorkerSpec
+from fedloom.tiers.measure import MEASURES, activation_bytes_of, macs_of, parameters_of
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def space_of(name: str, **changes: Any) -> DartsSpace:
+    space = build_space(SpaceConfig(name, **changes))
+    assert isinstance(space, DartsSpace)
+    return space
+
+
+SMALL = space_of("darts_s2_small")
+MIXED = DartsSpace(
+    DartsDesign("mixed", (2, 8, 8), 5, cells=4, channels=2, nodes=2, operators=tuple(DARTS), affine=True)
+)
+
+
+def random_weights(space: DartsSpace, seed: int) -> dict[str, Tensor]:
+    """Weights whose norms have seen data."""
+    generator = torch_stream(seed, "test")
+    weights = space.initial_weights(generator)
+    for tensor in weights.values():
+        if tensor.is_floating_point() and tensor.dim() == 1:
+            tensor.uniform_(0.5, 1.5, generator=generator)
+    return weights
+
+
+def inputs(space: DartsSpace, batch: int = 2) -> Tensor:
+    return torch.randn(batch, *space.input_shape, generator=torch_stream(0, "x"))
+
+
+def random_subspace(space: DartsSpace, rng: np.random.Generator) -> Subspace:
+    """Each operator kept with probability .4: some edges are pruned, some nodes are left with nothing."""
+    return tuple(tuple(np.flatnonzero(rng.random(n) < 0.4).tolist()) for n in space.options)
+
+
+# -- edges and counts -------------------------------------------------------------------------------------------------
+
+
+def test_the_published_counts() -> None:
+    s2 = space_of("darts_s2")
+    assert s2.options == (2,) * 28
+    assert s2.num_architectures == 268_435_456
+    assert s2.operator_names == (("skip_connect", "sep_conv_3x3"),) * 28
+    assert space_of("darts_s3").operator_names[27] == ("none", "skip_connect", "sep_conv_3x3")
+    assert space_of("darts_s4").operator_names[0] == ("noise", "sep_conv_3x3")
+    assert space_of("darts_full").options == (8,) * 28
+
+
+def test_s1_has_two_operators_of_its_own_on_every_edge() -> None:
+    s1 = space_of("darts_s1")
+    assert s1.options == (2,) * 28
+    assert s1.operator_names[0] == ("skip_connect", "dil_conv_3x3")
+    assert s1.operator_names[13] == ("dil_conv_3x3", "dil_conv_5x5")
+    assert s1.operator_names[14] == ("max_pool_3x3", "avg_pool_3x3")
+    assert s1.operator_names[20] == ("max_pool_3x3", "sep_conv_3x3")
+    assert s1.operator_names[27] == ("skip_connect", "dil_conv_5x5")
+
+
+def test_edges_are_named_for_people() -> None:
+    s2 = space_of("darts_s2")
+    edges = s2.edges("normal")
+    assert edges[:5] == ((0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
+    assert len(edges) == 14
+    assert edges[-1] == (4, 5)
+    assert s2.edges("reduction") == edges
+    assert s2.decisions("reduction") == range(14, 28)
+    assert [s2.edge_name(d) for d in (0, 13, 14, 27)] == [
+        "normal 0->2",
+        "normal 4->5",
+        "reduction 0->2",
+        "reduction 4->5",
+    ]
+    with pytest.raises(ValueError, match="unknown cell type 'reduce': known are normal, reduction"):
+        s2.edges("reduce")
+    with pytest.raises(ValueError, match="has the edges 0 to 27, given 28"):
+        s2.edge_name(28)
+
+
+@pytest.mark.parametrize(("cells", "at"), [(3, [1, 2]), (4, [1, 2]), (5, [1, 3]), (8, [2, 5]), (20, [6, 13])])
+def test_reductions_are_at_a_third_and_two_thirds(cells: int, at: list[int]) -> None:
+    plans = plan_cells(DartsDesign("d", cells=cells))
+    assert [i for i, plan in enumerate(plans) if plan.reduction] == at
+    assert [i for i, plan in enumerate(plans) if plan.halve_first] == [i + 1 for i in at if i + 1 < cells]
+    assert (plans[0].channels, plans[-1].channels) == (16, 64)
+
+
+def test_sizes_of_the_search_networks() -> None:
+    """DARTS prints 1.930618 million for its own search network of this size; the others follow by hand.
+
+    s2: a separable convolution of c channels has 2 (9 c + c^2) parameters, on 14 edges of 2 + 2 + 2 normal cells of
+    16, 32, 64 channels and of two reduction cells of 32, 64; a strided skip has c^2, on 8 edges; the rest is fixed.
+    """
+    assert space_of("darts_full").num_parameters.supernet == 1_930_618
+    sizes = space_of("darts_s2").num_parameters
+    separable = {c: 2 * (9 * c + c * c) for c in (16, 32, 64)}
+    searched = 14 * (2 * sum(separable.values()) + separable[32] + separable[64]) + 8 * (32**2 + 64**2)
+    stem, preprocessing, head = 3 * 48 * 9 + 2 * 48, 95_488, 256 * 10 + 10
+    assert sizes.fixed == stem + preprocessing + head == 99_450
+    assert sizes.supernet == sizes.fixed + searched == 665_466
+    assert (sizes.smallest_path, sizes.largest_path) == (99_450 + 40_960, 665_466 - 40_960)
+
+
+def test_architectures_are_sampled_and_enumerated() -> None:
+    assert SMALL.num_architectures == 1024
+    assert list(itertools.islice(SMALL.enumerate(), 3)) == [(0,) * 10, (0,) * 9 + (1,), (0,) * 8 + (1, 0)]
+    rng = stream(1, "test")
+    drawn = [SMALL.sample(rng) for _ in range(2000)]
+    assert all(type(option) is int for option in drawn[0])
+    assert np.abs(np.array(drawn).mean(axis=0) - 0.5).max() < 0.05  # 4.5 standard deviations
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ((0,) * 9, "an architecture of darts_s2_small has 10 edges, given 9"),
+        ((0, 0, 2, *(0,) * 7), r"normal 0->3 .* operators 0 \(skip_connect\), 1 \(sep_conv_3x3\), given 2"),
+        ((*(0,) * 9, -1), "reduction 2->3 .* given -1"),
+        ((*(0,) * 9, 1.0), r"reduction 2->3 .* given 1\.0"),
+    ],
+)
+def test_an_architecture_outside_the_space_is_named(architecture: Any, message: str) -> None:
+    for refuse in (SMALL.validate, SMALL.slices, SMALL.build_subnet):
+        with pytest.raises(ValueError, match=message):
+            refuse(architecture)
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (((0,),) * 11, "a subspace of darts_s2_small has 10 edges, given 11"),
+        (((0,), (1, 0), *((0,),) * 8), r"normal 1->2 .* distinct operators in order, given \(1, 0\)"),
+        (((0,), (1, 1), *((0,),) * 8), r"normal 1->2 .* given \(1, 1\)"),
+        ((*((0,),) * 9, (0, 2)), "reduction 2->3 .* given 2"),
+        ((0,) * 10, "normal 0->2 .* keeps a tuple of operators, given 0"),
+    ],
+)
+def test_a_subspace_outside_the_space_is_named(kept: Any, message: str) -> None:
+    for refuse in (SMALL.validate_subspace, SMALL.subspace_slices, SMALL.build_subspace):
+        with pytest.raises(ValueError, match=message):
+            refuse(kept)
+
+
+def test_a_network_names_what_it_does_not_hold() -> None:
+    net = SMALL.build_subspace(((0,), (), *((0, 1),) * 8))
+    x = inputs(SMALL)
+    with pytest.raises(ValueError, match=r"normal 0->2 holds 0 \(skip_connect\), not 1 \(sep_conv_3x3\)"):
+        net(x, ((1,), (), *((0, 1),) * 8))
+    with pytest.raises(ValueError, match=r"normal 1->2 holds nothing, not 0 \(skip_connect\)"):
+        net(x, (0,) * 10)
+    with pytest.raises(ValueError, match="not 7 \\(unknown\\)"):
+        net(x, ((7,), (), *((0, 1),) * 8))
+    with pytest.raises(ValueError, match=r"has 10 edges \(5 per cell type\), given 9"):
+        net(x, (0,) * 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cells": 2}, "cells must be at least 3, given 2"),
+        ({"nodes": 0}, "nodes must be at least 1"),
+        ({"channels": 0}, "channels must be at least 1"),
+        ({"input_shape": [1, 6, 8]}, r"multiples of 4, given \(1, 6, 8\)"),
+        ({"input_shape": [8, 8]}, "takes images"),
+        ({"operators": ["skip_connect", "conv"]}, "edge normal 0->2: unknown operator 'conv': known are none, noise"),
+        ({"operators": ["noise", "noise"]}, "each once, given noise, noise"),
+        ({"operators": []}, "at least one operator"),
+        ({"stem_channels": 3}, "has no stem_channels; it has .*cells, channels, nodes"),
+    ],
+)
+def test_designs_that_cannot_be_built(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        space_of("darts_s2_small", **changes)
+
+
+def test_a_table_of_operators_belongs_to_its_edges() -> None:
+    with pytest.raises(ValueError, match="each of the 10 edges, given 28 tuples and 0 names"):
+        space_of("darts_s1", nodes=2)
+    assert space_of("darts_s1", nodes=2, operators=["noise"]).options == (1,) * 10
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("space", [SMALL, MIXED], ids=["small", "mixed"])
+def test_slices_are_complete_and_disjoint(space: DartsSpace) -> None:
+    names = list(space.build_supernet().state_dict())
+    assert list(space.owner_of) == names
+    pairs = [(decision, option) for decision, n in enumerate(space.options) for option in range(n)]
+    groups = [space.fixed_tensors, *(space.operator_tensors(*pair) for pair in pairs)]
+    assert sorted(itertools.chain(*groups)) == sorted(names)
+    assert set(space.subspace_slices(space.largest_subspace)) == set(names)
+    nothing: Subspace = ((),) * len(space.options)
+    assert set(space.subspace_slices(nothing)) == set(space.fixed_tensors) == set(_state(space, nothing))
+
+
+def _state(space: DartsSpace, kept: Subspace) -> dict[str, Tensor]:
+    return space.build_subspace(kept).state_dict()
+
+
+def test_an_operators_tensors_are_those_of_all_cells_of_its_type() -> None:
+    s2 = space_of("darts_s2")
+    assert {name.split(".")[1] for name in s2.operator_tensors(3, 1)} == {"0", "1", "3", "4", "6", "7"}
+    assert {name.split(".")[1] for name in s2.operator_tensors(14 + 3, 1)} == {"2", "5"}
+    assert s2.operator_tensors(3, 0) == ()  # an identity
+    assert s2.owner_of["cells.5.edges.0.ops.0.even.weight"] == (14, 0)
+    assert s2.owner_of["cells.5.preprocess0.conv.weight"] is None
+    assert s2.owner_of["cells.6.preprocess0.odd.weight"] is None
+    assert {None} == {s2.owner_of[name] for name in s2.owner_of if name.startswith(("stem", "head"))}
+
+
+def test_slices_name_exactly_the_tensors_of_a_network() -> None:
+    weights = random_weights(MIXED, 0)
+    rng = stream(2, "test")
+    for _ in range(5):
+        kept = random_subspace(MIXED, rng)
+        own, state = extract(weights, MIXED.subspace_slices(kept)), _state(MIXED, kept)
+        assert set(own) == set(state)
+        assert all(own[name].shape == t.shape and own[name].dtype == t.dtype for name, t in state.items())
+        assert all(own[name].data_ptr() == weights[name].data_ptr() for name in own)
+
+
+def test_initial_weights_come_from_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    first = SMALL.initial_weights(torch_stream(1, "init"))
+    again = SMALL.initial_weights(torch_stream(1, "init"))
+    other = SMALL.initial_weights(torch_stream(2, "init"))
+    path = (1, 0) * 5
+    subnet = SMALL.initial_subnet_weights(path, torch_stream(1, "init"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert list(first) == list(SMALL.owner_of)
+    assert all(torch.equal(first[name], again[name]) and bool(first[name].isfinite().all()) for name in first)
+    assert not torch.equal(first["stem.0.weight"], other["stem.0.weight"])
+    assert set(subnet) == set(SMALL.slices(path))
+
+
+def test_networks_without_weights_do_not_pass_for_trained_ones() -> None:
+    assert bool(SMALL.build_supernet().eval()(inputs(SMALL)).isnan().all())
+    assert bool(SMALL.build_subnet((0,) * 10).eval()(inputs(SMALL)).isnan().all())
+
+
+def test_norms_have_scale_and_shift_only_if_asked() -> None:
+    assert "cells.0.preprocess1.norm.weight" not in SMALL.owner_of
+    assert "cells.0.preprocess1.norm.weight" in MIXED.owner_of
+    assert "stem.1.weight" in SMALL.owner_of
+
+
+# -- what the networks compute ----------------------------------------------------------------------------------------
+
+
+def _norm(x: Tensor, w: Weights, at: str) -> Tensor:
+    return F.batch_norm(x, w[f"{at}.running_mean"], w[f"{at}.running_var"], w.get(f"{at}.weight"), w.get(f"{at}.bias"))
+
+
+def _reduced(x: Tensor, w: Weights, at: str) -> Tensor:
+    x = x.relu()
+    halves = [F.conv2d(x[:, :, i::2, i::2], w[f"{at}.{name}.weight"]) for i, name in enumerate(("even", "odd"))]
+    return _norm(torch.cat(halves, 1), w, f"{at}.norm")
+
+
+def _preprocessed(x: Tensor, w: Weights, at: str) -> Tensor:
+    if f"{at}.even.weight" in w:
+        return _reduced(x, w, at)
+    return _norm(F.conv2d(x.relu(), w[f"{at}.conv.weight"]), w, f"{at}.norm")
+
+
+def _depthwise(x: Tensor, w: Weights, at: str, first: int, stride: int, dilation: int) -> Tensor:
+    kernel = w[f"{at}.{first + 1}.weight"]
+    padding = dilation * (kernel.shape[-1] - 1) // 2
+    x = F.conv2d(x.relu(), kernel, None, stride, padding, dilation, groups=x.shape[1])
+    return _norm(F.conv2d(x, w[f"{at}.{first + 2}.weight"]), w, f"{at}.{first + 3}")
+
+
+def _operated(x: Tensor, name: str, w: Weights, at: str, stride: int) -> Tensor:
+    if name == "none":
+        return 0 * x[:, :, ::stride, ::stride]
+    if name == "skip_connect":
+        return x if stride == 1 else _reduced(x, w, at)
+    if name == "max_pool_3x3":
+        return _norm(F.max_pool2d(x, 3, stride, 1), w, f"{at}.1")
+    if name == "avg_pool_3x3":
+        inside = F.avg_pool2d(torch.ones_like(x), 3, stride, 1)
+        return _norm(F.avg_pool2d(x, 3, stride, 1) / inside, w, f"{at}.1")
+    if name.startswith("dil"):
+        return _depthwise(x, w, at, 0, stride, 2)
+    return _depthwise(_depthwise(x, w, at, 0, stride, 1), w, at, 4, 1, 1)
+
+
+def reference(space: DartsSpace, x: Tensor, w: Weights, kept: Subspace) -> Tensor:
+    """The logits in evaluation mode, from the tensors by name."""
+    before = last = _norm(F.conv2d(x, w["stem.0.weight"], padding=1), w, "stem.1")
+    design = space.design
+    for cell in range(design.cells):
+        reduction = cell in (design.cells // 3, 2 * design.cells // 3)
+        states = [_preprocessed(s, w, f"cells.{cell}.preprocess{i}") for i, s in enumerate((before, last))]
+        halving = 2 if reduction else 1
+        states += [torch.zeros_like(states[0][:, :, ::halving, ::halving]) for _ in range(design.nodes)]
+        for edge, (source, node) in enumerate(space.edges("normal")):
+            decision = edge + reduction * len(space.edges("normal"))
+            for option in kept[decision]:
+                name, at = space.operator_names[decision][option], f"cells.{cell}.edges.{edge}.ops.{option}"
+                states[node] = states[node] + _operated(states[source], name, w, at, halving if source < 2 else 1)
+        before, last = last, torch.cat(states[2:], 1)
+    return F.linear(last.mean((2, 3)), w["head.weight"], w["head.bias"])
+
+
+def test_networks_compute_what_the_reference_computes() -> None:
+    weights, rng = random_weights(MIXED, 3), stream(3, "test")
+    supernet = MIXED.build_supernet().eval()
+    supernet.load_state_dict(weights)
+    x = inputs(MIXED)
+    outputs = []
+    for kept in [MIXED.largest_subspace, *(random_subspace(MIXED, rng) for _ in range(8))]:
+        with torch.no_grad():
+            outputs.append(supernet(x, kept))
+            torch.testing.assert_close(outputs[-1], reference(MIXED, x, weights, kept), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(outputs[0], outputs[1])
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(st.tuples(*[st.sampled_from([(), (0,), (1,), (0, 1)])] * 10))
+def test_a_stand_alone_subspace_equals_the_supernet_bitwise(kept: Subspace) -> None:
+    weights = random_weights(SMALL, 4)
+    supernet, alone = SMALL.build_supernet().eval(), SMALL.build_subspace(kept).eval()
+    supernet.load_state_dict(weights)
+    alone.load_state_dict(extract(weights, SMALL.subspace_slices(kept)))
+    x = inputs(SMALL)
+    with torch.no_grad():
+        expected = supernet(x, kept)
+        assert torch.equal(alone(x), expected)
+        assert torch.equal(alone(x, kept), expected)
+
+
+def test_an_architecture_reads_as_one_operator_per_edge() -> None:
+    weights = random_weights(MIXED, 5)
+    supernet = MIXED.build_supernet().eval()
+    supernet.load_state_dict(weights)
+    x, rng = inputs(MIXED), stream(5, "test")
+    for _ in range(3):
+        path = MIXED.sample(rng)
+        alone = MIXED.build_subnet(path).eval()
+        alone.load_state_dict(extract(weights, MIXED.slices(path)))
+        with torch.no_grad():
+            assert torch.equal(alone(x), supernet(x, path))
+            assert torch.equal(supernet(x, as_subspace(path)), supernet(x, path))
+            assert torch.equal(supernet(x), supernet(x, MIXED.largest_subspace))
+
+
+def test_a_pruned_edge_counts_as_none() -> None:
+    """Option 0 of the mixed space is `none`: zeros, as a pruned edge adds nothing."""
+    supernet = MIXED.build_supernet().eval()
+    supernet.load_state_dict(random_weights(MIXED, 6))
+    x = inputs(MIXED)
+    kept: Subspace = ((4,), (), (3, 5), (), (1,), (), (), (2,), (4, 6), ())
+    zeros = tuple(row or (0,) for row in kept)
+    with torch.no_grad():
+        assert torch.equal(supernet(x, kept), supernet(x, zeros))
+        assert torch.equal(supernet(x, ((),) * 10), supernet(x, ((0,),) * 10))
+        assert not torch.equal(supernet(x, kept), supernet(x, ((),) * 10))
+
+
+def test_a_step_reaches_exactly_the_kept_operators() -> None:
+    weights = random_weights(SMALL, 7)
+    supernet = SMALL.build_supernet().train()
+    supernet.load_state_dict(weights)
+    kept: Subspace = ((0, 1), (1,), (), (0,), (1,), (0,), (0, 1), (1,), (), (0, 1))
+    supernet(inputs(SMALL, 8), kept).square().sum().backward()
+    used = set(SMALL.subspace_slices(kept))
+    for name, parameter in supernet.named_parameters():
+        assert (parameter.grad is not None) == (name in used), name
+    changed = {name for name, buffer in supernet.named_buffers() if not torch.equal(buffer, weights[name])}
+    assert changed == {name for name, _ in supernet.named_buffers() if name in used}
+
+
+def test_a_published_size_runs() -> None:
+    net = space_of("darts_s2").build_supernet()
+    net.load_state_dict(space_of("darts_s2").initial_weights(torch_stream(0, "init")))
+    y = net(torch.randn(2, 3, 32, 32, generator=torch_stream(0, "x")), (1, 0) * 14)
+    assert y.shape == (2, 10)
+    assert bool(y.isfinite().all())
+
+
+# -- noise ------------------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_standard_normal_whatever_the_input() -> None:
+    noise = OPERATORS["noise"](4, 2, False).eval()
+    torch.manual_seed(1)
+    y = noise(torch.full((8, 4, 32, 32), 7.0))
+    assert y.shape == (8, 4, 16, 16)
+    assert abs(float(y.mean())) < 0.05
+    assert abs(float(y.std()) - 1) < 0.05
+
+
+def test_noise_depends_on_the_clients_stream_alone() -> None:
+    config = SpaceConfig("darts_s2_small", operators=["noise", "sep_conv_3x3"])
+    space = build_space(config)
+    table = space.cost_table("macs")
+    worker = Worker(WorkerSpec(config, "", "", 0, table, table))
+    net = worker.supernet
+    net.load_state_dict(space.initial_weights(torch_stream(0, "init")))
+    x = inputs(SMALL)
+    outputs = []
+    for seed, client in [(1, 3), (2, 3), (3, 4)]:
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        with worker.randomness(net.eval(), torch_stream(0, "client", client)), torch.no_grad():
+            outputs.append(net(x))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+# -- costs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("space", [SMALL, MIXED], ids=["small", "mixed"])
+def test_tables_equal_measures_of_whole_networks(space: DartsSpace) -> None:
+    rng, x = stream(8, "test"), inputs(space, 1)
+    for path in [(0,) * 10, *(space.sample(rng) for _ in range(3))]:
+        subnet = space.build_subnet(path)
+        assert space.cost_table("macs").cost(path) == macs_of(subnet, x)
+        assert space.cost_table("parameters").cost(path) == parameters_of(subnet)
+        assert space.cost_table("bytes").cost(path) == bytes_of(subnet.state_dict())
+        assert space.cost_table("activation_bytes").cost(path) == activation_bytes_of(subnet, x)
+
+
+def test_tables_add_up_over_subspaces() -> None:
+    rng, x = stream(9, "test"), inputs(MIXED, 1)
+    for kept in [MIXED.largest_subspace, *(random_subspace(MIXED, rng) for _ in range(3))]:
+        net = MIXED.build_subspace(kept)
+        assert size_of(MIXED.cost_table("macs"), kept) == macs_of(net, x)
+        assert size_of(MIXED.parameters_table(), kept) == parameters_of(net)
+        assert size_of(MIXED.bytes_table(), kept) == bytes_of(net.state_dict())
+
+
+def test_costs_of_the_published_size() -> None:
+    s2 = space_of("darts_s2")
+    path = (1, 0, 0, 1) * 7
+    subnet = s2.build_subnet(path)
+    assert s2.cost_table("macs").cost(path) == macs_of(subnet, torch.zeros(1, 3, 32, 32))
+    assert s2.cost_table("parameters").cost(path) == parameters_of(subnet)
+    # One separable convolution on a normal edge: 2 (9 c + c^2) parameters at 32^2, 16^2 and 8^2 pixels, two cells each.
+    assert s2.cost_table("macs").options[0] == (0, 2 * (800 * 32**2 + 2624 * 16**2 + 9344 * 8**2))
+
+
+def test_tables_are_computed_once_and_know_their_kind() -> None:
+    for measure in ("macs", "parameters", "activation_bytes", "bytes"):
+        table = SMALL.cost_table(measure)
+        assert table is SMALL.cost_table(measure)
+        assert (table.measure, table.reduce) == (measure, MEASURES.get(measure, "sum"))
+    with pytest.raises(ValueError, match="unknown measure 'flops': known are macs, parameters"):
+        SMALL.cost_table("flops")
+
+
+def test_latency_is_measured_without_touching_the_global_generator() -> None:
+    space = space_of("darts_s2_small", operators=["noise", "skip_connect", "sep_conv_3x3"])
+    before = torch.get_rng_state()
+    table = space.latency_table(warmup=0, repeats=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert table.fixed > 0
+    assert table.options[0][1] == 0 < table.options[5][1]  # an identity; a factorised reduction
+    assert all(row[0] > 0 and row[2] > 0 for row in table.options)
