@@ -50,11 +50,11 @@ def run_serially(config: RunConfig) -> str:
     return launch(config, NoView()).run_id
 
 
-every_family = pytest.mark.parametrize("family", ["fedoras", "superfednas", "multi_stage"], indirect=True)
-
-
-@every_family
-@pytest.mark.parametrize("actors", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "actors"),
+    [("fedoras", 1), ("fedoras", 2), ("superfednas", 1), ("superfednas", 2), ("multi_stage", 2)],
+    indirect=["family"],
+)
 def test_actors_give_the_bits_of_the_serial_executor(tiny: Tiny, assert_same_run: Same, actors: int) -> None:
     config = tiny(f"executor.actors={actors}")
     serial = run_serially(config)
@@ -91,11 +91,9 @@ def test_a_killed_actor_changes_nothing(tiny: Tiny, assert_same_run: Same, caplo
     assert_same_run(Path(config.results), serial, killed)
 
 
-@pytest.mark.parametrize("family", ["fedoras", "superfednas"], indirect=True)
-def test_resident_actors_give_the_same_bits(tiny: Tiny, family: str, assert_same_run: Same) -> None:
+def test_resident_actors_give_the_same_bits(tiny: Tiny, assert_same_run: Same) -> None:
     changes = ["executor.chunk_size=1", "data.num_clients=6", "method.train.clients_per_round=4"]
-    if family == "fedoras":
-        changes += ["method.finetune.clients_per_round=2", "method.rand_init.clients_per_round=2"]
+    changes += ["method.finetune.clients_per_round=2", "method.rand_init.clients_per_round=2"]
     config = tiny(*changes)
     serial = run_serially(config)
     resident, pool = run_on_actors(replace(config, executor=replace(config.executor, actors=1, resident=True)))
