@@ -134,6 +134,8 @@ class WeightedSums:
     """Partial weighted sums of updates in supernet coordinates: what a chunk of clients hands back."""
 
     tensors: dict[str, TensorSum] = field(default_factory=dict)
+    used_up: bool = False
+    """Whether `finish` has turned the sums into weights."""
 
     @torch.no_grad()
     def add(self, update: Update) -> None:
@@ -141,6 +143,7 @@ class WeightedSums:
 
         Raises ValueError for a weight that is missing, negative or not finite, and then adds nothing.
         """
+        self._check_unused()
         _check_weights(update)
         for name, tensor in update.tensors.items():
             weight = update.weights[name]
@@ -156,6 +159,8 @@ class WeightedSums:
     @torch.no_grad()
     def merge(self, other: "WeightedSums") -> None:
         """Adds the partial sums of the next chunk in plan order; `other` is only read (it may be shared memory)."""
+        self._check_unused()
+        other._check_unused()
         for name, tensor_sum in other.tensors.items():
             if name in self.tensors:
                 self.tensors[name].merge(tensor_sum)
@@ -167,12 +172,17 @@ class WeightedSums:
     def finish(self, old: Weights, min_contributors: int = 1) -> dict[str, Tensor]:
         """The new supernet: a scalar covered by fewer than `min_contributors` updates keeps its old value.
 
-        Tensors of `old` that nobody covered are returned as they are, not copied. The sums are used up: they are not
-        to be added to or finished again.
+        Tensors of `old` that nobody covered are returned as they are, not copied. The sums are used up by it: adding
+        to them, merging or finishing them afterwards raises ValueError.
         """
-        tensors, self.tensors = self.tensors, {}
-        means = {name: tensor_sum.finish(old[name], max(1, min_contributors)) for name, tensor_sum in tensors.items()}
-        return {**old, **means}
+        self._check_unused()
+        self.used_up = True
+        fewest = max(1, min_contributors)
+        return {**old, **{name: tensor_sum.finish(old[name], fewest) for name, tensor_sum in self.tensors.items()}}
+
+    def _check_unused(self) -> None:
+        if self.used_up:
+            raise ValueError("these sums were finished: they have become the new weights, start new ones")
 
 
 def _check_weights(update: Update) -> None:

@@ -313,8 +313,15 @@ def test_a_target_is_what_the_run_searched_for_it(runs: dict[str, Run], out: Pat
     assert (card["architecture"]["id"], card["name"]) == (found, "macs-200000")
     assert 100e3 < card["macs"] <= 200e3
     assert {row["model"] for row in card["recorded"]} >= {"searched"}
-    with pytest.raises(ValueError, match=r"did not search for macs=3000000; it searched for: macs=200000;"):
+    with pytest.raises(ValueError, match=r"subnets have 112288 \(smallest\) to 287392 \(largest\) MACs"):
         export(run.results, run.paths.run_id, Wanted(target="macs=3e6"), out)
+
+
+def test_a_target_that_the_run_did_not_search_for_is_searched_now(runs: dict[str, Run], out: Path) -> None:
+    run = runs["none"]
+    card = export(run.results, run.paths.run_id, Wanted(target="macs=2.5e5"), out, ["safetensors"]).card
+    assert card["name"] == "macs-250000"
+    assert 125e3 < card["macs"] <= 250e3
 
 
 def test_a_tier_is_what_the_run_searched_for_it(
@@ -375,7 +382,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("operators", ["--model", "best"], "its models: tier1-fine_tuned"),
         ("operators", ["--architecture", "0-9-0"], "given 9"),
         ("operators", ["--architecture", "smallest"], "give options such as 3-3-3"),
-        ("operators", ["--target", "macs=1e9"], "did not search for macs=1000000000; it searched for: nothing"),
+        ("operators", ["--target", "macs=1e9"], "trained no elastic supernet: choose a run of method"),
         ("none", ["--architecture", "d=0,5 e=.5"], "depth 5 of stage 2: allowed are 0 to 1"),
         ("none", ["--architecture", "0-99"], "stage 2"),
         ("none", ["--tier", "tier1"], "did not search for tier1; it searched for: macs=200000"),

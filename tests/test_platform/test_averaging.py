@@ -254,3 +254,16 @@ def test_a_refused_update_leaves_no_trace_in_the_sums() -> None:
 
 def test_numpy_weights_work_as_well() -> None:
     assert average({"w": torch.zeros(1)}, [piece(torch.ones(1), None, np.float64(2.0))])["w"].item() == 1.0
+
+
+def test_sums_that_were_finished_are_used_up() -> None:
+    old = {"w": torch.zeros(2)}
+    update = Update({"w": torch.ones(2)}, {"w": Slice("w")}, {"w": 1.0})
+    sums = WeightedSums()
+    sums.add(update)
+    assert sums.finish(old)["w"].tolist() == [1.0, 1.0]
+    for misuse in (lambda: sums.add(update), lambda: sums.finish(old), lambda: sums.merge(WeightedSums())):
+        with pytest.raises(ValueError, match="these sums were finished"):
+            misuse()
+    with pytest.raises(ValueError, match="these sums were finished"):
+        WeightedSums().merge(sums)
