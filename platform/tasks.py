@@ -42,20 +42,27 @@ def subspace_id(kept: Subspace) -> str:
     return "/".join(",".join(str(option) for option in layer) for layer in kept)
 
 
-def _client(assignment: Assignment) -> int:
+def client_of(assignment: Assignment) -> int:
+    """The client that an assignment is for."""
     assert assignment.client_id is not None, "training is a client's work"
     return assignment.client_id
 
 
-def _places(assignment: Assignment) -> tuple[str | int, ...]:
-    return (assignment.stage, assignment.round, _client(assignment))
+def places_of(assignment: Assignment) -> tuple[str | int, ...]:
+    """Stage, round and client: what every stream of a client's work is derived from."""
+    return (assignment.stage, assignment.round, client_of(assignment))
+
+
+def check_trained(trained: Trained) -> None:
+    """Raises TaskError if the training diverged."""
+    if not math.isfinite(trained.loss):
+        raise TaskError(f"the training loss is {trained.loss}: the update was left out of the average")
 
 
 def _trained_outcome(
     trained: Trained, tensors: Weights, slices: SliceMap, work: Work, rule: str, macs: float
 ) -> Outcome:
-    if not math.isfinite(trained.loss):
-        raise TaskError(f"the training loss is {trained.loss}: the update was left out of the average")
+    check_trained(trained)
     # What travels down is what the slices cut out, and the same tensors come back.
     size_bytes = bytes_of(tensors)
     weights = {name: work.share * weight for name, weight in weighting_rule(rule)(work).items()}
@@ -97,7 +104,7 @@ class TrainPaths:
         module = worker.supernet
         tensors = worker.load(module, weights, slices)
         sampler = path_sampler(self.paths, worker.spec.cost_table, self.kept, self.budget)
-        rng = stream(worker.spec.training_seed, "paths", *_places(assignment))
+        rng = stream(worker.spec.training_seed, "paths", *places_of(assignment))
         through: Counter[tuple[int, int]] = Counter()
         macs = 0.0
 
@@ -108,9 +115,9 @@ class TrainPaths:
             macs += worker.spec.macs_table.cost(path) * len(x_B)
             return cast(Tensor, module(x_B, path))
 
-        x, y = worker.client_data(_client(assignment), "train")
+        x, y = worker.client_data(client_of(assignment), "train")
         worker.set_mode(module, training=True)
-        generator = torch_stream(worker.spec.training_seed, "batches", *_places(assignment))
+        generator = torch_stream(worker.spec.training_seed, "batches", *places_of(assignment))
         parameters = [t for t in tensors.values() if t.requires_grad]
         with worker.randomness(module, generator):
             trained = train_locally(forward, parameters, (x, y), self.local, generator)
@@ -123,8 +130,8 @@ class TrainPaths:
         """The figures of `run` without training: the same paths are drawn for the same batches."""
         space = cast(OperatorChoiceSpace, worker.space)
         sampler = path_sampler(self.paths, worker.spec.cost_table, self.kept, self.budget)
-        rng = stream(worker.spec.training_seed, "paths", *_places(assignment))
-        sizes = batch_sizes(worker.data.size(_client(assignment), "train"), self.local)
+        rng = stream(worker.spec.training_seed, "paths", *places_of(assignment))
+        sizes = batch_sizes(worker.data.size(client_of(assignment), "train"), self.local)
         macs = sum(worker.spec.macs_table.cost(sampler.sample(rng)) * size for size in sizes)
         outcome = _accounted(sizes, size_of(space.bytes_table(), self.kept), macs, self.local)
         parameters = int(size_of(space.parameters_table(), self.kept))
@@ -154,9 +161,9 @@ class TrainSubnet:
         slices = subnet_slices(worker, self.architecture, self.stand_alone)
         module = worker.subnet(self.architecture)
         tensors = worker.load(module, weights, slices)
-        x, y = worker.client_data(_client(assignment), "train")
+        x, y = worker.client_data(client_of(assignment), "train")
         worker.set_mode(module, training=True)
-        generator = torch_stream(worker.spec.training_seed, "batches", *_places(assignment))
+        generator = torch_stream(worker.spec.training_seed, "batches", *places_of(assignment))
         parameters = [t for t in tensors.values() if t.requires_grad]
         with worker.randomness(module, generator):
             trained = train_locally(module, parameters, (x, y), self.local, generator)
@@ -169,7 +176,7 @@ class TrainSubnet:
         """The figures of `run` without training."""
         tables = {measure: worker.space.cost_table(measure) for measure in ("bytes", "parameters")}
         cost = {measure: table.cost(self.architecture) for measure, table in tables.items()}
-        sizes = batch_sizes(worker.data.size(_client(assignment), "train"), self.local)
+        sizes = batch_sizes(worker.data.size(client_of(assignment), "train"), self.local)
         macs = worker.spec.macs_table.cost(self.architecture) * sum(sizes)
         outcome = _accounted(sizes, cost["bytes"], macs, self.local)
         return replace(outcome, parameters=int(cost["parameters"]), architecture=architecture_id(self.architecture))
@@ -190,7 +197,7 @@ class TrainSupernet:
 
     def _draws(self, worker: Worker, assignment: Assignment) -> Iterator[Architecture]:
         space = cast(ElasticSpace, worker.space)
-        rng = stream(worker.spec.training_seed, "subnets", *_places(assignment))
+        rng = stream(worker.spec.training_seed, "subnets", *places_of(assignment))
         while True:
             yield space.sample_depth(rng) if self.widest else space.sample(rng)
 
@@ -207,9 +214,9 @@ class TrainSupernet:
             macs += worker.spec.macs_table.cost(architecture) * len(x_B)
             return cast(Tensor, module(x_B, architecture))
 
-        x, y = worker.client_data(_client(assignment), "train")
+        x, y = worker.client_data(client_of(assignment), "train")
         worker.set_mode(module, training=True)
-        generator = torch_stream(worker.spec.training_seed, "batches", *_places(assignment))
+        generator = torch_stream(worker.spec.training_seed, "batches", *places_of(assignment))
         parameters = [t for t in tensors.values() if t.requires_grad]
         with worker.randomness(module, generator):
             trained = train_locally(forward, parameters, (x, y), self.local, generator, self.subnets_per_batch)
@@ -221,7 +228,7 @@ class TrainSupernet:
         space = cast(ElasticSpace, worker.space)
         tables = {measure: space.cost_table(measure) for measure in ("bytes", "parameters")}
         cost = {measure: table.cost(space.largest) for measure, table in tables.items()}
-        sizes = batch_sizes(worker.data.size(_client(assignment), "train"), self.local)
+        sizes = batch_sizes(worker.data.size(client_of(assignment), "train"), self.local)
         draws, macs = self._draws(worker, assignment), 0.0
         for size in sizes:
             for _ in range(self.subnets_per_batch):
@@ -263,7 +270,7 @@ class ScorePaths:
         measurements: list[Measurement] = []
         for architecture in self.architectures:
             score = evaluate(forward_of(architecture), data)
-            measurements += _measurements("supernet", architecture, self.split, score)
+            measurements += measurements_of("supernet", architecture_id(architecture), self.split, score)
         macs = sum(worker.spec.macs_table.cost(a) for a in self.architectures) * len(data[1])
         return Outcome(
             samples=len(data[1]),
@@ -298,7 +305,7 @@ class ScoreSubnet:
             loss=_none_if_nan(score.loss),
             metric=_none_if_nan(score.metric),
             architecture=architecture_id(self.architecture),
-            measurements=_measurements(self.model, self.architecture, self.split, score),
+            measurements=measurements_of(self.model, architecture_id(self.architecture), self.split, score),
             clock_factor=EVALUATION_FACTOR,
         )
 
@@ -329,8 +336,8 @@ def _none_if_nan(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _measurements(model: str, architecture: Architecture, split: str, score: Score) -> tuple[Measurement, ...]:
-    name = architecture_id(architecture)
+def measurements_of(model: str, name: str, split: str, score: Score) -> tuple[Measurement, ...]:
+    """Loss and metrics of a score; `name` is the architecture as it stands in the tables."""
     values = {"loss": score.loss, "accuracy": score.metric}
     if score.per_position:
         values["perplexity"] = math.exp(min(score.loss, LARGEST_EXPONENT))

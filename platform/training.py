@@ -169,6 +169,7 @@ def train_locally(
     local: LocalSGD,
     generator: torch.Generator,
     passes: int = 1,
+    optimizer: "SGD | None" = None,
 ) -> Trained:
     """Runs local SGD: one step per batch on the cross entropy of `forward`.
 
@@ -179,9 +180,10 @@ def train_locally(
         local: hyper-parameters.
         generator: shuffles and augments; on the CPU whatever the device.
         passes: forward and backward passes per batch; their gradients are added up (progressive shrinking's subnets).
+        optimizer: one over the same parameters that brings its own momentum or pull.
     """
     x, y = data
-    optimizer = SGD(local, parameters)
+    optimizer = optimizer or SGD(local, parameters)
     # Figures stay on the device: one synchronisation per client, not one per step.
     losses: list[Tensor] = []
     correct: list[Tensor] = []
@@ -219,8 +221,10 @@ class SGD:
     step, and its bookkeeping costs more than a small client's arithmetic.
     """
 
-    def __init__(self, local: LocalSGD, parameters: Sequence[Tensor]) -> None:
-        self.local, self.parameters = local, parameters
+    def __init__(self, local: LocalSGD, parameters: Sequence[Tensor], pull: float = 0.0) -> None:
+        self.local, self.parameters, self.pull = local, parameters, pull
+        self.anchors: Sequence[Tensor] = ()
+        """Where `pull` draws the parameters to: the gradient of pull / 2 times the squared distance is added."""
         self.momentum: dict[int, Tensor | None] = {}
         for parameter in parameters:
             parameter.grad = None
@@ -231,12 +235,15 @@ class SGD:
         local = self.local
         touched = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         parameters = [self.parameters[i] for i in touched]
+        if self.pull:
+            for i in touched:
+                _grad(self.parameters[i]).add_(self.parameters[i] - self.anchors[i], alpha=self.pull)
         if local.clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(parameters, local.clip_norm)
         buffers = [self.momentum.get(i) for i in touched]
         sgd(
             parameters,
-            [p.grad for p in parameters if p.grad is not None],
+            [_grad(p) for p in parameters],
             buffers,
             foreach=len(parameters) > 4,
             lr=local.lr,
@@ -250,6 +257,11 @@ class SGD:
             self.momentum.update(zip(touched, buffers, strict=True))
         for parameter in parameters:
             parameter.grad = None
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "only parameters that were reached take a step"
+    return parameter.grad
 
 
 @dataclass(frozen=True)

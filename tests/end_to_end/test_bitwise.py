@@ -28,7 +28,7 @@ from fedloom.platform.world import World
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 Tiny = Callable[..., RunConfig]
-Same = Callable[[Path, str, str], None]
+Same = Callable[..., None]
 
 
 def run_on_actors(config: RunConfig, pool: type[ActorPool] = ActorPool) -> tuple[str, ActorPool]:
@@ -60,6 +60,15 @@ def test_actors_give_the_bits_of_the_serial_executor(tiny: Tiny, assert_same_run
     serial = run_serially(config)
     on_actors, _ = run_on_actors(config)
     assert_same_run(Path(config.results), serial, on_actors)
+
+
+@pytest.mark.parametrize("family", ["spider"], indirect=True)
+@pytest.mark.parametrize("resident", [False, True])
+def test_what_silos_keep_is_the_same_pooled_or_resident(tiny: Tiny, assert_same_run: Same, resident: bool) -> None:
+    config = tiny("executor.actors=2", "executor.chunk_size=1")
+    serial = run_serially(config)
+    on_actors, _ = run_on_actors(replace(config, executor=replace(config.executor, resident=resident)))
+    assert_same_run(Path(config.results), serial, on_actors, empty=("candidates", "models"))
 
 
 class KillsOneActor(ActorPool):

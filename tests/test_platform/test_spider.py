@@ -1,0 +1,206 @@
+"""SPIDER: the pull towards the shared weights, what stays with a silo, perturbation, and whole runs on small cells."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedloom.platform.config import RunConfig, TiersConfig
+from fedloom.platform.execution import Assignment, SerialExecutor
+from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig, stages
+from fedloom.platform.personal import Personal, is_decided, undecided, unpacked, with_row
+from fedloom.platform.perturbation import masked_scores, most_missed
+from fedloom.platform.results.checkpoint import load_checkpoint
+from fedloom.platform.results.paths import find_run
+from fedloom.platform.results.tables import read_table
+from fedloom.platform.run import start_run
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.darts import DartsSpace
+from fedloom.platform.spider_tasks import TrainPair, first_state
+from fedloom.platform.training import SGD, LocalSGD, Score
+from fedloom.platform.worker import Worker
+from fedloom.platform.world import World, build_world
+
+Make = Callable[..., RunConfig]
+
+LOCAL = LocalSGD(epochs=1, batch_size=16, lr=0.05, momentum=0.9, clip_norm=5.0)
+
+
+@pytest.fixture
+def spider_config(tiny_config: Make) -> Callable[..., RunConfig]:
+    def make(**train: object) -> RunConfig:
+        values = {"rounds": 6, "batch_size": 16, "search_from": 1, "search_every": 1, "evaluate_every": 1, **train}
+        config = tiny_config(
+            space=SpaceConfig("darts_s2_small", channels=4),
+            tiers=TiersConfig(count=1, paths=100),
+            method=SpiderConfig(train=SpiderTrainingConfig(**values)),  # type: ignore[arg-type]
+        )
+        return replace(config, data=replace(config.data, num_clients=3, train_samples=120, validation_share=0.25))
+
+    return make
+
+
+def run(config: RunConfig) -> tuple[Path, str]:
+    run_id = start_run(config, lambda world: SerialExecutor(Worker(world.spec)))
+    return Path(config.results), run_id
+
+
+def shared_weights(world: World) -> dict[str, Tensor]:
+    return world.space.initial_weights(torch_stream(1, "supernet"))
+
+
+def one_round(
+    world: World, weights: dict[str, Tensor], pull: float, state: dict[str, Tensor] | None = None
+) -> Personal:
+    task = TrainPair(LOCAL, pull, search=False)
+    outcome = task.run(Worker(world.spec), Assignment("spider", 0, 0, "tier1", task, state=state), weights)
+    assert outcome.state is not None
+    return unpacked(outcome.state)
+
+
+# -- the pull ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_pull_adds_its_gradient_with_literal_numbers() -> None:
+    parameter = nn.Parameter(torch.tensor([3.0, 1.0]))
+    optimizer = SGD(LocalSGD(epochs=1, batch_size=1, lr=0.5), [parameter], pull=0.2)
+    optimizer.anchors = [torch.tensor([1.0, 2.0])]
+    parameter.grad = torch.tensor([1.0, 0.0])
+    optimizer.step()
+    # 3 - .5 (1 + .2 (3 - 1)) and 1 - .5 (0 + .2 (1 - 2))
+    assert parameter.detach().tolist() == pytest.approx([2.3, 1.1])
+
+
+def test_a_silo_without_a_pull_is_alone_bit_for_bit(spider_config: Make) -> None:
+    world = build_world(spider_config())
+    weights = shared_weights(world)
+    begun = first_state(world.space, weights).packed()  # type: ignore[arg-type]
+    other = {n: t + 1.0 if t.is_floating_point() else t for n, t in weights.items()}
+    alone, beside = one_round(world, weights, 0.0, begun), one_round(world, other, 0.0, begun)
+    assert all(torch.equal(alone.weights[n], beside.weights[n]) for n in alone.weights)
+    pulled, elsewhere = one_round(world, weights, 0.5, begun), one_round(world, other, 0.5, begun)
+    assert not all(torch.equal(pulled.weights[n], elsewhere.weights[n]) for n in pulled.weights)
+
+
+def test_only_the_operators_that_are_kept_are_pulled_and_kept(spider_config: Make) -> None:
+    world = build_world(spider_config())
+    space = world.space
+    assert isinstance(space, DartsSpace)
+    weights = shared_weights(world)
+    kept = with_row(space.largest_subspace, 0, (0,))
+    names = space.subspace_slices(kept)
+    state = Personal({n: weights[n] for n in names}, {}, kept).packed()
+    after = one_round(world, weights, 0.5, state)
+    assert set(after.weights) == set(names)
+    assert after.kept == kept
+    assert set(after.momentum) <= set(names)
+    assert not set(space.operator_tensors(0, 1)) & set(after.weights)
+
+
+# -- what crosses the boundary ----------------------------------------------------------------------------------------
+
+
+def test_the_server_receives_the_shared_model_and_nothing_of_the_silos_own(spider_config: Make) -> None:
+    world = build_world(spider_config())
+    weights = shared_weights(world)
+    task = TrainPair(LOCAL, 0.1, search=True, scored=True)
+    outcome = task.run(Worker(world.spec), Assignment("spider", 0, 0, "tier1", task), weights)
+    assert outcome.update is not None
+    assert outcome.state is not None
+    own = unpacked(outcome.state)
+    assert outcome.update.tensors.keys() == weights.keys()
+    for name, tensor in outcome.update.tensors.items():
+        mine = own.weights.get(name)
+        if mine is not None and tensor.is_floating_point():
+            assert tensor.data_ptr() != mine.data_ptr()
+    moved = [
+        n for n, t in own.weights.items() if n.endswith("weight") and not torch.equal(t, outcome.update.tensors[n])
+    ]
+    assert moved, "the silo's own model is another one"
+    size = sum(t.numel() * t.element_size() for t in weights.values())
+    assert (outcome.bytes_down, outcome.bytes_up) == (size, size)
+
+
+def test_a_state_survives_being_packed() -> None:
+    personal = Personal({"a": torch.ones(2)}, {"a": torch.zeros(2)}, ((0, 1), (1,), (), (0,)))
+    back = unpacked(personal.packed())
+    assert back.kept == personal.kept
+    assert back.weights["a"].tolist() == [1.0, 1.0]
+    assert back.momentum["a"].tolist() == [0.0, 0.0]
+    assert undecided(back.kept, range(4)) == [0]
+    assert not is_decided(back.kept)
+    assert is_decided(with_row(back.kept, 0, (1,)))
+
+
+# -- perturbation -----------------------------------------------------------------------------------------------------
+
+
+def test_the_operator_that_is_missed_most_stays() -> None:
+    scores = {0: Score(0.5, 0.9, 10), 1: Score(0.9, 0.4, 10), 2: Score(0.7, 0.6, 10)}
+    assert most_missed(scores) == 1
+    assert most_missed({0: Score(0.5, 0.4, 10), 1: Score(0.9, 0.4, 10)}) == 1, "then the largest loss"
+    assert most_missed({0: Score(0.5, 0.4, 10), 1: Score(float("nan"), 0.4, 10)}) == 1
+    assert most_missed({0: Score(0.5, 0.4, 10), 1: Score(0.5, 0.4, 10)}) == 0
+
+
+def test_a_planted_operator_is_kept_and_a_useless_one_dropped() -> None:
+    x = torch.randn((64, 2), generator=torch_stream(2, "test"))
+    y = (x[:, 0] > 0).long()
+
+    def forward(x_B: Tensor, kept: tuple[tuple[int, ...], ...]) -> Tensor:
+        needed = x_B[:, :1] * 4.0 if 1 in kept[0] else torch.zeros(len(x_B), 1)
+        noise = x_B[:, 1:] * 0.1 if 0 in kept[0] else torch.zeros(len(x_B), 1)
+        return torch.cat([-needed - noise, needed + noise], dim=1)
+
+    scores = masked_scores(forward, ((0, 1),), 0, (x, y))
+    assert most_missed(scores) == 1
+    assert scores[0].metric > 0.95 > scores[1].metric
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def test_every_silo_ends_with_a_valid_architecture_of_its_own(spider_config: Make) -> None:
+    results, run_id = run(spider_config())
+    bags = load_checkpoint(find_run(results, run_id).checkpoint).bags
+    for client in range(3):
+        kept = unpacked(bags[f"client-{client}"].tensors).kept
+        assert all(len(row) == 1 for row in kept), "two nodes have five edges per cell; six rounds of which five search"
+    rows = read_table(results, "evaluations", run_id=run_id)
+    test = rows[(rows.split == "test") & (rows.metric == "accuracy")]
+    assert sorted(test.client_id) == [0, 1, 2]
+    assert test.value.between(0, 1).all()
+    clients = read_table(results, "clients", run_id=run_id)
+    assert clients[clients.stage == "spider"].groupby("round").size().tolist() == [3] * 6
+    train = read_table(results, "rounds", run_id=run_id)
+    assert train.clients_failed.sum() == 0
+
+
+def test_validation_data_joins_when_nothing_is_left_to_decide(spider_config: Make) -> None:
+    results, run_id = run(spider_config(rounds=8))
+    clients = read_table(results, "clients", run_id=run_id)
+    samples = clients[(clients.stage == "spider") & (clients.client_id == 0)].sort_values("round").samples.tolist()
+    world_sizes = {samples[0], samples[-1]}
+    assert samples == sorted(samples)
+    assert len(world_sizes) == 2
+    assert samples[5] == samples[0], "the last edges are decided at the end of round 5"
+    assert samples[6] == samples[-1]
+
+
+def test_what_cannot_run_is_refused_and_unsearched_edges_are_counted(
+    spider_config: Make, tiny_config: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = spider_config(search_every=3)
+    with caplog.at_level(logging.WARNING):
+        stages(config.method, build_world(config))
+    assert "6 of 10 edges will not be searched before the last round" in caplog.text
+    without = replace(config, data=replace(config.data, validation_share=0.0))
+    with pytest.raises(ValueError, match=r"validation_share=0 leaves a silo without validation samples"):
+        stages(without.method, build_world(without))
+    with pytest.raises(ValueError, match=r"cnn_digits is not a space of DARTS cells: choose darts_s2"):
+        stages(SpiderConfig(), build_world(tiny_config()))
