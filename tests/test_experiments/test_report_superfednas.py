@@ -220,8 +220,8 @@ def test_seeds_of_a_configuration_are_one_setting_and_other_values_another(tmp_p
     tables = load(tmp_path, ["r1", "r2", "r3"])
     found = {s.name: s.run_ids for s in settings_of(tables)}
     assert found == {
-        "elastic, method.train.shares.beta_0=0.9": ("r1", "r2"),
-        "elastic, method.train.shares.beta_0=0.5": ("r3",),
+        "elastic, beta_0=0.9": ("r1", "r2"),
+        "elastic, beta_0=0.5": ("r3",),
     }
     first, second = subnet_summaries(tables, labels_of(tables))
     assert [(s.model, s.target, s.architecture) for s in first.subnets] == [
