@@ -7,9 +7,12 @@ import numpy as np
 
 from fedloom.experiments.config import compose_config
 from fedloom.platform.run_costs import measure_costs
+from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.elastic import ElasticSpace
+from fedloom.platform.spaces.kept import KeptSpace
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.subspace import size_of
 from fedloom.platform.world import genome_of, sampled_costs, split_into_tiers
 from fedloom.tiers.bounds import share_of_models
 
@@ -24,11 +27,13 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
     config = compose_config([f"space.name={o[6:]}" if o.startswith("space=") else o for o in overrides])
     space = build_space(config.space)
     measured, parameters = measure_costs(config.tiers, space), space.cost_table("parameters")
+    if measured.budget.smallest == measured.budget.largest:  # one architecture, or all alike: nothing to be split
+        config.tiers.count = 1
     macs, cost = measured.macs, measured.budget
     tiers = split_into_tiers(config, space, cost)
     uppers = [t.upper for t in tiers]
     costs = sampled_costs(genome_of(space), cost, config.tiers.paths)
-    description = {
+    description: dict[str, Any] = {
         "space": config.space.name,
         "input_shape": list(space.input_shape),
         "architectures": space.num_architectures,
@@ -42,13 +47,18 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
         description["parameters"] = {"smallest": int(parameters.smallest), "largest": int(parameters.largest)}
         description["state_bytes"] = int(space.cost_table("bytes").largest)
         description["smallest"], description["largest"] = space.label(space.smallest), space.label(space.largest)
-    if isinstance(space, OperatorChoiceSpace):
+    if isinstance(space, (OperatorChoiceSpace, KeptSpace)):
         sizes = space.num_parameters
         description["parameters"] = {
             "supernet": sizes.supernet,
             "fixed": sizes.fixed,
             "largest": sizes.largest_path,
         }
-        description["layers"] = len(space.options)
+        description["edges" if isinstance(space, DartsSpace) else "layers"] = len(space.options)
+        description["operators"] = sorted({name for names in space.operator_names for name in names})
+    if isinstance(space, OperatorChoiceSpace):
         description["operators"] = list(space.operator_names[0])
+    if isinstance(space, KeptSpace):
+        everything = (size_of(table, space.largest_subspace) for table in (macs, space.cost_table("bytes")))
+        description["macs"]["supernet"], description["state_bytes"] = map(int, everything)
     return description

@@ -31,11 +31,11 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured value: becomes a row of `evaluations` or the score of a candidate."""
+    """One measured value: becomes a row of `evaluations` or the score of a candidate; what costs has no `split`."""
 
     model: str
     architecture: str
-    split: str
+    split: str | None
     metric: str
     value: float
     samples: int

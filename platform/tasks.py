@@ -42,6 +42,11 @@ def subspace_id(kept: Subspace) -> str:
     return "/".join(",".join(str(option) for option in layer) for layer in kept)
 
 
+def parse_subspace(text: str) -> Subspace:
+    """The inverse of `subspace_id`."""
+    return tuple(tuple(int(option) for option in layer.split(",") if option) for layer in text.split("/"))
+
+
 def client_of(assignment: Assignment) -> int:
     """The client that an assignment is for."""
     assert assignment.client_id is not None, "training is a client's work"
@@ -336,7 +341,7 @@ def _none_if_nan(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def measurements_of(model: str, name: str, split: str, score: Score) -> tuple[Measurement, ...]:
+def measurements_of(model: str, name: str, split: str | None, score: Score) -> tuple[Measurement, ...]:
     """Loss and metrics of a score; `name` is the architecture as it stands in the tables."""
     values = {"loss": score.loss, "accuracy": score.metric}
     if score.per_position:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +170,7 @@ def train_locally(
     local: LocalSGD,
     generator: torch.Generator,
     passes: int = 1,
-    optimizer: "SGD | None" = None,
+    optimizer: "Step | None" = None,
 ) -> Trained:
     """Runs local SGD: one step per batch on the cross entropy of `forward`.
 
@@ -180,10 +181,10 @@ def train_locally(
         local: hyper-parameters.
         generator: shuffles and augments; on the CPU whatever the device.
         passes: forward and backward passes per batch; their gradients are added up (progressive shrinking's subnets).
-        optimizer: one over the same parameters that brings its own momentum or pull.
+        optimizer: what a step does; SGD over the parameters if not given.
     """
     x, y = data
-    optimizer = optimizer or SGD(local, parameters)
+    optimizer = SGD(local, parameters) if optimizer is None else optimizer
     # Figures stay on the device: one synchronisation per client, not one per step.
     losses: list[Tensor] = []
     correct: list[Tensor] = []
@@ -214,6 +215,14 @@ def _counted(y_B: Tensor) -> Tensor | int:
     return len(y_B) if y_B.dim() == 1 else (y_B != IGNORED).sum()
 
 
+class Step(Protocol):
+    """What follows the backward pass of a batch."""
+
+    def step(self) -> None:
+        """Uses up the gradients."""
+        ...
+
+
 class SGD:
     """SGD with momentum, weight decay and clipping over the parameters that the last backward pass reached.
 
@@ -221,8 +230,9 @@ class SGD:
     step, and its bookkeeping costs more than a small client's arithmetic.
     """
 
-    def __init__(self, local: LocalSGD, parameters: Sequence[Tensor], pull: float = 0.0) -> None:
-        self.local, self.parameters, self.pull = local, parameters, pull
+    def __init__(self, local: LocalSGD, parameters: Sequence[Tensor]) -> None:
+        self.local, self.parameters = local, parameters
+        self.pull = 0.0
         self.anchors: Sequence[Tensor] = ()
         """Where `pull` draws the parameters to: the gradient of pull / 2 times the squared distance is added."""
         self.momentum: dict[int, Tensor | None] = {}

@@ -21,14 +21,18 @@ from fedloom.experiments.report.frames import (
     fairness,
     is_dry,
     is_elastic,
+    is_silo,
     natural,
     per_tier,
     shown_models,
+    silo_run_ids,
     tiers_of,
 )
 from fedloom.experiments.report.intervals import estimate
 from fedloom.experiments.report.labels import Labels
 from fedloom.experiments.report.picture import Picture
+from fedloom.experiments.report.silo_blocks import missing_of_silos, silo_blocks
+from fedloom.experiments.report.silo_frames import GAINS
 from fedloom.experiments.report.subnets import ALONE, SEARCHED, subnet_summaries, targets_of
 from fedloom.experiments.report.table import Block, Summary, header_and_rows, note, summarise
 from fedloom.experiments.report.words import ABSENT, is_absent, model_name, percent, seconds, si, stage_name
@@ -75,6 +79,7 @@ def blocks_of(tables: Tables, summaries: Sequence[Summary], labels: Labels) -> t
         blocks.append(Block(f"Tiers: {summary.experiment}", (_sentence(note(summary)),), tuple(heads), _cells(rows)))
     blocks += [subnet_block(summary, wide=True) for summary in subnet_summaries(tables, labels)]
     blocks += [cost_block(comparison) for comparison in cost_comparisons(tables, labels)]
+    blocks += silo_blocks(tables, wide=True)
     blocks += [_fairness_block(tables), _communication_block(tables, labels), _failures_block(tables)]
     return tuple(block for block in blocks if block.rows)
 
@@ -143,13 +148,20 @@ def _communication_block(tables: Tables, labels: Labels) -> Block:
                 every = "in all" if elastic.issuperset(of_kind["run_id"]) else "all tiers"
                 rows.append(_communication_row(experiment, f"{stage_name(kind)}, {every}", sums[sums["kind"] == kind]))
         rows.append(_communication_row(experiment, stage_name("method"), sums[sums["kind"] == "method"]))
-    text = (
-        "Sums over all clients that took part. The method in total is without the rand-init baseline (where there is a "
-        "supernet) and without the final evaluation. A central search sends nothing. Simulated time is that of the "
-        "virtual clock, wall time that of this machine.",
-    )
     heads = ("experiment", "stage", "rounds", "client tasks", "down", "up", "MACs", "simulated", "wall")
-    return Block("Communication and work per stage", text, heads, _cells(rows))
+    return Block("Communication and work per stage", (_communication_text(tables),), heads, _cells(rows))
+
+
+def _communication_text(tables: Tables) -> str:
+    of_silos = set(silo_run_ids(tables))
+    others = any(p.run_id not in of_silos for p in tables.paths)
+    left_out = ["the rand-init baseline (where there is a supernet)"] if others else []
+    left_out += ["the final evaluation", *(["personalisation gains"] if tables.rounds["stage"].eq(GAINS).any() else [])]
+    return (
+        f"Sums over all clients that took part. The method in total is without {' and without '.join(left_out)}. "
+        f"{'A central search sends nothing. ' if others else ''}"
+        "Simulated time is that of the virtual clock, wall time that of this machine."
+    )
 
 
 def _communication_row(experiment: str, name: str, rows: pd.DataFrame) -> tuple[str, ...]:
@@ -244,6 +256,10 @@ def _missing(tables: Tables, paths: RunPaths) -> list[str]:
         return lines  # said once for all dry runs
     if is_elastic(config):
         return [*lines, *_missing_of_elastic(tables, paths.run_id, state)]
+    if is_silo(config):
+        tested = of(tables.evaluations)
+        tested = tested[(tested["split"] == "test") & (tested["metric"] == METRIC)]
+        return [*lines, *missing_of_silos(tables, paths.run_id, state), *_without_test_samples(tested)]
     method = config.get("method", {})
     if "search" in method and of(tables.candidates).empty:
         lines.append("no tier's search has ended: no candidates and no Pareto front")

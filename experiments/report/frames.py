@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,13 @@ MODELS = ("supernet_init", "fine_tuned", "rand_init")
 """Models in the order in which they are shown: the supernet's slices, after fine-tuning, and from fresh weights."""
 
 SUPERFEDNAS = "superfednas"
+SILO_METHODS = (
+    "spider", "local_adaptation", "ditto", "per_fedavg", "knn_per", "fedmn", "global_nas", "fednas", "fedpnas"
+)  # fmt: skip
+"""Cross-silo methods: every silo takes part in every round, and is measured with a model of its own."""
 ALL_TIERS = "all"
-OUTSIDE = ("rand_init", "evaluation")
-"""Kinds of stages that are no part of what a supernet method itself sends: the baseline and the measurement."""
+MEASUREMENTS = ("evaluation", "gains")
+"""Kinds of stages that are no part of what a method itself sends: they measure what it has trained."""
 
 _KEY = ["experiment", "run_id"]
 
@@ -100,6 +104,23 @@ def elastic_run_ids(tables: Tables) -> list[str]:
     return [p.run_id for p in tables.paths if is_elastic(configuration(tables, p.run_id))]
 
 
+def is_silo(config: Mapping[str, Any]) -> bool:
+    """Whether this is SPIDER or another cross-silo method: a model per silo instead of one per tier."""
+    return bool(config.get("method", {}).get("name") in SILO_METHODS)
+
+
+def silo_run_ids(tables: Tables) -> list[str]:
+    """The runs of cross-silo methods."""
+    return [p.run_id for p in tables.paths if is_silo(configuration(tables, p.run_id))]
+
+
+def with_silo_clients(tables: Tables) -> Tables:
+    """The tables with the rows of `clients` of cross-silo runs, which are few, where they were left out."""
+    own = set(silo_run_ids(tables))
+    paths = [p for p in tables.paths if p.run_id in own]
+    return replace(tables, clients=_read(paths, "clients")) if paths else tables
+
+
 def is_dry(tables: Tables, run_id: str) -> bool:
     """Whether the run only counted what its clients would do."""
     return bool(configuration(tables, run_id).get("dry_run", False))
@@ -125,10 +146,10 @@ def only(tables: Tables, run_ids: Sequence[str]) -> Tables:
 def tiers_of(tables: Tables, run_id: str) -> list[str]:
     """The run's tiers in their order: those that it has worked on, and those of its configuration if it searches.
 
-    None for SuperFedNAS, whose subnets are for everybody.
+    None for SuperFedNAS, whose subnets are for everybody, and none for cross-silo methods.
     """
     config = configuration(tables, run_id)
-    if is_elastic(config):
+    if is_elastic(config) or is_silo(config):
         return []
     stages = by_stage(tables.rounds[tables.rounds["run_id"] == run_id])
     found = {str(t) for t in stages["stage_tier"] if t}
@@ -224,10 +245,10 @@ def _measured(evaluations: pd.DataFrame, split: str, metric: str) -> pd.DataFram
 def client_metrics(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
     """One row per (run, model, tier, client) measured on its own test share: value, samples, and whether it counts.
 
-    A client without test samples has no metric and does not count.
+    A client without test samples has no metric and does not count. Cross-silo runs have figures of their own.
     """
     rows = _measured(tables.evaluations, "test", metric)
-    rows = rows[rows["client_id"].notna()]
+    rows = rows[rows["client_id"].notna() & ~rows["run_id"].isin(silo_run_ids(tables))]
     counts = (rows["samples"].fillna(0) > 0).astype(bool) & rows["value"].notna()
     # A family has several subnets for the clients of one tier.
     several = rows["run_id"].isin(elastic_run_ids(tables)) & (rows["model"] != "searched")
@@ -313,7 +334,7 @@ def communication(tables: Tables) -> pd.DataFrame:
 def communication_by_kind(frame: pd.DataFrame) -> pd.DataFrame:
     """`communication` summed over tiers, with a row of kind "method" per run: all that the method itself needs.
 
-    The rand-init baseline beside a supernet and the final evaluation are not part of it.
+    The rand-init baseline beside a supernet, the final evaluation and personalisation gains are not part of it.
     """
     values = ["rounds", "clients", "bytes_down", "bytes_up", "macs", "simulated_s", "wall_s"]
     kinds = frame.groupby([*_KEY, "kind"], sort=False)[values].sum().reset_index()
@@ -326,7 +347,7 @@ def is_own(frame: pd.DataFrame) -> "pd.Series[bool]":
     """Which rows belong to the method itself; without a supernet stage, rand_init is the method."""
     with_supernet = set(frame.loc[frame["kind"] == "supernet", "run_id"])
     baseline = (frame["kind"] == "rand_init") & frame["run_id"].isin(with_supernet)
-    return ~(baseline | (frame["kind"] == "evaluation"))
+    return ~(baseline | frame["kind"].isin(MEASUREMENTS))
 
 
 def pareto(tables: Tables) -> pd.DataFrame:

@@ -38,10 +38,16 @@ from fedloom.experiments.report.frames import (
     load,
     pareto,
     per_tier,
+    silo_run_ids,
+    with_silo_clients,
 )
 from fedloom.experiments.report.labels import Labels, labels_of
 from fedloom.experiments.report.page import html_page, markdown_page
 from fedloom.experiments.report.picture import Picture
+from fedloom.experiments.report.silo_blocks import silo_blocks
+from fedloom.experiments.report.silo_frames import p_matrix, per_silo, personalisation_gains, phases, silo_summaries
+from fedloom.experiments.report.silo_frames import summary_as_dict as silos_as_dict
+from fedloom.experiments.report.silo_pictures import silo_pictures
 from fedloom.experiments.report.subnets import ALONE, subnet_summaries, subnets, summary_as_dict
 from fedloom.experiments.report.table import Block, as_dict, records, rich_block, rich_table
 from fedloom.platform.results.files import check_writable, write_atomically
@@ -99,7 +105,11 @@ def report_content(tables: Tables) -> Content:
         runs=facts_of(tables),
         missing=(*missing_of(tables), *_unknown_bounds(tables, bounds)),
         blocks=blocks_of(tables, summaries_of(tables, bounds), labels),
-        pictures=(*elastic_pictures(tables, labels), *_all_pictures(tables, bounds, labels, experiments)),
+        pictures=(
+            *elastic_pictures(tables, labels),
+            *silo_pictures(tables),
+            *_all_pictures(tables, bounds, labels, experiments),
+        ),
     )
 
 
@@ -114,7 +124,7 @@ def _runs_in_words(paths: Sequence[RunPaths]) -> str:
 
 def _unknown_bounds(tables: Tables, bounds: Bounds) -> list[str]:
     known = {run_id for run_id, _ in bounds}
-    known |= set(elastic_run_ids(tables))  # their subnets have no tier's bound
+    known |= {*elastic_run_ids(tables), *silo_run_ids(tables)}  # their networks have no tier's bound
     unknown = [p.run_id for p in tables.paths if p.run_id not in known and configuration(tables, p.run_id)]
     if not unknown:
         return []
@@ -152,7 +162,7 @@ def _pictures(tables: Tables, bounds: Bounds, labels: Labels, named: bool) -> It
     experiment, several = tables.paths[0].experiment, len(tables.paths) > 1
     kinds = communication_by_kind(communication(tables))
     figures = {
-        "convergence": plots.convergence_figure(_labelled(convergence(tables), labels)),
+        "convergence": plots.convergence_figure(_labelled(_tier_convergence(tables), labels)),
         "pareto": plots.pareto_figure(_tier_candidates(tables), _macs_bounds(tables, bounds)),
         "communication": plots.communication_figure(kinds, by_stage(tables.rounds)),
         "clients": plots.clients_figure(client_metrics(tables)),
@@ -160,15 +170,23 @@ def _pictures(tables: Tables, bounds: Bounds, labels: Labels, named: bool) -> It
     for name, figure in figures.items():
         if figure is not None:
             title, caption = CAPTIONS[name]
+            if name == "communication" and len(silo_run_ids(tables)) == len(tables.paths):
+                caption = COMMUNICATION_OF_SILOS
             over_runs = f" {OVER_RUNS[name]}" if several else ""
             suffix = (f"-{experiment}", f": {experiment}") if named else ("", "")
             yield Picture(f"{name}{suffix[0]}", f"{title}{suffix[1]}", f"{caption}{over_runs}", png(figure))
 
 
 def _tier_candidates(tables: Tables) -> pd.DataFrame:
-    """Candidates of searches for tiers; SuperFedNAS has a figure of its own for its targets."""
+    """Candidates of searches for tiers; SuperFedNAS has a figure of its own for its targets, silos have no tiers."""
     frame = pareto(tables)
-    return frame[~frame["run_id"].isin(elastic_run_ids(tables))]
+    return frame[~frame["run_id"].isin([*elastic_run_ids(tables), *silo_run_ids(tables)])]
+
+
+def _tier_convergence(tables: Tables) -> pd.DataFrame:
+    """Curves of all runs but those of cross-silo methods, whose curves are those of the silos' own models."""
+    frame = convergence(tables)
+    return frame[~frame["run_id"].isin(silo_run_ids(tables))]
 
 
 CAPTIONS = {
@@ -194,6 +212,12 @@ CAPTIONS = {
         "client of the tier. Clients without test samples are left out.",
     ),
 }
+COMMUNICATION_OF_SILOS = (
+    "Bytes that all silos together received and sent. The cumulative curves leave out the final evaluation and "
+    "personalisation gains."
+)
+"""What stands under that figure where no run has a baseline to be counted on its own."""
+
 OVER_RUNS = {
     "convergence": "Lines are means over the runs, bands reach from the least to the greatest.",
     "pareto": "Every run has its own front and winner.",
@@ -217,10 +241,11 @@ def summary_table(results: Path, run_ids: str | Sequence[str] | None = None) -> 
     Raises ValueError for an unknown run or a damaged table.
     """
     ids = [run_ids] if isinstance(run_ids, str) else run_ids
-    tables = load(results, ids, with_clients=False)
+    tables = with_silo_clients(load(results, ids, with_clients=False))
     summaries = summaries_of(tables, upper_bounds(tables))
     shown: list[RenderableType] = [rich_table(summary) for summary in summaries if summary.tiers]
     shown += [rich_block(block) for block in _elastic_blocks(tables) if block.rows]
+    shown += [rich_block(block) for block in silo_blocks(tables, wide=False)]
     return Group(*shown, *(Text(sentence, style="yellow") for sentence in missing_of(tables)))
 
 
@@ -239,12 +264,13 @@ def report_json(results: Path, run_ids: Sequence[str] | None = None) -> dict[str
 
     Keys: metric, runs, missing, summary (per experiment and tier: mean, half_width of the 95 % interval, runs), and
     the rows of per_tier, fairness, communication and failures; of SuperFedNAS runs the rows of subnets, their
-    subnet_summary per configuration, and cost_comparison with the first k members trained alone. Raises ValueError as
-    `write_report`.
+    subnet_summary per configuration, and cost_comparison with the first k members trained alone; of cross-silo runs
+    silos (per configuration), the rows of silo_clients, personalisation (the rows of p, "matrix", and the gains) and
+    phases. Raises ValueError as `write_report`.
     """
     tables = load(results, run_ids)
     bounds = upper_bounds(tables)
-    stages, labels = communication(tables), labels_of(tables)
+    stages, labels, matrix = communication(tables), labels_of(tables), p_matrix(tables)
     return {
         "metric": METRIC,
         "runs": [{"run_id": p.run_id, "experiment": p.experiment, "status": state_of(tables, p)} for p in tables.paths],
@@ -258,4 +284,8 @@ def report_json(results: Path, run_ids: Sequence[str] | None = None) -> dict[str
         "subnets": records(subnets(tables, labels)),
         "subnet_summary": [summary_as_dict(summary) for summary in subnet_summaries(tables, labels)],
         "cost_comparison": [asdict(comparison) for comparison in cost_comparisons(tables, labels)],
+        "silos": [silos_as_dict(summary) for summary in silo_summaries(tables)],
+        "silo_clients": records(per_silo(tables)),
+        "personalisation": {"matrix": records(matrix), "gains": records(personalisation_gains(matrix))},
+        "phases": [asdict(phase) for phase in phases(tables)],
     }

@@ -1,14 +1,14 @@
 """Who gets which samples: by label distributions (LDA), uniformly, or by the clients that the data set came with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from fedloom.platform.data.artefact import AnyArray, Fields, IntArray
+from fedloom.platform.data.artefact import AnyArray, Fields, FloatArray, IntArray
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.guard import SPLITS
-from fedloom.platform.data.lda import draw_samples, label_distributions, split_validation, validation_size
+from fedloom.platform.data.lda import draw_samples, held_out_size, label_distributions, split_test, split_validation
 from fedloom.platform.seeding import stream
 
 
@@ -21,7 +21,12 @@ def describe(config: DataConfig, dataset: Dataset, seed: int) -> Fields:
         "validation_share": float(config.validation_share),
         "seed": seed,
     }
-    return fields | ({"alpha": float(config.alpha)} if config.partition == "lda" else {})
+    if config.partition == "lda":
+        fields["alpha"] = float(config.alpha)
+    # Absent where it is not used: partitions keep the hashes that they had before there was such a share.
+    if config.test_share is not None:
+        fields["test_share"] = float(config.test_share)
+    return fields
 
 
 def check_enough(config: DataConfig, dataset: Dataset) -> None:
@@ -65,23 +70,36 @@ def allocate(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyAr
 
 def _by_lda(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
     K = config.num_clients
-    train_labels, test_labels = dataset.labels("train"), dataset.labels("test")
+    train_labels = dataset.labels("train")
     prior = np.bincount(train_labels, minlength=dataset.num_classes) / len(train_labels)
-    # One stream per purpose: another validation share leaves everybody's samples and test shares as they were.
+    # One stream per purpose: other validation and test shares leave everybody's samples as they were.
     q = label_distributions(config.alpha, prior, K, stream(seed, "partition", "labels"))
     drawn = draw_samples(q, train_labels, len(train_labels) // K, stream(seed, "partition", "train"))
-    train, validation = split_validation(drawn, config.validation_share, stream(seed, "partition", "validation"))
-    test = np.sort(draw_samples(q, test_labels, len(test_labels) // K, stream(seed, "partition", "test")), axis=1)
+    splits = _split_drawn(config, dataset, q, drawn, seed)
     arrays: dict[str, AnyArray] = {"label_distributions": q}
-    for split, indices in zip(SPLITS, (train, validation, test), strict=True):
+    for split, indices in zip(SPLITS, splits, strict=True):
         arrays[split] = indices.reshape(-1)
         arrays[f"{split}_offsets"] = np.arange(K + 1, dtype=np.int64) * indices.shape[1]
     return arrays
 
 
+def _split_drawn(
+    config: DataConfig, dataset: Dataset, q: FloatArray, drawn: IntArray, seed: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Train, validation and test indices (num_clients, n), the last by `q` where they are not among the drawn ones."""
+    if config.test_share is None:
+        rest, num_own_test = drawn, 0
+        labels = dataset.labels("test")
+        test = np.sort(draw_samples(q, labels, len(labels) // len(q), stream(seed, "partition", "test")), axis=1)
+    else:
+        rest, test = split_test(drawn, config.test_share, stream(seed, "partition", "test_share"))
+        num_own_test = test.shape[1]
+    rng = stream(seed, "partition", "validation")
+    return *split_validation(rest, config.validation_share, rng, num_own_test), test
+
+
 def _uniformly(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
-    pieces = {part: _equal_pieces(dataset, part, config.num_clients, seed) for part in ("train", "test")}
-    return _arrays(pieces["train"], pieces["test"], config.validation_share, seed)
+    return _arrays(config, lambda part: _equal_pieces(dataset, part, config.num_clients, seed), seed)
 
 
 def _equal_pieces(dataset: Dataset, part: str, num_clients: int, seed: int) -> list[IntArray]:
@@ -94,8 +112,8 @@ def _equal_pieces(dataset: Dataset, part: str, num_clients: int, seed: int) -> l
 
 def _naturally(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
     chosen = _natural_clients(dataset)[: config.num_clients]
-    train, test = (_rows_of(dataset.clients(part), chosen) for part in ("train", "test"))
-    return {"natural_clients": chosen, **_arrays(train, test, config.validation_share, seed)}
+    arrays = _arrays(config, lambda part: _rows_of(dataset.clients(part), chosen), seed)
+    return {"natural_clients": chosen, **arrays}
 
 
 def _rows_of(clients: IntArray, chosen: IntArray) -> list[IntArray]:
@@ -105,20 +123,31 @@ def _rows_of(clients: IntArray, chosen: IntArray) -> list[IntArray]:
     return [order[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
-def _arrays(
-    train_and_validation: Sequence[IntArray], test: Sequence[IntArray], validation_share: float, seed: int
-) -> dict[str, AnyArray]:
-    rng = stream(seed, "partition", "validation")
-    pairs = [_split_one(samples, validation_share, rng) for samples in train_and_validation]
+def _arrays(config: DataConfig, pieces_of: Callable[[str], list[IntArray]], seed: int) -> dict[str, AnyArray]:
+    """All splits of every client, from its samples of a part of the data set."""
+    own = pieces_of("train")
+    if config.test_share is None:
+        rest, test = own, pieces_of("test")
+    else:
+        rest, test = _split_each(own, own, config.test_share, stream(seed, "partition", "test_share"))
+    train, validation = _split_each(rest, own, config.validation_share, stream(seed, "partition", "validation"))
     arrays: dict[str, AnyArray] = {}
-    for split, pieces in zip(SPLITS, ([t for t, _ in pairs], [v for _, v in pairs], test), strict=True):
+    for split, pieces in zip(SPLITS, (train, validation, test), strict=True):
         arrays[split] = np.concatenate(pieces)
         arrays[f"{split}_offsets"] = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     return arrays
 
 
-def _split_one(samples: IntArray, share: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    """As `split_validation`, for one client."""
-    held_out = validation_size(len(samples), share)
+def _split_each(
+    pieces: Sequence[IntArray], wholes: Sequence[IntArray], share: float, rng: np.random.Generator
+) -> tuple[list[IntArray], list[IntArray]]:
+    """Every client's piece without, and with nothing but, a random part as large as the share of its whole."""
+    pairs = [_split_one(piece, len(whole), share, rng) for piece, whole in zip(pieces, wholes, strict=True)]
+    return [kept for kept, _ in pairs], [aside for _, aside in pairs]
+
+
+def _split_one(samples: IntArray, num_all: int, share: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+    """As `split_test` and `split_validation`, for one client."""
+    held_out = held_out_size(len(samples), share, num_all)
     shuffled = rng.permutation(samples)
     return np.sort(shuffled[held_out:]), np.sort(shuffled[:held_out])

@@ -42,6 +42,12 @@ class DataConfig:
     """Concentration of the clients' label distributions under lda: Dirichlet(alpha) per class."""
     validation_share: float = 0.1
     """Share of every client's training samples that becomes its validation set."""
+    test_share: float | None = None
+    """Share of every client's training samples that becomes its test set; None gives it a share of the test part.
+
+    Set aside before the validation samples. Both shares are of all of a client's samples: .2 and .2 leave .6 to train.
+    The central evaluation reads the data set's test part either way.
+    """
     augment: str = "none"
     """What is done to training batches: none or crop_flip."""
 
@@ -60,10 +66,7 @@ def check(config: DataConfig) -> None:
         raise ValueError(
             f"data.alpha={config.alpha}: must be > 0; small is skewed (0.1), large is nearly the same everywhere (1000)"
         )
-    if not 0 <= config.validation_share < 1:
-        raise ValueError(
-            f"data.validation_share={config.validation_share}: must be in [0, 1); the rest of a client's data trains"
-        )
+    _check_shares(config)
 
 
 def _check_partition(partition: str, dataset: str) -> None:
@@ -80,6 +83,23 @@ def _check_kind(config: DataConfig) -> None:
         raise ValueError(f"data.sequence_length={config.sequence_length}: {config.dataset} holds images; leave it out")
     if config.dataset in TEXTS and config.augment != "none":
         raise ValueError(f"data.augment={config.augment}: {config.dataset} is text; must be none")
+
+
+def _check_shares(config: DataConfig) -> None:
+    validation, test = config.validation_share, config.test_share
+    if not 0 <= validation < 1:
+        raise ValueError(f"data.validation_share={validation}: must be in [0, 1); the rest of a client's data trains")
+    if test is None:
+        return
+    if not 0 < test < 1:
+        raise ValueError(
+            f"data.test_share={test}: must be in (0, 1), or null to test clients on their shares of the test part"
+        )
+    if not validation + test < 1:
+        raise ValueError(
+            f"data.validation_share={validation} and data.test_share={test}: must sum to less than 1; "
+            "the rest of a client's data trains"
+        )
 
 
 def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -20,7 +20,8 @@ class FederatedData:
     """A data set and its partition; splits are "train", "validation" and "test"; made by `FederatedData.open`.
 
     Everything that touches split "test", here and through `dataset` and `partition`, raises TestReadError outside
-    `with data.reading_test():`.
+    `with data.reading_test():`. Clients' test samples that lie in the data set's train part (`Partition.part`) are
+    locked by their indices: without those nobody can tell them from the samples of other splits.
     """
 
     dataset: Dataset
@@ -57,27 +58,29 @@ class FederatedData:
         return self.partition.sizes(split)
 
     def indices(self, client_id: int, split: str) -> IntArray:
-        """The client's sample indices: into the data set's test part for split "test", else into its train part."""
+        """The client's sample indices: into the part of the data set that `partition.part(split)` names.
+
+        That is the train part, and for split "test" the test part unless the partition was made with a `test_share`.
+        """
         return self.partition.indices(client_id, split)
 
     def client(self, client_id: int, split: str) -> tuple[Tensor, Tensor]:
         """The client's inputs and labels as `Dataset.tensors` gives them; there may be none."""
-        return self.dataset.tensors(_part(split), self.indices(client_id, split))
+        return self.dataset.tensors(self.partition.part(split), self.indices(client_id, split))
 
     def central(self, split: str, share: float = 1.0, rng: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """All clients' samples of the split in client order, as `client`; for "test" the whole test set in its order.
+        """All clients' samples of the split in client order, as `client`; for "test" the data set's whole test part.
 
+        The test part is in its own order, and the same whatever the clients' own test samples are.
         A `share` below 1 keeps that random part of them (at least one), drawn from `rng`, order unchanged.
         Raises ValueError for a share outside (0, 1] or without a generator.
         """
         check_split(split)
-        is_test = split == "test"
-        indices = np.arange(self.dataset.num_samples("test")) if is_test else self.partition.all_indices(split)
-        return self.dataset.tensors(_part(split), _keep(indices, share, rng))
-
-
-def _part(split: str) -> str:
-    return "test" if split == "test" else "train"
+        if split == "test":
+            part, indices = "test", np.arange(self.dataset.num_samples("test"))
+        else:
+            part, indices = "train", self.partition.all_indices(split)
+        return self.dataset.tensors(part, _keep(indices, share, rng))
 
 
 def _keep(indices: IntArray, share: float, rng: np.random.Generator | None) -> IntArray:

@@ -103,17 +103,35 @@ def _draw_labels(q: FloatArray, left: IntArray, rng: np.random.Generator) -> Int
     return labels
 
 
-def split_validation(drawn: IntArray, share: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+def split_test(drawn: IntArray, share: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+    """The other and the test indices (num_clients, n) of each client, a random `share` of its samples being test.
+
+    At least one sample tests, unless it is the only one.
+    """
+    return _set_aside(drawn, held_out_size(drawn.shape[1], share, drawn.shape[1]), rng)
+
+
+def split_validation(
+    drawn: IntArray, share: float, rng: np.random.Generator, num_test: int = 0
+) -> tuple[IntArray, IntArray]:
     """Train and validation indices (num_clients, n) of each client, a random `share` of its samples being validation.
 
-    At least one sample validates if the share is positive, and at least one trains.
+    The share is of the drawn samples and the `num_test` that every client was left without before. At least one sample
+    validates if the share is positive, and at least one trains.
     """
-    held_out = validation_size(drawn.shape[1], share)
+    num_left = drawn.shape[1]
+    return _set_aside(drawn, held_out_size(num_left, share, num_left + num_test), rng)
+
+
+def _set_aside(drawn: IntArray, held_out: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
     shuffled = rng.permuted(drawn, axis=1)
     # Sorted within a client: training shuffles anyway, and reads of a memory map like order.
     return np.sort(shuffled[:, held_out:], axis=1), np.sort(shuffled[:, :held_out], axis=1)
 
 
-def validation_size(num_samples: int, share: float) -> int:
-    """How many of a client's samples validate: at least one if the share is positive, and never all."""
-    return min(max(1, round(share * num_samples)), num_samples - 1) if share > 0 else 0
+def held_out_size(num_left: int, share: float, num_all: int) -> int:
+    """How many of a client's `num_left` samples to set aside for a share of its `num_all`.
+
+    At least one if the share is positive, and never all that are left.
+    """
+    return min(max(1, round(share * num_all)), num_left - 1) if share > 0 else 0

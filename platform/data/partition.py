@@ -88,7 +88,8 @@ class Partition:
             )
         arrays = open_arrays(path, manifest)
         verify_arrays(path, manifest)
-        check_arrays(path, arrays, manifest["num_clients"], dataset.num_samples("train"), dataset.num_samples("test"))
+        num_test = dataset.num_samples("test") if _test_part(manifest["generator"]) == "test" else None
+        check_arrays(path, arrays, manifest["num_clients"], dataset.num_samples("train"), num_test)
         return cls(
             path=path,
             hash=manifest["hash"],
@@ -101,8 +102,18 @@ class Partition:
             _guard=guard or TestGuard(is_open=True),
         )
 
+    def part(self, split: str) -> str:
+        """The part of the data set, "train" or "test", that the split's indices point into.
+
+        That is the train part for "train" and "validation". Test indices point into the test part, unless the clients
+        were made with a `test_share`: then they point into the train part, at samples that no other split has.
+        Raises ValueError for an unknown split.
+        """
+        check_split(split)
+        return _test_part(self.generator) if split == "test" else "train"
+
     def indices(self, client_id: int, split: str) -> IntArray:
-        """The client's sample indices of the split, read-only: into the test part for "test", else the train part.
+        """The client's sample indices of the split, read-only: into the data set's part that `part` names.
 
         Raises TestReadError for guarded test indices, ValueError for an unknown split or client.
         """
@@ -120,7 +131,7 @@ class Partition:
         return np.diff(self._array(split, "_offsets"))
 
     def all_indices(self, split: str) -> IntArray:
-        """All clients' indices of the split, in client order, read-only; raises as `indices`."""
+        """All clients' indices of the split, in client order, read-only and into the same part; raises as `indices`."""
         return self._array(split, "")
 
     def _range(self, client_id: int, split: str) -> tuple[int, int]:
@@ -136,8 +147,18 @@ class Partition:
         return array
 
 
-def check_arrays(path: Path, arrays: dict[str, AnyArray], num_clients: int, num_train: int, num_test: int) -> None:
-    """Raises ValueError naming the file whose offsets or indices cannot be a partition of such a data set."""
+def _test_part(generator: Fields) -> str:
+    return "train" if "test_share" in generator else "test"
+
+
+def check_arrays(
+    path: Path, arrays: dict[str, AnyArray], num_clients: int, num_train: int, num_test: int | None
+) -> None:
+    """Raises ValueError naming the file whose offsets or indices cannot be a partition of such a data set.
+
+    `num_train` and `num_test` are the data set's samples; `num_test` is None where the clients' test indices, as the
+    others, point into the train part, and so must differ from the others.
+    """
     for split in SPLITS:
         _check_offsets(path / f"{split}_offsets.npy", arrays[f"{split}_offsets"], num_clients, len(arrays[split]))
     if num_clients and np.diff(arrays["train_offsets"]).min() < 1:
@@ -145,7 +166,7 @@ def check_arrays(path: Path, arrays: dict[str, AnyArray], num_clients: int, num_
     used = np.zeros(num_train, dtype=bool)
     _mark(path / "train.npy", arrays["train"], used)
     _mark(path / "validation.npy", arrays["validation"], used)
-    _mark(path / "test.npy", arrays["test"], np.zeros(num_test, dtype=bool))
+    _mark(path / "test.npy", arrays["test"], used if num_test is None else np.zeros(num_test, dtype=bool))
 
 
 def _check_offsets(file: Path, offsets: IntArray, num_clients: int, num_indices: int) -> None:

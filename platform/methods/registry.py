@@ -1,27 +1,35 @@
 """Methods by the name of their configuration."""
 
-from fedloom.platform.methods import fedavg, fedoras, spider, superfednas
+from collections.abc import Callable
+from typing import Any
+
+from fedloom.platform.methods import fedavg, federated_nas, fedmn, fedoras, personalised, spider, superfednas
 from fedloom.platform.stage import Stage
 from fedloom.platform.world import World
 
-CONFIGS: dict[str, type] = {
-    "fedoras": fedoras.FedorASConfig,
-    "superfednas": superfednas.SuperFedNASConfig,
-    "spider": spider.SpiderConfig,
-    "fedavg": fedavg.FedAvgConfig,
+_METHODS: dict[type, Callable[[Any, World], list[Stage]]] = {
+    fedoras.FedorASConfig: fedoras.stages,
+    superfednas.SuperFedNASConfig: superfednas.stages,
+    spider.SpiderConfig: spider.stages,
+    personalised.LocalAdaptationConfig: personalised.local_adaptation,
+    personalised.DittoConfig: personalised.ditto,
+    personalised.PerFedAvgConfig: personalised.per_fedavg,
+    personalised.KnnPerConfig: personalised.knn_per,
+    federated_nas.GlobalNasConfig: federated_nas.global_nas,
+    federated_nas.FedNasConfig: federated_nas.fednas,
+    federated_nas.FedPnasConfig: federated_nas.fedpnas,
+    fedmn.FedMnConfig: fedmn.stages,
+    fedavg.FedAvgConfig: fedavg.stages,
 }
+"""How the stages of every method are built from its configuration."""
+
+CONFIGS: dict[str, type] = {config().name: config for config in _METHODS}
 """The configuration class of every method."""
 
 
 def build_stages(world: World) -> list[Stage]:
     """The stages of the configured method, checked; ValueError for settings that cannot run."""
     config = world.config.method
-    if isinstance(config, fedoras.FedorASConfig):
-        return fedoras.stages(config, world)
-    if isinstance(config, superfednas.SuperFedNASConfig):
-        return superfednas.stages(config, world)
-    if isinstance(config, spider.SpiderConfig):
-        return spider.stages(config, world)
-    if isinstance(config, fedavg.FedAvgConfig):
-        return fedavg.stages(config, world)
-    raise ValueError(f"no method was configured: choose method={' or method='.join(CONFIGS)}")
+    if type(config) not in _METHODS:
+        raise ValueError(f"no method was configured: choose method={' or method='.join(CONFIGS)}")
+    return _METHODS[type(config)](config, world)

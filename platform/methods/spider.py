@@ -4,157 +4,144 @@ Source: SPIDER (Mushtaq et al.); only the shared weights travel, what a silo kee
 """
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from fedloom.platform.methods.rows import evaluation_rows
-from fedloom.platform.methods.supernet_stage import SUPERNET
-from fedloom.platform.seeding import torch_stream
-from fedloom.platform.selection import Cohort
+from fedloom.platform.execution import Task
+from fedloom.platform.methods.silo_stage import (
+    GainConfig,
+    GainStage,
+    SiloEvaluation,
+    SiloStage,
+    SiloTrainingConfig,
+    check_gains,
+    check_silos,
+    check_validation,
+)
+from fedloom.platform.silos.perturbation import search_steps
+from fedloom.platform.silos.scoring import ScoreOwn
+from fedloom.platform.silos.search import KINDS, ArchitectureSearchConfig, searcher_of
+from fedloom.platform.silos.spider import TrainSpider
 from fedloom.platform.spaces.darts import DartsSpace
-from fedloom.platform.spider_tasks import ScorePersonal, TrainPair
-from fedloom.platform.stage import Merged, Plan, RoundResult, Stage
+from fedloom.platform.stage import Stage
 from fedloom.platform.state import RunState
-from fedloom.platform.training import LocalSGD, TrainingConfig, check_training, learning_rate
 from fedloom.platform.world import World
 
 logger = logging.getLogger(__name__)
 
+PARAMETER_FREE = ("none", "noise", "skip_connect", "max_pool_3x3", "avg_pool_3x3")
+
 
 @dataclass
-class SpiderTrainingConfig(TrainingConfig):
-    """Training and search of all silos (SPIDER, Sec. 4, App. B).
+class SpiderTrainingConfig(SiloTrainingConfig):
+    """Training of the silos; `pull` is lambda: 0 leaves every silo alone with its data."""
 
-    Every silo takes part in every round (`clients_per_round` is not used). `pull` is lambda. From round `search_from`
-    on, every `search_every` rounds each silo decides one edge of the normal and one of the reduction cell; when nothing
-    is left to be decided, its validation data joins its training data.
-    """
-
-    rounds: int = 1000
-    batch_size: int = 32
-    lr: float = 0.03
-    momentum: float = 0.9
-    clip_norm: float = 5.0
-    schedule: str = "cosine"
-    final_lr_share: float = 0.0
     pull: float = 0.01
-    search_from: int = 30
-    search_every: int = 20
 
 
 @dataclass
 class SpiderConfig:
-    """Training with the search in it, then every silo's own test data."""
+    """Training with the search in it, every silo's own test data, and, if asked for, personalisation gains."""
 
     name: str = "spider"
     train: SpiderTrainingConfig = field(default_factory=SpiderTrainingConfig)
+    search: ArchitectureSearchConfig = field(default_factory=ArchitectureSearchConfig)
+    gains: GainConfig = field(default_factory=GainConfig)
 
 
-def check(config: SpiderConfig, world: World) -> DartsSpace:
-    """The space; raises ValueError for settings that cannot run, warns of edges that will not be searched."""
-    space, train = world.space, config.train
-    if not isinstance(space, DartsSpace):
+def darts_space(world: World) -> DartsSpace:
+    """The space; raises ValueError if it is another kind."""
+    if not isinstance(world.space, DartsSpace):
         raise ValueError(f"{world.config.space.name} is not a space of DARTS cells: choose darts_s2, for instance")
-    train.clients_per_round = world.num_clients
-    check_training(train, "method.train", world.num_clients)
-    if train.pull < 0 or train.search_every < 1 or train.search_from < 0:
-        raise ValueError("method.train: pull and search_from must be 0 or more, search_every at least 1")
-    if not world.data.sizes("validation").all():
+    return world.space
+
+
+def check_search(world: World, config: ArchitectureSearchConfig, rounds: int) -> DartsSpace:
+    """The space; raises ValueError for a search that cannot run, warns of edges that will not be searched."""
+    space = darts_space(world)
+    if config.kind not in KINDS:
+        raise ValueError(f"method.search.kind={config.kind!r}: allowed are {', '.join(KINDS)}")
+    if config.every < 1 or config.start < 0 or config.rounds < 1 or not config.lr > 0 or config.validation_weight < 0:
         raise ValueError(
-            f"data.validation_share={world.config.data.validation_share:g} leaves a silo without validation samples to "
-            "search with: raise it, or give each silo more samples"
+            "method.search: every and rounds must be at least 1, start and validation_weight 0 or more, lr above 0"
         )
-    turns = len(range(train.search_from, train.rounds, train.search_every))
-    left = 2 * max(0, len(space.edges("normal")) - turns)
-    if left:
-        logger.warning(
-            "%d of %d edges will not be searched before the last round: lower search_from or search_every, or train "
-            "for more rounds",
-            left,
-            len(space.options),
+    names = {name for names in space.operator_names for name in names}
+    if config.prune_edges and config.kind == "milenas":
+        raise ValueError("method.search.prune_edges: edges are pruned by perturbation, not by milenas; leave it out")
+    if config.prune_edges and not names & set(PARAMETER_FREE):
+        raise ValueError(
+            f"method.search.prune_edges needs an operator without parameters ({', '.join(PARAMETER_FREE)}), and the "
+            f"space has {', '.join(sorted(names))}: add one to space.operators, or leave it out"
         )
+    check_validation(world, "search")
+    _warn_of_unsearched(space, config, rounds)
     return space
 
 
-def everybody(world: World) -> Cohort:
-    """All silos, in every round."""
-    return Cohort(tuple(range(world.num_clients)), 1.0, "all silos")
+def _warn_of_unsearched(space: DartsSpace, config: ArchitectureSearchConfig, rounds: int) -> None:
+    left = unsearched_edges(space, config, rounds)
+    if left and config.kind == "milenas":
+        logger.warning(
+            "none of the %d edges will be decided before the last round: lower method.search.rounds (%d), or train for "
+            "more than %d rounds",
+            left,
+            config.rounds,
+            config.rounds,
+        )
+    elif left:
+        logger.warning(
+            "%d of %d edges will not be searched before the last round: lower method.search.start or "
+            "method.search.every, or train for more rounds",
+            left,
+            len(space.options),
+        )
+    elif config.prune_edges and search_steps(space, prune_edges=True) > _turns(config, rounds):
+        logger.warning(
+            "not all edges will be pruned before the last round: that takes %d search rounds, there are %d",
+            search_steps(space, prune_edges=True),
+            _turns(config, rounds),
+        )
 
 
-class SpiderStage:
-    """Averages the shared model; every silo's own is in its state."""
-
-    name = "spider"
-
-    def __init__(self, world: World, config: SpiderTrainingConfig, space: DartsSpace) -> None:
-        self.world, self.config, self.space = world, config, space
-
-    def begin(self, state: RunState) -> RunState:
-        """Fresh shared weights."""
-        generator = torch_stream(self.world.config.seed_for("initialisation"), SUPERNET)
-        return state.with_bag(SUPERNET, self.space.initial_weights(generator))
-
-    def rounds_left(self, state: RunState) -> int:
-        """Rounds still to come."""
-        return self.config.rounds - state.round
-
-    def _is_search_round(self, round_: int) -> bool:
-        return round_ >= self.config.search_from and (round_ - self.config.search_from) % self.config.search_every == 0
-
-    def plan(self, state: RunState) -> Plan:
-        """The same task for every silo; where each stands is in its own state."""
-        world, round_, config = self.world, state.round, self.config
-        local = LocalSGD.of(config, round_, augment=world.config.data.augment != "none")
-        scored = config.evaluate_every > 0 and round_ % config.evaluate_every == 0
-        task = TrainPair(local, config.pull, self._is_search_round(round_), scored, weighting=config.weighting)
-        cohort = everybody(world)
-        ordered = world.in_plan_order(cohort.client_ids)
-        assignments = [world.assign(self.name, round_, cohort, c, task) for c in ordered]
-        return Plan(assignments, SUPERNET, {"lr": learning_rate(config, round_)})
-
-    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
-        """Averages the shared weights by samples."""
-        weights = result.sums.finish(state.weights(SUPERNET), self.config.min_contributors)
-        return Merged(state.with_bag(SUPERNET, weights), evaluation_rows(result.reports))
-
-    def end(self, state: RunState) -> Merged:
-        """Nothing more to do."""
-        return Merged(state)
+def _turns(config: ArchitectureSearchConfig, rounds: int) -> int:
+    return len(range(config.start, rounds, config.every))
 
 
-class PersonalEvaluationStage:
-    """Every silo scores its own model on its own test share: one round, and the only one that reads test data."""
+def unsearched_edges(space: DartsSpace, config: ArchitectureSearchConfig, rounds: int) -> int:
+    """How many edges will still have a choice after the last round."""
+    if config.kind == "milenas":
+        return 0 if rounds > config.rounds else len(space.options)
+    choices = [sum(space.options[d] > 1 for d in space.decisions(t)) for t in ("normal", "reduction")]
+    return sum(max(0, count - _turns(config, rounds)) for count in choices)
 
-    name = "evaluation"
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+class SpiderStage(SiloStage):
+    """Averages the shared supernet; every silo's own network is in its state."""
 
-    def begin(self, state: RunState) -> RunState:
-        """Nothing to prepare."""
-        return state
+    config: SpiderTrainingConfig
 
-    def rounds_left(self, state: RunState) -> int:
-        """One."""
-        return 1 - state.round
+    def __init__(self, world: World, config: SpiderConfig, space: DartsSpace) -> None:
+        super().__init__(world, config.train, "spider", space.initial_weights)
+        self.search = config.search
 
-    def plan(self, state: RunState) -> Plan:
-        """A measurement, not a round of the simulated federation: nobody drops out of it."""
-        cohort = everybody(self.world)
-        planned = [
-            self.world.assign(self.name, state.round, cohort, c, ScorePersonal("test"))
-            for c in self.world.in_plan_order(cohort.client_ids)
-        ]
-        return Plan([replace(a, dropped="", deadline_s=None, reads_test=True) for a in planned], SUPERNET)
-
-    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
-        """The silos' scores."""
-        return Merged(state, evaluation_rows(result.reports))
-
-    def end(self, state: RunState) -> Merged:
-        """Nothing more to do."""
-        return Merged(state)
+    def task(self, state: RunState) -> Task:
+        """The same for every silo; which phase it is in, its state knows."""
+        config, round_ = self.config, state.round
+        return TrainSpider(
+            self.local(round_),
+            config.pull,
+            searcher_of(self.search, round_),
+            self.is_scored(round_),
+            config.use_validation,
+            config.weighting,
+        )
 
 
 def stages(config: SpiderConfig, world: World) -> list[Stage]:
-    """Training with the search in it, then the evaluation."""
-    return [SpiderStage(world, config.train, check(config, world)), PersonalEvaluationStage(world)]
+    """Training with the search in it, the evaluation, and the gains if there are to be any."""
+    check_silos(world, config.train)
+    if config.train.pull < 0:
+        raise ValueError(f"method.train.pull={config.train.pull}: must be 0 (every silo alone) or more")
+    space = check_search(world, config.search, config.train.rounds)
+    check_gains(config.gains, world.num_clients)
+    sequence: list[Stage] = [SpiderStage(world, config, space), SiloEvaluation(world, lambda _state: ScoreOwn())]
+    return [*sequence, GainStage(world, config.gains, config.train)] if config.gains.epochs else sequence

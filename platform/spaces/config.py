@@ -10,8 +10,8 @@ class SpaceConfig:
 
     `name` is one of `fedloom.platform.spaces.registry.SPACES` or `package.module:function`, a function of this
     configuration that returns a search space; `options` are free values for such a function. What the values mean is
-    said by the space's design (`CnnDesign`, `ResnetDesign`, `TcnDesign`, `DartsDesign`); one that it does not have is
-    refused.
+    said by the space's design (`CnnDesign`, `ResnetDesign`, `TcnDesign`, `DartsDesign`, `Resnet18Design`,
+    `DartsV2Design`, `ModularDesign`); one that it does not have is refused.
     """
 
     name: str = "cnn_digits"
@@ -37,4 +37,5 @@ class SpaceConfig:
     nodes: int | None = None
     stem_multiplier: int | None = None
     affine: bool | None = None
+    modules: int | None = None
     options: dict[str, Any] = field(default_factory=dict)

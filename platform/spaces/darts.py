@@ -5,21 +5,14 @@ Supernet, subspace and stand-alone subnet are the same class, `DartsNetwork`, an
 (`cells.<cell>.edges.<edge>.ops.<option>.*`); they differ only in which operators they hold.
 """
 
-import itertools
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from types import MappingProxyType
+from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fedloom.platform.spaces.base import Architecture, Slice, SliceMap, bytes_of
 from fedloom.platform.spaces.darts_network import (
     CELL_TYPES,
-    CellPlan,
     DartsDesign,
     DartsNetwork,
     Edge,
@@ -27,36 +20,31 @@ from fedloom.platform.spaces.darts_network import (
     plan_cells,
 )
 from fedloom.platform.spaces.darts_operators import OPERATORS
-from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
-from fedloom.platform.spaces.operator_choice import SpaceSizes, Subspace
-from fedloom.tiers.costs import CostTable
-from fedloom.tiers.measure import MEASURES, activation_bytes_of, latency_s_of, macs_of
+from fedloom.platform.spaces.kept import KeptSpace, Part, PartCosts, measure_of
+from fedloom.platform.spaces.operator_choice import Subspace
+
+ADDITIVE_MEASURES = ("macs", "parameters", "bytes")
+"""What may be counted cell by cell."""
 
 
-class DartsSpace:
+CellCosts = tuple[tuple[float, ...], ...]
+"""Costs of one cell: per edge, per operator."""
+
+_OWNED = re.compile(r"cells\.(\d+)\.edges\.(\d+)\.ops\.(\d+)\.")
+
+
+class DartsSpace(KeptSpace):
     """A search space of cells; see `fedloom.platform.spaces.base.SearchSpace` for the protocol."""
 
+    decision_kind = "edge"
+
     def __init__(self, design: DartsDesign) -> None:
+        super().__init__(design.name, design.input_shape, design.operator_names)
         self.design = design
-        self.name = design.name
-        self.input_shape = tuple(design.input_shape)
-        self.input_dtype = torch.float32
-        self.operator_names = design.operator_names
-        self.options = tuple(map(len, self.operator_names))
         self.plans = plan_cells(design)
-        self._tables: dict[str, CostTable] = {}
+        self._cell_costs: dict[str, tuple[CellCosts, ...]] = {}
 
-    # -- architectures ----------------------------------------------------------------------------------------------
-
-    @property
-    def num_architectures(self) -> int:
-        """How many choices of one operator per edge there are (exact)."""
-        return math.prod(self.options)
-
-    @property
-    def largest_subspace(self) -> Subspace:
-        """Every operator of every edge."""
-        return tuple(tuple(range(n)) for n in self.options)
+    # -- edges ------------------------------------------------------------------------------------------------------
 
     def decisions(self, cell_type: str) -> range:
         """The decisions of a cell type, `normal` or `reduction`, in the order of `edges`."""
@@ -73,220 +61,87 @@ class DartsSpace:
 
     def edge_name(self, decision: int) -> str:
         """A decision as people read it, such as `normal 0->2`; ValueError if there is none of that number."""
-        if not 0 <= decision < len(self.options):
-            raise ValueError(f"{self.name} has the edges 0 to {len(self.options) - 1}, given {decision}")
+        self._check_decision(decision)
+        return self._label(decision)
+
+    def _label(self, decision: int) -> str:
         return self.design.edge_name(decision)
 
-    def validate(self, architecture: Architecture) -> None:
-        """Raises ValueError naming the edge, what was given and its operators."""
-        self._check_length("an architecture", architecture)
-        for decision, option in enumerate(architecture):
-            self._check_option(decision, option)
+    def _decisions_of(self, cell: int) -> range:
+        return self.decisions(CELL_TYPES[self.plans[cell].reduction])
 
-    def validate_subspace(self, kept: Subspace) -> None:
-        """Raises ValueError if an edge keeps an unknown operator, or operators out of order; none at all is allowed."""
-        self._check_length("a subspace", kept)
-        for decision, row in enumerate(kept):
-            if not isinstance(row, tuple):
-                raise ValueError(
-                    f"edge {self.edge_name(decision)} of {self.name} keeps a tuple of operators, given {row!r}"
-                )
-            for option in row:
-                self._check_option(decision, option)
-            if list(row) != sorted(set(row)):
-                raise ValueError(
-                    f"edge {self.edge_name(decision)} of {self.name} must keep distinct operators in order, given {row}"
-                )
+    # -- networks ---------------------------------------------------------------------------------------------------
 
-    def _check_length(self, what: str, value: Sequence[object]) -> None:
-        if len(value) != len(self.options):
-            raise ValueError(f"{what} of {self.name} has {len(self.options)} edges, given {len(value)}")
-
-    def _check_option(self, decision: int, option: int) -> None:
-        names = self.operator_names[decision]
-        if not (isinstance(option, (int, np.integer)) and 0 <= option < len(names)):
-            known = ", ".join(f"{i} ({name})" for i, name in enumerate(names))
-            raise ValueError(
-                f"edge {self.edge_name(decision)} of {self.name} has the operators {known}, given {option!r}"
-            )
-
-    def sample(self, rng: np.random.Generator) -> Architecture:
-        """A uniformly drawn architecture."""
-        return tuple(rng.integers(0, self.options).tolist())
-
-    def enumerate(self) -> Iterator[Architecture]:
-        """All architectures in lexicographic order."""
-        return itertools.product(*map(range, self.options))
-
-    # -- modules ----------------------------------------------------------------------------------------------------
-
-    def build_supernet(self) -> nn.Module:
-        """The whole supernet, see `DartsNetwork`; floating tensors are NaN until weights are loaded."""
-        return self.build_subspace(self.largest_subspace)
-
-    def build_subspace(self, kept: Subspace) -> nn.Module:
-        """The supernet without the operators that are not kept; floating tensors are NaN until loaded."""
-        self.validate_subspace(kept)
-        return blank(partial(DartsNetwork, self.design, kept))
-
-    def build_subnet(self, architecture: Architecture) -> nn.Module:
-        """One architecture as a module of its own, `forward(x)`; floating tensors are NaN until weights are loaded."""
-        self.validate(architecture)
-        return self.build_subspace(as_subspace(architecture))
-
-    @cached_property
-    def _meta_supernet(self) -> nn.Module:
-        return on_meta(partial(DartsNetwork, self.design, self.largest_subspace)).eval()
-
-    # -- tensors ----------------------------------------------------------------------------------------------------
-
-    def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Fresh supernet tensors drawn from the generator alone."""
-        return initialise(self._meta_supernet, generator)
-
-    def initial_subnet_weights(self, architecture: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
-        """Fresh tensors of one stand-alone subnet drawn from the generator alone."""
-        self.validate(architecture)
-        return initialise(on_meta(partial(DartsNetwork, self.design, as_subspace(architecture))), generator)
-
-    @cached_property
-    def owner_of(self) -> Mapping[str, tuple[int, int] | None]:
-        """The (edge, option) that each supernet tensor belongs to, None for stem, preprocessing and head."""
-        return MappingProxyType({name: self._owner(name) for name in self._meta_supernet.state_dict()})
+    def _network(self, kept: Subspace) -> nn.Module:
+        return DartsNetwork(self.design, kept)
 
     def _owner(self, tensor_name: str) -> tuple[int, int] | None:
         match = _OWNED.match(tensor_name)
         if match is None:
             return None
         cell, edge, option = map(int, match.groups())
-        return self.decisions(CELL_TYPES[self.plans[cell].reduction])[edge], option
+        return self._decisions_of(cell)[edge], option
 
-    @cached_property
-    def _tensors_of(self) -> Mapping[tuple[int, int] | None, tuple[str, ...]]:
-        names: dict[tuple[int, int] | None, list[str]] = {None: []}
-        for name, owner in self.owner_of.items():
-            names.setdefault(owner, []).append(name)
-        return {owner: tuple(group) for owner, group in names.items()}
+    def base_tensors(self, base_cells: int) -> tuple[str, ...]:
+        """Names of the tensors of the stem and of the first `base_cells` cells, with all their operators.
 
-    @property
-    def fixed_tensors(self) -> tuple[str, ...]:
-        """Names of the parameters and buffers of stem, preprocessing and head, which every network has."""
-        return self._tensors_of[None]
+        Raises:
+            ValueError: more cells than there are, or a negative number.
+        """
+        self._check_base(base_cells)
+        base = ("stem.", *(f"cells.{cell}." for cell in range(base_cells)))
+        return tuple(name for name in self.owner_of if name.startswith(base))
 
-    def operator_tensors(self, decision: int, option: int) -> tuple[str, ...]:
-        """Names of the parameters and buffers of one operator in all cells of its type, empty for one without."""
-        self.edge_name(decision)
-        self._check_option(decision, option)
-        return self._tensors_of.get((decision, option), ())
-
-    def slices(self, architecture: Architecture) -> SliceMap:
-        """Where each tensor of the stand-alone subnet lies in the supernet: whole tensors, under the same names."""
-        self.validate(architecture)
-        return self.subspace_slices(as_subspace(architecture))
-
-    def subspace_slices(self, kept: Subspace) -> SliceMap:
-        """The tensors of the fixed part and of the kept operators, as slices of the supernet."""
-        self.validate_subspace(kept)
-        owners = [(decision, option) for decision, row in enumerate(kept) for option in row]
-        groups = [self.fixed_tensors, *(self._tensors_of.get(owner, ()) for owner in owners)]
-        return {name: self._slice_of[name] for group in groups for name in group}
-
-    @cached_property
-    def _slice_of(self) -> Mapping[str, Slice]:
-        return {name: Slice(name) for name in self.owner_of}
+    def _check_base(self, base_cells: int) -> None:
+        if not 0 <= base_cells <= self.design.cells:
+            raise ValueError(f"{self.name} has {self.design.cells} cells: base_cells={base_cells} must be 0 to that")
 
     # -- costs ------------------------------------------------------------------------------------------------------
 
-    @property
-    def num_parameters(self) -> SpaceSizes:
-        """Trainable parameters of the supernet, its fixed part, its smallest and its largest architecture."""
-        table = self.parameters_table()
-        supernet = table.fixed + sum(map(sum, table.options))
-        return SpaceSizes(int(supernet), int(table.fixed), int(table.smallest), int(table.largest))
+    def _parts(self, decision: int, option: int) -> Sequence[Part]:
+        cells = [cell for cell in range(self.design.cells) if decision in self._decisions_of(cell)]
+        return [self._part(cell, decision, option) for cell in cells]
 
-    def parameters_table(self) -> CostTable:
-        """Trainable parameters of the fixed part and of each edge's operators."""
-        return self.cost_table("parameters")
+    def _part(self, cell: int, decision: int, option: int) -> Part:
+        plan, name = self.plans[cell], self.operator_names[decision][option]
+        source, _node = self.design.edges[decision % len(self.design.edges)]
+        stride = plan.stride(source)
+        build = partial(OPERATORS[name], plan.channels, stride, self.design.affine)
+        return Part((name, stride), plan.state_shape(source), build)
 
-    def bytes_table(self) -> CostTable:
-        """Bytes of all tensors, buffers included, of the fixed part and of each edge's operators: what travels."""
-        return self.cost_table("bytes")
+    def cost_of_cells(self, measure: str, kept: Subspace, base_cells: int) -> float:
+        """Cost of a network whose first `base_cells` cells keep all operators and whose other cells keep `kept`.
 
-    def cost_table(self, measure: str) -> CostTable:
-        """Costs of stem, preprocessing and head and of every operator, for one sample; computed once.
-
-        An operator's cost is that of all cells of its edge's type together (of a peak, the largest). `measure` is one
-        of `fedloom.tiers.measure.MEASURES`, or bytes (all tensors, buffers included: what travels). Latency is measured
-        here and now on one CPU sample, operator by operator.
+        `measure` is macs (of one sample), parameters or bytes (all tensors, buffers included). With no base cells it is
+        the cost of the subspace. Source: FedPNAS's shared base (Hoang & Kingsford 2021, as in SPIDER's baselines).
 
         Raises:
-            ValueError: an unknown measure.
+            ValueError: a measure that does not add up, a subspace outside the space, or more cells than there are.
         """
-        if measure not in self._tables:
-            self._tables[measure] = self._measured(measure)
-        return self._tables[measure]
+        if measure not in ADDITIVE_MEASURES:
+            raise ValueError(f"{measure!r} is not counted by cells: choose one of {', '.join(ADDITIVE_MEASURES)}")
+        self.validate_subspace(kept)
+        self._check_base(base_cells)
+        total = self.cost_table(measure).fixed
+        for cell, costs in enumerate(self._costs_by_cell(measure)):
+            rows = self.largest_subspace if cell < base_cells else kept
+            decisions = self._decisions_of(cell)
+            total += sum(
+                row[option] for decision, row in zip(decisions, costs, strict=True) for option in rows[decision]
+            )
+        return total
 
-    def _measured(self, measure: str) -> CostTable:
-        match measure:
-            case "macs":
-                return self._table_of(measure, macs_of)
-            case "parameters":
-                return self._table_of(measure, lambda module, _x: sum(p.numel() for p in module.parameters()))
-            case "bytes":
-                return self._table_of(measure, lambda module, _x: bytes_of(module.state_dict()))
-            case "activation_bytes":
-                return self._table_of(measure, activation_bytes_of)
-            case "latency_s":
-                return self.latency_table()
-        raise ValueError(f"unknown measure {measure!r}: known are {', '.join(MEASURES)}, bytes")
-
-    def latency_table(self, device: str = "cpu", *, warmup: int = 3, repeats: int = 20) -> CostTable:
-        """Median seconds of a network without operators and of every operator, measured now on the device."""
-
-        def seconds(module: nn.Module, x: Tensor) -> float:
-            return latency_s_of(module, x, warmup=warmup, repeats=repeats).median_s
-
-        place = torch.device(device)
-        with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):  # noise draws when it is timed
-            return self._table_of("latency_s", seconds, device)
-
-    def _table_of(self, measure: str, of: Callable[[nn.Module, Tensor], float], device: str = "meta") -> CostTable:
-        """Operators are measured once per shape and stride, and joined over the cells of their type."""
-        known: dict[tuple[str, int, tuple[int, ...]], float] = {}
-
-        def cost(plan: CellPlan, source: int, name: str) -> float:
-            key = (name, plan.stride(source), plan.state_shape(source))
-            if key not in known:
-                module = _ready(
-                    partial(OPERATORS[name], plan.channels, plan.stride(source), self.design.affine), device
+    def _costs_by_cell(self, measure: str) -> tuple[CellCosts, ...]:
+        if measure not in self._cell_costs:
+            cost = PartCosts(*measure_of(measure))
+            self._cell_costs[measure] = tuple(
+                tuple(
+                    tuple(cost(self._part(cell, decision, option)) for option in range(self.options[decision]))
+                    for decision in self._decisions_of(cell)
                 )
-                # An identity does no work; what it reads is in memory already.
-                idle = isinstance(module, nn.Identity)
-                known[key] = 0.0 if idle else float(of(module, torch.zeros(key[2], device=device)))
-            return known[key]
-
-        join = sum if MEASURES.get(measure, "sum") == "sum" else max
-        rows = []
-        for decision, names in enumerate(self.operator_names):
-            cell_type, edge = divmod(decision, len(self.design.edges))
-            plans, source = [p for p in self.plans if p.reduction == bool(cell_type)], self.design.edges[edge][0]
-            rows.append(tuple(float(join([cost(plan, source, name) for plan in plans])) for name in names))
-        bare = _ready(partial(DartsNetwork, self.design, ((),) * len(self.options)), device)
-        fixed = of(bare, torch.zeros((1, *self.input_shape), device=device))
-        return CostTable(measure, float(fixed), tuple(rows), MEASURES.get(measure, "sum"))
-
-
-_OWNED = re.compile(r"cells\.(\d+)\.edges\.(\d+)\.ops\.(\d+)\.")
-
-
-def _ready(build: Callable[[], nn.Module], device: str) -> nn.Module:
-    """A module to be measured; with values where it really runs, since NaN may take another path through a kernel."""
-    module = on_meta(build).eval()
-    if device == "meta":
-        return module
-    weights = initialise(module, torch.Generator().manual_seed(0))
-    module.to_empty(device=device).load_state_dict(weights)
-    return module
+                for cell in range(self.design.cells)
+            )
+        return self._cell_costs[measure]
 
 
 DARTS = ("none", "max_pool_3x3", "avg_pool_3x3", "skip_connect",

@@ -145,9 +145,11 @@ class SearchableEdge(nn.Module):
         """The option indices of the operators that are here."""
         return tuple(map(int, self.ops))
 
-    def forward(self, x: Tensor, options: Sequence[int]) -> Tensor:
-        """The sum of the operators' outputs."""
+    def forward(self, x: Tensor, options: Sequence[int], mix: Tensor | None = None) -> Tensor:
+        """The sum of the operators' outputs, each times its entry of `mix` (one per option) if given."""
         outputs: list[Tensor] = [self._operator(option)(x) for option in options]
+        if mix is not None:
+            outputs = [y * mix[option] for option, y in zip(options, outputs, strict=True)]
         return reduce(torch.add, outputs)
 
     def _operator(self, option: int) -> nn.Module:
@@ -171,12 +173,13 @@ class Cell(nn.Module):
         self.preprocess1 = ReluConvNorm(last, plan.channels, affine)
         self.edges = nn.ModuleList(edges)
 
-    def forward(self, before: Tensor, last: Tensor, kept: Subspace) -> Tensor:
+    def forward(self, before: Tensor, last: Tensor, kept: Subspace, mix: Tensor | None = None) -> Tensor:
         states = [self.preprocess0(before), self.preprocess1(last)]
-        rows = zip(self.edges, kept, strict=True)
+        mixes = itertools.repeat(None, len(kept)) if mix is None else mix
+        rows = zip(self.edges, kept, mixes, strict=True)
         for _ in range(self.nodes):
             incoming = zip(states, itertools.islice(rows, len(states)), strict=True)
-            terms = [edge(x, options) for x, (edge, options) in incoming if options]
+            terms = [edge(x, options, row) for x, (edge, options, row) in incoming if options]
             states.append(reduce(torch.add, terms) if terms else self._nothing(states[0]))
         return torch.cat(states[2:], dim=1)
 
@@ -189,6 +192,8 @@ class DartsNetwork(nn.Module):
     """Stem, cells and classifier: `forward(x_NCHW, kept)` gives logits (N, classes).
 
     `kept` is a subspace of what the network holds, or an architecture; without it, all that the network holds is used.
+    `mix` (decisions, options) are weights of the operators, 1 if not given (MiLeNAS's softmax). The first `base_cells`
+    cells use all that they hold whatever is kept (FedPNAS's shared base).
     There is no active path: what is used is an argument.
     """
 
@@ -205,13 +210,21 @@ class DartsNetwork(nn.Module):
         )
         self.head = nn.Linear(design.nodes * plans[-1].channels, design.num_classes)
 
-    def forward(self, x: Tensor, kept: Subspace | Architecture | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        kept: Subspace | Architecture | None = None,
+        mix: Tensor | None = None,
+        base_cells: int = 0,
+    ) -> Tensor:
         """Raises ValueError naming the edge, if `kept` asks for an operator that the network does not hold."""
         used = self.held if kept is None else as_subspace(kept)
-        by_type = _of_types(self.design, used)
+        by_type, all_held = _of_types(self.design, used), _of_types(self.design, self.held)
+        mixes = (None, None) if mix is None else torch.chunk(mix, 2)
         before = last = self.stem(x)
-        for plan, cell in zip(self.plans, self.cells, strict=True):
-            before, last = last, cell(before, last, by_type[plan.reduction])
+        for index, (plan, cell) in enumerate(zip(self.plans, self.cells, strict=True)):
+            rows = (all_held if index < base_cells else by_type)[plan.reduction]
+            before, last = last, cell(before, last, rows, mixes[plan.reduction])
         y: Tensor = self.head(last.mean(dim=(2, 3)))
         return y
 

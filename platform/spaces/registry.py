@@ -21,6 +21,15 @@ from fedloom.platform.spaces.darts import (
     DartsSpace,
 )
 from fedloom.platform.spaces.elastic import ElasticDesign, ElasticSpace
+from fedloom.platform.spaces.fixed import (
+    DARTS_V2,
+    DARTS_V2_SMALL,
+    RESNET18,
+    RESNET18_SMALL,
+    FixedDesign,
+    FixedSpace,
+)
+from fedloom.platform.spaces.modular import RESNET18_MODULAR, RESNET18_MODULAR_SMALL, ModularDesign, ModularSpace
 from fedloom.platform.spaces.resnet import RESNET_SMALL, ResnetDesign
 from fedloom.platform.spaces.tcn import TcnDesign
 
@@ -58,14 +67,26 @@ def _darts(default: DartsDesign, config: SpaceConfig) -> SearchSpace:
     return DartsSpace(_changed(default, config))
 
 
+def _fixed(default: FixedDesign, config: SpaceConfig) -> SearchSpace:
+    return FixedSpace(_changed(default, config))
+
+
+def _modular(default: ModularDesign, config: SpaceConfig) -> SearchSpace:
+    return ModularSpace(_changed(default, config))
+
+
 _CNNS = (CNN_CIFAR, CNN_CIFAR_WIDE, CNN_DIGITS)
 _ELASTIC: tuple[ElasticDesign, ...] = (ResnetDesign(), RESNET_SMALL, TcnDesign())
 _DARTS = (DARTS_S1, DARTS_S2, DARTS_S3, DARTS_S4, DARTS_FULL, DARTS_S2_SMALL)
+_FIXED: tuple[FixedDesign, ...] = (RESNET18, RESNET18_SMALL, DARTS_V2, DARTS_V2_SMALL)
+_MODULAR = (RESNET18_MODULAR, RESNET18_MODULAR_SMALL)
 
 SPACES: Mapping[str, SpaceBuilder] = MappingProxyType(
     {design.name: partial(_cnn, design) for design in _CNNS}
     | {design.name: partial(_elastic, design) for design in _ELASTIC}
     | {design.name: partial(_darts, design) for design in _DARTS}
+    | {design.name: partial(_fixed, design) for design in _FIXED}
+    | {design.name: partial(_modular, design) for design in _MODULAR}
 )
 """The builders of the spaces that ship with fedloom, by name."""
 

@@ -66,13 +66,24 @@ TINY_SPIDER = [
     "space.channels=4",
     "tiers.paths=100",
     "method.train.rounds=4",
-    "method.train.search_from=1",
-    "method.train.search_every=1",
     "method.train.evaluate_every=1",
+]
+TINY_SEARCH = ["method.search.start=1", "method.search.every=1"]
+
+TINY_SILOS = [
+    "data.dataset=digits",
+    "data.alpha=0.2",
+    "data.validation_share=0.25",
+    "tiers.count=1",
+    "method.train.batch_size=16",
+    *(o for o in TINY_SPIDER if "experiment" not in o),
 ]
 
 TINY_RUNS = {
-    "spider": TINY_SPIDER,
+    "spider": [*TINY_SPIDER, *TINY_SEARCH, "method.gains.epochs=1", "method.gains.clients=2"],
+    "milenas": [*TINY_SPIDER, "method.search.kind=milenas", "method.search.rounds=2"],
+    "fedpnas": ["method=fedpnas", "space.name=darts_s2_small", *TINY_SILOS, *TINY_SEARCH],
+    "fedmn": ["method=fedmn", "space.name=darts_s2_small", *TINY_SILOS, "method.train.pretraining_rounds=1"],
     "fedoras": TINY,
     "superfednas": TINY_ELASTIC,
     "multi_stage": [
@@ -87,6 +98,12 @@ TINY_RUNS = {
 def family(request: pytest.FixtureRequest) -> str:
     """Which of `TINY_RUNS` is run."""
     return str(getattr(request, "param", "fedoras"))
+
+
+@pytest.fixture
+def empty_tables(family: str) -> tuple[str, ...]:
+    """The tables that a family's runs write nothing to."""
+    return () if family in ("fedoras", "superfednas", "multi_stage") else ("candidates", "models")
 
 
 @pytest.fixture

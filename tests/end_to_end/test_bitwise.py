@@ -62,13 +62,16 @@ def test_actors_give_the_bits_of_the_serial_executor(tiny: Tiny, assert_same_run
     assert_same_run(Path(config.results), serial, on_actors)
 
 
-@pytest.mark.parametrize("family", ["spider"], indirect=True)
-@pytest.mark.parametrize("resident", [False, True])
-def test_what_silos_keep_is_the_same_pooled_or_resident(tiny: Tiny, assert_same_run: Same, resident: bool) -> None:
-    config = tiny("executor.actors=2", "executor.chunk_size=1")
+@pytest.mark.parametrize("family", ["spider", "milenas", "fedpnas", "fedmn"], indirect=True)
+def test_what_silos_keep_is_the_same_pooled_or_resident(
+    tiny: Tiny, assert_same_run: Same, family: str, empty_tables: tuple[str, ...]
+) -> None:
+    config = tiny("executor.chunk_size=1")
     serial = run_serially(config)
-    on_actors, _ = run_on_actors(replace(config, executor=replace(config.executor, resident=resident)))
-    assert_same_run(Path(config.results), serial, on_actors, empty=("candidates", "models"))
+    for actors, resident in ((1, False), (2, False), (2, True)) if family == "spider" else ((2, False),):
+        executor = replace(config.executor, actors=actors, resident=resident)
+        on_actors, _ = run_on_actors(replace(config, executor=executor))
+        assert_same_run(Path(config.results), serial, on_actors, empty=empty_tables)
 
 
 class KillsOneActor(ActorPool):
@@ -89,15 +92,26 @@ class KillsOneActor(ActorPool):
         super()._collect(waiting, running, finished)
 
 
-@pytest.mark.parametrize("family", ["fedoras", "superfednas"], indirect=True)
-def test_a_killed_actor_changes_nothing(tiny: Tiny, assert_same_run: Same, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("family", "resident"),
+    [("fedoras", False), ("superfednas", False), ("spider", False), ("spider", True)],
+    indirect=["family"],
+)
+def test_a_killed_actor_changes_nothing(
+    tiny: Tiny,
+    assert_same_run: Same,
+    caplog: pytest.LogCaptureFixture,
+    empty_tables: tuple[str, ...],
+    resident: bool,
+) -> None:
     config = tiny("executor.actors=2")
     serial = run_serially(config)
+    config = replace(config, executor=replace(config.executor, resident=resident))
     killed, pool = run_on_actors(config, KillsOneActor)
     assert isinstance(pool, KillsOneActor)
     assert len(pool.killed) == 2
     assert sum("a client actor on" in r.message for r in caplog.records) >= 2
-    assert_same_run(Path(config.results), serial, killed)
+    assert_same_run(Path(config.results), serial, killed, empty=empty_tables)
 
 
 def test_resident_actors_give_the_same_bits(tiny: Tiny, assert_same_run: Same) -> None:
@@ -146,11 +160,11 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "stage"),
-    [("fedoras", "supernet"), ("fedoras", "fine_tuned/tier1"), ("superfednas", "supernet")],
+    [("fedoras", "supernet"), ("fedoras", "fine_tuned/tier1"), ("superfednas", "supernet"), ("spider", "spider")],
     indirect=["family"],
 )
 def test_a_killed_run_resumes_to_the_same_bits(
-    tiny: Tiny, tiny_overrides: list[str], assert_same_run: Same, stage: str
+    tiny: Tiny, tiny_overrides: list[str], assert_same_run: Same, empty_tables: tuple[str, ...], stage: str
 ) -> None:
     config = tiny("executor.actors=2")
     results = Path(config.results)
@@ -168,6 +182,6 @@ def test_a_killed_run_resumes_to_the_same_bits(
             target = results / folder.relative_to(reference_folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             folder.rename(target)
-    assert_same_run(results, reference, run_id)
+    assert_same_run(results, reference, run_id, empty=empty_tables)
     rounds = read_table(results, "rounds", run_id=run_id)
     assert not rounds.duplicated(["stage", "round"]).any()

@@ -9,15 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.spaces.base import Weights, bytes_of, extract
 from fedloom.platform.spaces.config import SpaceConfig
 from fedloom.platform.spaces.darts import DARTS, DartsSpace, as_subspace
-from fedloom.platform.spaces.darts_network import DartsDesign, plan_cells
+from fedloom.platform.spaces.darts_network import DartsDesign, DartsNetwork, plan_cells
 from fedloom.platform.spaces.darts_operators import OPERATORS
+from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.operator_choice import Subspace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.subspace import size_of
@@ -466,6 +467,68 @@ def test_tables_add_up_over_subspaces() -> None:
         assert size_of(MIXED.cost_table("macs"), kept) == macs_of(net, x)
         assert size_of(MIXED.parameters_table(), kept) == parameters_of(net)
         assert size_of(MIXED.bytes_table(), kept) == bytes_of(net.state_dict())
+
+
+class _WithBase(nn.Module):
+    """Cells that hold everything, then cells that hold what is kept: nothing else is there to be counted."""
+
+    def __init__(self, design: DartsDesign, kept: Subspace, base_cells: int) -> None:
+        super().__init__()
+        self.net, pruned = DartsNetwork(design, DartsSpace(design).largest_subspace), DartsNetwork(design, kept)
+        self.net.cells = nn.ModuleList([*self.net.cells[:base_cells], *pruned.cells[base_cells:]])
+        self.kept, self.base_cells = kept, base_cells
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x, self.kept, None, self.base_cells)
+        return y
+
+
+def _with_base(kept: Subspace, base_cells: int) -> nn.Module:
+    return on_meta(lambda: _WithBase(MIXED.design, kept, base_cells))
+
+
+@pytest.mark.parametrize("base_cells", [1, 2, 4])
+def test_the_cost_of_a_shared_base_is_that_of_such_a_network(base_cells: int) -> None:
+    rng, x = stream(10, "test", base_cells), inputs(MIXED, 1)
+    kept = random_subspace(MIXED, rng)
+    assert MIXED.cost_of_cells("macs", kept, base_cells) == macs_of(_with_base(kept, base_cells), x)
+    for kept in [((),) * 10, random_subspace(MIXED, rng)]:
+        net = _with_base(kept, base_cells)
+        assert MIXED.cost_of_cells("parameters", kept, base_cells) == parameters_of(net)
+        assert MIXED.cost_of_cells("bytes", kept, base_cells) == bytes_of(net.state_dict())
+
+
+def test_without_a_base_the_cost_is_that_of_the_subspace() -> None:
+    rng = stream(11, "test")
+    for space in (SMALL, MIXED, space_of("darts_full")):
+        for kept in [space.largest_subspace, *(random_subspace(space, rng) for _ in range(3))]:
+            for measure in ("macs", "parameters", "bytes"):
+                assert space.cost_of_cells(measure, kept, 0) == size_of(space.cost_table(measure), kept)
+                whole = space.cost_of_cells(measure, kept, space.design.cells)
+                assert whole == size_of(space.cost_table(measure), space.largest_subspace)
+
+
+def test_a_base_outside_the_network_is_refused() -> None:
+    for measure in ("activation_bytes", "latency_s", "flops"):
+        with pytest.raises(ValueError, match=f"'{measure}' is not counted by cells: choose one of macs, parameters"):
+            SMALL.cost_of_cells(measure, SMALL.largest_subspace, 1)
+    for base_cells in (-1, 4):
+        for refuse in (lambda n: SMALL.cost_of_cells("macs", SMALL.largest_subspace, n), SMALL.base_tensors):
+            with pytest.raises(ValueError, match=f"has 3 cells: base_cells={base_cells} must be 0 to that"):
+                refuse(base_cells)
+    with pytest.raises(ValueError, match="a subspace of darts_s2_small has 10 edges, given 1"):
+        SMALL.cost_of_cells("macs", ((0,),), 1)
+
+
+def test_the_tensors_of_a_base() -> None:
+    full = space_of("darts_s2", cells=12)  # cells 1 and 10 begin alike
+    assert set(full.base_tensors(0)) == {name for name in full.owner_of if name.startswith("stem.")}
+    base = full.base_tensors(2)
+    assert {name.split(".")[1] for name in base if name.startswith("cells")} == {"0", "1"}
+    beyond = {n for n in full.owner_of if n.startswith("head") or (n.startswith("cells") and int(n.split(".")[1]) >= 2)}
+    assert set(base) == set(full.owner_of) - beyond
+    assert list(base) == [name for name in full.owner_of if name in set(base)]
+    assert set(full.owner_of) - set(full.base_tensors(12)) == {"head.weight", "head.bias"}
 
 
 def test_costs_of_the_published_size() -> None:

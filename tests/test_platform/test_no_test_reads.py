@@ -43,7 +43,10 @@ def serial(world: World) -> SerialExecutor:
 # -- by watching ------------------------------------------------------------------------------------------------------
 
 
-def test_test_data_is_read_in_the_final_evaluation_alone(tiny_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("test_share", [None, 0.2])
+def test_test_data_is_read_in_the_final_evaluation_alone(
+    tiny_config: Make, monkeypatch: pytest.MonkeyPatch, test_share: float | None
+) -> None:
     reads: list[tuple[str, str]] = []
     stage = ["before the run"]
 
@@ -65,6 +68,7 @@ def test_test_data_is_read_in_the_final_evaluation_alone(tiny_config: Make, monk
         monkeypatch.setattr(owner, method, spy)
 
     config = federated(tiny_config)
+    config.data.test_share = test_share
     build_world(config)  # the partition's test shares are drawn in preparation, once
     watch(Dataset, "_array")
     watch(Partition, "_array")
@@ -153,6 +157,31 @@ def is_of_the_test_set(row: dict[str, Any], table: str) -> bool:
     return table in ("rounds", "clients") and row["stage"] == "evaluation"
 
 
+def measured_on_test(paths: RunPaths, of_clients: bool | None = None) -> list[float]:
+    """What was measured on test data, by everybody, or by the clients or the server alone."""
+    measured = [r for r in rows(paths, "evaluations") if r["split"] == "test"]
+    chosen = [r["value"] for r in measured if of_clients in (None, r["client_id"] is not None)]
+    assert chosen
+    return chosen
+
+
+def runs_that_differ_on_test_data_alone(folder: Path) -> tuple[RunPaths, RunPaths]:
+    """The runs in `first` and `second`, whose other rows and whose models are the same to the bit."""
+    (one,), (two,) = list_runs(folder / "first"), list_runs(folder / "second")
+    for table in TABLES:
+        if table == "runs":
+            continue
+        left, right = rows(one, table), rows(two, table)
+        assert [r for r in left if not is_of_the_test_set(r, table)] == [
+            r for r in right if not is_of_the_test_set(r, table)
+        ]
+    bags = [load_checkpoint(paths.checkpoint).bags for paths in (one, two)]
+    for name, bag in bags[0].items():
+        for tensor_name, tensor in bag.tensors.items():
+            assert tensor.equal(bags[1][name].tensors[tensor_name])
+    return one, two
+
+
 def test_another_test_set_changes_the_final_figures_and_not_one_bit_before(tiny_config: Make, tmp_path: Path) -> None:
     first = federated(tiny_config, tmp_path / "first")
     first.data.cache = str(tmp_path / "cache")
@@ -166,19 +195,26 @@ def test_another_test_set_changes_the_final_figures_and_not_one_bit_before(tiny_
         array = np.load(folder / f"{name}.npy")
         np.save(folder / f"{name}.npy", array[::-1] if name == "test_y" else 16 - array)
     start_run(second, serial)
-    (one,), (two,) = list_runs(tmp_path / "first"), list_runs(tmp_path / "second")
-    for table in TABLES:
-        if table == "runs":
-            continue
-        left, right = rows(one, table), rows(two, table)
-        assert [r for r in left if not is_of_the_test_set(r, table)] == [
-            r for r in right if not is_of_the_test_set(r, table)
-        ]
-    on_test_left, on_test_right = (
-        [r["value"] for r in rows(paths, "evaluations") if r["split"] == "test"] for paths in (one, two)
-    )
-    assert on_test_left != on_test_right
-    bags = [load_checkpoint(paths.checkpoint).bags for paths in (one, two)]
-    for name, bag in bags[0].items():
-        for tensor_name, tensor in bag.tensors.items():
-            assert tensor.equal(bags[1][name].tensors[tensor_name])
+    one, two = runs_that_differ_on_test_data_alone(tmp_path)
+    assert measured_on_test(one) != measured_on_test(two)
+
+
+def test_other_test_samples_of_the_clients_own_change_their_figures_and_nothing_else(
+    tiny_config: Make, tmp_path: Path
+) -> None:
+    first, second = (federated(tiny_config, tmp_path / name) for name in ("first", "second"))
+    for config, cache in ((first, "cache"), (second, "changed")):
+        config.data.cache, config.data.test_share = str(tmp_path / cache), 0.2
+    start_run(first, serial)
+    shutil.copytree(tmp_path / "cache", tmp_path / "changed")
+    (folder,) = (tmp_path / "changed").glob("digits-*")
+    (partition,) = (tmp_path / "changed" / "partitions").iterdir()
+    held_out = np.load(partition / "test.npy")
+    assert len(held_out)
+    x = np.load(folder / "train_x.npy")
+    x[held_out] = 16 - x[held_out]
+    np.save(folder / "train_x.npy", x)
+    start_run(second, serial)
+    one, two = runs_that_differ_on_test_data_alone(tmp_path)
+    assert measured_on_test(one, of_clients=True) != measured_on_test(two, of_clients=True)
+    assert measured_on_test(one, of_clients=False) == measured_on_test(two, of_clients=False)

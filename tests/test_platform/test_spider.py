@@ -11,17 +11,19 @@ from torch import Tensor, nn
 
 from fedloom.platform.config import RunConfig, TiersConfig
 from fedloom.platform.execution import Assignment, SerialExecutor
+from fedloom.platform.methods.silo_stage import GainConfig
 from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig, stages
-from fedloom.platform.personal import Personal, is_decided, undecided, unpacked, with_row
-from fedloom.platform.perturbation import masked_scores, most_missed
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.run import start_run
 from fedloom.platform.seeding import torch_stream
+from fedloom.platform.silos.perturbation import masked_scores, most_missed
+from fedloom.platform.silos.search import ArchitectureSearchConfig, Perturbation
+from fedloom.platform.silos.spider import TrainSpider
+from fedloom.platform.silos.state import Personal, is_decided, undecided, unpacked, with_row
 from fedloom.platform.spaces.config import SpaceConfig
 from fedloom.platform.spaces.darts import DartsSpace
-from fedloom.platform.spider_tasks import TrainPair, first_state
 from fedloom.platform.training import SGD, LocalSGD, Score
 from fedloom.platform.worker import Worker
 from fedloom.platform.world import World, build_world
@@ -33,12 +35,17 @@ LOCAL = LocalSGD(epochs=1, batch_size=16, lr=0.05, momentum=0.9, clip_norm=5.0)
 
 @pytest.fixture
 def spider_config(tiny_config: Make) -> Callable[..., RunConfig]:
-    def make(**train: object) -> RunConfig:
-        values = {"rounds": 6, "batch_size": 16, "search_from": 1, "search_every": 1, "evaluate_every": 1, **train}
+    def make(search: dict[str, object] | None = None, gains: GainConfig | None = None, **train: object) -> RunConfig:
+        values = {"rounds": 6, "batch_size": 16, "evaluate_every": 1, **train}
+        searching = {"start": 1, "every": 1, **(search or {})}
         config = tiny_config(
             space=SpaceConfig("darts_s2_small", channels=4),
             tiers=TiersConfig(count=1, paths=100),
-            method=SpiderConfig(train=SpiderTrainingConfig(**values)),  # type: ignore[arg-type]
+            method=SpiderConfig(
+                train=SpiderTrainingConfig(**values),  # type: ignore[arg-type]
+                search=ArchitectureSearchConfig(**searching),  # type: ignore[arg-type]
+                gains=gains or GainConfig(),
+            ),
         )
         return replace(config, data=replace(config.data, num_clients=3, train_samples=120, validation_share=0.25))
 
@@ -57,7 +64,7 @@ def shared_weights(world: World) -> dict[str, Tensor]:
 def one_round(
     world: World, weights: dict[str, Tensor], pull: float, state: dict[str, Tensor] | None = None
 ) -> Personal:
-    task = TrainPair(LOCAL, pull, search=False)
+    task = TrainSpider(LOCAL, pull, Perturbation(due=False))
     outcome = task.run(Worker(world.spec), Assignment("spider", 0, 0, "tier1", task, state=state), weights)
     assert outcome.state is not None
     return unpacked(outcome.state)
@@ -68,8 +75,8 @@ def one_round(
 
 def test_the_pull_adds_its_gradient_with_literal_numbers() -> None:
     parameter = nn.Parameter(torch.tensor([3.0, 1.0]))
-    optimizer = SGD(LocalSGD(epochs=1, batch_size=1, lr=0.5), [parameter], pull=0.2)
-    optimizer.anchors = [torch.tensor([1.0, 2.0])]
+    optimizer = SGD(LocalSGD(epochs=1, batch_size=1, lr=0.5), [parameter])
+    optimizer.pull, optimizer.anchors = 0.2, [torch.tensor([1.0, 2.0])]
     parameter.grad = torch.tensor([1.0, 0.0])
     optimizer.step()
     # 3 - .5 (1 + .2 (3 - 1)) and 1 - .5 (0 + .2 (1 - 2))
@@ -79,11 +86,13 @@ def test_the_pull_adds_its_gradient_with_literal_numbers() -> None:
 def test_a_silo_without_a_pull_is_alone_bit_for_bit(spider_config: Make) -> None:
     world = build_world(spider_config())
     weights = shared_weights(world)
-    begun = first_state(world.space, weights).packed()  # type: ignore[arg-type]
+    space = world.space
+    assert isinstance(space, DartsSpace)
+    begin = Personal(dict(weights), {}, space.largest_subspace).packed()
     other = {n: t + 1.0 if t.is_floating_point() else t for n, t in weights.items()}
-    alone, beside = one_round(world, weights, 0.0, begun), one_round(world, other, 0.0, begun)
+    alone, beside = one_round(world, weights, 0.0, begin), one_round(world, other, 0.0, begin)
     assert all(torch.equal(alone.weights[n], beside.weights[n]) for n in alone.weights)
-    pulled, elsewhere = one_round(world, weights, 0.5, begun), one_round(world, other, 0.5, begun)
+    pulled, elsewhere = one_round(world, weights, 0.5, begin), one_round(world, other, 0.5, begin)
     assert not all(torch.equal(pulled.weights[n], elsewhere.weights[n]) for n in pulled.weights)
 
 
@@ -108,7 +117,7 @@ def test_only_the_operators_that_are_kept_are_pulled_and_kept(spider_config: Mak
 def test_the_server_receives_the_shared_model_and_nothing_of_the_silos_own(spider_config: Make) -> None:
     world = build_world(spider_config())
     weights = shared_weights(world)
-    task = TrainPair(LOCAL, 0.1, search=True, scored=True)
+    task = TrainSpider(LOCAL, 0.1, Perturbation(due=True), scored=True)
     outcome = task.run(Worker(world.spec), Assignment("spider", 0, 0, "tier1", task), weights)
     assert outcome.update is not None
     assert outcome.state is not None
@@ -188,14 +197,14 @@ def test_validation_data_joins_when_nothing_is_left_to_decide(spider_config: Mak
     world_sizes = {samples[0], samples[-1]}
     assert samples == sorted(samples)
     assert len(world_sizes) == 2
-    assert samples[5] == samples[0], "the last edges are decided at the end of round 5"
-    assert samples[6] == samples[-1]
+    assert samples[4] == samples[0], "the last edges are decided at the beginning of round 5"
+    assert samples[5] == samples[-1]
 
 
 def test_what_cannot_run_is_refused_and_unsearched_edges_are_counted(
     spider_config: Make, tiny_config: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = spider_config(search_every=3)
+    config = spider_config({"every": 3})
     with caplog.at_level(logging.WARNING):
         stages(config.method, build_world(config))
     assert "6 of 10 edges will not be searched before the last round" in caplog.text

@@ -1,4 +1,4 @@
-"""What a silo keeps to itself between rounds: its own weights, their momentum, the operators left to it (SPIDER)."""
+"""What a silo keeps to itself between rounds: its own weights, their momentum, the operators left to it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,23 +10,26 @@ from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.operator_choice import Subspace
 
 KEPT = "kept"
+ALPHAS = "alphas"
 WEIGHTS = "weights/"
 MOMENTUM = "momentum/"
 
 
 @dataclass(frozen=True)
 class Personal:
-    """A client's local model; nothing of it is ever sent.
+    """A silo's own model; nothing of it is ever sent.
 
     Attributes:
-        weights: tensors of the operators that are kept, by the supernet's names.
+        weights: its tensors, by the names that they have in the shared model.
         momentum: SGD's buffers of those that have one.
-        kept: the operators of every edge; one each when the search has ended.
+        kept: the operators of every edge, one each when a search has ended; empty for a network of fixed architecture.
+        alphas: architecture parameters (decisions, options) of a search by gradients while it goes on.
     """
 
     weights: Mapping[str, Tensor]
     momentum: Mapping[str, Tensor]
-    kept: Subspace
+    kept: Subspace = ()
+    alphas: Tensor | None = None
 
     def packed(self) -> dict[str, Tensor]:
         """The state as a bag of tensors."""
@@ -35,13 +38,14 @@ class Personal:
         for decision, row in enumerate(self.kept):
             mask[decision, list(row)] = True
         own = {f"{WEIGHTS}{name}": tensor for name, tensor in self.weights.items()}
-        return {KEPT: mask, **own, **{f"{MOMENTUM}{name}": tensor for name, tensor in self.momentum.items()}}
+        momentum = {f"{MOMENTUM}{name}": tensor for name, tensor in self.momentum.items()}
+        return {KEPT: mask, **own, **momentum, **({} if self.alphas is None else {ALPHAS: self.alphas})}
 
 
 def unpacked(state: Weights) -> Personal:
     """The inverse of `Personal.packed`."""
     kept = tuple(tuple(row.nonzero().flatten().tolist()) for row in state[KEPT])
-    return Personal(_under(state, WEIGHTS), _under(state, MOMENTUM), kept)
+    return Personal(_under(state, WEIGHTS), _under(state, MOMENTUM), kept, state.get(ALPHAS))
 
 
 def _under(state: Weights, prefix: str) -> dict[str, Tensor]:
@@ -49,7 +53,7 @@ def _under(state: Weights, prefix: str) -> dict[str, Tensor]:
 
 
 def is_decided(kept: Subspace) -> bool:
-    """Whether the search has ended: no edge has a choice left."""
+    """Whether no edge has a choice left."""
     return all(len(row) <= 1 for row in kept)
 
 

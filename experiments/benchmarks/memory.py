@@ -1,0 +1,110 @@
+"""Peak memory of one silo's round: SPIDER's pair of models against FedAvg of the supernet alone, and Ditto's pair.
+
+    python -m fedloom.experiments.benchmarks.memory
+
+Each case runs two rounds of one silo on made-up images in a process of its own; what counts is the peak of the second
+round above what the process held before it had built a model: parameters, optimiser state, what a silo keeps,
+activations and gradients of a batch. (The paper: 4.18 GB for SPIDER's pair and 2.14 GB for the supernet, 2.90 GB for
+Ditto's ResNet-18 and 1.45 GB for one of them.) Prints one JSON object on its last line.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+
+import torch
+
+from fedloom.experiments.config import compose_config
+from fedloom.platform.averaging import WeightedSums
+from fedloom.platform.execution import Assignment, SharedWeights, run_assignment
+from fedloom.platform.memory import peak_memory_bytes
+from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.methods.silo_stage import SiloStage
+from fedloom.platform.methods.supernet_stage import SUPERNET
+from fedloom.platform.silos.fedavg import TrainShared
+from fedloom.platform.spaces.kept import KeptSpace
+from fedloom.platform.state import RunState
+from fedloom.platform.worker import Worker
+from fedloom.platform.world import build_world
+
+ALONE = {"supernet": "spider", "resnet18": "ditto"}
+CASES = {"supernet": "darts_s2", "spider": "darts_s2", "resnet18": "resnet18", "ditto": "resnet18"}
+"""What is measured, and its space."""
+
+
+def peak_of(case: str, space: str, batch_size: int, extra: list[str]) -> int:
+    """Bytes of one case, measured in this process, which should have done nothing else."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose_config(
+            [
+                f"method={ALONE.get(case, case)}",
+                f"space.name={space}",
+                "data.dataset=synthetic",
+                "data.num_clients=1",
+                f"data.train_samples={4 * batch_size}",
+                "data.test_samples=10",
+                "data.alpha=1000",
+                "data.validation_share=0.25",
+                f"data.cache={folder}",
+                "tiers.count=1",
+                f"method.train.batch_size={batch_size}",
+                *extra,
+            ]
+        )
+        world = build_world(config)
+        stage = build_stages(world)[0]
+        assert isinstance(stage, SiloStage), "the cases are cross-silo methods"
+        worker = Worker(world.spec)
+        torch.set_num_threads(1)
+        worker.client_data(0, "train")
+        before = peak_memory_bytes(worker.device)
+        state = stage.begin(RunState())
+        task = stage.task(state)
+        if case in ALONE:
+            of = world.space.largest_subspace if isinstance(world.space, KeptSpace) else (0,)
+            task = TrainShared(of, stage.local(0))
+        weights = SharedWeights(state.weights(SUPERNET), state.version(SUPERNET))
+        kept = None
+        for round_ in range(2):
+            report = run_assignment(
+                worker, Assignment(stage.name, round_, 0, "tier1", task, state=kept), weights, WeightedSums()
+            )
+            assert report.status == "ok", report.error
+            kept = report.state
+        return report.peak_memory_bytes - before
+
+
+def measure(batch_size: int, extra: list[str]) -> dict[str, float]:
+    """Peaks in MB, and the ratios of the pairs to one model alone."""
+    peaks = {}
+    for case in CASES:
+        command = [sys.executable, "-m", __spec__.name, "--case", case, "--batch-size", str(batch_size), *extra]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks[case] = int(done.stdout.splitlines()[-1])
+    return {
+        **{f"{case}_mb": peak / 1e6 for case, peak in peaks.items()},
+        "spider_to_supernet": peaks["spider"] / peaks["supernet"],
+        "ditto_to_resnet18": peaks["ditto"] / peaks["resnet18"],
+    }
+
+
+def main() -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=[*CASES], help="measure this case alone and print its bytes")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("overrides", nargs="*", help="configuration for all cases, such as space.channels=8")
+    given = parser.parse_args()
+    if given.case:
+        print(peak_of(given.case, CASES[given.case], given.batch_size, given.overrides))
+        return
+    figures = measure(given.batch_size, given.overrides)
+    for name, value in figures.items():
+        print(f"{name:>24}  {value:.2f}")
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Cross-silo methods' figures: accuracy of every silo, curves with phases, personalisation gains."""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
+
+from fedloom.experiments.report.plots import LEGEND
+from fedloom.experiments.report.settings import Setting
+from fedloom.experiments.report.silo_frames import Phases, as_square, personalisation_gains
+from fedloom.experiments.report.style import GREY, INK, MARKERS, SERIES, quiet, whole_numbers
+
+COLOURS = (*SERIES, "#8C564B", GREY)
+"""As many as there are methods to be compared."""
+
+PHASES = ("1: pre-training", "2: search", "3: training")
+SHADES = ("#F4F4F4", "#DCE9F3", "#F4F4F4")
+"""Behind the phases' curves: the search stands out."""
+
+Spans = tuple[tuple[float, float], ...]
+"""Where each of `PHASES` begins and ends, in finished rounds; one that is empty ends where it begins."""
+
+NARROW = 26
+"""Letters in a line of a setting's name beside an axis."""
+
+
+def accuracy_figure(per_silo: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
+    """The test accuracy of every silo, a line per setting, with mean and worst marked; None without any.
+
+    `per_silo` as from `silo_frames.per_silo`; the silos of all runs of a setting are drawn together.
+    """
+    known = per_silo[per_silo["accuracy"].notna()]
+    shown = [s for s in settings if known["run_id"].isin(s.run_ids).any()]
+    if not shown:
+        return None
+    looks = _looks(settings)
+    figure = Figure(figsize=(8.6, 1.7 + 0.62 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    with_shared = bool(known["global_accuracy"].notna().any())
+    for at, setting in enumerate(shown):
+        rows = known[known["run_id"].isin(setting.run_ids)]
+        _silo_dots(axes, at, rows, looks[setting.name][0])
+    quiet(axes, xlabel="accuracy on the silo's own test data (%)")
+    axes.set_yticks(range(len(shown)), [_wrapped(s.name) for s in shown])
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.grid(False, axis="y")
+    figure.legend(handles=_dot_handles(with_shared), loc="outside lower center", ncols=4, **LEGEND)
+    return figure
+
+
+def _looks(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
+    pairs = zip(cycle(COLOURS), cycle(MARKERS), strict=False)
+    return {s.name: pair for s, pair in zip(settings, pairs, strict=False)}
+
+
+def _wrapped(name: str) -> str:
+    """The name in lines that break after a comma."""
+    lines = [""]
+    for part in name.split(", "):
+        joined = f"{lines[-1]}, {part}" if lines[-1] else part
+        lines = [*lines[:-1], joined] if len(joined) <= NARROW or not lines[-1] else [*lines, part]
+    return ",\n".join(lines)
+
+
+def _silo_dots(axes: Axes, at: int, rows: pd.DataFrame, colour: str) -> None:
+    values = rows["accuracy"].to_numpy(dtype=float) * 100
+    shared = rows["global_accuracy"].dropna().to_numpy(dtype=float) * 100
+    axes.scatter(values, np.full(len(values), float(at)), s=34, color=colour, alpha=0.6, linewidths=0, zorder=3)
+    mark: dict[str, Any] = {"color": colour, "edgecolors": "black", "linewidths": 0.9, "zorder": 4}
+    axes.scatter([values.min()], [at], s=48, marker="<", **mark)
+    axes.plot([values.mean()] * 2, [at - 0.26, at + 0.26], color=INK, linewidth=2.2, zorder=5)
+    if len(shared):
+        axes.scatter(shared, np.full(len(shared), at + 0.2), s=18, facecolors="none", edgecolors=colour, zorder=3)
+
+
+def _dot_handles(with_shared: bool) -> list[Line2D]:
+    dot: dict[str, Any] = {"color": "none", "markeredgecolor": "none", "markerfacecolor": GREY}
+    ring: dict[str, Any] = {"color": "none", "markerfacecolor": "white"}
+    handles = [
+        Line2D([], [], marker="o", markersize=6, label="silo's model", **dot),
+        Line2D([], [], marker="<", markersize=7, markeredgecolor="black", label="worst silo", **ring),
+        Line2D([], [], marker="|", markersize=11, markeredgewidth=2.2, markeredgecolor=INK, label="mean", **ring),
+    ]
+    if with_shared:
+        label = "shared model on the silo's data"
+        handles.append(Line2D([], [], marker="o", markersize=5, markeredgecolor=GREY, label=label, **ring))
+    return handles
+
+
+def curves_figure(curves: pd.DataFrame, phases: Sequence[Phases], settings: Sequence[Setting]) -> Figure | None:
+    """Validation accuracy (left) and training loss (right) against rounds, a line per setting; None without any.
+
+    `curves` as from `silo_frames.curves`. Bands: the standard deviation over silos of one run, or from the least to
+    the greatest of several runs. Phases of the searching runs are shaded. Source: SPIDER, Fig. 6.
+    """
+    loss = curves[(curves["series"] == "train") & curves["mean_loss"].notna()]
+    validation = curves[(curves["series"] == "validation") & curves["mean"].notna()]
+    shown = [s for s in settings if curves["run_id"].isin(s.run_ids).any()]
+    panels = [
+        (rows, value, title, label)
+        for rows, value, title, label in (
+            (validation, "mean", "Validation accuracy", "mean over silos (%)"),
+            (loss, "mean_loss", "Local training loss", "mean over silos (cross-entropy)"),
+        )
+        if len(rows)
+    ]
+    if not panels:
+        return None
+    looks, spans = _looks(settings), _spans(phases, shown)
+    figure = Figure(figsize=(1.6 + 4.6 * len(panels), 3.9 + 0.2 * len(shown)), layout="constrained")
+    row = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (rows, value, title, label) in zip(row, panels, strict=True):
+        for setting in shown:
+            _curve(axes, rows[rows["run_id"].isin(setting.run_ids)], value, looks[setting.name])
+        quiet(axes, xlabel="finished rounds", ylabel=label)
+        axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=_room(spans))
+        whole_numbers(axes)
+        axes.set_xlim(0, max(1, int(curves["rounds_done"].max())))
+        _mark_phases(axes, spans, {name: colour for name, (colour, _) in looks.items()})
+    handles = [_handle(s, looks[s.name]) for s in shown]
+    figure.legend(handles=handles, loc="outside lower center", ncols=1, **LEGEND)
+    return figure
+
+
+def _room(spans: Mapping[str, Spans]) -> float:
+    """Points between the axes and their title: for the phases' names, or for a bar per setting."""
+    if not spans:
+        return 6.0
+    return 20.0 if len(set(spans.values())) == 1 else 9.0 + 6.5 * len(spans)
+
+
+def _handle(setting: Setting, look: tuple[str, str]) -> Line2D:
+    runs = f" ({len(setting.run_ids)} runs)" if len(setting.run_ids) > 1 else ""
+    return Line2D([], [], color=look[0], marker=look[1], markersize=4.5, label=f"{setting.name}{runs}")
+
+
+def _curve(axes: Axes, rows: pd.DataFrame, value: str, look: tuple[str, str]) -> None:
+    if rows.empty:
+        return
+    scale = 100.0 if value == "mean" else 1.0
+    line = rows.groupby("rounds_done")[value].agg(["mean", "min", "max"]) * scale
+    x, y = line.index.to_numpy(dtype=float), line["mean"].to_numpy()
+    colour, marker = look
+    style: dict[str, Any] = {"marker": marker, "markersize": 4.5, "markevery": max(1, len(x) // 12)}
+    axes.plot(x, y, color=colour, linewidth=1.6, zorder=3, **style)
+    if rows["run_id"].nunique() > 1:
+        low, high = line["min"].to_numpy(), line["max"].to_numpy()
+    elif value == "mean":
+        spread = rows.groupby("rounds_done")["std"].mean().to_numpy() * scale
+        low, high = np.clip(y - spread, 0.0, 100.0), np.clip(y + spread, 0.0, 100.0)
+    else:
+        return
+    axes.fill_between(x, low, high, color=colour, alpha=0.1, linewidth=0, zorder=2)
+
+
+def _spans(phases: Sequence[Phases], settings: Sequence[Setting]) -> dict[str, Spans]:
+    """Per searching setting the phases of its first run."""
+    by_run = {p.run_id: p for p in phases}
+    return {s.name: spans_of(by_run[s.run_ids[0]]) for s in settings if s.run_ids[0] in by_run}
+
+
+def spans_of(phases: Phases) -> Spans:
+    """Where the three phases begin and end; the search ends with the last silo's last decision."""
+    end = phases.rounds if phases.last_decided is None else phases.last_decided
+    start = min(phases.search_start, end)
+    return ((0.0, start), (start, end), (end, max(phases.rounds, end)))
+
+
+def _mark_phases(axes: Axes, spans: Mapping[str, Spans], colours: Mapping[str, str]) -> None:
+    """Shades where all searching settings agree; else a bar in a setting's colour above the axes spans its search."""
+    if len(set(spans.values())) > 1:
+        for i, (name, setting) in enumerate(spans.items()):
+            bar: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "solid_capstyle": "butt"}
+            axes.plot(setting[1], [1.025 + 0.026 * i] * 2, color=colours[name], linewidth=3.0, **bar)
+        return
+    for setting in list(spans.values())[:1]:
+        whole = max(end for _, end in setting)
+        for (begin, end), shade, name in zip(setting, SHADES, PHASES, strict=True):
+            if end > begin:
+                axes.axvspan(begin, end, color=shade, linewidth=0, zorder=0)
+                _name_phase(axes, begin, end, name, whole)
+
+
+def _name_phase(axes: Axes, begin: float, end: float, name: str, whole: float) -> None:
+    # A narrow phase has room for its number alone.
+    text = name if (end - begin) / whole >= 0.014 * len(name) else name.split(":")[0]
+    place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "ha": "center", "annotation_clip": False}
+    axes.annotate(text, ((begin + end) / 2, 1.02), fontsize=8.5, color="#6B6B6B", **place)
+
+
+def gains_figure(matrix: pd.DataFrame) -> Figure | None:
+    """p_ij in per cent (left) and p_ii - p_ij with g_i as last column (right) of one run; None without any.
+
+    `matrix` as from `silo_frames.p_matrix`. Source: SPIDER, Fig. 3.
+    """
+    if matrix.empty:
+        return None
+    square = as_square(matrix) * 100
+    rows = [i for i in square.index if square.loc[i].notna().any()]
+    square = square.loc[rows]
+    gain = personalisation_gains(matrix).set_index("client_id")["gain"].reindex(rows) * 100
+    own = np.array([square.loc[i, i] for i in rows], dtype=float)
+    values = square.to_numpy(dtype=float)
+    size = 0.62 * values.shape[1]
+    figure = Figure(figsize=(3.2 + 2 * size + 0.7, max(2.9, 1.5 + 0.5 * len(rows))), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(values.shape[1], values.shape[1] + 1.2))
+    matrix_silos = sorted({*matrix["client_id"], *matrix["silo"]})
+    columns = [str(j) for j in matrix_silos]
+    _heat(left, values, "Blues", _range(values))
+    _frame(left, "Accuracy $p_{ij}$ (%)", rows, columns)
+    _mark_own(left, rows, [int(j) for j in matrix_silos])
+    # p_ii - p_ii is 0 by definition: the diagonal is left white.
+    differences = own[:, None] - values
+    differences[[[i == j for j in square.columns] for i in rows]] = np.nan
+    both = np.column_stack([differences, gain.to_numpy(dtype=float)])
+    reach = float(np.nanmax(np.abs(both))) if np.isfinite(both).any() else 1.0
+    _heat(right, both, "RdBu", (-max(reach, 1e-9), max(reach, 1e-9)), signed=True)
+    _frame(right, "Gain $p_{ii} - p_{ij}$ (points)", rows, [*columns, "$g_i$"])
+    right.axvline(values.shape[1] - 0.5, color=INK, linewidth=1.6)
+    right.set_xlabel("architecture of silo j; last: mean gain", fontsize=10, color=INK)
+    return figure
+
+
+def _range(values: NDArray[np.float64]) -> tuple[float, float]:
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    return (low, high) if high > low else (low - 1, high + 1)
+
+
+def _heat(
+    axes: Axes, values: NDArray[np.float64], colours: str, limits: tuple[float, float], *, signed: bool = False
+) -> None:
+    """Cells with their numbers; missing ones stay white and empty."""
+    image = axes.imshow(np.ma.masked_invalid(values), cmap=colours, vmin=limits[0], vmax=limits[1], aspect="auto")
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            red, green, blue, _ = image.to_rgba(np.array([value]))[0]
+            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
+            text = f"{value:{'+' if signed else ''}.1f}"
+            axes.text(column, row, text, ha="center", va="center", fontsize=8.5, color="white" if dark else INK)
+
+
+def _frame(axes: Axes, title: str, rows: Sequence[int], columns: Sequence[str]) -> None:
+    quiet(axes, title=title, xlabel="architecture of silo j", ylabel="data of silo i")
+    axes.grid(False)
+    axes.set_yticks(range(len(rows)), [str(i) for i in rows])
+    axes.set_xticks(range(len(columns)), columns)
+    axes.tick_params(length=0)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_visible(False)
+
+
+def _mark_own(axes: Axes, rows: Sequence[int], columns: Sequence[int]) -> None:
+    for at, silo in enumerate(rows):
+        place = (columns.index(silo) - 0.5, at - 0.5)
+        axes.add_patch(Rectangle(place, 1, 1, fill=False, edgecolor=INK, linewidth=1.6))

@@ -1,0 +1,155 @@
+"""A silo's round in FedMN (Wang et al. 2022): the modules that the router chooses for it, trained with the router."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fedloom.platform.averaging import Update
+from fedloom.platform.execution import Assignment, Outcome
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.silos.network import (
+    GLOBAL,
+    PERSONAL,
+    final_measurements,
+    kept_network,
+    score_network,
+    silo_data,
+    train_network,
+)
+from fedloom.platform.silos.outcome import shared_outcome
+from fedloom.platform.silos.router import (
+    PREFIX,
+    Router,
+    chosen,
+    embedding_of,
+    logistic_noise,
+    received_router,
+    straight_through,
+)
+from fedloom.platform.silos.scoring import own_scores, scored_outcome
+from fedloom.platform.spaces.base import Slice, Weights, bytes_of
+from fedloom.platform.spaces.kept import KeptSpace
+from fedloom.platform.tasks import client_of, places_of
+from fedloom.platform.training import SGD, LocalSGD, Step
+from fedloom.platform.worker import Worker
+
+
+@dataclass(frozen=True)
+class TrainModular:
+    """One round of a silo: it chooses modules by the router and noise, and trains them and the router on its data.
+
+    One draw per module holds for the round, as only what is chosen travels; so only the chosen modules' gates have
+    gradients. The router takes SGD's steps at its own rate, without weight decay.
+
+    Attributes:
+        router_lr: the router's learning rate.
+        temperature: of the gates' gradients.
+        joined: whether validation data joins the training data.
+        scored: whether the trained modules are scored on validation data, if it has not joined.
+    """
+
+    local: LocalSGD
+    router_lr: float
+    temperature: float
+    joined: bool = True
+    scored: bool = False
+    weighting: str = "fedavg"
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The update holds the chosen modules, the fixed part and the router; nothing stays with the silo."""
+        data = silo_data(worker, assignment, joined=self.joined)
+        gates = Gates.drawn(worker, assignment, weights, data, self.temperature)
+        network = kept_network(worker, chosen(gates.hard), gates)
+
+        def both(sgd: SGD) -> Step:
+            router_local = replace(self.local, lr=self.router_lr, weight_decay=0.0)
+            return Steps([sgd, SGD(router_local, list(gates.router.parameters()))])
+
+        shared = train_network(worker, assignment, network, weights, data, self.local, step=both)
+        unseen = self.scored and not self.joined
+        scores = own_scores(worker, assignment, network, shared.tensors, GLOBAL) if unseen else ()
+        outcome = shared_outcome(shared, data, self.weighting)
+        update = _with_router(outcome.update, gates.router)
+        size_bytes = bytes_of(update.tensors)
+        return replace(outcome, update=update, bytes_down=size_bytes, bytes_up=size_bytes, measurements=scores)
+
+
+class Gates:
+    """A round's gates (decisions, options): `hard` is what was drawn, their gradients are those of the router now."""
+
+    def __init__(self, router: Router, embedding: Tensor, noise: Tensor, temperature: float) -> None:
+        self.router, self.embedding, self.noise, self.temperature = router, embedding, noise, temperature
+        with torch.no_grad():
+            self.hard = (router(embedding) + noise > 0).to(noise.dtype)
+
+    @classmethod
+    def drawn(
+        cls,
+        worker: Worker,
+        assignment: Assignment,
+        weights: Weights,
+        data: tuple[Tensor, Tensor],
+        temperature: float,
+    ) -> "Gates":
+        """One draw per module, from the silo's own stream."""
+        router, embedding = routed(worker, weights, data)
+        generator = torch_stream(worker.spec.training_seed, "modules", *places_of(assignment))
+        noise = logistic_noise((len(router.options), max(router.options)), generator)
+        return cls(router, embedding, noise.to(worker.device), temperature)
+
+    def __call__(self) -> Tensor:
+        return straight_through(self.router(self.embedding) + self.noise, self.hard, self.temperature)
+
+
+class Steps:
+    """One training step after the other, each over parameters of its own."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = steps
+
+    def step(self) -> None:
+        """Uses up the gradients."""
+        for each in self.steps:
+            each.step()
+
+
+def routed(worker: Worker, weights: Weights, data: tuple[Tensor, Tensor]) -> tuple[Router, Tensor]:
+    """The router as it was received, and what it reads of these data."""
+    classes = worker.spec.space.num_classes
+    router = received_router(cast(KeptSpace, worker.space), classes, weights, worker.device)
+    return router, embedding_of(data, classes)
+
+
+def _with_router(update: Update | None, router: Router) -> Update:
+    assert update is not None, "a silo that trained has an update"
+    sent = {f"{PREFIX}{name}": tensor.detach() for name, tensor in router.state_dict().items()}
+    weight = max(update.weights.values())
+    return Update(
+        {**update.tensors, **sent},
+        {**update.slices, **{name: Slice(name) for name in sent}},
+        {**update.weights, **dict.fromkeys(sent, weight)},
+    )
+
+
+@dataclass(frozen=True)
+class ScoreModular:
+    """Scores the modules that the router chooses for a silo without noise, before and after training on its data."""
+
+    local: LocalSGD
+    joined: bool = True
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The rows of `global`, the shared modules as they are, and of `personal`, adapted."""
+        data = silo_data(worker, assignment, joined=self.joined)
+        router, embedding = routed(worker, weights, data)
+        with torch.no_grad():
+            network = kept_network(worker, chosen(router(embedding)))
+        test = worker.client_data(client_of(assignment), "test")
+        before = score_network(worker, assignment, network, weights, test)
+        adapted = train_network(worker, assignment, network, weights, data, self.local)
+        after = score_network(worker, assignment, network, adapted.tensors, test)
+        measured = (*final_measurements(GLOBAL, network, before), *final_measurements(PERSONAL, network, after))
+        return replace(scored_outcome(network, after, measured), steps=adapted.figures.steps)

@@ -1,0 +1,67 @@
+"""A silo's round in SPIDER (Alg. 1): the shared supernet, its own network beside it, and the search of its own."""
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+from fedloom.platform.execution import Assignment, Outcome
+from fedloom.platform.silos.network import Pull, kept_network, silo_data, train_network
+from fedloom.platform.silos.outcome import pair_outcome
+from fedloom.platform.silos.scoring import own_scores
+from fedloom.platform.silos.search import Searcher
+from fedloom.platform.silos.state import Personal, unpacked
+from fedloom.platform.spaces.base import Weights
+from fedloom.platform.spaces.darts import DartsSpace
+from fedloom.platform.training import LocalSGD
+from fedloom.platform.worker import Worker
+
+
+@dataclass(frozen=True)
+class TrainSpider:
+    """One round of a silo.
+
+    The two models take turns batch by batch in the paper; as the pull is towards the weights that were received, not
+    towards their copy in training, one after the other over the same batches gives the same.
+
+    Attributes:
+        pull: lambda; 0 leaves the silo's model to itself.
+        scored: whether the silo's model is scored on its validation data after training.
+        use_validation: whether validation data joins the training data once nothing is left to be searched.
+    """
+
+    local: LocalSGD
+    pull: float
+    search: Searcher
+    scored: bool = False
+    use_validation: bool = True
+    weighting: str = "fedavg"
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The update holds the shared model alone; the silo's own stays in its state."""
+        space = cast(DartsSpace, worker.space)
+        silo = self.search.before(worker, assignment, begun(space, assignment, weights))
+        joined = self.use_validation and self.search.is_over(space, silo.kept)
+        data = silo_data(worker, assignment, joined=joined)
+
+        shared = train_network(worker, assignment, kept_network(worker), weights, data, self.local)
+        own = train_network(
+            worker,
+            assignment,
+            self.search.network(worker, silo),
+            silo.weights,
+            data,
+            self.local,
+            pull=Pull(self.pull, weights),
+            momentum=silo.momentum,
+            step=self.search.step(worker, assignment, silo),
+        )
+        silo = replace(silo, weights=own.tensors, momentum=own.momentum)
+        seen = self.scored and not joined  # what has joined the training data tells nothing any more
+        scores = own_scores(worker, assignment, own.network, silo.weights) if seen else ()
+        return replace(pair_outcome(shared, own, data, self.weighting, silo), measurements=scores)
+
+
+def begun(space: DartsSpace, assignment: Assignment, weights: Weights) -> Personal:
+    """The silo's state; one that never took part keeps everything, with the weights that it received first."""
+    if assignment.state is not None:
+        return unpacked(assignment.state)
+    return Personal(dict(weights), {}, space.largest_subspace)

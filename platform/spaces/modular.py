@@ -1,0 +1,136 @@
+"""The modular ResNet-18 of FedMN (Wang et al. 2022): each residual block has several branches to choose from.
+
+A decision is a block, an option one of its branches; each has weights of its own. A block that keeps none of them is
+its shortcut. Stem, shortcuts and head are fixed.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.platform.spaces.base import Architecture
+from fedloom.platform.spaces.darts_network import as_subspace
+from fedloom.platform.spaces.fixed import Resnet18Size
+from fedloom.platform.spaces.kept import KeptSpace, Part
+from fedloom.platform.spaces.operator_choice import Subspace
+
+
+@dataclass(frozen=True)
+class ModularDesign(Resnet18Size):
+    """A ResNet-18 whose blocks have `modules` branches each.
+
+    Raises:
+        ValueError: a size that cannot be built.
+    """
+
+    modules: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.modules < 1:
+            raise ValueError(f"space {self.name}: modules must be at least 1, given {self.modules}")
+
+    @property
+    def operator_names(self) -> tuple[tuple[str, ...], ...]:
+        """The branches of every block."""
+        return (tuple(f"branch_{option}" for option in range(self.modules)),) * len(self.blocks)
+
+
+class ModularBlock(nn.Module):
+    """(N, in, H, W) -> (N, out, H/stride, W/stride): ReLU of the shortcut plus the chosen branches' sum."""
+
+    def __init__(self, design: ModularDesign, block: int, held: Sequence[int]) -> None:
+        super().__init__()
+        plan = design.blocks[block]
+        self.block = block
+        self.shortcut = design.build_shortcut(plan)
+        self.branches = nn.ModuleDict({str(option): design.build_branch(plan) for option in held})
+
+    def forward(self, x: Tensor, options: Sequence[int], mix: Tensor | None = None) -> Tensor:
+        """Each branch counts as its entry of `mix` (one per option), if given."""
+        outputs: list[Tensor] = [self._branch(option)(x) for option in options]
+        if mix is not None:
+            outputs = [y * mix[option] for option, y in zip(options, outputs, strict=True)]
+        shortcut: Tensor = self.shortcut(x)
+        return F.relu(reduce(torch.add, outputs) + shortcut if outputs else shortcut)
+
+    def _branch(self, option: int) -> nn.Module:
+        key = str(option)
+        if key not in self.branches:
+            raise ValueError(
+                f"block {self.block} holds the branches {', '.join(self.branches) or 'none'}, not {option}"
+            )
+        return self.branches[key]
+
+
+class ModularNetwork(nn.Module):
+    """Stem, eight blocks, global average, classifier: `forward(x_NCHW, kept)` gives logits (N, classes).
+
+    `kept` is a subspace of what the network holds, or an architecture; without it, all that the network holds is used.
+    `mix` (blocks, branches) are weights of the branches, 1 if not given. There is no active path: what is used is an
+    argument.
+    """
+
+    def __init__(self, design: ModularDesign, kept: Subspace) -> None:
+        super().__init__()
+        self.design, self.held = design, kept
+        self.stem = design.build_stem()
+        self.blocks = nn.ModuleList(ModularBlock(design, block, row) for block, row in enumerate(kept))
+        self.head = design.build_head()
+
+    def forward(self, x: Tensor, kept: Subspace | Architecture | None = None, mix: Tensor | None = None) -> Tensor:
+        """Raises ValueError naming the block, if `kept` asks for a branch that the network does not hold."""
+        used = self.held if kept is None else as_subspace(kept)
+        if len(used) != len(self.blocks):
+            raise ValueError(f"{self.design.name} has {len(self.blocks)} blocks, given {len(used)}")
+        mixes = [None] * len(self.blocks) if mix is None else mix
+        x = self.stem(x)
+        for block, options, row in zip(self.blocks, used, mixes, strict=True):
+            x = block(x, options, row)
+        y: Tensor = self.head(x.mean(dim=(2, 3)))
+        return y
+
+
+class ModularSpace(KeptSpace):
+    """A search space of branches; see `fedloom.platform.spaces.base.SearchSpace` for the protocol.
+
+    Source: FedMN (Wang et al. 2022, "Personalized Federated Learning via Heterogeneous Modular Networks").
+    """
+
+    decision_kind = "block"
+
+    def __init__(self, design: ModularDesign) -> None:
+        super().__init__(design.name, design.input_shape, design.operator_names)
+        self.design = design
+
+    def _network(self, kept: Subspace) -> nn.Module:
+        return ModularNetwork(self.design, kept)
+
+    def _label(self, decision: int) -> str:
+        return str(decision)
+
+    def _owner(self, tensor_name: str) -> tuple[int, int] | None:
+        match = _OWNED.match(tensor_name)
+        return None if match is None else (int(match[1]), int(match[2]))
+
+    def _parts(self, decision: int, option: int) -> Sequence[Part]:  # noqa: ARG002  # a block's branches are alike
+        plan = self.design.blocks[decision]
+        return [Part((plan,), self._shape(decision), partial(self.design.build_branch, plan))]
+
+    def _shape(self, block: int) -> tuple[int, ...]:
+        """What a block reads, for one sample."""
+        height, width = self.design.input_shape[1:]
+        for plan in self.design.blocks[:block]:
+            height, width = -(-height // plan.stride), -(-width // plan.stride)
+        return 1, self.design.blocks[block].in_channels, height, width
+
+
+_OWNED = re.compile(r"blocks\.(\d+)\.branches\.(\d+)\.")
+
+RESNET18_MODULAR = ModularDesign("resnet18_modular")
+RESNET18_MODULAR_SMALL = ModularDesign("resnet18_modular_small", stem_channels=16)

@@ -1,0 +1,242 @@
+"""Personalisation gains: every silo's architecture on every silo's data, and no silo's own state touched by it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pandas as pd
+import pytest
+import torch
+
+from fedloom.platform.config import RunConfig, TiersConfig
+from fedloom.platform.execution import Assignment, SerialExecutor
+from fedloom.platform.loop import Loop
+from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.methods.silo_stage import GainConfig, GainStage, SiloStage
+from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig
+from fedloom.platform.recorder import Record, Recorder
+from fedloom.platform.results.status import StatusFile
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.silos.search import ArchitectureSearchConfig
+from fedloom.platform.silos.state import Personal, unpacked
+from fedloom.platform.spaces.base import Weights
+from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.darts import DartsSpace
+from fedloom.platform.spaces.operator_choice import Subspace
+from fedloom.platform.state import RunState
+from fedloom.platform.tasks import subspace_id
+from fedloom.platform.training import LocalSGD, evaluate, train_locally
+from fedloom.platform.worker import Worker
+from fedloom.platform.world import World, build_world
+
+Make = Callable[..., RunConfig]
+
+KEPT: Sequence[Subspace] = (
+    ((0,),) * 10,
+    ((1,), (0,)) * 5,
+    ((0,), (1,)) * 5,
+)
+"""An architecture for each of three silos."""
+
+
+@pytest.fixture
+def make_config(tiny_config: Make) -> Make:
+    def make(gains: GainConfig, rounds: int = 2) -> RunConfig:
+        config = tiny_config(
+            space=SpaceConfig("darts_s2_small", channels=4),
+            tiers=TiersConfig(count=1, paths=100),
+            method=SpiderConfig(
+                train=SpiderTrainingConfig(rounds=rounds, batch_size=16),
+                search=ArchitectureSearchConfig(start=0, every=1),
+                gains=gains,
+            ),
+        )
+        return replace(config, data=replace(config.data, num_clients=3, train_samples=120, validation_share=0.25))
+
+    return make
+
+
+class Memory:
+    """Keeps what a recorder would write."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def submit(self, record: Record) -> None:
+        self.records.append(record)
+
+    def start(self) -> None:
+        """Nothing waits."""
+
+    def wait(self) -> None:
+        """Nothing waits."""
+
+    def table(self, name: str) -> pd.DataFrame:
+        return pd.DataFrame([row for record in self.records for table, row in record.rows if table == name])
+
+
+@dataclass(frozen=True)
+class Gains:
+    """A federation that stands before its gains: shared weights, and a model and architecture for each silo."""
+
+    world: World
+    stage: GainStage
+    before: RunState
+
+    def measure(self) -> tuple[pd.DataFrame, RunState]:
+        """The pairs p_ij, as a row of `of` (j) and a column of `on` (i), and the state after the stage."""
+        memory, config = Memory(), self.world.config
+        loop = Loop(
+            [self.stage],
+            SerialExecutor(Worker(self.world.spec)),
+            cast(Recorder, memory),
+            cast(StatusFile, SimpleNamespace(write=lambda **_: None, beat=lambda: None)),
+            execution=config.executor,
+            checkpoint=config.checkpoint,
+            deadline_s=None,
+        )
+        after = loop.run(self.before)
+        return memory.table("evaluations"), after
+
+
+def own_weights(space: DartsSpace, kept: Subspace, client_id: int) -> dict[str, torch.Tensor]:
+    weights = space.initial_weights(torch_stream(client_id + 10, "own"))
+    return {name: weights[name] for name in space.subspace_slices(kept)}
+
+
+def standing(config: RunConfig, kept: Sequence[Subspace] = KEPT) -> Gains:
+    world = build_world(config)
+    space = cast(DartsSpace, world.space)
+    training, _evaluation, stage = build_stages(world)
+    state = cast(SiloStage, training).begin(RunState())
+    for client_id, rows in enumerate(kept):
+        own = own_weights(space, rows, client_id)
+        momentum = {"head.bias": torch.ones(10)}
+        state = state.with_client_states({client_id: Personal(own, momentum, rows).packed()})
+    return Gains(world, cast(GainStage, stage), state)
+
+
+def pairs(rows: pd.DataFrame, metric: str = "accuracy") -> pd.DataFrame:
+    return rows[rows.metric == metric].pivot(index="model", columns="client_id", values="value")
+
+
+def by_hand(gains: Gains, kept: Subspace, on: int, of: int, begin: Weights) -> tuple[float, float]:
+    """Loss and accuracy on a silo's test data of a network of its own, trained on all else that the silo has."""
+    worker = Worker(gains.world.spec)
+    space = cast(DartsSpace, worker.space)
+    module = space.build_subspace(kept).train()
+    module.load_state_dict({name: begin[name] for name in module.state_dict()})
+    (x, y), (more_x, more_y) = (worker.client_data(on, split) for split in ("train", "validation"))
+    local = LocalSGD(epochs=2, batch_size=16, lr=0.02, momentum=0.9, clip_norm=5.0)
+    generator = torch_stream(worker.spec.training_seed, "batches", "gains", of, on)
+    train_locally(module, list(module.parameters()), (torch.cat([x, more_x]), torch.cat([y, more_y])), local, generator)
+    with worker.data.reading_test():
+        score = evaluate(module.eval(), worker.client_data(on, "test"))
+    return score.loss, score.metric
+
+
+@pytest.mark.parametrize("start", ["shared", "own"])
+def test_every_pair_is_trained_from_the_given_weights_and_scored_on_the_silos_own_test_data(
+    make_config: Make, start: str
+) -> None:
+    gains = standing(make_config(GainConfig(epochs=2, lr=0.02, start=start)))
+    rows, _ = gains.measure()
+    loss, accuracy = pairs(rows, "loss"), pairs(rows)
+    assert loss.index.tolist() == ["silo-0", "silo-1", "silo-2"]
+    assert list(loss.columns) == [0, 1, 2]
+    assert loss.notna().all(axis=None)
+    assert set(rows.split) == {"test"}
+    space = cast(DartsSpace, gains.world.space)
+    for of, kept in enumerate(KEPT):
+        assert set(rows[rows.model == f"silo-{of}"].architecture) == {subspace_id(kept)}
+        begin = gains.before.weights("supernet") if start == "shared" else own_weights(space, kept, of)
+        for on in range(3):
+            expected = by_hand(gains, kept, on, of, begin)
+            assert loss.loc[f"silo-{of}", on] == pytest.approx(expected[0], rel=1e-3)
+            assert accuracy.loc[f"silo-{of}", on] == pytest.approx(expected[1], abs=0.05)
+
+
+def test_a_silo_gains_nothing_where_all_architectures_are_equal(make_config: Make) -> None:
+    """From shared weights p_ij is then a matter of i alone, but for the order of the batches: here there is one."""
+    equal = [KEPT[1]] * 3
+
+    def losses(start: str) -> pd.DataFrame:
+        config = make_config(GainConfig(epochs=1, start=start))
+        config.method.train.batch_size = 1000
+        return pairs(standing(config, equal).measure()[0], "loss")
+
+    shared, own = losses("shared"), losses("own")
+    for on in range(3):
+        assert shared[on].tolist() == pytest.approx([shared.loc["silo-0", on]] * 3, rel=1e-4)
+        assert own[on].nunique() == 3
+    assert shared.loc["silo-0"].nunique() == 3
+
+
+def test_no_silos_state_and_no_shared_weight_changes(make_config: Make) -> None:
+    for start in ("shared", "own"):
+        gains = standing(make_config(GainConfig(epochs=1, start=start)))
+        bags = {n: {t: tensor.clone() for t, tensor in bag.tensors.items()} for n, bag in gains.before.bags.items()}
+        _, after = gains.measure()
+        assert after.bags.keys() == bags.keys() == {"supernet", "client-0", "client-1", "client-2"}
+        for name, bag in after.bags.items():
+            assert bag.version == gains.before.bags[name].version
+            assert bag.tensors.keys() == bags[name].keys()
+            assert [t for t, tensor in bag.tensors.items() if not torch.equal(tensor, bags[name][t])] == []
+
+
+def test_the_gains_may_be_those_of_the_first_few_silos(make_config: Make) -> None:
+    gains = standing(make_config(GainConfig(epochs=1, clients=2)))
+    table = pairs(gains.measure()[0])
+    assert list(table.index) == ["silo-0", "silo-1"]
+    assert list(table.columns) == [0, 1]
+
+
+def test_gains_are_measured_on_test_data_once_all_is_found(make_config: Make) -> None:
+    gains = standing(make_config(GainConfig(epochs=3, lr=0.5)))
+    planned: Sequence[Assignment] = gains.stage.plan(gains.before).assignments
+    assert all(a.reads_test and not a.dropped and a.deadline_s is None for a in planned)
+    task: Any = planned[0].task
+    assert task.local == LocalSGD(epochs=3, batch_size=16, lr=0.5, momentum=0.9, clip_norm=5.0)
+    assert [stage.name for stage in build_stages(gains.world)] == ["spider", "evaluation", "gains"]
+    without = build_world(make_config(GainConfig()))
+    assert [stage.name for stage in build_stages(without)] == ["spider", "evaluation"]
+
+
+def test_a_whole_run_measures_the_architectures_that_its_silos_found(make_config: Make) -> None:
+    config, memory = make_config(GainConfig(epochs=1)), Memory()
+    world = build_world(config)
+    loop = Loop(
+        build_stages(world),
+        SerialExecutor(Worker(world.spec)),
+        cast(Recorder, memory),
+        cast(StatusFile, SimpleNamespace(write=lambda **_: None, beat=lambda: None)),
+        execution=config.executor,
+        checkpoint=config.checkpoint,
+        deadline_s=None,
+    )
+    state = loop.run(RunState())
+    rows = memory.table("evaluations")
+    measured = rows[rows.stage == "gains"]
+    assert len(pairs(measured)) == 3
+    for of in range(3):
+        kept = unpacked(state.bags[f"client-{of}"].tensors).kept
+        assert set(measured[measured.model == f"silo-{of}"].architecture) == {subspace_id(kept)}
+    clients = memory.table("clients")
+    assert clients[clients.stage == "gains"].groupby("round").client_id.apply(list).tolist() == [[0, 1, 2]] * 3
+    assert (clients.status == "ok").all()
+
+
+def test_gains_that_cannot_be_are_refused_in_one_line(make_config: Make) -> None:
+    def refused(gains: GainConfig) -> str:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011  # the whole message is compared
+            build_stages(build_world(make_config(gains)))
+        return str(caught.value)
+
+    assert refused(GainConfig(start="mine")) == "method.gains.start='mine': allowed are shared, own"
+    for clients in (1, 4, 0):
+        assert refused(GainConfig(clients=clients)) == (
+            f"method.gains.clients={clients}: must be between 2 and the 3 silos there are"
+        )
+    for wrong in (GainConfig(epochs=-1), GainConfig(lr=0.0)):
+        assert refused(wrong) == "method.gains: epochs must be 0 (none) or more, lr greater than 0"
