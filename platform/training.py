@@ -140,9 +140,21 @@ class Trained:
 
 
 def batch_indices(num_samples: int, batch_size: int, epochs: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Index batches over freshly shuffled epochs; the last batch of an epoch may be smaller."""
+    """Index batches over freshly shuffled epochs, of the sizes that `epoch_sizes` gives."""
+    sizes = epoch_sizes(num_samples, batch_size)
     for _ in range(epochs):
-        yield from torch.split(torch.randperm(num_samples, generator=generator), batch_size)
+        yield from torch.split(torch.randperm(num_samples, generator=generator), sizes)
+
+
+def epoch_sizes(num_samples: int, batch_size: int) -> list[int]:
+    """The sizes of an epoch's batches: the last may be smaller, and a rest of one sample joins the batch before it.
+
+    One sample on a 1x1 map has no variance: batch norms cannot train on it.
+    """
+    full, rest = divmod(num_samples, batch_size)
+    if rest == 1 and full:
+        return [batch_size] * (full - 1) + [batch_size + 1]
+    return [batch_size] * full + ([rest] if rest else [])
 
 
 IGNORED = -100
@@ -151,8 +163,7 @@ IGNORED = -100
 
 def batch_sizes(num_samples: int, local: LocalSGD) -> list[int]:
     """The sizes of the batches that `batch_indices` gives."""
-    full, rest = divmod(num_samples, local.batch_size)
-    return ([local.batch_size] * full + ([rest] if rest else [])) * local.epochs
+    return epoch_sizes(num_samples, local.batch_size) * local.epochs
 
 
 @contextmanager

@@ -5,6 +5,7 @@ are averaged with the weights (He et al. 2020), `fedpnas` shares a base and lets
 Kingsford 2021).
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,11 +29,14 @@ from fedloom.platform.silos.search import (
 from fedloom.platform.silos.state import ALPHAS
 from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.darts import DartsSpace
+from fedloom.platform.spaces.darts_network import CELL_TYPES
 from fedloom.platform.spaces.operator_choice import Subspace
 from fedloom.platform.stage import RoundResult, Stage
 from fedloom.platform.state import RunState
 from fedloom.platform.tasks import parse_subspace, subspace_id
 from fedloom.platform.world import World
+
+logger = logging.getLogger(__name__)
 
 KEPT = "kept"
 """The JSON value that holds what is kept of the one architecture for all."""
@@ -160,6 +164,16 @@ class FedPnasStage(SiloStage):
         )
 
 
+def _warn_of_idle_cells(space: DartsSpace, base_cells: int) -> None:
+    own = {CELL_TYPES[plan.reduction] for plan in space.plans[base_cells:]}
+    for cell_type in set(CELL_TYPES) - own:
+        logger.warning(
+            "the silos' own part has no %s cell: what is searched of its edges means nothing; choose a smaller "
+            "method.base_cells or more space.cells",
+            cell_type,
+        )
+
+
 def _only(kind: str, search: ArchitectureSearchConfig, name: str) -> None:
     if search.kind != kind:
         raise ValueError(f"method.search.kind={search.kind!r}: {name} searches by {kind}")
@@ -193,5 +207,6 @@ def fedpnas(config: FedPnasConfig, world: World) -> list[Stage]:
         raise ValueError(
             f"method.base_cells={base_cells}: must leave a base and an own part of the {cells} cells, 1 to {cells - 1}"
         )
+    _warn_of_idle_cells(space, base_cells)
     stage = FedPnasStage(world, config, space, base_cells)
     return [stage, SiloEvaluation(world, lambda _: ScoreSplit(base_cells))]

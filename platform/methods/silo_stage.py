@@ -12,8 +12,10 @@ from fedloom.platform.methods.supernet_stage import SUPERNET
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.selection import Cohort
 from fedloom.platform.silos.scoring import TrainAndScore
-from fedloom.platform.silos.state import unpacked
-from fedloom.platform.spaces.base import Architecture, Weights
+from fedloom.platform.silos.search import by_magnitude
+from fedloom.platform.silos.state import begun
+from fedloom.platform.spaces.base import Architecture
+from fedloom.platform.spaces.kept import KeptSpace
 from fedloom.platform.stage import Merged, Plan, RoundResult
 from fedloom.platform.state import RunState
 from fedloom.platform.tasks import parse_architecture
@@ -41,6 +43,8 @@ class SiloTrainingConfig(TrainingConfig):
 
 def check_silos(world: World, train: SiloTrainingConfig) -> None:
     """Raises ValueError for settings that cannot run."""
+    if train.rounds < 1:
+        raise ValueError(f"method.train.rounds={train.rounds}: must be at least 1, silos have no model before")
     train.clients_per_round = world.num_clients
     check_training(train, "method.train", world.num_clients)
 
@@ -204,8 +208,8 @@ class GainStage:
 
     name = "gains"
 
-    def __init__(self, world: World, config: GainConfig, train: SiloTrainingConfig) -> None:
-        self.world, self.config = world, config
+    def __init__(self, world: World, config: GainConfig, train: SiloTrainingConfig, space: KeptSpace) -> None:
+        self.world, self.config, self.space = world, config, space
         silos = world.num_clients if config.clients is None else config.clients
         self.silos = range(silos if config.epochs else 0)
         self.local = LocalSGD.of(train, 0, augment=world.config.data.augment != "none")
@@ -222,18 +226,13 @@ class GainStage:
     def plan(self, state: RunState) -> Plan:
         """Architecture of silo `state.round`, on the data of every silo."""
         of = state.round
-        found = self._state_of(state, of)
-        task = TrainAndScore(unpacked(found).kept, f"silo-{of}", self.local)
+        silo = begun(state.client_state(of), state.weights(SUPERNET), self.space.largest_subspace)
+        kept = silo.kept if silo.alphas is None else by_magnitude(silo.alphas, silo.kept)
+        task = TrainAndScore(kept, f"silo-{of}", self.local)
         planned = [a for a in assigned(self.world, self.name, of, task) if a.client_id in self.silos]
         # Given explicitly, so that no silo's own state takes its place.
-        begin = found if self.config.start == "own" else {}
+        begin = silo.packed() if self.config.start == "own" else {}
         return Plan([replace(a, state=begin) for a in as_measured(planned)], SUPERNET)
-
-    @staticmethod
-    def _state_of(state: RunState, client_id: int) -> Weights:
-        found = state.client_state(client_id)
-        assert found is not None, "all silos took part in training"
-        return found
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
         """The silos' scores."""

@@ -144,4 +144,4 @@ def stages(config: SpiderConfig, world: World) -> list[Stage]:
     space = check_search(world, config.search, config.train.rounds)
     check_gains(config.gains, world.num_clients)
     sequence: list[Stage] = [SpiderStage(world, config, space), SiloEvaluation(world, lambda _state: ScoreOwn())]
-    return [*sequence, GainStage(world, config.gains, config.train)] if config.gains.epochs else sequence
+    return [*sequence, GainStage(world, config.gains, config.train, space)] if config.gains.epochs else sequence

@@ -5,15 +5,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fedloom.platform.training import batch_indices
+from fedloom.platform.data.dataset import augment_crop_flip
+from fedloom.platform.training import LocalSGD, batch_indices
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
 
-def endless_batches(data: tuple[Tensor, Tensor], batch_size: int, generator: torch.Generator) -> Batches:
-    """Inputs and labels in random order, shuffled anew whenever all were seen."""
+def endless_batches(data: tuple[Tensor, Tensor], local: LocalSGD, generator: torch.Generator) -> Batches:
+    """Inputs and labels in random order, shuffled anew whenever all were seen; augmented as in training."""
     x, y = data
     while True:
-        for index in batch_indices(len(y), batch_size, 1, generator):
+        for index in batch_indices(len(y), local.batch_size, 1, generator):
             place = index.to(x.device)
-            yield x.index_select(0, place), y.index_select(0, place)
+            x_B = x.index_select(0, place)
+            yield augment_crop_flip(x_B, generator) if local.augment else x_B, y.index_select(0, place)

@@ -6,7 +6,7 @@ from fedloom.platform.execution import Assignment, Outcome
 from fedloom.platform.silos.network import Pull, fixed_network, silo_data, train_network
 from fedloom.platform.silos.outcome import pair_outcome
 from fedloom.platform.silos.scoring import own_scores
-from fedloom.platform.silos.state import Personal, unpacked
+from fedloom.platform.silos.state import Personal, begun
 from fedloom.platform.spaces.base import Architecture, Weights
 from fedloom.platform.training import LocalSGD
 from fedloom.platform.worker import Worker
@@ -25,7 +25,7 @@ class TrainDitto:
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """The update holds the shared model alone; the silo's own stays in its state."""
-        silo = Personal(weights, {}) if assignment.state is None else unpacked(assignment.state)
+        silo = begun(assignment.state, weights)
         network = fixed_network(worker, self.architecture)
         data = silo_data(worker, assignment, joined=self.joined)
 

@@ -29,10 +29,10 @@ class DecideCentrally:
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """The column `subspace` of the outcome is what is kept now."""
         data = worker.central_data("validation")
-        kept = searched(
+        kept, macs = searched(
             worker, assignment, kept_network(worker, self.kept), weights, data, prune_edges=self.prune_edges
         )
-        return Outcome(samples=len(data[1]), subspace=subspace_id(kept), clock_factor=EVALUATION_FACTOR)
+        return Outcome(samples=len(data[1]), macs=macs, subspace=subspace_id(kept), clock_factor=EVALUATION_FACTOR)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,10 @@ class TrainMixed:
         outcome = shared_outcome(shared, data, self.weighting)
         update = _with_alphas(outcome.update, alphas.detach())
         size_bytes = bytes_of(update.tensors)
-        return replace(outcome, update=update, bytes_down=size_bytes, bytes_up=size_bytes, measurements=scores)
+        macs = self.search.passes * outcome.macs
+        return replace(
+            outcome, update=update, macs=macs, bytes_down=size_bytes, bytes_up=size_bytes, measurements=scores
+        )
 
 
 def _with_alphas(update: Update | None, alphas: Tensor) -> Update:

@@ -22,8 +22,8 @@ from fedloom.platform.silos.network import (
     update_of,
 )
 from fedloom.platform.silos.scoring import own_scores, scored_outcome
-from fedloom.platform.silos.search import Perturbation, restricted, searched
-from fedloom.platform.silos.state import Personal, unpacked
+from fedloom.platform.silos.search import Perturbation, Searched, restricted, searched
+from fedloom.platform.silos.state import Personal, begun
 from fedloom.platform.spaces.base import Weights, bytes_of
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.operator_choice import Subspace
@@ -64,7 +64,8 @@ class TrainSplit:
         """The update holds the base alone; the silo's own part and architecture stay in its state."""
         space = cast(DartsSpace, worker.space)
         base = frozenset(space.base_tensors(self.base_cells))
-        silo = self._before(worker, assignment, begun(space, assignment, weights, base), weights)
+        searched = self._before(worker, assignment, own_part(space, assignment, weights, base), weights)
+        silo = searched.silo
         joined = self.use_validation and self.search.is_over(space, silo.kept)
         data = silo_data(worker, assignment, joined=joined)
 
@@ -81,7 +82,7 @@ class TrainSplit:
             update=update,
             samples=len(data[1]),
             steps=figures.steps,
-            macs=trained.macs,
+            macs=trained.macs + searched.macs,
             bytes_down=size_bytes,
             bytes_up=size_bytes,
             loss=figures.loss,
@@ -93,13 +94,13 @@ class TrainSplit:
             subspace=network.subspace,
         )
 
-    def _before(self, worker: Worker, assignment: Assignment, silo: Personal, weights: Weights) -> Personal:
+    def _before(self, worker: Worker, assignment: Assignment, silo: Personal, weights: Weights) -> Searched:
         space = cast(DartsSpace, worker.space)
         if not self.search.due or self.search.is_over(space, silo.kept):
-            return silo
+            return Searched(silo)
         base = frozenset(space.base_tensors(self.base_cells))
         network = split_network(worker, silo.kept, self.base_cells)
-        kept = searched(
+        kept, macs = searched(
             worker,
             assignment,
             network,
@@ -108,14 +109,12 @@ class TrainSplit:
             prune_edges=self.search.prune_edges,
             base_cells=self.base_cells,
         )
-        return restricted(space, silo, kept)
+        return Searched(restricted(space, silo, kept), macs)
 
 
-def begun(space: DartsSpace, assignment: Assignment, weights: Weights, base: frozenset[str]) -> Personal:
-    """The silo's own part; one that never took part keeps everything, with the weights that it received first."""
-    if assignment.state is not None:
-        return unpacked(assignment.state)
-    return Personal(without(weights, base), {}, space.largest_subspace)
+def own_part(space: DartsSpace, assignment: Assignment, weights: Weights, base: frozenset[str]) -> Personal:
+    """The silo's own part; one that never took part keeps everything, with the weights that came first."""
+    return begun(assignment.state, without(weights, base), space.largest_subspace)
 
 
 def without(tensors: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
@@ -144,9 +143,9 @@ class ScoreSplit:
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """The rows of `personal`."""
-        assert assignment.state is not None, "silos are scored after training"
-        silo = unpacked(assignment.state)
-        base = frozenset(cast(DartsSpace, worker.space).base_tensors(self.base_cells))
+        space = cast(DartsSpace, worker.space)
+        base = frozenset(space.base_tensors(self.base_cells))
+        silo = own_part(space, assignment, weights, base)
         network = split_network(worker, silo.kept, self.base_cells)
         data = worker.client_data(client_of(assignment), "test")
         score = score_network(worker, assignment, network, _joined(weights, silo, base), data)

@@ -37,7 +37,7 @@ class TrainMeta:
         network = fixed_network(worker, self.architecture)
         data = silo_data(worker, assignment, joined=self.joined)
         generator = torch_stream(worker.spec.training_seed, "meta_batches", *places_of(assignment))
-        batches = endless_batches(data, self.local.batch_size, generator)
+        batches = endless_batches(data, self.local, generator)
 
         def meta(sgd: SGD) -> Step:
             return MetaStep(sgd, network.forward, batches, self.inner_lr)

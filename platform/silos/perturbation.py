@@ -42,6 +42,7 @@ def masked_edge_scores(forward: Forward, kept: Subspace, edges: Iterable[int], d
 def by_pain(scores: dict[int, Score]) -> list[int]:
     """Those whose removal hurts most first: the lowest masked accuracy, then the largest masked loss, then the first.
 
+    What breaks the network by its absence (no finite loss) comes before all.
     SPIDER's listing says highest; its prose, the method that it cites and the authors' code say lowest.
     """
 

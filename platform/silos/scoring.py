@@ -1,6 +1,7 @@
 """How silos score models: their own, the shared one, and the shared one after some training on their own data."""
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import Tensor
 
@@ -17,8 +18,9 @@ from fedloom.platform.silos.network import (
     train_network,
 )
 from fedloom.platform.silos.search import own_network
-from fedloom.platform.silos.state import unpacked
+from fedloom.platform.silos.state import begun, unpacked
 from fedloom.platform.spaces.base import Architecture, Weights
+from fedloom.platform.spaces.kept import KeptSpace
 from fedloom.platform.spaces.operator_choice import Subspace
 from fedloom.platform.tasks import client_of, measurements_of
 from fedloom.platform.training import LocalSGD, Score
@@ -67,11 +69,14 @@ class ScoreOwn:
 
     architecture: Architecture | None = None
 
-    def run(self, worker: Worker, assignment: Assignment, _weights: Weights) -> Outcome:
-        """A silo has a model of its own once it took part in a round."""
-        assert assignment.state is not None, "silos are scored after training"
-        silo = unpacked(assignment.state)
-        network = own_network(worker, silo) if self.architecture is None else fixed_network(worker, self.architecture)
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The rows of `personal`; a silo that never took part in a round has the shared model."""
+        if self.architecture is None:
+            silo = begun(assignment.state, weights, cast(KeptSpace, worker.space).largest_subspace)
+            network = own_network(worker, silo)
+        else:
+            silo = begun(assignment.state, weights)
+            network = fixed_network(worker, self.architecture)
         score = score_network(worker, assignment, network, silo.weights, _test_data(worker, assignment))
         return scored_outcome(network, score, final_measurements(PERSONAL, network, score))
 

@@ -44,11 +44,24 @@ class ArchitectureSearchConfig:
     validation_weight: float = 1.0
 
 
+@dataclass(frozen=True)
+class Searched:
+    """A silo's model after a step of its search, and the MACs (forward) that the step took."""
+
+    silo: Personal
+    macs: float = 0.0
+
+
 class Searcher(Protocol):
     """One round of a silo's search."""
 
-    def before(self, worker: Worker, assignment: Assignment, silo: Personal) -> Personal:
+    def before(self, worker: Worker, assignment: Assignment, silo: Personal) -> Searched:
         """What is decided before the round's training."""
+        ...
+
+    @property
+    def passes(self) -> int:
+        """Forward passes per training step of the silo's network, while its search goes on."""
         ...
 
     def is_over(self, space: DartsSpace, kept: Subspace) -> bool:
@@ -70,16 +83,17 @@ class Perturbation:
 
     due: bool
     prune_edges: bool = False
+    passes = 1
 
-    def before(self, worker: Worker, assignment: Assignment, silo: Personal) -> Personal:
+    def before(self, worker: Worker, assignment: Assignment, silo: Personal) -> Searched:
         """One edge, or node, of each cell type; see `perturbation.decide`."""
         space = cast(DartsSpace, worker.space)
         if not self.due or self.is_over(space, silo.kept):
-            return silo
+            return Searched(silo)
         data = worker.client_data(client_of(assignment), "validation")
         network = kept_network(worker, silo.kept)
-        kept = searched(worker, assignment, network, silo.weights, data, prune_edges=self.prune_edges)
-        return restricted(space, silo, kept)
+        kept, macs = searched(worker, assignment, network, silo.weights, data, prune_edges=self.prune_edges)
+        return Searched(restricted(space, silo, kept), macs)
 
     def is_over(self, space: DartsSpace, kept: Subspace) -> bool:
         """When every edge is decided and every node pruned."""
@@ -103,23 +117,27 @@ def searched(
     *,
     prune_edges: bool,
     base_cells: int = 0,
-) -> Subspace:
-    """One step of the search by perturbation with these weights, on these validation data: what is kept then."""
+) -> tuple[Subspace, float]:
+    """One step of the search by perturbation with these weights, on these validation data.
+
+    What is kept then, and the MACs of all masked networks' forward passes.
+    """
     assert network.kept is not None, "only a part of a supernet is searched"
     who: str | int = "server" if assignment.client_id is None else assignment.client_id
     worker.load(network.module, weights, network.slices)
     worker.set_mode(network.module, training=False)
     rng = stream(worker.spec.training_seed, "edges", assignment.stage, assignment.round, who)
     generator = torch_stream(worker.spec.training_seed, "masks", assignment.stage, assignment.round, who)
+    space, macs = cast(DartsSpace, worker.space), 0.0
+
+    def forward(x: Tensor, rest: Subspace) -> Tensor:
+        nonlocal macs
+        macs += space.cost_of_cells("macs", rest, base_cells) * len(x)
+        return cast(Tensor, network.module(x, rest, None, base_cells))
+
     with worker.randomness(network.module, generator):
-        return decide(
-            cast(DartsSpace, worker.space),
-            lambda x, rest: cast(Tensor, network.module(x, rest, None, base_cells)),
-            network.kept,
-            data,
-            rng,
-            prune_edges=prune_edges,
-        )
+        kept = decide(space, forward, network.kept, data, rng, prune_edges=prune_edges)
+    return kept, macs
 
 
 def restricted(space: DartsSpace, silo: Personal, kept: Subspace) -> Personal:
@@ -139,14 +157,17 @@ class Milenas:
     ends: bool
     lr: float = 0.01
     validation_weight: float = 1.0
+    passes = 2
 
-    def before(self, worker: Worker, _assignment: Assignment, silo: Personal) -> Personal:
+    def before(self, worker: Worker, _assignment: Assignment, silo: Personal) -> Searched:
         """Begins with equal weights, ends with the largest of every edge."""
         space = cast(DartsSpace, worker.space)
         if is_decided(silo.kept):
-            return silo
+            return Searched(silo)
         alphas = (first_alphas(space) if silo.alphas is None else silo.alphas).to(worker.device)
-        return restricted(space, silo, by_magnitude(alphas, silo.kept)) if self.ends else replace(silo, alphas=alphas)
+        if self.ends:
+            return Searched(restricted(space, silo, by_magnitude(alphas, silo.kept)))
+        return Searched(replace(silo, alphas=alphas))
 
     def is_over(self, _space: DartsSpace, kept: Subspace) -> bool:
         """When every edge is decided."""
@@ -191,6 +212,8 @@ def by_magnitude(alphas: Tensor, kept: Subspace) -> Subspace:
 class MixedStep:
     """One step of MiLeNAS: the weights by their gradient on training data, the architecture parameters by both.
 
+    Batch norms see the validation batch, too, as in DARTS.
+
     alpha <- alpha - lr (grad of the training loss + validation_weight * grad of the validation loss), both at the
     weights before the step (SPIDER, App. C).
     """
@@ -206,7 +229,7 @@ class MixedStep:
         data = worker.client_data(client_of(assignment), "validation")
         generator = torch_stream(worker.spec.training_seed, "architecture", *places_of(assignment))
         alphas.requires_grad_()
-        return lambda sgd: cls(sgd, alphas, network, endless_batches(data, sgd.local.batch_size, generator), search)
+        return lambda sgd: cls(sgd, alphas, network, endless_batches(data, sgd.local, generator), search)
 
     def step(self) -> None:
         """Uses up the gradients of the training batch."""

@@ -8,7 +8,7 @@ from fedloom.platform.silos.network import Pull, kept_network, silo_data, train_
 from fedloom.platform.silos.outcome import pair_outcome
 from fedloom.platform.silos.scoring import own_scores
 from fedloom.platform.silos.search import Searcher
-from fedloom.platform.silos.state import Personal, unpacked
+from fedloom.platform.silos.state import begun
 from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.training import LocalSGD
@@ -38,7 +38,8 @@ class TrainSpider:
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """The update holds the shared model alone; the silo's own stays in its state."""
         space = cast(DartsSpace, worker.space)
-        silo = self.search.before(worker, assignment, begun(space, assignment, weights))
+        searched = self.search.before(worker, assignment, begun(assignment.state, weights, space.largest_subspace))
+        silo = searched.silo
         joined = self.use_validation and self.search.is_over(space, silo.kept)
         data = silo_data(worker, assignment, joined=joined)
 
@@ -54,14 +55,10 @@ class TrainSpider:
             momentum=silo.momentum,
             step=self.search.step(worker, assignment, silo),
         )
-        silo = replace(silo, weights=own.tensors, momentum=own.momentum)
+        alphas = None if silo.alphas is None else silo.alphas.detach()
+        silo = replace(silo, weights=own.tensors, momentum=own.momentum, alphas=alphas)
         seen = self.scored and not joined  # what has joined the training data tells nothing any more
         scores = own_scores(worker, assignment, own.network, silo.weights) if seen else ()
-        return replace(pair_outcome(shared, own, data, self.weighting, silo), measurements=scores)
-
-
-def begun(space: DartsSpace, assignment: Assignment, weights: Weights) -> Personal:
-    """The silo's state; one that never took part keeps everything, with the weights that it received first."""
-    if assignment.state is not None:
-        return unpacked(assignment.state)
-    return Personal(dict(weights), {}, space.largest_subspace)
+        passes = 1 if self.search.is_over(space, silo.kept) else self.search.passes
+        macs = shared.macs + passes * own.macs + searched.macs
+        return replace(pair_outcome(shared, own, data, self.weighting, silo), macs=macs, measurements=scores)

@@ -48,6 +48,11 @@ def unpacked(state: Weights) -> Personal:
     return Personal(_under(state, WEIGHTS), _under(state, MOMENTUM), kept, state.get(ALPHAS))
 
 
+def begun(state: Weights | None, weights: Weights, kept: Subspace = ()) -> Personal:
+    """A silo's state; one that never took part keeps everything, with the shared weights as they are."""
+    return Personal(dict(weights), {}, kept) if state is None else unpacked(state)
+
+
 def _under(state: Weights, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 

@@ -1,4 +1,4 @@
-"""Presets of SuperFedNAS can begin: spaces, families and targets fit each other, on images made up for the test."""
+"""Presets of SuperFedNAS and of the cross-silo methods can begin, on images made up for the test."""
 
 from pathlib import Path
 
@@ -10,6 +10,8 @@ from fedloom.platform.run import planned_stages
 from fedloom.platform.world import build_world
 
 IMAGES = [n for n in experiments() if n.startswith(("superfednas_c", "ifedavg", "fedavg"))]
+SILO_METHODS = ("spider", "local", "ditto", "per_fedavg", "knn_per", "fedmn", "global_nas", "fednas", "fedpnas")
+SILOS = [n for n in experiments() if n.startswith(SILO_METHODS) and "digits" not in n]
 MADE_UP = ["data.dataset=synthetic", "data.train_samples=4000", "data.test_samples=100", "tiers.paths=1000"]
 
 
@@ -19,6 +21,25 @@ def test_a_preset_of_images_can_begin(name: str, tmp_path: Path) -> None:
     stages = planned_stages(build_world(config))
     assert stages[0].name == "supernet" or stages[0].name.startswith("alone/")
     assert stages[-1].name == "evaluation"
+
+
+@pytest.mark.parametrize("name", SILOS)
+def test_a_preset_of_silos_can_begin(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = compose_config([f"experiment={name}", *MADE_UP, "space.num_classes=10", f"results={tmp_path}"])
+    world = build_world(config)
+    stages = planned_stages(world)
+    assert name.startswith(stages[0].name)
+    assert [s.name for s in stages[1:]] in (["evaluation"], ["evaluation", "gains"])
+    assert world.num_clients == 8
+    assert "will not be" not in caplog.text, "every edge is searched"
+
+
+def test_spiders_presets_have_the_papers_settings() -> None:
+    config = compose_config(["experiment=spider_cifar10"])
+    train, search = config.method.train, config.method.search
+    assert (train.rounds, train.batch_size, train.momentum, train.clip_norm, train.pull) == (1000, 32, 0.9, 5.0, 0.01)
+    assert (search.start, search.every, config.data.alpha, config.data.num_clients) == (30, 20, 0.2, 8)
+    assert (config.data.validation_share, config.data.test_share) == (0.2, 0.2)
 
 
 def test_the_papers_family_is_the_one_of_the_presets() -> None:

@@ -27,7 +27,7 @@ from fedloom.platform.methods.personalised import (
     PerFedAvgTrainingConfig,
 )
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.silo_stage import SiloTrainingConfig
+from fedloom.platform.methods.silo_stage import SiloStage, SiloTrainingConfig
 from fedloom.platform.recorder import Record, Recorder
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.seeding import torch_stream
@@ -259,7 +259,7 @@ def test_a_round_of_per_fedavg_is_first_order_maml_and_counts_two_batches_per_st
     outcome = federation.do(TrainMeta(ONLY, LOCAL, inner_lr=0.1, joined=False))
     data = federation.data()
     batches = batches_of(data, federation.stream("batches"))
-    endless = endless_batches(data, LOCAL.batch_size, federation.stream("meta_batches"))
+    endless = endless_batches(data, LOCAL, federation.stream("meta_batches"))
     module = federation.module()
     meta_by_hand(module, data, batches, [next(endless) for _ in batches], 0.1)
     assert_close(sent(outcome), {**dict(module.named_parameters()), **dict(module.named_buffers())})
@@ -273,7 +273,7 @@ def test_a_round_of_per_fedavg_is_first_order_maml_and_counts_two_batches_per_st
 
 def test_endless_batches_see_every_sample_once_before_any_comes_again() -> None:
     data = (torch.arange(7), torch.arange(7))
-    batches = endless_batches(data, 3, torch_stream(1, "test"))
+    batches = endless_batches(data, LocalSGD(1, 3, 0.1), torch_stream(1, "test"))
     for _ in range(3):
         epoch = [next(batches)[0].tolist() for _ in range(3)]
         assert [len(b) for b in epoch] == [3, 3, 1]
@@ -493,7 +493,6 @@ def test_a_share_of_0_is_the_shared_model(federation: Federation, monkeypatch: p
 
 def test_neighbours_are_found_by_what_enters_the_classifier_on_training_data(federation: Federation) -> None:
     outcome = federation.do(ScoreNearest(ONLY, neighbours=3))
-    module = federation.module().eval()
 
     def features(split: str) -> Tensor:
         headless = federation.module().eval()
@@ -501,11 +500,19 @@ def test_neighbours_are_found_by_what_enters_the_classifier_on_training_data(fed
         x: Tensor = headless(federation.data(split)[0])
         return x.detach()
 
-    labels = federation.data()[1].tolist()
-    near = nearest_by_hand(features("test").double().numpy(), features("train").double().numpy(), labels, 10, 3, 1.0)
-    predicted = module(federation.data("test")[0]).double().softmax(dim=1).detach()
-    share = values(outcome)["personal", "neighbour_share"]
-    score = score_of(share * torch.tensor(near) + (1 - share) * predicted, federation.data("test")[1])
+    store, labels = features("train").double().numpy(), federation.data()[1].tolist()
+    module = federation.module().eval()
+
+    def mixture(split: str) -> tuple[Tensor, Tensor, Tensor]:
+        x, y = federation.data(split)
+        near = nearest_by_hand(features(split).double().numpy(), store, labels, 10, 3, 1.0)
+        return torch.tensor(near), module(x).detach().double().softmax(dim=1), y
+
+    share = best_share(*mixture("validation"))
+    assert share not in (best_share(*mixture("train")), best_share(*mixture("test"))), "the data tell the splits apart"
+    near, predicted, y = mixture("test")
+    score = score_of(share * near + (1 - share) * predicted, y)
+    assert values(outcome)["personal", "neighbour_share"] == share
     assert values(outcome)["personal", "accuracy"] == score.metric
     assert values(outcome)["personal", "loss"] == pytest.approx(score.loss)
 
@@ -650,3 +657,15 @@ def test_settings_that_cannot_run_are_refused_in_one_line(make_config: Make) -> 
 def test_the_baselines_without_a_search_do_without_validation_data(make_config: Make) -> None:
     for method in METHODS.values():
         assert build_stages(build_world(make_config(method(), validation_share=0.0)))
+
+
+def test_a_round_has_the_settings_that_were_given(make_config: Make) -> None:
+    def task_of(method: Any) -> Any:
+        method.train = replace(method.train, rounds=3, lr=0.2)
+        training = cast(SiloStage, build_stages(build_world(make_config(method)))[0])
+        return training.task(RunState(round=1))
+
+    assert task_of(DittoConfig(train=DittoTrainingConfig(pull=0.7))).pull == 0.7
+    meta = task_of(PerFedAvgConfig(train=PerFedAvgTrainingConfig(local_factor=3.0)))
+    # Half of the cosine, down to 0 in the last round.
+    assert (meta.local.lr, meta.inner_lr) == (pytest.approx(0.1), pytest.approx(0.3))

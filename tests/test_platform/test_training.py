@@ -14,6 +14,7 @@ from fedloom.platform.training import (
     TrainingConfig,
     batch_indices,
     check_training,
+    epoch_sizes,
     evaluate,
     learning_rate,
     train_locally,
@@ -44,8 +45,7 @@ def by_hand(net: nn.Module, local: LocalSGD) -> tuple[int, list[Tensor]]:
     steps = 0
     for _ in range(local.epochs):
         order = torch.randperm(10, generator=generator)
-        for start in range(0, 10, local.batch_size):
-            batch = order[start : start + local.batch_size]
+        for batch in {3: [order[:3], order[3:6], order[6:]], 4: [order[:4], order[4:8], order[8:]]}[local.batch_size]:
             gradients = torch.autograd.grad(F.cross_entropy(net(X[batch]), Y[batch]), parameters)
             if local.clip_norm:
                 norm = torch.stack([g.norm() for g in gradients]).norm()
@@ -230,3 +230,15 @@ def test_impossible_settings_are_refused_in_one_line(changes: dict[str, float], 
 
 def test_good_settings_pass() -> None:
     check_training(TrainingConfig(clients_per_round=8, rounds=0), "method.train", 8)
+
+
+def test_a_rest_of_one_sample_joins_the_batch_before_it() -> None:
+    assert epoch_sizes(64, 32) == [32, 32]
+    assert epoch_sizes(66, 32) == [32, 32, 2]
+    assert epoch_sizes(65, 32) == [32, 33]
+    assert epoch_sizes(33, 32) == [33]
+    assert epoch_sizes(1, 32) == [1], "there is none before it"
+    assert epoch_sizes(3, 1) == [1, 1, 1]
+    batches = list(batch_indices(33, 16, 2, torch.Generator().manual_seed(1)))
+    assert [len(b) for b in batches] == [16, 17, 16, 17]
+    assert sorted(torch.cat(batches[:2]).tolist()) == list(range(33))
