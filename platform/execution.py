@@ -18,7 +18,7 @@ from fedloom.platform.averaging import Update, WeightedSums
 from fedloom.platform.memory import peak_memory_bytes, reset_peak_memory
 from fedloom.platform.spaces.base import Weights
 from fedloom.platform.worker import Worker
-from fedloom.tiers.clock import TRAINING_FACTOR, client_time_s
+from fedloom.tiers.clock import EVALUATION_FACTOR, TRAINING_FACTOR, client_time_s
 from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile
 
 ClientState = Mapping[str, torch.Tensor]
@@ -60,6 +60,8 @@ class Outcome:
     state: ClientState | None = None
     clock_factor: float = TRAINING_FACTOR
     """What one counted MAC costs on the simulated device: training goes backward, too."""
+    forward_macs: float = 0.0
+    """Those of `macs` that belong to passes without a way back (a search's scores beside training)."""
 
 
 class Task(Protocol):
@@ -276,9 +278,8 @@ def _own_copy(state: ClientState) -> dict[str, torch.Tensor]:
 def _simulated_s(assignment: Assignment, outcome: Outcome) -> float:
     if assignment.client_id is None:
         return 0.0
-    return client_time_s(
-        assignment.profile, outcome.macs, outcome.bytes_down, outcome.bytes_up, factor=outcome.clock_factor
-    )
+    weighed = outcome.clock_factor * (outcome.macs - outcome.forward_macs) + EVALUATION_FACTOR * outcome.forward_macs
+    return client_time_s(assignment.profile, weighed, outcome.bytes_down, outcome.bytes_up, factor=1.0)
 
 
 @torch.no_grad()

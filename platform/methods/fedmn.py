@@ -103,5 +103,5 @@ def stages(config: FedMnConfig, world: World) -> list[Stage]:
     check_silos(world, config.train)
     check_fedmn(config.train)
     space = modular_space(world)
-    task = ScoreModular(adaptation(world, config.adapt, config.train), config.train.use_validation)
+    task = ScoreModular(adaptation(world, config.adapt, config.train, config.train.lr), config.train.use_validation)
     return [FedMnStage(world, config, space), SiloEvaluation(world, lambda _: task)]

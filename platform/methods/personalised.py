@@ -10,6 +10,7 @@ from fedloom.platform.methods.silo_stage import (
     SiloEvaluation,
     SiloStage,
     SiloTrainingConfig,
+    check_pull,
     check_silos,
     check_validation,
     given_architecture,
@@ -28,10 +29,13 @@ from fedloom.platform.world import World
 
 @dataclass
 class AdaptationConfig:
-    """What a silo does with the shared model before it uses it: SGD over its own data."""
+    """What a silo does with the shared model before it uses it: SGD over its own data.
+
+    Without `lr` at the rate that training began with; perFedAvg's is then its inner step's.
+    """
 
     epochs: int = 5
-    lr: float = 0.01
+    lr: float | None = 0.01
 
 
 @dataclass
@@ -62,7 +66,7 @@ class DittoConfig:
 
 @dataclass
 class PerFedAvgTrainingConfig(SiloTrainingConfig):
-    """Training of the silos; the inner step's rate is `local_factor` times the round's learning rate."""
+    """Training of the silos; the inner step's rate (alpha) is `local_factor` times `lr` and does not decay with it."""
 
     local_factor: float = 1.0
 
@@ -74,7 +78,7 @@ class PerFedAvgConfig:
     name: str = "per_fedavg"
     architecture: str | None = None
     train: PerFedAvgTrainingConfig = field(default_factory=PerFedAvgTrainingConfig)
-    adapt: AdaptationConfig = field(default_factory=lambda: AdaptationConfig(epochs=1))
+    adapt: AdaptationConfig = field(default_factory=lambda: AdaptationConfig(epochs=1, lr=None))
 
 
 @dataclass
@@ -137,34 +141,39 @@ class PerFedAvgStage(_FixedStage):
         return TrainMeta(
             self.architecture,
             local,
-            config.local_factor * local.lr,
+            config.local_factor * config.lr,
             config.use_validation,
             self.is_scored(state.round),
             config.weighting,
         )
 
 
-def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig) -> LocalSGD:
-    """The silos' training before the final evaluation; raises ValueError for settings that cannot run."""
-    if config.epochs < 1 or not config.lr > 0:
+def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig, rate: float) -> LocalSGD:
+    """The silos' training before the final evaluation, at `rate` if none is given.
+
+    Raises ValueError for settings that cannot run.
+    """
+    lr = rate if config.lr is None else config.lr
+    if config.epochs < 1 or not lr > 0:
         raise ValueError(f"method.adapt.epochs={config.epochs}, lr={config.lr}: must be at least 1, and greater than 0")
     local = LocalSGD.of(train, 0, augment=world.config.data.augment != "none")
-    return replace(local, epochs=config.epochs, lr=config.lr)
+    return replace(local, epochs=config.epochs, lr=lr)
 
 
 def local_adaptation(config: LocalAdaptationConfig, world: World) -> list[Stage]:
     """FedAvg, then adaptation."""
     check_silos(world, config.train)
     architecture = given_architecture(world, config.architecture)
-    task = AdaptAndScore(architecture, adaptation(world, config.adapt, config.train), config.train.use_validation)
+    task = AdaptAndScore(
+        architecture, adaptation(world, config.adapt, config.train, config.train.lr), config.train.use_validation
+    )
     return [FedAvgStage(world, config.train, config.name, architecture), SiloEvaluation(world, lambda _: task)]
 
 
 def ditto(config: DittoConfig, world: World) -> list[Stage]:
     """Two models per silo, then the evaluation of the silos' own."""
     check_silos(world, config.train)
-    if config.train.pull < 0:
-        raise ValueError(f"method.train.pull={config.train.pull}: must be 0 (every silo alone) or more")
+    check_pull(config.train.pull)
     architecture = given_architecture(world, config.architecture)
     stage = DittoStage(world, config.train, config.name, architecture)
     return [stage, SiloEvaluation(world, lambda _: ScoreOwn(architecture))]
@@ -176,13 +185,19 @@ def per_fedavg(config: PerFedAvgConfig, world: World) -> list[Stage]:
     if not config.train.local_factor > 0:
         raise ValueError(f"method.train.local_factor={config.train.local_factor}: must be greater than 0")
     architecture = given_architecture(world, config.architecture)
-    task = AdaptAndScore(architecture, adaptation(world, config.adapt, config.train), config.train.use_validation)
+    task = AdaptAndScore(
+        architecture,
+        adaptation(world, config.adapt, config.train, config.train.local_factor * config.train.lr),
+        config.train.use_validation,
+    )
     stage = PerFedAvgStage(world, config.train, config.name, architecture)
     return [stage, SiloEvaluation(world, lambda _: task)]
 
 
 def knn_per(config: KnnPerConfig, world: World) -> list[Stage]:
     """FedAvg, then neighbours."""
+    if len(world.space.input_shape) != 3:
+        raise ValueError(f"method=knn_per classifies images, and {world.config.data.dataset} is text")
     check_silos(world, config.train)
     if config.neighbours < 1 or not config.scale > 0:
         raise ValueError(

@@ -1,5 +1,6 @@
 """Cross-silo stages: every silo in every round, then every silo's score on its own test data."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,8 @@ from fedloom.platform.tasks import parse_architecture
 from fedloom.platform.training import LocalSGD, TrainingConfig, check_training, learning_rate
 from fedloom.platform.world import SERVER, World
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class SiloTrainingConfig(TrainingConfig):
@@ -42,11 +45,22 @@ class SiloTrainingConfig(TrainingConfig):
 
 
 def check_silos(world: World, train: SiloTrainingConfig) -> None:
-    """Raises ValueError for settings that cannot run."""
+    """Raises ValueError for settings that cannot run; warns of tiers, which are not used."""
+    if len(world.tiers) > 1:
+        logger.warning(
+            "tiers.count=%d: silos train whole networks whatever their tier may spend; set tiers.count=1",
+            len(world.tiers),
+        )
     if train.rounds < 1:
         raise ValueError(f"method.train.rounds={train.rounds}: must be at least 1, silos have no model before")
     train.clients_per_round = world.num_clients
     check_training(train, "method.train", world.num_clients)
+
+
+def check_pull(pull: float) -> None:
+    """Raises ValueError for a lambda below 0."""
+    if not pull >= 0:
+        raise ValueError(f"method.train.pull={pull}: must be 0 (every silo alone) or more")
 
 
 def check_validation(world: World, why: str) -> None:
@@ -60,7 +74,13 @@ def check_validation(world: World, why: str) -> None:
 
 def given_architecture(world: World, text: str | None) -> Architecture:
     """The architecture of this text, the space's first if not given; raises ValueError if it is not of the space."""
-    architecture = tuple(0 for _ in world.space.options) if text is None else parse_architecture(text)
+    try:
+        architecture = tuple(0 for _ in world.space.options) if text is None else parse_architecture(text)
+    except ValueError as error:
+        raise ValueError(
+            f"method.architecture={text!r}: give the number of an option for each of the {len(world.space.options)} "
+            "decisions, such as 0-1-0"
+        ) from error
     world.space.validate(architecture)
     return architecture
 
@@ -178,8 +198,9 @@ class GainConfig:
     """Personalisation gains (SPIDER, Fig. 3): every silo's architecture is trained on every silo's data.
 
     `epochs` 0 leaves them out; `clients` restricts them to the first few silos. `start` shared begins with the shared
-    weights of the architecture's operators for all alike, so that architectures are compared; own with the weights of
-    the silo that found it.
+    weights of the architecture's operators for all alike, p_ii as well, so that architectures are compared; own with
+    the weights of the silo that found it. Training is on training and validation data; what counts is the accuracy
+    after the last epoch (the paper's best epoch would be chosen on test data).
     """
 
     epochs: int = 0
@@ -211,7 +232,7 @@ class GainStage:
     def __init__(self, world: World, config: GainConfig, train: SiloTrainingConfig, space: KeptSpace) -> None:
         self.world, self.config, self.space = world, config, space
         silos = world.num_clients if config.clients is None else config.clients
-        self.silos = range(silos if config.epochs else 0)
+        self.silos = range(silos)
         self.local = LocalSGD.of(train, 0, augment=world.config.data.augment != "none")
         self.local = replace(self.local, lr=config.lr, epochs=config.epochs)
 

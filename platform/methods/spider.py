@@ -14,6 +14,7 @@ from fedloom.platform.methods.silo_stage import (
     SiloStage,
     SiloTrainingConfig,
     check_gains,
+    check_pull,
     check_silos,
     check_validation,
 )
@@ -60,7 +61,13 @@ def check_search(world: World, config: ArchitectureSearchConfig, rounds: int) ->
     space = darts_space(world)
     if config.kind not in KINDS:
         raise ValueError(f"method.search.kind={config.kind!r}: allowed are {', '.join(KINDS)}")
-    if config.every < 1 or config.start < 0 or config.rounds < 1 or not config.lr > 0 or config.validation_weight < 0:
+    if (
+        config.every < 1
+        or config.start < 0
+        or config.rounds < 1
+        or not config.lr > 0
+        or not config.validation_weight >= 0
+    ):
         raise ValueError(
             "method.search: every and rounds must be at least 1, start and validation_weight 0 or more, lr above 0"
         )
@@ -85,7 +92,7 @@ def _warn_of_unsearched(space: DartsSpace, config: ArchitectureSearchConfig, rou
             "more than %d rounds",
             left,
             config.rounds,
-            config.rounds,
+            config.rounds + 1,
         )
     elif left:
         logger.warning(
@@ -103,13 +110,13 @@ def _warn_of_unsearched(space: DartsSpace, config: ArchitectureSearchConfig, rou
 
 
 def _turns(config: ArchitectureSearchConfig, rounds: int) -> int:
-    return len(range(config.start, rounds, config.every))
+    return len(range(config.start, rounds - 1, config.every))
 
 
 def unsearched_edges(space: DartsSpace, config: ArchitectureSearchConfig, rounds: int) -> int:
-    """How many edges will still have a choice after the last round."""
+    """How many edges will still have a choice before the last round, in which a cosine leaves no rate to train with."""
     if config.kind == "milenas":
-        return 0 if rounds > config.rounds else len(space.options)
+        return 0 if rounds > config.rounds + 1 else sum(options > 1 for options in space.options)
     choices = [sum(space.options[d] > 1 for d in space.decisions(t)) for t in ("normal", "reduction")]
     return sum(max(0, count - _turns(config, rounds)) for count in choices)
 
@@ -139,8 +146,7 @@ class SpiderStage(SiloStage):
 def stages(config: SpiderConfig, world: World) -> list[Stage]:
     """Training with the search in it, the evaluation, and the gains if there are to be any."""
     check_silos(world, config.train)
-    if config.train.pull < 0:
-        raise ValueError(f"method.train.pull={config.train.pull}: must be 0 (every silo alone) or more")
+    check_pull(config.train.pull)
     space = check_search(world, config.search, config.train.rounds)
     check_gains(config.gains, world.num_clients)
     sequence: list[Stage] = [SpiderStage(world, config, space), SiloEvaluation(world, lambda _state: ScoreOwn())]

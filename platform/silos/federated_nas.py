@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from fedloom.platform.averaging import Update
 from fedloom.platform.execution import Assignment, Outcome
-from fedloom.platform.silos.network import GLOBAL, kept_network, silo_data, train_network
+from fedloom.platform.silos.network import GLOBAL, kept_network, silo_data, train_network, with_more
 from fedloom.platform.silos.outcome import shared_outcome
 from fedloom.platform.silos.scoring import own_scores
 from fedloom.platform.silos.search import Milenas, own_network, searched
 from fedloom.platform.silos.state import ALPHAS, Personal
-from fedloom.platform.spaces.base import Slice, Weights, bytes_of
+from fedloom.platform.spaces.base import Weights, bytes_of
 from fedloom.platform.spaces.operator_choice import Subspace
 from fedloom.platform.tasks import subspace_id
 from fedloom.platform.training import LocalSGD
@@ -55,19 +52,9 @@ class TrainMixed:
         shared = train_network(worker, assignment, network, weights, data, self.local, step=step)
         scores = own_scores(worker, assignment, network, shared.tensors, GLOBAL) if self.scored else ()
         outcome = shared_outcome(shared, data, self.weighting)
-        update = _with_alphas(outcome.update, alphas.detach())
+        update = with_more(outcome.update, {ALPHAS: alphas.detach()})
         size_bytes = bytes_of(update.tensors)
         macs = self.search.passes * outcome.macs
         return replace(
             outcome, update=update, macs=macs, bytes_down=size_bytes, bytes_up=size_bytes, measurements=scores
         )
-
-
-def _with_alphas(update: Update | None, alphas: Tensor) -> Update:
-    assert update is not None, "a silo that trained has an update"
-    weight = max(update.weights.values())
-    return Update(
-        {**update.tensors, ALPHAS: alphas},
-        {**update.slices, ALPHAS: Slice(ALPHAS)},
-        {**update.weights, ALPHAS: weight},
-    )

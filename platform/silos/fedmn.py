@@ -7,17 +7,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedloom.platform.averaging import Update
 from fedloom.platform.execution import Assignment, Outcome
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.silos.network import (
     GLOBAL,
-    PERSONAL,
-    final_measurements,
     kept_network,
-    score_network,
     silo_data,
     train_network,
+    with_more,
 )
 from fedloom.platform.silos.outcome import shared_outcome
 from fedloom.platform.silos.router import (
@@ -29,10 +26,10 @@ from fedloom.platform.silos.router import (
     received_router,
     straight_through,
 )
-from fedloom.platform.silos.scoring import own_scores, scored_outcome
-from fedloom.platform.spaces.base import Slice, Weights, bytes_of
+from fedloom.platform.silos.scoring import adapted_outcome, own_scores
+from fedloom.platform.spaces.base import Weights, bytes_of
 from fedloom.platform.spaces.kept import KeptSpace
-from fedloom.platform.tasks import client_of, places_of
+from fedloom.platform.tasks import places_of
 from fedloom.platform.training import SGD, LocalSGD, Step
 from fedloom.platform.worker import Worker
 
@@ -72,7 +69,8 @@ class TrainModular:
         unseen = self.scored and not self.joined
         scores = own_scores(worker, assignment, network, shared.tensors, GLOBAL) if unseen else ()
         outcome = shared_outcome(shared, data, self.weighting)
-        update = _with_router(outcome.update, gates.router)
+        router = {f"{PREFIX}{name}": tensor.detach() for name, tensor in gates.router.state_dict().items()}
+        update = with_more(outcome.update, router)
         size_bytes = bytes_of(update.tensors)
         return replace(outcome, update=update, bytes_down=size_bytes, bytes_up=size_bytes, measurements=scores)
 
@@ -123,17 +121,6 @@ def routed(worker: Worker, weights: Weights, data: tuple[Tensor, Tensor]) -> tup
     return router, embedding_of(data, classes)
 
 
-def _with_router(update: Update | None, router: Router) -> Update:
-    assert update is not None, "a silo that trained has an update"
-    sent = {f"{PREFIX}{name}": tensor.detach() for name, tensor in router.state_dict().items()}
-    weight = max(update.weights.values())
-    return Update(
-        {**update.tensors, **sent},
-        {**update.slices, **{name: Slice(name) for name in sent}},
-        {**update.weights, **dict.fromkeys(sent, weight)},
-    )
-
-
 @dataclass(frozen=True)
 class ScoreModular:
     """Scores the modules that the router chooses for a silo without noise, before and after training on its data."""
@@ -147,9 +134,4 @@ class ScoreModular:
         router, embedding = routed(worker, weights, data)
         with torch.no_grad():
             network = kept_network(worker, chosen(router(embedding)))
-        test = worker.client_data(client_of(assignment), "test")
-        before = score_network(worker, assignment, network, weights, test)
-        adapted = train_network(worker, assignment, network, weights, data, self.local)
-        after = score_network(worker, assignment, network, adapted.tensors, test)
-        measured = (*final_measurements(GLOBAL, network, before), *final_measurements(PERSONAL, network, after))
-        return replace(scored_outcome(network, after, measured), steps=adapted.figures.steps)
+        return adapted_outcome(worker, assignment, network, weights, data, self.local)

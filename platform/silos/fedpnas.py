@@ -64,8 +64,8 @@ class TrainSplit:
         """The update holds the base alone; the silo's own part and architecture stay in its state."""
         space = cast(DartsSpace, worker.space)
         base = frozenset(space.base_tensors(self.base_cells))
-        searched = self._before(worker, assignment, own_part(space, assignment, weights, base), weights)
-        silo = searched.silo
+        before = self._before(worker, assignment, own_part(space, assignment, weights, base), weights)
+        silo = before.silo
         joined = self.use_validation and self.search.is_over(space, silo.kept)
         data = silo_data(worker, assignment, joined=joined)
 
@@ -74,15 +74,16 @@ class TrainSplit:
         trained = train_network(worker, assignment, network, received, data, self.local, momentum=silo.momentum)
 
         kept = Personal(without(trained.tensors, base), without(trained.momentum, base), silo.kept)
-        seen = self.scored and not joined
-        scores = own_scores(worker, assignment, network, trained.tensors) if seen else ()
+        unseen = self.scored and not joined
+        scores = own_scores(worker, assignment, network, trained.tensors) if unseen else ()
         update = _only(update_of(trained, len(data[1]), self.weighting), base)
         size_bytes, figures = bytes_of(update.tensors), trained.figures
         return Outcome(
             update=update,
             samples=len(data[1]),
             steps=figures.steps,
-            macs=trained.macs + searched.macs,
+            macs=trained.macs + before.macs,
+            forward_macs=before.macs,
             bytes_down=size_bytes,
             bytes_up=size_bytes,
             loss=figures.loss,

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.platform.execution import Assignment, Measurement, Outcome
+from fedloom.platform.seeding import torch_stream
 from fedloom.platform.silos.network import GLOBAL, PERSONAL, Network, final_measurements, fixed_network
 from fedloom.platform.silos.scoring import scored_outcome
 from fedloom.platform.spaces.base import Architecture, Weights
-from fedloom.platform.tasks import client_of
+from fedloom.platform.tasks import client_of, places_of
 from fedloom.platform.training import Score
 from fedloom.platform.worker import Worker
 
@@ -42,6 +43,11 @@ class ScoreNearest:
         network, client_id = fixed_network(worker, self.architecture), client_of(assignment)
         worker.load(network.module, weights, network.slices)
         worker.set_mode(network.module, training=False)
+        generator = torch_stream(worker.spec.training_seed, "score", *places_of(assignment))
+        with worker.randomness(network.module, generator):
+            return self._scored(worker, network, client_id)
+
+    def _scored(self, worker: Worker, network: Network, client_id: int) -> Outcome:
         store_x, store_y = worker.client_data(client_id, "train")
         features, _ = features_and_logits(network, store_x)
 

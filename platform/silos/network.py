@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.averaging import Update
-from fedloom.platform.execution import Assignment, Measurement
+from fedloom.platform.execution import Assignment, Measurement, TaskError
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.base import Architecture, SliceMap, Weights, extract
+from fedloom.platform.spaces.base import Architecture, Slice, SliceMap, Weights, extract
 from fedloom.platform.spaces.kept import KeptSpace
 from fedloom.platform.spaces.operator_choice import Subspace
 from fedloom.platform.subnets import subnet_slices
@@ -85,7 +85,10 @@ def kept_network(worker: Worker, kept: Subspace | None = None, mix: Callable[[],
 
 @dataclass(frozen=True)
 class Pull:
-    """`strength` / 2 times the squared distance to `towards` is added to the loss (lambda in SPIDER and Ditto)."""
+    """`strength` / 2 times the squared distance to `towards` is added to the loss (lambda in SPIDER and Ditto).
+
+    What the loss does not reach (behind operators that do nothing) is not pulled, either.
+    """
 
     strength: float
     towards: Weights
@@ -120,7 +123,8 @@ def train_network(
 ) -> TrainedNetwork:
     """Local SGD from `weights`; whatever networks an assignment trains, all see the same batches.
 
-    `step` may put more into a training step than SGD over the network's parameters. Raises TaskError if it diverged.
+    `step` may put more into a training step than SGD over the network's parameters. Raises TaskError if it diverged:
+    then what a silo keeps stays as it was.
     """
     tensors = worker.load(network.module, weights, network.slices)
     names = [name for name, tensor in tensors.items() if tensor.requires_grad]
@@ -135,9 +139,19 @@ def train_network(
     with worker.randomness(network.module, generator):
         trained = train_locally(network.forward, sgd.parameters, data, local, generator, optimizer=step(sgd))
     check_trained(trained)
+    _check_finite(tensors)
     buffers = {names[i]: buffer.clone() for i, buffer in sgd.momentum.items() if buffer is not None}
     # The module trains another network next.
     return TrainedNetwork(network, {n: t.detach().clone() for n, t in tensors.items()}, buffers, trained)
+
+
+@torch.no_grad()
+def _check_finite(tensors: Weights) -> None:
+    sums = {name: tensor.sum() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    finite = torch.isfinite(torch.stack(list(sums.values())))
+    if not bool(finite.all()):
+        first = list(sums)[int((~finite).nonzero()[0, 0])]
+        raise TaskError(f"the trained network is not finite (first in {first})")
 
 
 def update_of(model: TrainedNetwork, num_samples: int, weighting: str) -> Update:
@@ -145,6 +159,17 @@ def update_of(model: TrainedNetwork, num_samples: int, weighting: str) -> Update
     seen = model.figures.seen_samples
     work = Work(num_samples, seen, dict.fromkeys(model.tensors, seen))
     return Update(model.tensors, model.network.slices, weighting_rule(weighting)(work))
+
+
+def with_more(update: Update | None, tensors: Weights) -> Update:
+    """The update with more tensors, which count as much as the network's own."""
+    assert update is not None, "a silo that trained has an update"
+    weight = max(update.weights.values())
+    return Update(
+        {**update.tensors, **tensors},
+        {**update.slices, **{name: Slice(name) for name in tensors}},
+        {**update.weights, **dict.fromkeys(tensors, weight)},
+    )
 
 
 def silo_data(worker: Worker, assignment: Assignment, *, joined: bool) -> tuple[Tensor, Tensor]:

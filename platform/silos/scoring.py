@@ -10,6 +10,7 @@ from fedloom.platform.silos.network import (
     GLOBAL,
     PERSONAL,
     Network,
+    TrainedNetwork,
     final_measurements,
     fixed_network,
     kept_network,
@@ -25,7 +26,7 @@ from fedloom.platform.spaces.operator_choice import Subspace
 from fedloom.platform.tasks import client_of, measurements_of
 from fedloom.platform.training import LocalSGD, Score
 from fedloom.platform.worker import Worker
-from fedloom.tiers.clock import EVALUATION_FACTOR
+from fedloom.tiers.clock import EVALUATION_FACTOR, TRAINING_FACTOR
 
 Of = Architecture | Subspace
 """A network of fixed architecture, or a part of the supernet."""
@@ -105,13 +106,39 @@ class AdaptAndScore:
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """The rows of `global`, before, and of `personal`, after."""
         network = fixed_network(worker, self.architecture)
-        test = _test_data(worker, assignment)
-        before = score_network(worker, assignment, network, weights, test)
         data = silo_data(worker, assignment, joined=self.use_validation)
-        adapted = train_network(worker, assignment, network, weights, data, self.local)
-        after = score_network(worker, assignment, network, adapted.tensors, test)
-        measured = (*final_measurements(GLOBAL, network, before), *final_measurements(PERSONAL, network, after))
-        return replace(scored_outcome(network, after, measured), steps=adapted.figures.steps)
+        return adapted_outcome(worker, assignment, network, weights, data, self.local)
+
+
+def adapted_outcome(
+    worker: Worker,
+    assignment: Assignment,
+    network: Network,
+    weights: Weights,
+    data: tuple[Tensor, Tensor],
+    local: LocalSGD,
+) -> Outcome:
+    """The network on test data as it is (`global`), and after training on these data (`personal`)."""
+    test = _test_data(worker, assignment)
+    before = score_network(worker, assignment, network, weights, test)
+    adapted = train_network(worker, assignment, network, weights, data, local)
+    after = score_network(worker, assignment, network, adapted.tensors, test)
+    rows = (*final_measurements(GLOBAL, network, before), *final_measurements(PERSONAL, network, after))
+    return trained_and_scored(adapted, after, rows, passes=2)
+
+
+def trained_and_scored(
+    trained: TrainedNetwork, score: Score, measurements: tuple[Measurement, ...], passes: int = 1
+) -> Outcome:
+    """The row of a network that was trained only to be scored, `passes` times."""
+    forward_macs = passes * trained.network.macs * score.samples
+    return replace(
+        scored_outcome(trained.network, score, measurements),
+        steps=trained.figures.steps,
+        macs=trained.macs + forward_macs,
+        forward_macs=forward_macs,
+        clock_factor=TRAINING_FACTOR,
+    )
 
 
 @dataclass(frozen=True)
@@ -133,7 +160,7 @@ class TrainAndScore:
         trained = train_network(worker, assignment, network, begin, data, self.local)
         score = score_network(worker, assignment, network, trained.tensors, _test_data(worker, assignment))
         rows = measurements_of(self.model, network.name, "test", score)
-        return replace(scored_outcome(network, score, rows), steps=trained.figures.steps)
+        return trained_and_scored(trained, score, rows)
 
 
 def _test_data(worker: Worker, assignment: Assignment) -> tuple[Tensor, Tensor]:

@@ -57,8 +57,9 @@ class TrainSpider:
         )
         alphas = None if silo.alphas is None else silo.alphas.detach()
         silo = replace(silo, weights=own.tensors, momentum=own.momentum, alphas=alphas)
-        seen = self.scored and not joined  # what has joined the training data tells nothing any more
-        scores = own_scores(worker, assignment, own.network, silo.weights) if seen else ()
+        unseen = self.scored and not joined  # what has joined the training data tells nothing any more
+        scores = own_scores(worker, assignment, own.network, silo.weights) if unseen else ()
         passes = 1 if self.search.is_over(space, silo.kept) else self.search.passes
         macs = shared.macs + passes * own.macs + searched.macs
-        return replace(pair_outcome(shared, own, data, self.weighting, silo), macs=macs, measurements=scores)
+        outcome = pair_outcome(shared, own, data, self.weighting, silo)
+        return replace(outcome, macs=macs, forward_macs=searched.macs, measurements=scores)

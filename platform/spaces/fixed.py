@@ -16,7 +16,7 @@ from fedloom.platform.spaces.darts_network import DartsDesign, DartsNetwork
 from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
 from fedloom.platform.spaces.kept import cost_of, measure_of
 from fedloom.platform.spaces.operator_choice import SpaceSizes, Subspace
-from fedloom.platform.spaces.resnet import MULTIPLE, _conv, _norm
+from fedloom.platform.spaces.resnet import MULTIPLE, convolution, norm_of
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.measure import MEASURES
 
@@ -157,7 +157,7 @@ class Resnet18Size:
     norm: str = "batch"
 
     def __post_init__(self) -> None:
-        _norm(self.norm)
+        norm_of(self.norm)
         for field in ("num_classes", "stem_channels"):
             if getattr(self, field) < 1:
                 raise ValueError(f"space {self.name}: {field} must be at least 1, given {getattr(self, field)}")
@@ -201,7 +201,7 @@ class Resnet18Size:
 
 
 def _conv_norm(in_channels: int, out_channels: int, kernel: int, stride: int, norm: str) -> list[nn.Module]:
-    return [_conv(in_channels, out_channels, kernel, stride, bias=norm == "none"), _norm(norm)(out_channels)]
+    return [convolution(in_channels, out_channels, kernel, stride, bias=norm == "none"), norm_of(norm)(out_channels)]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ def in_eights(channels: float) -> int:
     return rounded + MULTIPLE if rounded < 0.9 * channels else rounded
 
 
-def _norm(kind: str) -> Callable[[int], nn.Module]:
+def norm_of(kind: str) -> Callable[[int], nn.Module]:
+    """From channels to the norm of a kind; ValueError for an unknown one."""
     kinds: dict[str, Callable[[int], nn.Module]] = {
         "none": lambda _channels: nn.Identity(),
         "batch": nn.BatchNorm2d,
@@ -54,7 +55,7 @@ class ResnetDesign:
     norm: str = "none"
 
     def __post_init__(self) -> None:
-        _norm(self.norm)
+        norm_of(self.norm)
         lengths = {len(self.stage_widths), len(self.stage_strides), len(self.depths)}
         if len(lengths) != 1:
             raise ValueError(
@@ -101,8 +102,8 @@ class ResnetDesign:
     def build_stem(self) -> nn.Module:
         """3x3 convolution, norm, ReLU."""
         channels = self.channels[0]
-        convolution = _conv(self.input_shape[0], channels, 3, bias=self.norm == "none")
-        return nn.Sequential(convolution, _norm(self.norm)(channels), nn.ReLU())
+        first = convolution(self.input_shape[0], channels, 3, bias=self.norm == "none")
+        return nn.Sequential(first, norm_of(self.norm)(channels), nn.ReLU())
 
     def build_block(self, stage: int, block: int, width: int) -> nn.Module:
         """A residual block; the first of a stage changes resolution and channels."""
@@ -147,10 +148,10 @@ class ResidualBlock(nn.Module):
     ) -> None:
         super().__init__()
         bias = norm == "none"
-        self.conv1 = _conv(in_channels, mid_channels, 3, stride, bias=bias)
-        self.norm1 = _norm(norm)(mid_channels)
-        self.conv2 = _conv(mid_channels, out_channels, 3, bias=bias)
-        self.norm2 = _norm(norm)(out_channels)
+        self.conv1 = convolution(in_channels, mid_channels, 3, stride, bias=bias)
+        self.norm1 = norm_of(norm)(mid_channels)
+        self.conv2 = convolution(mid_channels, out_channels, 3, bias=bias)
+        self.norm2 = norm_of(norm)(out_channels)
         self.shortcut = _projection(in_channels, out_channels, stride, norm) if project else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,8 +164,11 @@ class ResidualBlock(nn.Module):
 def _projection(in_channels: int, out_channels: int, stride: int, norm: str) -> nn.Module:
     # ceil_mode: an odd side, such as that of a 7x7 image, gives what the strided convolution beside it gives.
     pool = nn.AvgPool2d(stride, stride, ceil_mode=True) if stride > 1 else nn.Identity()
-    return nn.Sequential(pool, _conv(in_channels, out_channels, 1, bias=norm == "none"), _norm(norm)(out_channels))
+    return nn.Sequential(
+        pool, convolution(in_channels, out_channels, 1, bias=norm == "none"), norm_of(norm)(out_channels)
+    )
 
 
-def _conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1, *, bias: bool) -> nn.Module:
+def convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1, *, bias: bool) -> nn.Module:
+    """A convolution that keeps the sides at stride 1 (odd kernels)."""
     return nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=bias)
