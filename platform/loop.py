@@ -107,7 +107,9 @@ class Loop:
         with stage_work(stage.name, state.round):
             merged = stage.merge(state, plan, result)
             times_s = [r.simulated_s for r in clients]
-            clock, simulated_s = VirtualClock(state.simulated_s).after_round(times_s, self.deadline_s)
+            # A final evaluation waits for all: its assignments have no deadline.
+            deadline_s = self.deadline_s if any(a.deadline_s is not None for a in plan.assignments) else None
+            clock, simulated_s = VirtualClock(state.simulated_s).after_round(times_s, deadline_s)
         row = round_row(stage.name, state.round, clients, plan, time.perf_counter() - started, simulated_s)
         kept = {r.client_id: r.state for r in clients if r.client_id is not None and r.state is not None}
         after = replace(merged.state.with_client_states(kept), round=state.round + 1, simulated_s=clock.now_s)

@@ -10,7 +10,7 @@ from typing import Any
 from fedloom.platform.config import TiersConfig
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
+from fedloom.platform.spaces.named_operators import NamedOperatorSpace
 from fedloom.tiers.costs import CostTable, combine, with_unsupported
 
 
@@ -35,7 +35,7 @@ def measure_costs(config: TiersConfig, space: SearchSpace) -> RunCosts:
 
 
 def _places(space: SearchSpace, unsupported: list[str]) -> list[tuple[int, int]]:
-    if not isinstance(space, OperatorChoiceSpace):
+    if not isinstance(space, NamedOperatorSpace):
         raise ValueError("tiers.unsupported names operators, and this space has none to choose from")
     known = {name for layer in space.operator_names for name in layer}
     for name in unsupported:

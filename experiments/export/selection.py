@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fedloom.experiments.search import search_trained, trained_of
 from fedloom.platform.methods.elastic_stage import bag_of
+from fedloom.platform.methods.silo_stage import SiloTrainingConfig
 from fedloom.platform.methods.superfednas import SEARCHED
 from fedloom.platform.methods.supernet_stage import SUPERNET
 from fedloom.platform.results.checkpoint import load_checkpoint
@@ -75,6 +76,11 @@ def check_wanted(wanted: Wanted) -> None:
 def choose(paths: RunPaths, world: World, wanted: Wanted) -> Chosen:
     """The wanted model; ValueError saying what there is, if the run has no such model (yet)."""
     check_wanted(wanted)
+    if isinstance(getattr(world.config.method, "train", None), SiloTrainingConfig):
+        raise ValueError(
+            f"run {paths.run_id} trained networks that stay with their silos (method {world.config.method.name}); they "
+            "lie in its checkpoint, client by client, and are not exported"
+        )
     if wanted.tier is not None:
         _check_tier(world, wanted.tier)
     if wanted.model is not None:

@@ -17,6 +17,7 @@ from fedloom.experiments.report.silo_frames import (
     silos,
     undecided_silos,
 )
+from fedloom.experiments.report.silo_gaps import covered_silos, gaps_of_gains, gaps_of_scores, silo_names
 from fedloom.experiments.report.table import Block
 from fedloom.experiments.report.words import ABSENT, is_absent, percent, seconds, si
 
@@ -150,7 +151,8 @@ def run_block(run: Tables) -> Block:
         for row in rows.to_dict(orient="records")
     )
     heads = ("silo", "architecture", *(head for _, head, _ in columns))
-    return Block(f"Silos of run {_name(run)}", _run_text(with_cells), heads, cells)
+    text = _run_text(with_cells, searched=bool(configuration(run, _name(run))["method"].get("search")))
+    return Block(f"Silos of run {_name(run)}", text, heads, cells)
 
 
 def _name(run: Tables) -> str:
@@ -169,12 +171,13 @@ def _architecture(text: Any, with_cells: bool) -> str:
     return in_short(str(text)) if with_cells else str(text)
 
 
-def _run_text(with_cells: bool) -> tuple[str, ...]:
+def _run_text(with_cells: bool, *, searched: bool) -> tuple[str, ...]:
     text = ["Every silo's model on its own test data."]
     if with_cells:
+        several = "what is undecided" if searched else "several that are used together"
         text.append(
             "The architecture is the operator kept on each edge of the normal, then of the reduction cell, by its "
-            "number; a dot is an edge without any, braces hold what is undecided."
+            f"number; a dot is an edge without any, braces hold {several}."
         )
     return tuple(text)
 
@@ -198,15 +201,18 @@ def gains_block(run: Tables) -> Block:
 
 
 def missing_of_silos(tables: Tables, run_id: str, state: str) -> list[str]:
-    """What a run of a cross-silo method lacks: the evaluation, or decisions that its search did not come to."""
+    """What a run of a cross-silo method lacks: silos' scores and training, gains, or decisions of its search."""
     rows = tables.evaluations[tables.evaluations["run_id"] == run_id]
     rows = rows[(rows["stage"] == EVALUATION) & (rows["split"] == "test") & (rows["metric"] == METRIC)]
-    lines = [] if len(rows) else ["nothing was measured on test data yet: no accuracy of silos"]
-    method = configuration(tables, run_id)["method"]
-    if method.get("gains", {}).get("epochs", 0) and p_matrix(only(tables, [run_id])).empty:
-        lines.append(f"personalisation gains were not measured{'' if state == 'done' else ' yet'}")
-    if state == "done" and method.get("search") and (left := undecided_silos(tables, run_id)):
-        which = f"silo{'' if len(left) == 1 else 's'} {', '.join(map(str, left))}"
-        everywhere = len(left) == configuration(tables, run_id)["data"]["num_clients"]
-        lines.append(f"the search ended with edges left to be searched in {'every silo' if everywhere else which}")
+    yet = "" if state == "done" else " yet"
+    none = f"nothing was measured on test data{yet}: no accuracy of silos"
+    lines = gaps_of_scores(tables, run_id) if len(rows) else [none]
+    if covered_silos(tables, run_id):
+        if p_matrix(only(tables, [run_id])).empty:
+            lines.append(f"personalisation gains were not measured{yet}")
+        elif state != "running":
+            lines += gaps_of_gains(tables, run_id)
+    searches = configuration(tables, run_id)["method"].get("search")
+    if state == "done" and searches and (left := undecided_silos(tables, run_id)):
+        lines.append(f"the search ended with edges left to be searched in {silo_names(tables, run_id, left)}")
     return lines

@@ -67,6 +67,11 @@ def training(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[~frame["stage"].isin([GAINS, EVALUATION])]
 
 
+def was_heard(clients: pd.DataFrame) -> "pd.Series[bool]":
+    """Which rows of `clients` counted: who fails, drops out or is late leaves neither an update nor a state."""
+    return clients["status"].fillna("ok") == "ok"
+
+
 def per_silo(tables: Tables) -> pd.DataFrame:
     """One row per (run, silo) that the final evaluation measured; what was not measured is null.
 
@@ -237,7 +242,7 @@ _CURVE = [*_KEY, "stage", "round", "client_id", "series", "loss", "metric"]
 
 def _train_rows(tables: Tables) -> pd.DataFrame:
     rows = training(tables.clients)
-    return rows[(rows["status"].fillna("ok") == "ok") & rows["loss"].notna()].assign(series="train")[_CURVE]
+    return rows[was_heard(rows) & rows["loss"].notna()].assign(series="train")[_CURVE]
 
 
 def _validation_rows(tables: Tables) -> pd.DataFrame:
@@ -256,7 +261,8 @@ class Phases:
     """When a run's silos searched, in finished rounds: pre-training until `search_start`, then the search.
 
     The first silo had decided every edge after `first_decided` rounds and the last after `last_decided`, None while
-    one has not. `rounds` are all finished ones. Source: SPIDER, Sec. 4.3 and Fig. 6.
+    one has not: decisions are made before a round's training. `rounds` are all finished ones. Source: SPIDER, Sec. 4.3
+    and Fig. 6.
     """
 
     run_id: str
@@ -300,7 +306,7 @@ def phases(tables: Tables) -> list[Phases]:
 def _phases(run: Tables, config: Mapping[str, Any]) -> Phases | None:
     search = config["method"].get("search")
     rows = training(run.clients)
-    rows = rows[rows["subspace"].notna()]
+    rows = rows[was_heard(rows) & rows["subspace"].notna()]
     if not search or rows.empty:
         return None
     decided = _decided(rows["subspace"], config)
@@ -308,16 +314,18 @@ def _phases(run: Tables, config: Mapping[str, Any]) -> Phases | None:
         return None
     before = _rounds_before(run.rounds)
     places = zip(rows["run_id"], rows["stage"], rows["round"], strict=True)
-    done = [before.get((str(run_id), str(stage)), 0) + int(round_) + 1 for run_id, stage, round_ in places]
-    rows = rows.assign(done=done, decided=decided)
-    first = rows[rows["decided"]].groupby("client_id")["done"].min()
+    begun = [before.get((str(run_id), str(stage)), 0) + int(round_) for run_id, stage, round_ in places]
+    finished = max(begun) + 1
+    # What a round's row shows was decided before that round: after as many finished ones as its number says.
+    rows = rows.assign(begun=begun, decided=decided)
+    first = rows[rows["decided"]].groupby("client_id")["begun"].min()
     whole = len(first) == rows["client_id"].nunique()
     ends = (int(first.min()) if len(first) else None, int(first.max()) if whole else None)
     by_gradient = search.get("kind") == "milenas"
     if by_gradient and "rounds" in search:
-        ends = (int(search["rounds"]),) * 2 if max(done) >= int(search["rounds"]) else (None, None)
+        ends = (int(search["rounds"]),) * 2 if finished >= int(search["rounds"]) else (None, None)
     start = 0 if by_gradient else int(search.get("start", 0))
-    return Phases(str(rows["run_id"].iloc[0]), start, *ends, max(done))
+    return Phases(str(rows["run_id"].iloc[0]), start, *ends, finished)
 
 
 # -- architectures -----------------------------------------------------------------------------------------------------
@@ -332,6 +340,7 @@ def latest_architectures(tables: Tables) -> pd.DataFrame:
     columns = [*_KEY, "client_id", "architecture", "accuracy"]
     measured = per_silo(own)[columns].dropna(subset="architecture")
     rows = training(own.clients)
+    rows = rows[was_heard(rows)]
     text = rows["subspace"].astype(object).where(rows["subspace"].notna(), rows["architecture"].astype(object))
     trained = rows.assign(architecture=text, accuracy=float("nan"))[columns].dropna(subset="architecture")
     trained = trained.drop_duplicates([*_KEY, "client_id"], keep="last")

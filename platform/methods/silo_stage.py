@@ -51,6 +51,10 @@ def check_silos(world: World, train: SiloTrainingConfig) -> None:
             "tiers.count=%d: silos train whole networks whatever their tier may spend; set tiers.count=1",
             len(world.tiers),
         )
+    if world.config.tiers.unsupported:
+        raise ValueError(
+            "tiers.unsupported: silos train every operator of their space; leave them out of space.operators"
+        )
     if train.rounds < 1:
         raise ValueError(f"method.train.rounds={train.rounds}: must be at least 1, silos have no model before")
     train.clients_per_round = world.num_clients

@@ -20,8 +20,9 @@ from fedloom.platform.spaces.darts_network import (
     plan_cells,
 )
 from fedloom.platform.spaces.darts_operators import OPERATORS
-from fedloom.platform.spaces.kept import KeptSpace, Part, PartCosts, measure_of
-from fedloom.platform.spaces.operator_choice import Subspace
+from fedloom.platform.spaces.kept import KeptSpace, Part, PartCosts
+from fedloom.platform.spaces.measuring import measure_of
+from fedloom.platform.spaces.named_operators import Subspace
 
 ADDITIVE_MEASURES = ("macs", "parameters", "bytes")
 """What may be counted cell by cell."""

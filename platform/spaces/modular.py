@@ -17,7 +17,7 @@ from fedloom.platform.spaces.base import Architecture
 from fedloom.platform.spaces.darts_network import as_subspace
 from fedloom.platform.spaces.fixed import Resnet18Size
 from fedloom.platform.spaces.kept import KeptSpace, Part
-from fedloom.platform.spaces.operator_choice import Subspace
+from fedloom.platform.spaces.named_operators import Subspace
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,6 @@ class ModularSpace(KeptSpace):
 
     def _network(self, kept: Subspace) -> nn.Module:
         return ModularNetwork(self.design, kept)
-
-    def _label(self, decision: int) -> str:
-        return str(decision)
 
     def _owner(self, tensor_name: str) -> tuple[int, int] | None:
         match = _OWNED.match(tensor_name)

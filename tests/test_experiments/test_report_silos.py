@@ -21,6 +21,7 @@ from fedloom.experiments.report.cells import Cell, CellEdge, cell_edges, darts_s
 from fedloom.experiments.report.frames import load
 from fedloom.experiments.report.report import report_json, summary_table, write_report
 from fedloom.experiments.report.settings import settings_of
+from fedloom.experiments.report.silo_blocks import missing_of_silos
 from fedloom.experiments.report.silo_frames import (
     Phases,
     as_square,
@@ -330,8 +331,31 @@ def test_phases_begin_with_the_search_and_end_with_the_last_decision(tmp_path: P
     add_training(writer, list(zip(SUBSPACES, SUBSPACES, late, strict=True)))
     writer.close()
     (found,) = phases(load(tmp_path))
-    assert found == Phases("r1", search_start=1, first_decided=3, last_decided=4, rounds=4)
-    assert spans_of(found) == ((0, 1), (1, 4), (4, 4))
+    # Round 2, the third, began with the first silos' last decision, round 3 with the last silo's.
+    assert found == Phases("r1", search_start=1, first_decided=2, last_decided=3, rounds=4)
+    assert spans_of(found) == ((0, 1), (1, 3), (3, 4))
+
+
+def test_what_a_late_silo_decided_is_not_kept_and_does_not_count(tmp_path: Path) -> None:
+    writer = begin(tmp_path, "r1", "spider_tiny")
+    add_training(writer, [(UNDECIDED,) * 2, (DECIDED,) * 2])
+    for round_, (status, subspace) in enumerate([("timed_out", DECIDED), ("ok", UNDECIDED), ("timed_out", DECIDED)]):
+        place = {"stage": "spider", "round": round_, "client_id": 2}
+        writer.add("clients", **place, subspace=subspace, status=status, loss=1.0)
+    writer.close()
+    tables = load(tmp_path)
+    (found,) = phases(tables)
+    assert (found.first_decided, found.last_decided) == (1, None)
+    assert latest_architectures(tables)["architecture"].tolist() == [DECIDED, DECIDED, UNDECIDED]
+
+
+def test_rounds_of_decisions_are_counted_over_all_training_stages(tmp_path: Path) -> None:
+    writer = begin(tmp_path, "r1", "spider_tiny")
+    add_training(writer, [(UNDECIDED,) * 3] * 2, stage="first")
+    add_training(writer, [(UNDECIDED,) * 3, (DECIDED,) * 3], stage="second")
+    writer.close()
+    (found,) = phases(load(tmp_path))
+    assert (found.last_decided, found.rounds) == (3, 4)
 
 
 def test_a_pruned_edge_is_decided_and_a_running_search_has_no_end(tmp_path: Path) -> None:
@@ -341,8 +365,8 @@ def test_a_pruned_edge_is_decided_and_a_running_search_has_no_end(tmp_path: Path
         add_training(writer, [(UNDECIDED,) * 3, (pruned, pruned, last)])
         writer.close()
     first, second = phases(load(tmp_path, ["r1", "r2"]))
-    assert (first.first_decided, first.last_decided) == (2, 2)
-    assert (second.first_decided, second.last_decided) == (2, None)
+    assert (first.first_decided, first.last_decided) == (1, 1)
+    assert (second.first_decided, second.last_decided) == (1, None)
     assert spans_of(second) == ((0, 1), (1, 2), (2, 2))
 
 
@@ -352,7 +376,7 @@ def test_where_edges_are_pruned_the_search_goes_on_until_every_node_has_two(tmp_
         writer = begin(tmp_path, run_id, "spider_tiny", method__search__prune_edges=prune_edges)
         add_training(writer, [(s,) * 3 for s in (UNDECIDED, DECIDED, thin)])
         writer.close()
-    assert [p.last_decided for p in phases(load(tmp_path, ["r1", "r2"]))] == [3, 2]
+    assert [p.last_decided for p in phases(load(tmp_path, ["r1", "r2"]))] == [2, 1]
 
 
 def test_pruned_texts_are_told_apart_as_the_search_itself_does() -> None:
@@ -550,7 +574,7 @@ def test_json_holds_settings_silos_matrix_gains_and_phases(tmp_path: Path) -> No
     assert len(values["personalisation"]["matrix"]) == 9
     assert [g["gain"] for g in values["personalisation"]["gains"]] == pytest.approx([0.15, 0.25, -0.05])
     assert values["phases"][0] == {
-        "run_id": "r1", "search_start": 1, "first_decided": 3, "last_decided": 3, "rounds": 4,
+        "run_id": "r1", "search_start": 1, "first_decided": 2, "last_decided": 2, "rounds": 4,
     }  # fmt: skip
     assert values["fairness"] == values["per_tier"] == values["summary"] == []
 
@@ -581,6 +605,134 @@ def test_a_search_that_ended_too_early_is_said(tmp_path: Path) -> None:
     add_model(writer, "personal", [0.5] * 3, [DECIDED, HALF, HALF])
     writer.close()
     assert "edges left to be searched in silos 1, 2" in shown(summary_table(tmp_path, "r1"))
+
+
+# -- what is missing ---------------------------------------------------------------------------------------------------
+
+
+def said_of(root: Path, run_id: str = "r1") -> str:
+    tables = load(root, [run_id])
+    status = str(tables.runs["status"].iloc[0])
+    return " | ".join(missing_of_silos(tables, run_id, status))
+
+
+def test_silos_that_failed_in_the_evaluation_are_named_and_those_without_test_samples_not(tmp_path: Path) -> None:
+    writer = begin(tmp_path, "r1", "spider_tiny", data__num_clients=4)
+    add_training(writer, [(DECIDED,) * 4])
+    add_model(writer, "personal", [0.2], [DECIDED])
+    place = {"stage": "evaluation", "round": 0, "model": "personal", "client_id": 2, "architecture": DECIDED}
+    writer.add("evaluations", **place, split="test", metric="accuracy", value=0.0, samples=0)
+    for silo in (1, 3):
+        writer.add("clients", stage="evaluation", round=0, client_id=silo, status="failed", error="out of memory")
+    writer.close()
+    assert said_of(tmp_path) == "no accuracy on test data of silos 1, 3: mean, std and worst are over the others"
+    assert "no accuracy on test data of silos 1, 3" in shown(summary_table(tmp_path, "r1")).replace("N", "n")
+
+
+def test_when_all_failed_nothing_was_measured(tmp_path: Path) -> None:
+    writer = begin(tmp_path, "r1", "spider_tiny")
+    add_training(writer, [(DECIDED,) * 3])
+    writer.add("rounds", stage="evaluation", round=0, clients_planned=3)
+    for silo in range(3):
+        writer.add("clients", stage="evaluation", round=0, client_id=silo, status="failed")
+    writer.close()
+    assert said_of(tmp_path) == "nothing was measured on test data: no accuracy of silos"
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "consequence"),
+    [
+        ("spider", "personal", "what is scored as personal there is the shared model"),
+        ("ditto", "personal", "what is scored as personal there is the shared model"),
+        ("fedpnas", "personal", "scored as personal there is the shared base with cells that were never trained"),
+        ("fednas", "global", "the shared model has learned nothing from the data there"),
+        ("knn_per", "personal", "the shared model has learned nothing from the data there"),
+    ],
+)
+def test_silos_that_never_counted_in_training_are_named(
+    tmp_path: Path, method: str, model: str, consequence: str
+) -> None:
+    writer = begin(tmp_path, "r1", method, method={"name": method, "train": {"rounds": 3}})
+    add_training(writer, [(DECIDED,)] * 3)
+    for round_, (one, two) in enumerate([("failed", "dropped"), ("ok", "timed_out"), ("dropped", "failed")]):
+        for silo, status in ((1, one), (2, two)):
+            writer.add("clients", stage="spider", round=round_, client_id=silo, status=status)
+    add_model(writer, model, [0.2, 0.3, 0.4], [DECIDED] * 3)
+    for silo in range(3):  # a row of what only measures is no training
+        writer.add("clients", stage="evaluation", round=0, client_id=silo, status="ok")
+    writer.close()
+    first, second = said_of(tmp_path).split(": ")
+    assert first == "no training round of silo 2 counted (failed, dropped or late every time)"
+    assert second.endswith(consequence)
+
+
+def test_a_silo_that_was_neither_trained_nor_scored_is_named_once(tmp_path: Path) -> None:
+    writer = begin(tmp_path, "r1", "spider_tiny")
+    add_training(writer, [(DECIDED,) * 2])
+    add_model(writer, "personal", [0.2, 0.3], [DECIDED] * 2)
+    writer.close()
+    assert said_of(tmp_path) == "no accuracy on test data of silo 2: mean, std and worst are over the others"
+
+
+def write_gains(root: Path, matrix: Mapping[tuple[int, int], float], status: str = "done", **gains: Any) -> None:
+    method = {"name": "spider", "gains": {"epochs": 3, "clients": None, **gains}, "train": {"rounds": 1}}
+    writer = begin(root, "r1", "spider_tiny", status=status, method=method)
+    add_training(writer, [(DECIDED,) * 3])
+    add_model(writer, "personal", [0.2, 0.3, 0.4], [DECIDED] * 3)
+    add_gains(writer, matrix)
+    writer.close()
+
+
+def test_pairs_without_an_accuracy_are_named(tmp_path: Path) -> None:
+    write_gains(tmp_path, {pair: p for pair, p in MATRIX.items() if pair not in ((0, 1), (2, 2))})
+    assert said_of(tmp_path) == (
+        "personalisation gains of silos 0, 2 are incomplete: 2 of 9 p_ij were not measured, (i, j) = (0, 1), (2, 2)"
+    )
+
+
+def test_many_pairs_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
+    write_gains(tmp_path, {(0, 0): 0.5, (1, 1): 0.5})
+    assert said_of(tmp_path) == (
+        "personalisation gains of every silo are incomplete: 7 of 9 p_ij were not measured, "
+        "(i, j) = (0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1), ..."
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "gains", "left_out"),
+    [("done", {}, set()), ("done", {"clients": 2}, {2}), ("running", {}, {2}), ("done", {"epochs": 0}, {1, 2})],
+)
+def test_pairs_that_were_not_to_be_measured_or_not_yet_are_not_missed(
+    tmp_path: Path, status: str, gains: dict[str, Any], left_out: set[int]
+) -> None:
+    write_gains(tmp_path, {pair: p for pair, p in MATRIX.items() if not left_out & set(pair)}, status, **gains)
+    assert said_of(tmp_path) == ""
+
+
+def test_a_silo_without_test_samples_has_no_pairs_to_miss(tmp_path: Path) -> None:
+    method = {"name": "spider", "gains": {"epochs": 3}, "train": {"rounds": 1}}
+    writer = begin(tmp_path, "r1", "spider_tiny", method=method)
+    add_training(writer, [(DECIDED,) * 3])
+    add_model(writer, "personal", [0.2, 0.3], [DECIDED] * 2)
+    add_gains(writer, {pair: p for pair, p in MATRIX.items() if pair[0] != 2})
+    for stage, model in (("evaluation", "personal"), ("gains", "silo-0")):
+        place = {"stage": stage, "round": 0, "model": model, "client_id": 2}
+        writer.add("evaluations", **place, split="test", metric="accuracy", value=0.0, samples=0)
+    writer.close()
+    assert said_of(tmp_path) == ""
+
+
+def test_several_modules_per_edge_are_no_unfinished_search_where_nothing_is_searched(tmp_path: Path) -> None:
+    for run_id, method in (("r1", {"name": "fedmn"}), ("r2", {"name": "spider", "search": {"start": 1}})):
+        writer = begin(tmp_path, run_id, method["name"], method={**method, "train": {"rounds": 1}})
+        add_training(writer, [(HALF,) * 3], validated=False)
+        add_model(writer, "personal", [0.5] * 3, [HALF] * 3)
+        writer.close()
+    assert said_of(tmp_path, "r1") == ""
+    assert said_of(tmp_path, "r2") == "the search ended with edges left to be searched in every silo"
+    assert phases(load(tmp_path, ["r1"])) == []
+    for run_id, braces in (("r1", "several that are used together"), ("r2", "what is undecided")):
+        assert f"braces hold {braces}" in write_report(tmp_path, [run_id]).markdown.read_text()
 
 
 def test_a_dry_run_shows_what_it_counted_and_says_that_nothing_was_trained(tmp_path: Path) -> None:

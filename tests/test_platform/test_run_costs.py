@@ -1,16 +1,23 @@
 """A run's cost tables: measured once, kept, and taken up again."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fedloom.platform.config import TiersConfig
+from fedloom.platform.config import RunConfig, TiersConfig
 from fedloom.platform.run_costs import load_costs, measure_costs, store_costs
 from fedloom.platform.spaces.config import SpaceConfig
 from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.world import genome_of, least_cost, sampled_costs, split_into_tiers
+from fedloom.tiers.bounds import share_of_models
 
 SPACE = build_space(SpaceConfig(name="cnn_digits", stem_channels=4))
+CELLS = build_space(
+    SpaceConfig("darts_s2_small", channels=4, operators=["skip_connect", "sep_conv_3x3", "dil_conv_3x3"])
+)
+BLOCKS = build_space(SpaceConfig("resnet18_modular_small", input_shape=[1, 8, 8], stem_channels=4))
 
 
 def test_a_weighted_sum_of_measures_is_one_table() -> None:
@@ -25,6 +32,42 @@ def test_an_unsupported_operator_costs_infinity_in_every_layer() -> None:
     costs = measure_costs(TiersConfig(unsupported=["mb(3,2)"]), SPACE)
     assert all(row[7] == math.inf for row in costs.budget.options)
     assert math.isfinite(costs.budget.largest)
+
+
+def test_edges_and_branches_are_operators_too(tmp_path: Path) -> None:
+    for space, name, at in ((CELLS, "sep_conv_3x3", 1), (BLOCKS, "branch_0", 0)):
+        costs = measure_costs(TiersConfig(unsupported=[name]), space)
+        for row, whole in zip(costs.budget.options, space.cost_table("macs").options, strict=True):
+            assert row == (*whole[:at], math.inf, *whole[at + 1 :])
+        assert costs.macs == space.cost_table("macs"), "what is done is counted all the same"
+        store_costs(tmp_path / "costs.json", costs)
+        assert load_costs(tmp_path / "costs.json") == costs
+
+
+def test_tiers_of_cells_are_those_of_the_supported_operators(tiny_config: Callable[..., RunConfig]) -> None:
+    config = tiny_config(tiers=TiersConfig(count=2, paths=20_000, rho_high=0.5, unsupported=["sep_conv_3x3"]))
+    table = measure_costs(config.tiers, CELLS).budget
+    few = build_space(SpaceConfig("darts_s2_small", channels=4, operators=["skip_connect", "dil_conv_3x3"]))
+    supported = few.cost_table("macs")
+    assert least_cost(CELLS, table) == supported.smallest
+    assert table.largest == supported.largest
+    uppers = [tier.upper for tier in split_into_tiers(config, CELLS, table)]
+    assert supported.smallest < uppers[0] < uppers[1] == supported.largest
+    assert uppers[0] == pytest.approx(split_into_tiers(config, few, supported)[0].upper, rel=0.05)
+    shares = share_of_models(sampled_costs(genome_of(CELLS), table, config.tiers.paths), uppers)
+    assert sum(shares) == pytest.approx((2 / 3) ** 10, rel=0.15), "all others belong nowhere"
+
+
+def test_a_space_without_named_operators_has_none_that_are_unsupported() -> None:
+    for name in ("resnet_elastic_small", "resnet18_small"):
+        space = build_space(SpaceConfig(name, input_shape=[1, 8, 8]))
+        with pytest.raises(ValueError, match="names operators, and this space has none to choose from"):
+            measure_costs(TiersConfig(unsupported=["conv(1)"]), space)
+
+
+def test_an_edge_without_a_supported_operator_is_named() -> None:
+    with pytest.raises(ValueError, match="decision 0 is left without a supported option: keep at least one"):
+        measure_costs(TiersConfig(unsupported=["skip_connect", "sep_conv_3x3", "dil_conv_3x3"]), CELLS)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.config import RunConfig, TiersConfig
-from fedloom.platform.execution import Assignment, Measurement, Outcome, SerialExecutor, Task
-from fedloom.platform.loop import Loop
+from fedloom.platform.config import RunConfig
+from fedloom.platform.execution import Assignment, Measurement, Outcome, Task
 from fedloom.platform.methods.personalised import (
     AdaptationConfig,
     DittoConfig,
@@ -28,8 +26,6 @@ from fedloom.platform.methods.personalised import (
 )
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo_stage import SiloStage, SiloTrainingConfig
-from fedloom.platform.recorder import Record, Recorder
-from fedloom.platform.results.status import StatusFile
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.silos import knn_per
 from fedloom.platform.silos.batches import endless_batches
@@ -46,6 +42,8 @@ from fedloom.platform.worker import Worker
 from fedloom.platform.world import World, build_world
 
 Make = Callable[..., RunConfig]
+Run = Callable[[RunConfig], tuple[World, Any, RunState]]
+Refused = Callable[[RunConfig], str]
 Data = tuple[Tensor, Tensor]
 
 ONLY = (0, 0, 0)
@@ -86,59 +84,14 @@ class Federation:
 
 
 @pytest.fixture
-def make_config(tiny_config: Make) -> Make:
-    def make(method: object, **data: object) -> RunConfig:
-        config = tiny_config(tiers=TiersConfig(count=1, paths=100), method=method)
-        values: dict[str, Any] = {"num_clients": 3, "train_samples": 150, "validation_share": 0.25, **data}
-        return replace(config, data=replace(config.data, **values))
-
-    return make
+def make_config(silo_config: Make) -> Make:
+    return partial(silo_config, train_samples=150)
 
 
 @pytest.fixture
 def federation(make_config: Make) -> Federation:
     world = build_world(make_config(DittoConfig()))
     return Federation(world, Worker(world.spec), world.space.initial_subnet_weights(ONLY, torch_stream(1, "first")))
-
-
-class Memory:
-    """Keeps what a recorder would write: many short runs, and none has to wait for the disk."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def submit(self, record: Record) -> None:
-        self.records.append(record)
-
-    def start(self) -> None:
-        """Nothing waits."""
-
-    def wait(self) -> None:
-        """Nothing waits."""
-
-    def table(self, name: str) -> pd.DataFrame:
-        return pd.DataFrame([row for record in self.records for table, row in record.rows if table == name])
-
-
-def run(config: RunConfig) -> tuple[World, Memory, RunState]:
-    world, memory = build_world(config), Memory()
-    status = SimpleNamespace(write=lambda **_: None, beat=lambda: None)
-    loop = Loop(
-        build_stages(world),
-        SerialExecutor(Worker(world.spec)),
-        cast(Recorder, memory),
-        cast(StatusFile, status),
-        execution=config.executor,
-        checkpoint=config.checkpoint,
-        deadline_s=None,
-    )
-    return world, memory, loop.run(RunState())
-
-
-def refused(config: RunConfig) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the whole message is compared
-        build_stages(build_world(config))
-    return str(caught.value)
 
 
 def values(outcome: Outcome) -> dict[tuple[str, str], float]:
@@ -379,10 +332,10 @@ def test_what_ditto_sends_is_what_fedavg_sends_and_nothing_of_the_silos_own(fede
     assert {t.data_ptr() for t in sent(outcome).values()}.isdisjoint(t.data_ptr() for t in mine.values())
 
 
-def test_a_run_of_ditto_keeps_a_model_per_silo_and_scores_it(make_config: Make) -> None:
+def test_a_run_of_ditto_keeps_a_model_per_silo_and_scores_it(make_config: Make, run_in_memory: Run) -> None:
     config = make_config(DittoConfig(train=DittoTrainingConfig(rounds=2, batch_size=12, use_validation=False)))
     config.method.train.evaluate_every = 1
-    world, memory, state = run(config)
+    world, memory, state = run_in_memory(config)
     bags = state.bags
     heads = [unpacked(bags[f"client-{c}"].tensors).weights["fixed.classifier.bias"].tolist() for c in range(3)]
     shared = bags["supernet"].tensors
@@ -517,10 +470,10 @@ def test_neighbours_are_found_by_what_enters_the_classifier_on_training_data(fed
     assert values(outcome)["personal", "loss"] == pytest.approx(score.loss)
 
 
-def test_a_run_of_knn_per_never_trains_on_validation_data(make_config: Make) -> None:
+def test_a_run_of_knn_per_never_trains_on_validation_data(make_config: Make, run_in_memory: Run) -> None:
     train = SiloTrainingConfig(rounds=2, batch_size=12, use_validation=False)
     config = make_config(KnnPerConfig(train=train))
-    world, memory, _ = run(config)
+    world, memory, _ = run_in_memory(config)
     clients = memory.table("clients")
     trained = clients[clients.stage == "knn_per"]
     for client_id, samples in enumerate(world.data.sizes("train").tolist()):
@@ -559,10 +512,12 @@ def accuracy(module: nn.Module, data: Data) -> float:
 
 
 @pytest.mark.parametrize("method", [LocalAdaptationConfig, PerFedAvgConfig])
-def test_the_shared_model_is_scored_before_and_the_adapted_one_after(make_config: Make, method: Any) -> None:
+def test_the_shared_model_is_scored_before_and_the_adapted_one_after(
+    make_config: Make, method: Any, run_in_memory: Run
+) -> None:
     config = make_config(method(adapt=AdaptationConfig(epochs=1, lr=0.05)))
     config.method.train = replace(config.method.train, rounds=2, batch_size=12)
-    world, memory, state = run(config)
+    world, memory, state = run_in_memory(config)
     rows = memory.table("evaluations")
     test = rows[(rows.split == "test") & (rows.metric == "accuracy")]
     assert test.groupby("client_id").model.apply(list).tolist() == [["global", "personal"]] * 3
@@ -586,12 +541,12 @@ METHODS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("use_validation", [True, False])
 def test_validation_data_is_trained_on_or_scored_on_and_never_both(
-    make_config: Make, name: str, use_validation: bool
+    make_config: Make, name: str, use_validation: bool, run_in_memory: Run
 ) -> None:
     config = make_config(METHODS[name]())
     train = replace(config.method.train, rounds=2, batch_size=12, evaluate_every=1, use_validation=use_validation)
     config.method.train = train
-    world, memory, _ = run(config)
+    world, memory, _ = run_in_memory(config)
     data = world.data
     expected = data.sizes("train") + (data.sizes("validation") if use_validation else 0)
     clients = memory.table("clients")
@@ -618,7 +573,7 @@ def test_a_score_on_validation_data_is_of_the_weights_that_are_sent(federation: 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_settings_that_cannot_run_are_refused_in_one_line(make_config: Make) -> None:
+def test_settings_that_cannot_run_are_refused_in_one_line(make_config: Make, refused: Refused) -> None:
     assert (
         refused(make_config(DittoConfig(train=DittoTrainingConfig(pull=-0.1))))
         == "method.train.pull=-0.1: must be 0 (every silo alone) or more"

@@ -1,22 +1,18 @@
 """Personalisation gains: every silo's architecture on every silo's data, and no silo's own state touched by it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pandas as pd
 import pytest
 import torch
 
-from fedloom.platform.config import RunConfig, TiersConfig
-from fedloom.platform.execution import Assignment, SerialExecutor
-from fedloom.platform.loop import Loop
+from fedloom.platform.config import RunConfig
+from fedloom.platform.execution import Assignment
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo_stage import GainConfig, GainStage, SiloStage
 from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig
-from fedloom.platform.recorder import Record, Recorder
-from fedloom.platform.results.status import StatusFile
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.silos.search import ArchitectureSearchConfig
 from fedloom.platform.silos.state import Personal, unpacked
@@ -24,6 +20,7 @@ from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.config import SpaceConfig
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.operator_choice import Subspace
+from fedloom.platform.stage import Stage
 from fedloom.platform.state import RunState
 from fedloom.platform.tasks import subspace_id
 from fedloom.platform.training import LocalSGD, evaluate, train_locally
@@ -31,6 +28,8 @@ from fedloom.platform.worker import Worker
 from fedloom.platform.world import World, build_world
 
 Make = Callable[..., RunConfig]
+Run = Callable[[RunConfig], tuple[World, Any, RunState]]
+RunStages = Callable[[World, Sequence[Stage], RunState], tuple[Any, RunState]]
 
 KEPT: Sequence[Subspace] = (
     ((0,),) * 10,
@@ -41,39 +40,13 @@ KEPT: Sequence[Subspace] = (
 
 
 @pytest.fixture
-def make_config(tiny_config: Make) -> Make:
+def make_config(silo_config: Make) -> Make:
     def make(gains: GainConfig, rounds: int = 2) -> RunConfig:
-        config = tiny_config(
-            space=SpaceConfig("darts_s2_small", channels=4),
-            tiers=TiersConfig(count=1, paths=100),
-            method=SpiderConfig(
-                train=SpiderTrainingConfig(rounds=rounds, batch_size=16),
-                search=ArchitectureSearchConfig(start=0, every=1),
-                gains=gains,
-            ),
-        )
-        return replace(config, data=replace(config.data, num_clients=3, train_samples=120, validation_share=0.25))
+        train = SpiderTrainingConfig(rounds=rounds, batch_size=16)
+        method = SpiderConfig(train=train, search=ArchitectureSearchConfig(start=0, every=1), gains=gains)
+        return silo_config(method, space=SpaceConfig("darts_s2_small", channels=4))
 
     return make
-
-
-class Memory:
-    """Keeps what a recorder would write."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def submit(self, record: Record) -> None:
-        self.records.append(record)
-
-    def start(self) -> None:
-        """Nothing waits."""
-
-    def wait(self) -> None:
-        """Nothing waits."""
-
-    def table(self, name: str) -> pd.DataFrame:
-        return pd.DataFrame([row for record in self.records for table, row in record.rows if table == name])
 
 
 @dataclass(frozen=True)
@@ -84,19 +57,9 @@ class Gains:
     stage: GainStage
     before: RunState
 
-    def measure(self) -> tuple[pd.DataFrame, RunState]:
+    def measure(self, run_stages: RunStages) -> tuple[pd.DataFrame, RunState]:
         """The pairs p_ij, as a row of `of` (j) and a column of `on` (i), and the state after the stage."""
-        memory, config = Memory(), self.world.config
-        loop = Loop(
-            [self.stage],
-            SerialExecutor(Worker(self.world.spec)),
-            cast(Recorder, memory),
-            cast(StatusFile, SimpleNamespace(write=lambda **_: None, beat=lambda: None)),
-            execution=config.executor,
-            checkpoint=config.checkpoint,
-            deadline_s=None,
-        )
-        after = loop.run(self.before)
+        memory, after = run_stages(self.world, [self.stage], self.before)
         return memory.table("evaluations"), after
 
 
@@ -138,10 +101,10 @@ def by_hand(gains: Gains, kept: Subspace, on: int, of: int, begin: Weights) -> t
 
 @pytest.mark.parametrize("start", ["shared", "own"])
 def test_every_pair_is_trained_from_the_given_weights_and_scored_on_the_silos_own_test_data(
-    make_config: Make, start: str
+    make_config: Make, start: str, run_stages: RunStages
 ) -> None:
     gains = standing(make_config(GainConfig(epochs=2, lr=0.02, start=start)))
-    rows, _ = gains.measure()
+    rows, _ = gains.measure(run_stages)
     loss, accuracy = pairs(rows, "loss"), pairs(rows)
     assert loss.index.tolist() == ["silo-0", "silo-1", "silo-2"]
     assert [int(c) for c in loss.columns] == [0, 1, 2]
@@ -157,14 +120,14 @@ def test_every_pair_is_trained_from_the_given_weights_and_scored_on_the_silos_ow
             assert accuracy.loc[f"silo-{of}", on] == pytest.approx(expected[1], abs=0.05)
 
 
-def test_a_silo_gains_nothing_where_all_architectures_are_equal(make_config: Make) -> None:
+def test_a_silo_gains_nothing_where_all_architectures_are_equal(make_config: Make, run_stages: RunStages) -> None:
     """From shared weights p_ij is then a matter of i alone, but for the order of the batches: here there is one."""
     equal = [KEPT[1]] * 3
 
     def losses(start: str) -> pd.DataFrame:
         config = make_config(GainConfig(epochs=1, start=start))
         config.method.train.batch_size = 1000
-        return pairs(standing(config, equal).measure()[0], "loss")
+        return pairs(standing(config, equal).measure(run_stages)[0], "loss")
 
     shared, own = losses("shared"), losses("own")
     for on in range(3):
@@ -173,11 +136,11 @@ def test_a_silo_gains_nothing_where_all_architectures_are_equal(make_config: Mak
     assert shared.loc["silo-0"].nunique() == 3
 
 
-def test_no_silos_state_and_no_shared_weight_changes(make_config: Make) -> None:
+def test_no_silos_state_and_no_shared_weight_changes(make_config: Make, run_stages: RunStages) -> None:
     for start in ("shared", "own"):
         gains = standing(make_config(GainConfig(epochs=1, start=start)))
         bags = {n: {t: tensor.clone() for t, tensor in bag.tensors.items()} for n, bag in gains.before.bags.items()}
-        _, after = gains.measure()
+        _, after = gains.measure(run_stages)
         assert after.bags.keys() == bags.keys() == {"supernet", "client-0", "client-1", "client-2"}
         for name, bag in after.bags.items():
             assert bag.version == gains.before.bags[name].version
@@ -185,9 +148,9 @@ def test_no_silos_state_and_no_shared_weight_changes(make_config: Make) -> None:
             assert [t for t, tensor in bag.tensors.items() if not torch.equal(tensor, bags[name][t])] == []
 
 
-def test_the_gains_may_be_those_of_the_first_few_silos(make_config: Make) -> None:
+def test_the_gains_may_be_those_of_the_first_few_silos(make_config: Make, run_stages: RunStages) -> None:
     gains = standing(make_config(GainConfig(epochs=1, clients=2)))
-    table = pairs(gains.measure()[0])
+    table = pairs(gains.measure(run_stages)[0])
     assert list(table.index) == ["silo-0", "silo-1"]
     assert [int(c) for c in table.columns] == [0, 1]
 
@@ -203,19 +166,8 @@ def test_gains_are_measured_on_test_data_once_all_is_found(make_config: Make) ->
     assert [stage.name for stage in build_stages(without)] == ["spider", "evaluation"]
 
 
-def test_a_whole_run_measures_the_architectures_that_its_silos_found(make_config: Make) -> None:
-    config, memory = make_config(GainConfig(epochs=1)), Memory()
-    world = build_world(config)
-    loop = Loop(
-        build_stages(world),
-        SerialExecutor(Worker(world.spec)),
-        cast(Recorder, memory),
-        cast(StatusFile, SimpleNamespace(write=lambda **_: None, beat=lambda: None)),
-        execution=config.executor,
-        checkpoint=config.checkpoint,
-        deadline_s=None,
-    )
-    state = loop.run(RunState())
+def test_a_whole_run_measures_the_architectures_that_its_silos_found(make_config: Make, run_in_memory: Run) -> None:
+    _, memory, state = run_in_memory(make_config(GainConfig(epochs=1)))
     rows = memory.table("evaluations")
     measured = rows[rows.stage == "gains"]
     assert len(pairs(measured)) == 3
@@ -227,16 +179,11 @@ def test_a_whole_run_measures_the_architectures_that_its_silos_found(make_config
     assert (clients.status == "ok").all()
 
 
-def test_gains_that_cannot_be_are_refused_in_one_line(make_config: Make) -> None:
-    def refused(gains: GainConfig) -> str:
-        with pytest.raises(ValueError) as caught:  # noqa: PT011  # the whole message is compared
-            build_stages(build_world(make_config(gains)))
-        return str(caught.value)
-
-    assert refused(GainConfig(start="mine")) == "method.gains.start='mine': allowed are shared, own"
+def test_gains_that_cannot_be_are_refused_in_one_line(make_config: Make, refused: Callable[[RunConfig], str]) -> None:
+    assert refused(make_config(GainConfig(start="mine"))) == "method.gains.start='mine': allowed are shared, own"
     for clients in (1, 4, 0):
-        assert refused(GainConfig(clients=clients)) == (
+        assert refused(make_config(GainConfig(clients=clients))) == (
             f"method.gains.clients={clients}: must be between 2 and the 3 silos there are"
         )
     for wrong in (GainConfig(epochs=-1), GainConfig(lr=0.0)):
-        assert refused(wrong) == "method.gains: epochs must be 0 (none) or more, lr greater than 0"
+        assert refused(make_config(wrong)) == "method.gains: epochs must be 0 (none) or more, lr greater than 0"

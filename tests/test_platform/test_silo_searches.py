@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -15,15 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.platform.averaging import Update, WeightedSums
-from fedloom.platform.config import RunConfig, TiersConfig
-from fedloom.platform.execution import Assignment, Outcome, SerialExecutor, Task
-from fedloom.platform.loop import Loop
+from fedloom.platform.config import RunConfig
+from fedloom.platform.execution import Assignment, Outcome, Task
 from fedloom.platform.methods.federated_nas import FedNasConfig, FedNasStage, FedPnasConfig, GlobalNasConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo_stage import SiloTrainingConfig
 from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig
-from fedloom.platform.recorder import Record, Recorder
-from fedloom.platform.results.status import StatusFile
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.silos import fedpnas
 from fedloom.platform.silos import network as network_module
@@ -63,6 +60,8 @@ from fedloom.platform.worker import Worker
 from fedloom.platform.world import World, build_world
 
 Make = Callable[..., RunConfig]
+Run = Callable[[RunConfig], tuple[World, Any, RunState]]
+Refused = Callable[[RunConfig], str]
 Data = tuple[Tensor, Tensor]
 
 LOCAL = LocalSGD(epochs=1, batch_size=8, lr=0.05, momentum=0.9, clip_norm=5.0)
@@ -89,66 +88,14 @@ class Federation:
 
 
 @pytest.fixture
-def make_config(tiny_config: Make) -> Make:
-    def make(method: object, **data: object) -> RunConfig:
-        space = SpaceConfig("darts_s2_small", channels=4)
-        config = tiny_config(space=space, tiers=TiersConfig(count=1, paths=100), method=method)
-        values: dict[str, Any] = {"num_clients": 3, "train_samples": 120, "validation_share": 0.25, **data}
-        return replace(config, data=replace(config.data, **values))
-
-    return make
+def make_config(silo_config: Make) -> Make:
+    return partial(silo_config, space=SpaceConfig("darts_s2_small", channels=4))
 
 
 @pytest.fixture
 def federation(make_config: Make) -> Federation:
     world = build_world(make_config(SpiderConfig()))
     return Federation(world, Worker(world.spec), world.space.initial_weights(torch_stream(1, "first")))
-
-
-class Memory:
-    """Keeps what a recorder would write: many short runs, and none has to wait for the disk."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def submit(self, record: Record) -> None:
-        self.records.append(record)
-
-    def start(self) -> None:
-        """Nothing waits."""
-
-    def wait(self) -> None:
-        """Nothing waits."""
-
-    def table(self, name: str) -> pd.DataFrame:
-        return pd.DataFrame([row for record in self.records for table, row in record.rows if table == name])
-
-    def state(self, round_: int) -> RunState:
-        """The state after a round of the first stage."""
-        state = self.records[round_].state
-        assert state is not None
-        return state
-
-
-def run(config: RunConfig) -> tuple[World, Memory, RunState]:
-    world, memory = build_world(config), Memory()
-    status = SimpleNamespace(write=lambda **_: None, beat=lambda: None)
-    loop = Loop(
-        build_stages(world),
-        SerialExecutor(Worker(world.spec)),
-        cast(Recorder, memory),
-        cast(StatusFile, status),
-        execution=config.executor,
-        checkpoint=config.checkpoint,
-        deadline_s=None,
-    )
-    return world, memory, loop.run(RunState())
-
-
-def refused(config: RunConfig) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the whole message is compared
-        build_stages(build_world(config))
-    return str(caught.value)
 
 
 def sent(outcome: Outcome) -> Mapping[str, Tensor]:
@@ -161,8 +108,7 @@ def own(outcome: Outcome) -> Personal:
     return unpacked(outcome.state)
 
 
-def silo_samples(memory: Memory, stage: str, client_id: int = 0) -> list[int]:
-    clients = memory.table("clients")
+def silo_samples(clients: pd.DataFrame, stage: str, client_id: int = 0) -> list[int]:
     found: list[int] = clients[(clients.stage == stage) & (clients.client_id == client_id)].samples.tolist()
     return found
 
@@ -299,9 +245,9 @@ def test_architecture_parameters_of_a_silo_stay_with_it_until_its_edges_are_deci
     assert second.subspace == subspace_id(ended.kept)
 
 
-def test_a_run_of_spider_by_gradients_ends_decided(make_config: Make) -> None:
+def test_a_run_of_spider_by_gradients_ends_decided(make_config: Make, run_in_memory: Run) -> None:
     train = SpiderTrainingConfig(rounds=3, batch_size=16, evaluate_every=1)
-    world, memory, state = run(
+    world, memory, state = run_in_memory(
         make_config(SpiderConfig(train=train, search=ArchitectureSearchConfig("milenas", rounds=2)))
     )
     assert isinstance(world.space, DartsSpace)
@@ -313,7 +259,7 @@ def test_a_run_of_spider_by_gradients_ends_decided(make_config: Make) -> None:
         assert [len(row) for row in kept] == [1] * 10
         train_size, validation_size = (world.data.size(client_id, s) for s in ("train", "validation"))
         expected = [train_size, train_size, train_size + validation_size]
-        assert silo_samples(memory, "spider", client_id) == expected
+        assert silo_samples(memory.table("clients"), "spider", client_id) == expected
     assert ALPHAS not in state.weights("supernet")
     scored = memory.table("evaluations").query("split == 'validation' and metric == 'accuracy'")
     assert scored.groupby("round").size().to_dict() == {0: 3, 1: 3}, "not once the data has joined the training data"
@@ -362,8 +308,8 @@ def test_a_silo_sends_its_architecture_parameters_with_the_weight_of_its_samples
     assert outcome.state is None
 
 
-def test_a_run_of_fednas_chooses_after_the_last_round_of_its_search(make_config: Make) -> None:
-    world, memory, state = run(fednas_config(make_config))
+def test_a_run_of_fednas_chooses_after_the_last_round_of_its_search(make_config: Make, run_in_memory: Run) -> None:
+    world, memory, state = run_in_memory(fednas_config(make_config))
     assert isinstance(world.space, DartsSpace)
     before, chosen = memory.state(0), memory.state(1)
     assert before.weights("supernet").keys() == {*world.space.initial_weights(torch_stream(1, "x")), ALPHAS}
@@ -374,17 +320,17 @@ def test_a_run_of_fednas_chooses_after_the_last_round_of_its_search(make_config:
     assert chosen.weights("supernet").keys() == set(world.space.subspace_slices(kept))
     assert state.data["kept"] == chosen.data["kept"]
     train_size, validation_size = (world.data.size(0, s) for s in ("train", "validation"))
-    assert silo_samples(memory, "fednas") == [train_size, train_size, train_size + validation_size]
+    assert silo_samples(memory.table("clients"), "fednas") == [train_size, train_size, train_size + validation_size]
     clients = memory.table("clients")
     named = clients[clients.stage == "fednas"].groupby("round").subspace.unique().apply(list).tolist()
     assert named == [[subspace_id(world.space.largest_subspace)]] * 2 + [[subspace_id(kept)]]
     assert not any(name.startswith("client-") for name in state.bags)
 
 
-def test_the_round_of_fednas_is_the_average_of_its_silos(make_config: Make) -> None:
+def test_the_round_of_fednas_is_the_average_of_its_silos(make_config: Make, run_in_memory: Run) -> None:
     config = fednas_config(make_config, rounds=2)
     config.method.search.rounds = 2
-    world, memory, _ = run(config)
+    world, memory, _ = run_in_memory(config)
     stage = cast(FedNasStage, build_stages(world)[0])
     begun = stage.begin(RunState())
     worker, weights = Worker(world.spec), begun.weights("supernet")
@@ -398,9 +344,11 @@ def test_the_round_of_fednas_is_the_average_of_its_silos(make_config: Make) -> N
 # -- the server searches ----------------------------------------------------------------------------------------------
 
 
-def test_a_decision_of_the_server_holds_for_all_from_the_next_round_on(make_config: Make) -> None:
+def test_a_decision_of_the_server_holds_for_all_from_the_next_round_on(make_config: Make, run_in_memory: Run) -> None:
     train = SiloTrainingConfig(rounds=8, batch_size=16, evaluate_every=1)
-    world, memory, _ = run(make_config(GlobalNasConfig(train=train, search=ArchitectureSearchConfig(start=1, every=1))))
+    world, memory, _ = run_in_memory(
+        make_config(GlobalNasConfig(train=train, search=ArchitectureSearchConfig(start=1, every=1)))
+    )
     space = cast(DartsSpace, world.space)
     clients = memory.table("clients")
     trained = clients[clients.stage == "global_nas"]
@@ -412,7 +360,7 @@ def test_a_decision_of_the_server_holds_for_all_from_the_next_round_on(make_conf
         kept = parse_subspace(memory.state(round_).data["kept"])
         assert memory.state(round_).weights("supernet").keys() == set(space.subspace_slices(kept))
     train_size, validation_size = (world.data.size(0, s) for s in ("train", "validation"))
-    assert silo_samples(memory, "global_nas") == [train_size] * 6 + [train_size + validation_size] * 2
+    assert silo_samples(memory.table("clients"), "global_nas") == [train_size] * 6 + [train_size + validation_size] * 2
     rows = memory.table("evaluations")
     assert set(rows[rows.split == "validation"]["round"]) == set(range(6))
     assert set(rows.model) == {"global"}
@@ -507,10 +455,12 @@ def test_all_silos_begin_a_round_with_the_same_base_and_their_own_rest(
     assert not torch.equal(begun[0]["head.bias"], begun[1]["head.bias"])
 
 
-def test_a_run_of_fedpnas_ends_with_an_architecture_of_its_own_for_every_silo(make_config: Make) -> None:
+def test_a_run_of_fedpnas_ends_with_an_architecture_of_its_own_for_every_silo(
+    make_config: Make, run_in_memory: Run
+) -> None:
     train = SiloTrainingConfig(rounds=7, batch_size=16, evaluate_every=1)
     config = make_config(FedPnasConfig(train=train, search=ArchitectureSearchConfig(start=1, every=1)))
-    world, memory, state = run(config)
+    world, memory, state = run_in_memory(config)
     space = cast(DartsSpace, world.space)
     kept = [unpacked(state.bags[f"client-{c}"].tensors).kept for c in range(3)]
     for found in kept:
@@ -523,7 +473,7 @@ def test_a_run_of_fedpnas_ends_with_an_architecture_of_its_own_for_every_silo(ma
     assert [n for n in shared if n not in base and not torch.equal(shared[n], first[n])] == []
     assert not torch.equal(shared["stem.0.weight"], first["stem.0.weight"])
     train_size, validation_size = (world.data.size(0, s) for s in ("train", "validation"))
-    assert silo_samples(memory, "fedpnas") == [train_size] * 5 + [train_size + validation_size] * 2
+    assert silo_samples(memory.table("clients"), "fedpnas") == [train_size] * 5 + [train_size + validation_size] * 2
     rows = memory.table("evaluations")
     assert set(rows[rows.split == "validation"]["round"]) == set(range(5))
     test = rows[rows.metric == "parameters"]
@@ -683,14 +633,16 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("method", [SpiderConfig, GlobalNasConfig, FedNasConfig, FedPnasConfig])
-def test_a_search_without_validation_data_is_refused(make_config: Make, method: Callable[..., Any]) -> None:
+def test_a_search_without_validation_data_is_refused(
+    make_config: Make, method: Callable[..., Any], refused: Refused
+) -> None:
     assert refused(make_config(method(), validation_share=0.0)) == (
         "data.validation_share=0 leaves a silo without validation samples to search with: raise it, or give each silo "
         "more samples"
     )
 
 
-def test_searches_that_cannot_run_are_refused_in_one_line(make_config: Make) -> None:
+def test_searches_that_cannot_run_are_refused_in_one_line(make_config: Make, refused: Refused) -> None:
     def spider(**search: Any) -> RunConfig:
         return make_config(SpiderConfig(search=ArchitectureSearchConfig(**search)))
 

@@ -1,0 +1,51 @@
+"""What modules of a space cost by themselves, on one sample."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.platform.spaces.base import bytes_of
+from fedloom.platform.spaces.initialisation import initialise, on_meta
+from fedloom.tiers.measure import MEASURES, activation_bytes_of, latency_s_of, macs_of, parameters_of
+
+Measure = Callable[[nn.Module, Tensor], float]
+"""The cost of a module on one sample."""
+
+
+def measure_of(measure: str) -> tuple[Measure, str]:
+    """How a measure is taken of a module, and the device on which; ValueError for an unknown one."""
+    match measure:
+        case "macs":
+            return macs_of, "meta"
+        case "parameters":
+            return lambda module, _x: parameters_of(module), "meta"
+        case "bytes":
+            return lambda module, _x: bytes_of(module.state_dict()), "meta"
+        case "activation_bytes":
+            return activation_bytes_of, "meta"
+        case "latency_s":
+            return median_seconds(), "cpu"
+    raise ValueError(f"unknown measure {measure!r}: known are {', '.join(MEASURES)}, bytes")
+
+
+def median_seconds(warmup: int = 3, repeats: int = 20) -> Measure:
+    """The median latency in seconds, measured whenever it is asked for."""
+    return lambda module, x: latency_s_of(module, x, warmup=warmup, repeats=repeats).median_s
+
+
+def cost_of(build: Callable[[], nn.Module], input_shape: tuple[int, ...], of: Measure, device: str) -> float:
+    """A module's cost on an input of zeros; no global generator moves, though noise draws when it is timed."""
+    place = torch.device(device)
+    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
+        return float(of(ready(build, device), torch.zeros(input_shape, device=place)))
+
+
+def ready(build: Callable[[], nn.Module], device: str) -> nn.Module:
+    """A module to be measured; with values where it really runs, since NaN may take another path through a kernel."""
+    module = on_meta(build).eval()
+    if device == "meta":
+        return module
+    weights = initialise(module, torch.Generator().manual_seed(0))
+    module.to_empty(device=device).load_state_dict(weights)
+    return module

@@ -1,0 +1,470 @@
+"""What becomes of silos in SPIDER: never heard, failed, alone, pulled, and interrupted; the others shall not notice."""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+import fedloom.platform.run as run_module
+from fedloom.platform.averaging import WeightedSums
+from fedloom.platform.config import DevicesConfig, ExecutorConfig, FailuresConfig, RunConfig, TiersConfig
+from fedloom.platform.execution import Assignment, Outcome, SerialExecutor
+from fedloom.platform.loop import InterruptedRunError, RunFailedError
+from fedloom.platform.methods.silo_stage import GainConfig
+from fedloom.platform.methods.spider import SpiderConfig, SpiderStage, SpiderTrainingConfig, stages
+from fedloom.platform.results.checkpoint import load_checkpoint
+from fedloom.platform.results.paths import find_run, list_runs
+from fedloom.platform.results.status import read_status
+from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
+from fedloom.platform.run import Watcher, resume_run, start_run
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.silos.network import kept_network, silo_data, train_network
+from fedloom.platform.silos.scoring import ScoreOwn
+from fedloom.platform.silos.search import ArchitectureSearchConfig, Perturbation
+from fedloom.platform.silos.spider import TrainSpider
+from fedloom.platform.silos.state import Personal, unpacked, with_row
+from fedloom.platform.spaces.base import Weights
+from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.darts import DartsSpace
+from fedloom.platform.state import RunState
+from fedloom.platform.tasks import subspace_id
+from fedloom.platform.training import LocalSGD, evaluate
+from fedloom.platform.worker import Worker
+from fedloom.platform.world import World, build_world
+from fedloom.tiers.devices import DeviceTable, write_device_table
+
+SILOS = (0, 1, 2)
+SHARED = "supernet"
+Make = Callable[..., RunConfig]
+Bags = Mapping[str, Mapping[str, Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Syncing guards against power failures only, and is slow on a busy disk."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def worlds() -> dict[str, World]:
+    """The worlds built so far: to split a space into tiers takes longer than a tiny run's rounds."""
+    return {}
+
+
+@pytest.fixture
+def spider_config(
+    tiny_config: Make, worlds: dict[str, World], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., RunConfig]:
+    """Three silos with cells of two nodes; `train` and keywords of RunConfig change parts.
+
+    `gains` are the epochs of those of the first two silos.
+    """
+
+    def remembered(config: RunConfig, *_costs: object) -> World:
+        key = repr((config.data, config.space, config.tiers, config.devices))
+        if key not in worlds:
+            worlds[key] = build_world(config)
+        return replace(worlds[key], config=config)
+
+    monkeypatch.setattr(run_module, "build_world", remembered)
+
+    def make(train: dict[str, Any] | None = None, gains: int = 0, **changes: Any) -> RunConfig:
+        training = SpiderTrainingConfig(rounds=3, batch_size=16, evaluate_every=1, pull=0.1)
+        method = SpiderConfig(
+            train=replace(training, **(train or {})),
+            search=ArchitectureSearchConfig(start=1, every=1),
+            gains=GainConfig(epochs=gains, clients=2),
+        )
+        space, tiers = SpaceConfig("darts_s2_small", channels=4), TiersConfig(count=1, paths=100)
+        config = tiny_config(**{"space": space, "tiers": tiers, "method": method, **changes})
+        return replace(config, data=replace(config.data, num_clients=3, train_samples=120, validation_share=0.25))
+
+    return make
+
+
+def worker_of(world: World) -> Worker:
+    """A fresh worker, but for the space, which does not change: to count its operators' costs takes a while."""
+    worker = Worker(world.spec)
+    worker.space = world.space
+    return worker
+
+
+def serial(world: World) -> SerialExecutor:
+    return SerialExecutor(worker_of(world))
+
+
+def world_of(config: RunConfig) -> World:
+    """As runs build it here: once."""
+    return run_module.build_world(config)
+
+
+def elsewhere(config: RunConfig, name: str) -> RunConfig:
+    return replace(config, results=str(Path(config.results).with_name(name)))
+
+
+def rows_of(config: RunConfig, table: str, **where: object) -> pd.DataFrame:
+    """The rows of the only run, without the columns that depend on when and where it ran."""
+    frame = read_table(Path(config.results), table)
+    for column, value in where.items():
+        frame = frame[frame[column] == value]
+    return frame.drop(columns=["experiment", "run_id", *TIME_COLUMNS[table]], errors="ignore").reset_index(drop=True)
+
+
+def bags_of(config: RunConfig) -> Bags:
+    (paths,) = list_runs(Path(config.results))
+    return {name: bag.tensors for name, bag in load_checkpoint(paths.checkpoint).bags.items()}
+
+
+def same_bits(left: Weights, right: Weights) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def assert_same_bags(left: Bags, right: Bags) -> None:
+    assert left.keys() == right.keys()
+    assert [name for name in left if not same_bits(left[name], right[name])] == []
+
+
+def darts(world: World) -> DartsSpace:
+    assert isinstance(world.space, DartsSpace)
+    return world.space
+
+
+def failing(task: type[Any], when: Callable[[Assignment], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the tasks of a kind raise for some assignments."""
+    original = task.run
+
+    def run(self: Any, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        if when(assignment):
+            raise OSError("bad sector")
+        outcome: Outcome = original(self, worker, assignment, weights)
+        return outcome
+
+    monkeypatch.setattr(task, "run", run)
+
+
+def tolerating(share: float) -> ExecutorConfig:
+    return ExecutorConfig(kind="serial", failures=FailuresConfig(policy="tolerate", max_share=share))
+
+
+# -- never heard ------------------------------------------------------------------------------------------------------
+
+
+def one_gone_one_slow(file: Path) -> TiersConfig:
+    """Silo 0 is fast, silo 1 always drops out, silo 2 computes a thousand MACs per second."""
+    rates = [np.array(values) for values in ([1e15, 1e15, 1e3], [1e12] * 3, [1e12] * 3)]
+    write_device_table(file, DeviceTable(np.arange(3), *rates, np.ones(3), np.array([0.0, 1.0, 0.0])))
+    return TiersConfig(count=1, paths=100, device_table=str(file))
+
+
+def shared_score(world: World, bags: Bags, silo: int) -> float:
+    """The accuracy of the shared supernet on a silo's test data, by a module of its own."""
+    module = world.space.build_supernet()
+    module.load_state_dict(dict(bags[SHARED]))
+    with world.data.reading_test():
+        data = world.data.client(silo, "test")
+    return evaluate(module.eval(), data).metric
+
+
+def test_silos_that_are_never_heard_have_their_rows_and_leave_the_others_alone(
+    spider_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = DevicesConfig(deadline_s=0.5)
+    config = spider_config(tiers=one_gone_one_slow(tmp_path / "devices.csv"), devices=devices)
+    run_id = start_run(config, serial)
+    assert read_status(find_run(Path(config.results), run_id).status).state == "done"
+
+    rows = rows_of(config, "clients", stage="spider").sort_values(["client_id", "round"])
+    assert [*zip(rows["client_id"], rows["round"], rows["status"], strict=True)] == [
+        (silo, round_, status) for silo, status in enumerate(("ok", "dropped", "timed_out")) for round_ in range(3)
+    ]
+    gone, late = rows[rows["client_id"] == 1], rows[rows["client_id"] == 2]
+    assert set(gone["error"]) == {"the simulated device dropped out (probability 1)"}
+    assert (gone[["macs", "bytes_down", "bytes_up", "samples"]] == 0).all(axis=None)
+    assert all(error.endswith("s is over the deadline of 0.5 s") for error in late["error"])
+    assert (late["bytes_up"] == 0).all()
+    assert (late["bytes_down"] == sum(t.numel() * t.element_size() for t in bags_of(config)[SHARED].values())).all()
+    rounds = rows_of(config, "rounds", stage="spider")
+    counts = rounds[["clients_planned", "clients_ok", "clients_failed"]]
+    assert counts.values.tolist() == [[3, 1, 0]] * 3
+    assert rounds["simulated_s"].tolist() == [0.5] * 3, "the server waits for them until the deadline"
+    assert set(rows_of(config, "evaluations", split="validation")["client_id"]) == {0}
+
+    bags, world = bags_of(config), world_of(config)
+    assert bags.keys() == {SHARED, "client-0"}
+    measured = rows_of(config, "clients", stage="evaluation")
+    assert [*zip(measured["client_id"], measured["status"], strict=True)] == [(0, "ok"), (1, "ok"), (2, "ok")]
+    tested = rows_of(config, "evaluations", split="test", metric="accuracy").set_index("client_id")
+    assert sorted(tested.index) == [*SILOS]
+    for silo in (1, 2):
+        assert tested.loc[silo, "architecture"] == subspace_id(darts(world).largest_subspace)
+        assert tested.loc[silo, "value"] == shared_score(world, bags, silo)
+    assert tested.loc[0, "architecture"] == subspace_id(unpacked(bags["client-0"]).kept)
+
+    # Whatever keeps silos from being heard, what is left of the run is the same.
+    failed = elsewhere(replace(config, devices=DevicesConfig(), executor=tolerating(0.7)), "failed")
+    failed = replace(failed, tiers=TiersConfig(count=1, paths=100))
+    failing(TrainSpider, lambda a: a.client_id != 0, monkeypatch)
+    start_run(failed, serial)
+    assert_same_bags(bags_of(failed), bags)
+    pd.testing.assert_frame_equal(rows_of(failed, "evaluations"), rows_of(config, "evaluations"))
+
+
+def test_a_run_whose_silos_all_drop_out_scores_what_it_began_with(spider_config: Make) -> None:
+    config = spider_config(devices=DevicesConfig(dropout=1.0))
+    start_run(config, serial)
+    assert set(rows_of(config, "clients", stage="spider")["status"]) == {"dropped"}
+    assert len(rows_of(config, "clients", stage="spider")) == 9
+    bags, world = bags_of(config), world_of(config)
+    assert bags.keys() == {SHARED}
+    assert same_bits(bags[SHARED], darts(world).initial_weights(torch_stream(config.seed, SHARED)))
+    tested = rows_of(config, "evaluations", split="test", metric="accuracy")
+    assert dict(zip(tested["client_id"], tested["value"], strict=True)) == {
+        silo: shared_score(world, bags, silo) for silo in SILOS
+    }
+
+
+# -- failed -----------------------------------------------------------------------------------------------------------
+
+
+def by_hand(config: RunConfig, heard: Callable[[int, int], bool]) -> tuple[dict[str, Mapping[str, Tensor]], Worker]:
+    """The training of a run, one silo after the other: its shared weights and its silos' states in the end."""
+    world = world_of(config)
+    worker = worker_of(world)
+    stage, *_ = stages(config.method, world)
+    assert isinstance(stage, SpiderStage)
+    bags: dict[str, Mapping[str, Tensor]] = {SHARED: darts(world).initial_weights(torch_stream(config.seed, SHARED))}
+    for round_ in range(config.method.train.rounds):
+        task, weights, sums = stage.task(RunState(round=round_)), bags[SHARED], WeightedSums()
+        for silo in (s for s in SILOS if heard(round_, s)):
+            state = bags.get(f"client-{silo}")
+            outcome = task.run(worker, Assignment("spider", round_, silo, "tier1", task, state=state), weights)
+            assert outcome.update is not None
+            assert outcome.state is not None
+            of_silo = WeightedSums()  # a chunk holds one silo
+            of_silo.add(outcome.update)
+            sums.merge(of_silo)
+            bags[f"client-{silo}"] = {name: tensor.clone() for name, tensor in outcome.state.items()}
+        bags[SHARED] = sums.finish(weights)
+    return bags, worker
+
+
+def scores_by_hand(bags: Bags, worker: Worker, silos: Collection[int]) -> dict[int, float]:
+    found = {}
+    for silo in silos:
+        task = ScoreOwn()
+        assignment = Assignment("evaluation", 0, silo, "tier1", task, state=bags.get(f"client-{silo}"))
+        with worker.data.reading_test():
+            outcome = task.run(worker, assignment, bags[SHARED])
+        (found[silo],) = (m.value for m in outcome.measurements if m.metric == "accuracy")
+    return found
+
+
+def test_a_tolerated_failure_costs_its_silo_a_round_and_the_others_nothing_but_its_update(
+    spider_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = spider_config(executor=tolerating(0.4))
+    expected, worker = by_hand(config, lambda round_, silo: (round_, silo) != (0, 1))
+    scores = scores_by_hand(expected, worker, SILOS)
+    failing(TrainSpider, lambda a: (a.round, a.client_id) == (0, 1), monkeypatch)
+    failing(ScoreOwn, lambda a: a.client_id == 2, monkeypatch)
+    run_id = start_run(config, serial)
+    assert read_status(find_run(Path(config.results), run_id).status).state == "done"
+
+    rows = rows_of(config, "clients")
+    failed = rows[rows["status"] != "ok"]
+    assert [*zip(failed["stage"], failed["round"], failed["client_id"], strict=True)] == [
+        ("spider", 0, 1),
+        ("evaluation", 0, 2),
+    ]
+    assert set(failed["status"]) == {"failed"}
+    assert set(failed["error"]) == {"OSError: bad sector"}
+    assert len(rows) == 3 * 3 + 3
+    rounds = rows_of(config, "rounds")
+    assert rounds["clients_failed"].tolist() == [1, 0, 0, 1]
+    assert rounds["clients_ok"].tolist() == [2, 3, 3, 2]
+
+    assert_same_bags(bags_of(config), expected)
+    tested = rows_of(config, "evaluations", split="test", metric="accuracy")
+    assert dict(zip(tested["client_id"], tested["value"], strict=True)) == {s: scores[s] for s in (0, 1)}
+
+
+def test_more_failures_than_are_tolerated_stop_the_run_in_the_evaluation_too(
+    spider_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = spider_config(train={"rounds": 1}, executor=tolerating(0.4))
+    with monkeypatch.context() as patch:
+        failing(ScoreOwn, lambda a: a.client_id != 0, patch)
+        with pytest.raises(
+            RunFailedError, match=r"evaluation, round 0: client 1 \(tier1\) failed: OSError: bad sector"
+        ):
+            start_run(config, serial)
+    assert rows_of(config, "evaluations", split="test").empty
+    assert rows_of(config, "clients", stage="evaluation")["status"].tolist() == ["ok", "failed", "failed"]
+    (paths,) = list_runs(Path(config.results))
+    resume_run(config, paths.run_id, serial)
+    assert rows_of(config, "clients", stage="evaluation")["status"].tolist() == ["ok"] * 3
+    assert sorted(rows_of(config, "evaluations", split="test", metric="accuracy")["client_id"]) == [*SILOS]
+
+
+# -- alone, and pulled ------------------------------------------------------------------------------------------------
+
+LOCAL = LocalSGD(epochs=1, batch_size=16, lr=0.05, momentum=0.9, clip_norm=5.0)
+ROUNDS = 6
+
+
+def received(
+    first: Weights, change: Callable[[Tensor, int], Tensor] = lambda t, _: t, rounds: int = ROUNDS
+) -> Iterator[Weights]:
+    """The same weights in round 0, then whatever `change` makes of them."""
+    for round_ in range(rounds):
+        yield {
+            name: change(tensor, round_) if round_ and tensor.is_floating_point() else tensor
+            for name, tensor in first.items()
+        }
+
+
+def states_of(world: World, stream: Iterator[Weights], pull: float) -> tuple[list[Weights], list[Weights]]:
+    """Silo 1's states and what it sends after every round; from round 1 on every round searches."""
+    worker, states, sent = worker_of(world), [], []
+    state: Weights | None = None
+    for round_, weights in enumerate(stream):
+        task = TrainSpider(LOCAL, pull, Perturbation(due=round_ >= 1))
+        outcome = task.run(worker, Assignment("spider", round_, 1, "tier1", task, state=state), weights)
+        assert outcome.state is not None
+        assert outcome.update is not None
+        state = outcome.state  # the next task changes it in place: what is compared later is a copy
+        states.append({name: tensor.clone() for name, tensor in state.items()})
+        sent.append(outcome.update.tensors)
+    return states, sent
+
+
+def states_alone(world: World, first: Weights) -> list[Weights]:
+    """The same silo where there is no shared model at all."""
+    worker, states = worker_of(world), []
+    silo = Personal(dict(first), {}, darts(world).largest_subspace)
+    for round_ in range(ROUNDS):
+        task = Perturbation(due=round_ >= 1)
+        assignment = Assignment("spider", round_, 1, "tier1", TrainSpider(LOCAL, 0.0, task))
+        silo = task.before(worker, assignment, silo).silo
+        joined = all(len(row) == 1 for row in silo.kept)
+        own = train_network(
+            worker,
+            assignment,
+            kept_network(worker, silo.kept),
+            silo.weights,
+            silo_data(worker, assignment, joined=joined),
+            LOCAL,
+            momentum=silo.momentum,
+        )
+        silo = Personal(own.tensors, own.momentum, silo.kept)
+        states.append({name: tensor.clone() for name, tensor in silo.packed().items()})
+    return states
+
+
+def test_without_a_pull_a_silo_is_alone_for_as_long_as_it_searches_and_after(spider_config: Make) -> None:
+    world = world_of(spider_config())
+    first = darts(world).initial_weights(torch_stream(1, SHARED))
+
+    def other_weights(tensor: Tensor, round_: int) -> Tensor:
+        return tensor * (1 + 0.3 * round_) + 0.1
+
+    same, sent = states_of(world, received(first), 0.0)
+    other, sent_other = states_of(world, received(first, other_weights), 0.0)
+    alone = states_alone(world, first)
+    left = [sum(len(row) > 1 for row in unpacked(state).kept) for state in same]
+    assert left == [10, 8, 6, 4, 2, 0], "an edge of each cell is decided in every round but the first"
+    for round_ in range(ROUNDS):
+        assert same_bits(same[round_], other[round_]), round_
+        assert same_bits(same[round_], alone[round_]), round_
+        assert same_bits(sent[round_], sent_other[round_]) == (round_ == 0), "what it receives is another model"
+    assert any(name.startswith("momentum/") for name in same[-1])
+
+    pulled, _ = states_of(world, received(first, rounds=2), 0.5)
+    pulled_elsewhere, _ = states_of(world, received(first, other_weights, rounds=2), 0.5)
+    assert same_bits(pulled[0], pulled_elsewhere[0])
+    assert not same_bits(pulled[1], pulled_elsewhere[1])
+
+
+def test_the_pull_moves_what_the_silo_keeps_by_its_gradient_and_nothing_else(spider_config: Make) -> None:
+    world = world_of(spider_config())
+    space, one_batch = darts(world), LocalSGD(epochs=1, batch_size=1000, lr=0.05)
+    weights = space.initial_weights(torch_stream(1, SHARED))
+    parameters = {name for name, _ in space.build_supernet().named_parameters()}
+    kept = with_row(with_row(space.largest_subspace, 0, (0,)), 7, (1,))
+    held = set(space.subspace_slices(kept))
+    dropped = set(space.subspace_slices(space.largest_subspace)) - held
+    assert dropped == {*space.operator_tensors(0, 1), *space.operator_tensors(7, 0)}
+    assert dropped & parameters, "an operator with parameters is among them"
+
+    # v - w is 0.5 in half of the tensors, and -0.25 in the others.
+    distance = {name: 0.5 if i % 2 else -0.25 for i, name in enumerate(sorted(held & parameters))}
+    own = {name: weights[name] + distance[name] if name in distance else weights[name] for name in held}
+    state = Personal(own, {}, kept).packed()
+
+    def after(pull: float, received: Weights) -> tuple[Personal, Weights]:
+        task = TrainSpider(one_batch, pull, Perturbation(due=False))
+        outcome = task.run(worker_of(world), Assignment("spider", 0, 0, "tier1", task, state=state), received)
+        assert outcome.steps == 2, "a step of either model"
+        assert outcome.state is not None
+        assert outcome.update is not None
+        return unpacked(outcome.state), outcome.update.tensors
+
+    (free, sent), (pulled, sent_too) = after(0.0, weights), after(0.2, weights)
+    assert set(free.weights) == set(pulled.weights) == held
+    for name in held:
+        # -lr * lambda * (v - w): -0.05 * 0.2 * 0.5, and -0.05 * 0.2 * -0.25
+        moved = {0.5: -0.005, -0.25: 0.0025}[distance[name]] if name in distance else 0.0
+        difference = pulled.weights[name].double() - free.weights[name].double()
+        assert torch.allclose(difference, torch.full_like(difference, moved), rtol=0, atol=2e-6), name
+        if name not in distance:
+            assert torch.equal(pulled.weights[name], free.weights[name]), name
+    assert same_bits(sent, sent_too), "the shared model feels no pull"
+
+    elsewhere = {
+        name: tensor + 7 if name in dropped and name in parameters else tensor for name, tensor in weights.items()
+    }
+    again, sent_elsewhere = after(0.2, elsewhere)
+    assert same_bits(again.weights, pulled.weights), "towards operators that are gone there is no pull"
+    assert not same_bits(sent, sent_elsewhere)
+
+
+# -- again, and interrupted -------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_and_one_that_is_interrupted_where_it_measures_are_the_same_to_the_bit(
+    spider_config: Make,
+) -> None:
+    config = spider_config({"rounds": 2}, gains=1)
+    second, broken = elsewhere(config, "second"), elsewhere(config, "broken")
+    start_run(config, serial)
+    start_run(second, serial)
+
+    ids: list[str] = []
+    last_of_training = iter([False, True])
+    with pytest.raises(InterruptedRunError, match=r"stopped after round 1 of spider"):
+        start_run(broken, serial, Watcher(started=ids.append, should_stop=lambda: next(last_of_training)))
+    for place in ("round 0 of evaluation", "round 0 of gains"):
+        with pytest.raises(InterruptedRunError, match=f"stopped after {place}"):
+            resume_run(broken, ids[0], serial, Watcher(should_stop=lambda: True))
+    resume_run(broken, ids[0], serial)
+
+    for again in (second, broken):
+        for table in set(TABLES) - {"runs"}:
+            expected, found = rows_of(config, table), rows_of(again, table)
+            assert len(expected) or table in ("candidates", "models")
+            pd.testing.assert_frame_equal(found, expected, check_exact=True)
+        assert_same_bags(bags_of(again), bags_of(config))
+    rounds = rows_of(config, "rounds")
+    assert rounds["stage"].tolist() == ["spider"] * 2 + ["evaluation"] + ["gains"] * 2
+    assert (rounds["simulated_s"] > 0).all()
+    assert (rows_of(config, "clients")["simulated_s"] > 0).all()
+    gains = rows_of(config, "evaluations", stage="gains", metric="accuracy")
+    pairs = {*zip(gains["client_id"], gains["model"], strict=True)}
+    assert pairs == {(i, f"silo-{j}") for i in (0, 1) for j in (0, 1)}
