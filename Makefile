@@ -19,7 +19,8 @@ demo: install
 	$(BIN)/fedloom run experiment=fedoras_digits results=$(RESULTS)
 
 test: install
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not ray" -n 2 --dist loadfile
+	$(BIN)/pytest -m ray
 
 check: install
 	$(BIN)/ruff check .

@@ -194,14 +194,14 @@ def test_a_rounds_row_by_hand(setting: Setting) -> None:
     }
     assert {name: row[name] for name in expected} == expected
     assert state.simulated_s == 130.0
+    clients = setting.table("clients")
+    assert clients["status"].tolist() == ["ok", "dropped", "timed_out", "ok"]
 
 
 def test_a_stage_without_deadlines_is_waited_for(setting: Setting) -> None:
     state = setting.loop(Counting(rounds=1), deadline_s=100.0).run(RunState())
     (row,) = setting.table("rounds").to_dict("records")
     assert (row["clients_ok"], row["simulated_s"], state.simulated_s) == (4, 130.0, 130.0)
-    clients = setting.table("clients")
-    assert clients["status"].tolist() == ["ok", "dropped", "timed_out", "ok"]
 
 
 def test_the_virtual_clock_adds_up_over_rounds(setting: Setting) -> None:
