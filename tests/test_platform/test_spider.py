@@ -213,3 +213,21 @@ def test_what_cannot_run_is_refused_and_unsearched_edges_are_counted(
         stages(without.method, build_world(without))
     with pytest.raises(ValueError, match=r"cnn_digits is not a space of DARTS cells: choose darts_s2"):
         stages(SpiderConfig(), build_world(tiny_config()))
+
+
+def test_the_three_phases_keep_what_is_needed_and_drop_what_is_useless(spider_config: Make) -> None:
+    config = spider_config({"start": 4}, rounds=11, lr=0.05, evaluate_every=0)
+    space = replace(config.space, operators=["noise", "sep_conv_3x3"])
+    config = replace(config, space=space, data=replace(config.data, train_samples=300, alpha=1000.0))
+    results, run_id = run(config)
+    clients = read_table(results, "clients", run_id=run_id)
+    found: list[str] = []
+    for _, rows in clients[clients.stage == "spider"].groupby("client_id"):
+        by_round = rows.sort_values("round").subspace.tolist()
+        assert by_round[:4] == ["/".join(["0,1"] * 10)] * 4, "first everything is kept"
+        undecided_edges = [text.count(",") for text in by_round]
+        assert undecided_edges == [10, 10, 10, 10, 8, 6, 4, 2, 0, 0, 0], "then an edge of each cell per round, of ten"
+        assert by_round[8] == by_round[9] == by_round[10], "and what was found stays"
+        found += by_round[-1].split("/")
+    assert len(found) == 30
+    assert found.count("1") >= 24, f"{found}: noise is of no use, convolutions are"
