@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Patch
 
-from fedloom.experiments.report.frames import Tables, configuration
+from fedloom.experiments.analysis.silos import latest_architectures
+from fedloom.experiments.analysis.tables import Tables, configuration
 from fedloom.experiments.report.plots import LEGEND
-from fedloom.experiments.report.silo_frames import latest_architectures
 from fedloom.experiments.report.style import BLUE, DPI, GREEN, GREY, INK, VERMILION
 from fedloom.platform.spaces.config import SpaceConfig
 from fedloom.platform.spaces.darts import CELL_TYPES, DartsSpace

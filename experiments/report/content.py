@@ -7,35 +7,30 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.report.costs import cost_comparisons
-from fedloom.experiments.report.elastic_blocks import cost_block, subnet_block
-from fedloom.experiments.report.frames import (
+from fedloom.experiments.analysis.frames import (
     ALL_TIERS,
     METRIC,
-    Tables,
     communication,
     communication_by_kind,
-    configuration,
-    elastic_run_ids,
     failures,
     fairness,
-    is_dry,
-    is_elastic,
-    is_silo,
     natural,
     per_tier,
     shown_models,
-    silo_run_ids,
     tiers_of,
 )
-from fedloom.experiments.report.intervals import estimate
-from fedloom.experiments.report.labels import Labels
+from fedloom.experiments.analysis.intervals import estimate, is_absent
+from fedloom.experiments.analysis.kinds import elastic_run_ids, is_dry, is_elastic, is_silo, silo_run_ids
+from fedloom.experiments.analysis.labels import Labels
+from fedloom.experiments.analysis.silos import GAINS
+from fedloom.experiments.analysis.subnets import ALONE, SEARCHED, subnet_summaries, targets_of
+from fedloom.experiments.analysis.tables import Tables, configuration
+from fedloom.experiments.report.costs import cost_comparisons
+from fedloom.experiments.report.elastic_blocks import cost_block, subnet_block
 from fedloom.experiments.report.picture import Picture
 from fedloom.experiments.report.silo_blocks import missing_of_silos, silo_blocks
-from fedloom.experiments.report.silo_frames import GAINS
-from fedloom.experiments.report.subnets import ALONE, SEARCHED, subnet_summaries, targets_of
 from fedloom.experiments.report.table import Block, Summary, header_and_rows, note, summarise
-from fedloom.experiments.report.words import ABSENT, is_absent, model_name, percent, seconds, si, stage_name
+from fedloom.experiments.report.words import ABSENT, model_name, percent, seconds, si, stage_name
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import Status, read_status
 

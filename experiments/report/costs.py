@@ -7,9 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.report.frames import Tables, communication, elastic_run_ids, only
-from fedloom.experiments.report.labels import Labels
-from fedloom.experiments.report.settings import Setting, flat, settings_of
+from fedloom.experiments.analysis.frames import communication
+from fedloom.experiments.analysis.kinds import elastic_run_ids
+from fedloom.experiments.analysis.labels import Labels
+from fedloom.experiments.analysis.settings import Setting, flat, settings_of
+from fedloom.experiments.analysis.tables import Tables, only
 
 HEURISTIC_KEYS = ("distribution", "shares", "shrinking", "travels", "evaluate", "evaluate_every")
 """What of `method.train` is the supernet's own business: a comparison at equal terms may differ in it."""

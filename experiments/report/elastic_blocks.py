@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fedloom.experiments.analysis.frames import communication
+from fedloom.experiments.analysis.intervals import Estimate, is_absent
+from fedloom.experiments.analysis.labels import Labels
+from fedloom.experiments.analysis.subnets import ALONE, COSTS, SEARCHED, SUPERNET, Predictor, Subnet, SubnetSummary
+from fedloom.experiments.analysis.tables import Tables, only
 from fedloom.experiments.report.costs import CostComparison, Step
-from fedloom.experiments.report.frames import Tables, communication, only
-from fedloom.experiments.report.intervals import Estimate
-from fedloom.experiments.report.labels import Labels
-from fedloom.experiments.report.subnets import ALONE, COSTS, SEARCHED, SUPERNET, Predictor, Subnet, SubnetSummary
 from fedloom.experiments.report.table import Block
-from fedloom.experiments.report.words import ABSENT, is_absent, percent, seconds, si, stage_name, times
+from fedloom.experiments.report.words import ABSENT, percent, seconds, si, stage_name, times
 
 KINDS = {
     SUPERNET: "the family's subnets are cut from the supernet",

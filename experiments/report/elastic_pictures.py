@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
+from fedloom.experiments.analysis.kinds import elastic_run_ids
+from fedloom.experiments.analysis.labels import Labels
+from fedloom.experiments.analysis.settings import settings_of
+from fedloom.experiments.analysis.subnets import scored, subnets
+from fedloom.experiments.analysis.tables import Tables, only
 from fedloom.experiments.report.costs import cost_comparisons
-from fedloom.experiments.report.frames import Tables, elastic_run_ids, only
-from fedloom.experiments.report.labels import Labels
 from fedloom.experiments.report.picture import Picture
-from fedloom.experiments.report.settings import settings_of
-from fedloom.experiments.report.subnets import scored, subnets
 
 CAPTIONS = {
     "accuracy-macs": (

@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.subnets import FRONT, SAMPLES, SEARCHED
 from fedloom.experiments.report.costs import CostComparison
 from fedloom.experiments.report.plots import COUNTS, DASHED, LEGEND, tiers_in_order
-from fedloom.experiments.report.settings import Setting
 from fedloom.experiments.report.style import (
     BLUE,
     GREEN,
@@ -24,7 +25,6 @@ from fedloom.experiments.report.style import (
     tier_colours,
     whole_numbers,
 )
-from fedloom.experiments.report.subnets import FRONT, SAMPLES, SEARCHED
 from fedloom.experiments.report.words import si_scale, times
 
 LOGARITHMIC_FROM = 20.0

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from fedloom.experiments.report.frames import MODELS, is_own, natural, shown_models
+from fedloom.experiments.analysis.frames import MODELS, is_own, natural, shown_models
 from fedloom.experiments.report.style import (
     BLUE,
     GREY,

@@ -10,7 +10,25 @@ import pandas as pd
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from fedloom.experiments.report.bounds import Bounds, upper_bounds
+from fedloom.experiments.analysis.bounds import Bounds, upper_bounds
+from fedloom.experiments.analysis.frames import (
+    METRIC,
+    by_stage,
+    client_metrics,
+    communication,
+    communication_by_kind,
+    convergence,
+    failures,
+    fairness,
+    pareto,
+    per_tier,
+)
+from fedloom.experiments.analysis.kinds import elastic_run_ids, is_dry, silo_run_ids, with_silo_clients
+from fedloom.experiments.analysis.labels import Labels, labels_of
+from fedloom.experiments.analysis.silos import p_matrix, per_silo, personalisation_gains, phases, silo_summaries
+from fedloom.experiments.analysis.silos import summary_as_dict as silos_as_dict
+from fedloom.experiments.analysis.subnets import ALONE, subnet_summaries, subnets, summary_as_dict
+from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, configuration, latest_run, load
 from fedloom.experiments.report.content import (
     Content,
     blocks_of,
@@ -22,33 +40,10 @@ from fedloom.experiments.report.content import (
 from fedloom.experiments.report.costs import cost_comparisons
 from fedloom.experiments.report.elastic_blocks import cost_block, dry_block, subnet_block
 from fedloom.experiments.report.elastic_pictures import elastic_pictures
-from fedloom.experiments.report.frames import (
-    METRIC,
-    Tables,
-    by_stage,
-    client_metrics,
-    communication,
-    communication_by_kind,
-    configuration,
-    convergence,
-    elastic_run_ids,
-    failures,
-    fairness,
-    is_dry,
-    load,
-    pareto,
-    per_tier,
-    silo_run_ids,
-    with_silo_clients,
-)
-from fedloom.experiments.report.labels import Labels, labels_of
 from fedloom.experiments.report.page import html_page, markdown_page
 from fedloom.experiments.report.picture import Picture
 from fedloom.experiments.report.silo_blocks import silo_blocks
-from fedloom.experiments.report.silo_frames import p_matrix, per_silo, personalisation_gains, phases, silo_summaries
-from fedloom.experiments.report.silo_frames import summary_as_dict as silos_as_dict
 from fedloom.experiments.report.silo_pictures import silo_pictures
-from fedloom.experiments.report.subnets import ALONE, subnet_summaries, subnets, summary_as_dict
 from fedloom.experiments.report.table import Block, as_dict, records, rich_block, rich_table
 from fedloom.platform.results.files import check_writable, write_atomically
 from fedloom.platform.results.paths import RunPaths
@@ -73,7 +68,7 @@ def write_report(results: Path, run_ids: Sequence[str] | None = None, out: Path 
     `out` is `results/reports/RUN` if not given. Works for runs that are still running, failed, or lack stages: what is
     missing is said. Raises ValueError for an unknown run, a damaged table, or a folder that cannot be written.
     """
-    tables = load(results, run_ids)
+    tables = load(results, _chosen(results, run_ids))
     folder = Path(results) / "reports" / _folder_name(tables.paths) if out is None else Path(out)
     check_writable(folder)
     content = report_content(tables)
@@ -85,6 +80,10 @@ def write_report(results: Path, run_ids: Sequence[str] | None = None, out: Path 
     write_atomically(html, html_page(content).encode(), durable=False)
     write_atomically(text, markdown_page(content).encode(), durable=False)
     return ReportFiles(tuple(p.run_id for p in tables.paths), folder, html, text, plots, content.missing)
+
+
+def _chosen(results: Path, run_ids: Sequence[str] | None) -> Sequence[str]:
+    return run_ids or [latest_run(results)]
 
 
 def _folder_name(paths: Sequence[RunPaths]) -> str:
@@ -241,7 +240,7 @@ def summary_table(results: Path, run_ids: str | Sequence[str] | None = None) -> 
     Raises ValueError for an unknown run or a damaged table.
     """
     ids = [run_ids] if isinstance(run_ids, str) else run_ids
-    tables = with_silo_clients(load(results, ids, with_clients=False))
+    tables = with_silo_clients(load(results, _chosen(results, ids), tables=[t for t in ALL_TABLES if t != "clients"]))
     summaries = summaries_of(tables, upper_bounds(tables))
     shown: list[RenderableType] = [rich_table(summary) for summary in summaries if summary.tiers]
     shown += [rich_block(block) for block in _elastic_blocks(tables) if block.rows]
@@ -268,7 +267,7 @@ def report_json(results: Path, run_ids: Sequence[str] | None = None) -> dict[str
     silos (per configuration), the rows of silo_clients, personalisation (the rows of p, "matrix", and the gains) and
     phases. Raises ValueError as `write_report`.
     """
-    tables = load(results, run_ids)
+    tables = load(results, _chosen(results, run_ids))
     bounds = upper_bounds(tables)
     stages, labels, matrix = communication(tables), labels_of(tables), p_matrix(tables)
     return {

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fedloom.experiments.report.frames import METRIC, Tables, configuration, only
-from fedloom.experiments.report.intervals import Estimate
-from fedloom.experiments.report.silo_frames import (
+from fedloom.experiments.analysis.frames import METRIC
+from fedloom.experiments.analysis.intervals import Estimate, is_absent
+from fedloom.experiments.analysis.silos import (
     EVALUATION,
     PERSONAL,
     SiloSummary,
@@ -17,9 +17,10 @@ from fedloom.experiments.report.silo_frames import (
     silos,
     undecided_silos,
 )
+from fedloom.experiments.analysis.tables import Tables, configuration, only
 from fedloom.experiments.report.silo_gaps import covered_silos, gaps_of_gains, gaps_of_scores, silo_names
 from fedloom.experiments.report.table import Block
-from fedloom.experiments.report.words import ABSENT, is_absent, percent, seconds, si
+from fedloom.experiments.report.words import ABSENT, percent, seconds, si
 
 Write = Callable[[Any], str]
 COSTS = ("parameters", "macs", "peak_memory_bytes", "bytes_per_round", "wall_s")

@@ -5,8 +5,9 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.report.frames import METRIC, Tables, configuration, only
-from fedloom.experiments.report.silo_frames import EVALUATION, GAINS, p_matrix, per_silo, training, was_heard
+from fedloom.experiments.analysis.frames import METRIC
+from fedloom.experiments.analysis.silos import EVALUATION, GAINS, p_matrix, per_silo, training, was_heard
+from fedloom.experiments.analysis.tables import Tables, configuration, only
 
 WITH_AN_OWN_STATE = ("spider", "ditto")
 """Methods whose silos score what they keep, which is the shared model where they keep nothing."""

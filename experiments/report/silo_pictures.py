@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from fedloom.experiments.report.frames import Tables, only
+from fedloom.experiments.analysis.settings import settings_of
+from fedloom.experiments.analysis.silos import curves, p_matrix, per_silo, phases, silos
+from fedloom.experiments.analysis.tables import Tables, only
 from fedloom.experiments.report.picture import Picture
-from fedloom.experiments.report.settings import settings_of
-from fedloom.experiments.report.silo_frames import curves, p_matrix, per_silo, phases, silos
 
 CAPTIONS = {
     "silos": (

@@ -12,9 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
+from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.silos import Phases, as_square, personalisation_gains
 from fedloom.experiments.report.plots import LEGEND
-from fedloom.experiments.report.settings import Setting
-from fedloom.experiments.report.silo_frames import Phases, as_square, personalisation_gains
 from fedloom.experiments.report.style import GREY, INK, MARKERS, SERIES, quiet, whole_numbers
 
 COLOURS = (*SERIES, "#8C564B", GREY)
@@ -34,7 +34,7 @@ NARROW = 26
 def accuracy_figure(per_silo: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
     """The test accuracy of every silo, a line per setting, with mean and worst marked; None without any.
 
-    `per_silo` as from `silo_frames.per_silo`; the silos of all runs of a setting are drawn together.
+    `per_silo` as from `silos.per_silo`; the silos of all runs of a setting are drawn together.
     """
     known = per_silo[per_silo["accuracy"].notna()]
     shown = [s for s in settings if known["run_id"].isin(s.run_ids).any()]
@@ -97,7 +97,7 @@ def _dot_handles(with_shared: bool) -> list[Line2D]:
 def curves_figure(curves: pd.DataFrame, phases: Sequence[Phases], settings: Sequence[Setting]) -> Figure | None:
     """Validation accuracy (left) and training loss (right) against rounds, a line per setting; None without any.
 
-    `curves` as from `silo_frames.curves`. Bands: the standard deviation over silos of one run, or from the least to
+    `curves` as from `silos.curves`. Bands: the standard deviation over silos of one run, or from the least to
     the greatest of several runs. Phases of the searching runs are shaded. Source: SPIDER, Fig. 6.
     """
     loss = curves[(curves["series"] == "train") & curves["mean_loss"].notna()]
@@ -198,7 +198,7 @@ def _name_phase(axes: Axes, begin: float, end: float, name: str, whole: float) -
 def gains_figure(matrix: pd.DataFrame) -> Figure | None:
     """p_ij in per cent (left) and p_ii - p_ij with g_i as last column (right) of one run; None without any.
 
-    `matrix` as from `silo_frames.p_matrix`. Source: SPIDER, Fig. 3.
+    `matrix` as from `silos.p_matrix`. Source: SPIDER, Fig. 3.
     """
     if matrix.empty:
         return None

@@ -9,9 +9,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fedloom.experiments.report.frames import ALL_TIERS, natural, shown_models
-from fedloom.experiments.report.intervals import Estimate, estimate
-from fedloom.experiments.report.words import ABSENT, is_absent, model_name, percent, si
+from fedloom.experiments.analysis.frames import ALL_TIERS, natural, shown_models
+from fedloom.experiments.analysis.intervals import Estimate, estimate, is_absent
+from fedloom.experiments.report.words import ABSENT, model_name, percent, si
 
 FAIRNESS = ("mean", "std", "worst")
 

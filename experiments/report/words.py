@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-import pandas as pd
+from fedloom.experiments.analysis.intervals import is_absent
 
 STAGE_NAMES = {
     "supernet": "supernet training",
@@ -28,11 +28,6 @@ def stage_name(kind: str) -> str:
 def model_name(model: str) -> str:
     """A model for people."""
     return MODEL_NAMES[model] if model in MODEL_NAMES else model.replace("_", " ")
-
-
-def is_absent(value: Any) -> bool:
-    """Whether there is no number: None, NaN or pandas' NA."""
-    return bool(pd.isna(value))
 
 
 def si_scale(largest: float) -> tuple[float, str]:

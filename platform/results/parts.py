@@ -13,12 +13,15 @@ SCHEMA_VERSION_KEY = b"fedloom_schema_version"
 _ArrowErrors = (pa.lib.ArrowException, OSError)
 
 
-def read_part(path: Path) -> pa.Table:
-    """The rows of one file; ValueError naming the file if it is damaged or was not written by this platform."""
+def read_part(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of one file; ValueError naming the file if it is damaged or was not written by this platform.
+
+    Of `columns`, if given, those that the file has; the others are not read from the disk.
+    """
     try:
         # One open handle for footer and rows: the file may be replaced meanwhile.
         with pq.ParquetFile(path) as file:
-            table = file.read()
+            table = file.read(None if columns is None else [c for c in columns if c in file.schema_arrow.names])
     except _ArrowErrors as error:
         raise _unreadable(path, error) from error
     _check_origin(path, table.schema)
@@ -53,7 +56,8 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
         if field.name not in table.column_names:
             columns.append(pa.nulls(table.num_rows, field.type))
         else:
-            columns.append(table.column(field.name).cast(field.type))
+            column = table.column(field.name)
+            columns.append(column if column.type == field.type else column.cast(field.type))
     return pa.table(columns, schema=schema)
 
 

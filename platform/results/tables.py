@@ -3,7 +3,7 @@
 import difflib
 import json
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from fedloom.platform.results.parts import SCHEMA_VERSION_KEY, conform, read_part
+from fedloom.platform.results.paths import RunPaths
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,14 +92,14 @@ def check_row(table: str, row: Mapping[str, Any]) -> Row:
 
     Raises ValueError for an undeclared table or column (naming the nearest) and for a value of another type.
     """
-    if table not in _KINDS:
-        raise ValueError(f"there is no table {table!r}: the tables are {', '.join(TABLES)}")
+    _check_table(table)
     kinds = _KINDS[table]
     checked: Row = {}
     for name, value in row.items():
         kind = kinds.get(name)
         if kind is None:
-            raise ValueError(_undeclared(table, name))
+            own = ". Measures of your own go into table 'evaluations' as metric and value"
+            raise ValueError(_undeclared(table, name, own))
         # The frequent case without a call: this runs for every value of every client's row.
         exact = type(value) is kind
         if exact and (kind is float or (kind is str and value.isascii()) or (kind is int and _fits(value))):
@@ -135,12 +136,9 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Real) and float(value).is_integer()
 
 
-def _undeclared(table: str, name: str) -> str:
+def _undeclared(table: str, name: str, advice: str) -> str:
     (nearest,) = difflib.get_close_matches(name, _KINDS[table], n=1, cutoff=0.0)
-    return (
-        f"table {table!r} has no column {name!r}; the nearest is {nearest!r}. "
-        "Measures of your own go into table 'evaluations' as metric and value"
-    )
+    return f"table {table!r} has no column {name!r}; the nearest is {nearest!r}{advice}"
 
 
 _encode = json.JSONEncoder(check_circular=False).encode
@@ -158,16 +156,45 @@ def read_table(root: Path, table: str, experiment: str | None = None, run_id: st
     Files of several schema versions are read together: columns that a file lacks are null. A table without rows
     gives an empty frame. Raises ValueError naming the file if one is damaged or was not written by this platform.
     """
-    import pandas as pd  # here, so that a process that only writes does without pandas
-
-    if table not in TABLES:
-        raise ValueError(f"there is no table {table!r}: the tables are {', '.join(TABLES)}")
-    pieces = [
-        (read_part(file), *partition)
+    _check_table(table)
+    files = [
+        (file, *partition)
         for file, partition in _files(Path(root) / table)
         if experiment in (None, partition[0]) and run_id in (None, partition[1])
     ]
-    schema = _union([TABLES[table], *(piece.schema for piece, _, _ in pieces)])
+    return _frame(table, files, None)
+
+
+def read_runs(runs: Sequence[RunPaths], table: str, columns: Sequence[str] | None = None) -> "pd.DataFrame":
+    """The rows of these runs, run after run, as `read_table` gives them; of `columns` if given, and no others are read.
+
+    Looks into the runs' own folders only, so that a few runs are read as quickly from a folder of thousands. Raises
+    ValueError for an unknown table or column, and for a damaged file.
+    """
+    _check_table(table)
+    for name in columns or ():
+        if name not in _KINDS[table]:
+            raise ValueError(_undeclared(table, name, ""))
+    files = [
+        (file, run.experiment, run.run_id)
+        for run in runs
+        for file in sorted(run.table(table).glob("*.parquet"))
+        if not file.name.startswith((".", "_"))
+    ]
+    return _frame(table, files, columns)
+
+
+def _check_table(table: str) -> None:
+    if table not in TABLES:
+        raise ValueError(f"there is no table {table!r}: the tables are {', '.join(TABLES)}")
+
+
+def _frame(table: str, files: Sequence[tuple[Path, str, str]], columns: Sequence[str] | None) -> "pd.DataFrame":
+    import pandas as pd  # here, so that a process that only writes does without pandas
+
+    declared = TABLES[table] if columns is None else pa.schema([TABLES[table].field(name) for name in columns])
+    pieces = [(read_part(file, columns), *partition) for file, *partition in files]
+    schema = _union([declared, *(piece.schema for piece, _, _ in pieces)])
     tables = [_with_partition(conform(piece, schema), e, r) for piece, e, r in pieces]
     whole = pa.concat_tables([_with_partition(schema.empty_table(), "", ""), *tables])
     frame: pd.DataFrame = whole.to_pandas(

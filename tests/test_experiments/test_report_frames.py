@@ -9,8 +9,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from fedloom.experiments.report import frames
-from fedloom.experiments.report.intervals import Estimate, estimate
+from fedloom.experiments.analysis import frames
+from fedloom.experiments.analysis.intervals import Estimate, estimate
+from fedloom.experiments.analysis.tables import Tables, latest_run, load
 from fedloom.experiments.report.table import cell, columns_of, records, summarise
 from fedloom.experiments.report.words import percent, seconds, si
 from fedloom.platform.results.writer import RunWriter
@@ -78,12 +79,12 @@ def write_run(root: Path, run_id: str, fine_tuned: float = 0.8, experiment: str 
 
 
 @pytest.fixture
-def tables(tmp_path: Path) -> frames.Tables:
+def tables(tmp_path: Path) -> Tables:
     write_run(tmp_path, "r1")
-    return frames.load(tmp_path)
+    return load(tmp_path)
 
 
-def test_per_tier_joins_winners_costs_and_test_metrics(tables: frames.Tables) -> None:
+def test_per_tier_joins_winners_costs_and_test_metrics(tables: Tables) -> None:
     frame = frames.per_tier(tables, {("r1", "tier2"): 95.5})
     assert frame["tier"].tolist() == ["tier1", "tier2", "tier3"]
     first, second, third = records(frame)
@@ -102,10 +103,10 @@ def test_the_winner_of_a_search_that_is_not_evaluated_yet_ties_to_fewer_macs(tmp
     for architecture, macs, metric in (("1-1", 60, 0.5), ("0-1", 50, 0.5), ("0-0", 40, 0.4), ("2-2", 10, None)):
         writer.add("candidates", **candidate("tier1", architecture, macs, metric))
     writer.close()
-    assert frames.architectures(frames.load(tmp_path)) == {("r1", "tier1"): "0-1"}
+    assert frames.architectures(load(tmp_path)) == {("r1", "tier1"): "0-1"}
 
 
-def test_fairness_counts_clients_with_test_data_only(tables: frames.Tables) -> None:
+def test_fairness_counts_clients_with_test_data_only(tables: Tables) -> None:
     rows = records(frames.fairness(tables))
     assert [(r["model"], r["tier"]) for r in rows] == [
         (model, tier) for model in ("supernet_init", "fine_tuned", "rand_init") for tier in ("tier1", "all")
@@ -123,14 +124,14 @@ def test_fairness_over_all_tiers_pools_the_clients(tmp_path: Path) -> None:
         for client_id, value in enumerate(values):
             writer.add("evaluations", **evaluation("evaluation", 0, "fine_tuned", tier, value, client_id))
     writer.close()
-    frame = frames.fairness(frames.load(tmp_path))
+    frame = frames.fairness(load(tmp_path))
     assert frame["tier"].tolist() == ["tier2", "tier10", "all"]
     assert frame["mean"].tolist() == pytest.approx([0.65, 0.2, 0.5])
     assert frame["worst"].tolist() == [0.6, 0.2, 0.2]
 
 
 def test_communication_sums_per_stage_and_leaves_baseline_and_evaluation_out_of_the_method(
-    tables: frames.Tables,
+    tables: Tables,
 ) -> None:
     stages = frames.communication(tables)
     assert stages["stage"].tolist() == ["supernet", "fine_tuned/tier1", "rand_init/tier1", "evaluation"]
@@ -148,11 +149,11 @@ def test_without_a_supernet_rand_init_is_the_method(tmp_path: Path) -> None:
     writer.add("rounds", **round_row("rand_init/tier1", 0, 30, 20, 1.0))
     writer.add("rounds", **round_row("evaluation", 0, 5, 0))
     writer.close()
-    kinds = frames.communication_by_kind(frames.communication(frames.load(tmp_path))).set_index("kind")
+    kinds = frames.communication_by_kind(frames.communication(load(tmp_path))).set_index("kind")
     assert kinds.loc["method", "bytes_down"] == 30
 
 
-def test_convergence_places_training_after_and_validation_before_the_round(tables: frames.Tables) -> None:
+def test_convergence_places_training_after_and_validation_before_the_round(tables: Tables) -> None:
     frame = frames.convergence(tables)
     supernet = frame[frame["kind"] == "supernet"]
     train = supernet[supernet["series"] == "train"]
@@ -167,14 +168,14 @@ def test_convergence_places_training_after_and_validation_before_the_round(table
     assert tuned["metric"].tolist() == pytest.approx([0.7])
 
 
-def test_pareto_keeps_feasible_candidates_and_marks_front_and_winner(tables: frames.Tables) -> None:
+def test_pareto_keeps_feasible_candidates_and_marks_front_and_winner(tables: Tables) -> None:
     frame = frames.pareto(tables).set_index("architecture")
     assert frame.index.tolist() == ["0-1", "0-0", "1-1", "2-2"]
     assert frame["on_front"].tolist() == [True, True, False, True]
     assert frame["is_winner"].tolist() == [True, False, False, True]
 
 
-def test_failures_group_causes_that_differ_in_numbers_only(tables: frames.Tables) -> None:
+def test_failures_group_causes_that_differ_in_numbers_only(tables: Tables) -> None:
     (row,) = records(frames.failures(tables))
     assert (row["kind"], row["status"], row["count"]) == ("fine_tuned", "timed_out", 2)
     assert row["example"] == "simulated time 1.25 s is over the deadline of 0.5 s"
@@ -185,7 +186,7 @@ def test_summaries_give_student_intervals_over_the_runs_of_an_experiment(tmp_pat
     for run_id, value in (("r1", 0.7), ("r2", 0.8), ("r3", 0.9)):
         write_run(tmp_path, run_id, value)
     write_run(tmp_path, "r4", 0.1, experiment="other")
-    tables = frames.load(tmp_path, ["r1", "r2", "r3", "r4"])
+    tables = load(tmp_path, ["r1", "r2", "r3", "r4"])
     first, other = summarise(frames.per_tier(tables), frames.fairness(tables))
     assert (first.experiment, first.run_ids) == ("demo", ("r1", "r2", "r3"))
     tier = first.tiers[0]
@@ -232,13 +233,14 @@ def test_percents_and_durations() -> None:
     assert si(1_500_000, "B") == "1.50 MB"
 
 
-def test_loading_knows_the_latest_run_beginnings_of_ids_and_refuses_unknown_ones(tmp_path: Path) -> None:
+def test_loading_knows_all_runs_beginnings_of_ids_and_refuses_unknown_ones(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no runs under"):
-        frames.load(tmp_path)
+        load(tmp_path)
     write_run(tmp_path, "a1")
     write_run(tmp_path, "b1")
-    assert [p.run_id for p in frames.load(tmp_path).paths] == ["b1"]
-    assert [p.run_id for p in frames.load(tmp_path, ["a", "a1"]).paths] == ["a1"]
-    assert frames.load(tmp_path, ["a"], with_clients=False).clients.empty
+    assert latest_run(tmp_path) == "b1"
+    assert [p.run_id for p in load(tmp_path).paths] == ["a1", "b1"]
+    assert [p.run_id for p in load(tmp_path, ["a", "a1"]).paths] == ["a1"]
+    assert load(tmp_path, ["a"], tables=["rounds"]).clients.empty
     with pytest.raises(ValueError, match="no run 'c'"):
-        frames.load(tmp_path, ["c"])
+        load(tmp_path, ["c"])

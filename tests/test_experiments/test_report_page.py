@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from fedloom.experiments.report.bounds import upper_bounds
+from fedloom.experiments.analysis.bounds import upper_bounds
+from fedloom.experiments.analysis.tables import load
 from fedloom.experiments.report.content import Content, RunFacts
-from fedloom.experiments.report.frames import load
 from fedloom.experiments.report.page import html_page, markdown_page
 from fedloom.experiments.report.picture import Picture
 from fedloom.experiments.report.report import report_json, summary_table, write_report

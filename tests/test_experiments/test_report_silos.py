@@ -16,13 +16,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
-from fedloom.experiments.report import cells
-from fedloom.experiments.report.cells import Cell, CellEdge, cell_edges, darts_space_of, dot_source, parse
-from fedloom.experiments.report.frames import load
-from fedloom.experiments.report.report import report_json, summary_table, write_report
-from fedloom.experiments.report.settings import settings_of
-from fedloom.experiments.report.silo_blocks import missing_of_silos
-from fedloom.experiments.report.silo_frames import (
+from fedloom.experiments.analysis.settings import settings_of
+from fedloom.experiments.analysis.silos import (
     Phases,
     as_square,
     curves,
@@ -35,6 +30,11 @@ from fedloom.experiments.report.silo_frames import (
     phases,
     silo_summaries,
 )
+from fedloom.experiments.analysis.tables import load
+from fedloom.experiments.report import cells
+from fedloom.experiments.report.cells import Cell, CellEdge, cell_edges, darts_space_of, dot_source, parse
+from fedloom.experiments.report.report import report_json, summary_table, write_report
+from fedloom.experiments.report.silo_blocks import missing_of_silos
 from fedloom.experiments.report.silo_plots import curves_figure, gains_figure, spans_of
 from fedloom.experiments.report.style import png
 from fedloom.platform.results.writer import RunWriter

@@ -13,13 +13,14 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from fedloom.experiments.analysis.frames import fairness, per_tier
+from fedloom.experiments.analysis.intervals import Estimate
+from fedloom.experiments.analysis.labels import labels_of
+from fedloom.experiments.analysis.settings import settings_of
+from fedloom.experiments.analysis.subnets import subnet_summaries, subnets, targets_of
+from fedloom.experiments.analysis.tables import load
 from fedloom.experiments.report.costs import Cost, cost_comparisons
-from fedloom.experiments.report.frames import fairness, load, per_tier
-from fedloom.experiments.report.intervals import Estimate
-from fedloom.experiments.report.labels import labels_of
 from fedloom.experiments.report.report import report_json, summary_table, write_report
-from fedloom.experiments.report.settings import settings_of
-from fedloom.experiments.report.subnets import subnet_summaries, subnets, targets_of
 from fedloom.platform.results.writer import RunWriter
 
 SMALLEST, MIDDLE, LARGEST = "0-0", "5-5", "11-11"

@@ -2,7 +2,7 @@
 
 import json
 
-from fedloom.experiments.report.frames import Tables
+from fedloom.experiments.analysis.tables import Tables
 
 Bounds = dict[tuple[str, str], float]
 """Per (run, tier) the greatest cost that the tier affords, in the unit of `tiers.cost`."""

@@ -7,9 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.report.frames import METRIC, Tables, configuration, only, silo_run_ids
-from fedloom.experiments.report.intervals import Estimate, estimate
-from fedloom.experiments.report.settings import Setting, settings_of
+from fedloom.experiments.analysis.frames import METRIC
+from fedloom.experiments.analysis.intervals import Estimate, estimate
+from fedloom.experiments.analysis.kinds import silo_run_ids
+from fedloom.experiments.analysis.settings import Setting, settings_of
+from fedloom.experiments.analysis.tables import Tables, configuration, only
 
 PERSONAL, GLOBAL = "personal", "global"
 """The models that silos are measured with: their own, and the one that they share."""

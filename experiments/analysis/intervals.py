@@ -5,9 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
 from scipy.special import stdtrit
-
-from fedloom.experiments.report.words import is_absent
 
 CONFIDENCE = 0.95
 
@@ -21,15 +20,20 @@ class Estimate:
     runs: int
 
 
+def is_absent(value: Any) -> bool:
+    """Whether there is no number: None, NaN or pandas' NA."""
+    return bool(pd.isna(value))
+
+
 def estimate(values: Iterable[Any]) -> Estimate | None:
     """Mean and 95 % interval by Student's t with n - 1 degrees of freedom; None if no value is there."""
     known = [float(v) for v in values if not is_absent(v)]
     n = len(known)
     if n == 0:
         return None
-    mean = sum(known) / n
+    mean = math.fsum(known) / n  # the order of the runs does not matter
     if n == 1:
         return Estimate(mean, None, 1)
-    variance = sum((v - mean) ** 2 for v in known) / (n - 1)
+    variance = math.fsum((v - mean) ** 2 for v in known) / (n - 1)
     quantile = float(stdtrit(n - 1, 0.5 + CONFIDENCE / 2))
     return Estimate(mean, quantile * math.sqrt(variance / n), n)

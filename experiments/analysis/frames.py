@@ -1,72 +1,23 @@
 """From the result tables to tidy frames: per tier, fairness, convergence, communication, candidates, failures."""
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-from fedloom.platform.results.paths import RunPaths, find_run, list_runs
-from fedloom.platform.results.tables import read_table
+from fedloom.experiments.analysis.kinds import elastic_run_ids, is_elastic, is_silo, silo_run_ids
+from fedloom.experiments.analysis.tables import Tables, configuration, requires
 
 METRIC = "accuracy"
 MODELS = ("supernet_init", "fine_tuned", "rand_init")
 """Models in the order in which they are shown: the supernet's slices, after fine-tuning, and from fresh weights."""
 
-SUPERFEDNAS = "superfednas"
-SILO_METHODS = (
-    "spider", "local_adaptation", "ditto", "per_fedavg", "knn_per", "fedmn", "global_nas", "fednas", "fedpnas"
-)  # fmt: skip
-"""Cross-silo methods: every silo takes part in every round, and is measured with a model of its own."""
 ALL_TIERS = "all"
 MEASUREMENTS = ("evaluation", "gains")
 """Kinds of stages that are no part of what a method itself sends: they measure what it has trained."""
 
 _KEY = ["experiment", "run_id"]
-
-
-@dataclass(frozen=True)
-class Tables:
-    """The result tables of some runs, in the order in which the runs were asked for."""
-
-    paths: tuple[RunPaths, ...]
-    runs: pd.DataFrame
-    rounds: pd.DataFrame
-    clients: pd.DataFrame
-    candidates: pd.DataFrame
-    evaluations: pd.DataFrame
-    models: pd.DataFrame
-
-
-def load(results: Path, run_ids: Sequence[str] | None = None, *, with_clients: bool = True) -> Tables:
-    """The tables of these runs (ids or unambiguous beginnings of ids; the latest run if none are given).
-
-    `with_clients` can leave the table `clients`, by far the longest, empty. Raises ValueError for an unknown run,
-    for a folder without runs, and for a damaged file.
-    """
-    paths = _find(Path(results), run_ids)
-    names = ("runs", "rounds", "candidates", "evaluations", "models")
-    frames = {name: _read(paths, name) for name in names}
-    return Tables(paths=paths, clients=_read(paths if with_clients else (), "clients", Path(results)), **frames)
-
-
-def _find(results: Path, run_ids: Sequence[str] | None) -> tuple[RunPaths, ...]:
-    if run_ids:
-        return tuple(dict.fromkeys(find_run(results, run_id) for run_id in run_ids))
-    runs = list_runs(results)
-    if not runs:
-        raise ValueError(f"there are no runs under {results}: start one with fedloom run, or name another folder")
-    return (runs[-1],)
-
-
-def _read(paths: Sequence[RunPaths], table: str, root: Path | None = None) -> pd.DataFrame:
-    if not paths:
-        # No run is named so: an empty frame with the table's columns.
-        return read_table(root or Path(), table, experiment="", run_id="")
-    return pd.concat([read_table(p.root, table, p.experiment, p.run_id) for p in paths], ignore_index=True)
 
 
 def natural(name: str) -> tuple[Any, ...]:
@@ -76,71 +27,16 @@ def natural(name: str) -> tuple[Any, ...]:
 
 def by_stage(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with the stage's `kind` and `stage_tier`: "search/tier2" is of kind search, for tier2."""
-    parts = (
-        frame["stage"].astype(object).str.partition("/") if len(frame) else pd.DataFrame({0: [], 2: []}, dtype=object)
-    )
-    return frame.assign(kind=parts[0], stage_tier=parts[2])
+    # There are few stages, and up to millions of rows.
+    parts = {stage: stage.partition("/") for stage in frame["stage"].dropna().unique()}
+    kinds = frame["stage"].map({stage: part[0] for stage, part in parts.items()}).astype(object)
+    tiers = frame["stage"].map({stage: part[2] for stage, part in parts.items()}).astype(object)
+    return frame.assign(kind=kinds, stage_tier=tiers)
 
 
 def shown_models(names: Sequence[str]) -> list[str]:
     """These models, the known ones first and in their order."""
     return sorted(set(names), key=lambda n: (MODELS.index(n) if n in MODELS else len(MODELS), n))
-
-
-def configuration(tables: Tables, run_id: str) -> dict[str, Any]:
-    """The configuration that the run stored; empty if it did not get so far."""
-    texts = tables.runs.loc[tables.runs["run_id"] == run_id, "config"].dropna()
-    config: dict[str, Any] = json.loads(texts.iloc[0]) if len(texts) else {}
-    return config
-
-
-def is_elastic(config: Mapping[str, Any]) -> bool:
-    """Whether this is SuperFedNAS or a baseline of it: subnets and targets instead of one model per tier."""
-    return bool(config.get("method", {}).get("name") == SUPERFEDNAS)
-
-
-def elastic_run_ids(tables: Tables) -> list[str]:
-    """The runs of SuperFedNAS and of its baselines."""
-    return [p.run_id for p in tables.paths if is_elastic(configuration(tables, p.run_id))]
-
-
-def is_silo(config: Mapping[str, Any]) -> bool:
-    """Whether this is SPIDER or another cross-silo method: a model per silo instead of one per tier."""
-    return bool(config.get("method", {}).get("name") in SILO_METHODS)
-
-
-def silo_run_ids(tables: Tables) -> list[str]:
-    """The runs of cross-silo methods."""
-    return [p.run_id for p in tables.paths if is_silo(configuration(tables, p.run_id))]
-
-
-def with_silo_clients(tables: Tables) -> Tables:
-    """The tables with the rows of `clients` of cross-silo runs, which are few, where they were left out."""
-    own = set(silo_run_ids(tables))
-    paths = [p for p in tables.paths if p.run_id in own]
-    return replace(tables, clients=_read(paths, "clients")) if paths else tables
-
-
-def is_dry(tables: Tables, run_id: str) -> bool:
-    """Whether the run only counted what its clients would do."""
-    return bool(configuration(tables, run_id).get("dry_run", False))
-
-
-def only(tables: Tables, run_ids: Sequence[str]) -> Tables:
-    """The tables of some of the runs."""
-
-    def of(frame: pd.DataFrame) -> pd.DataFrame:
-        return frame[frame["run_id"].isin(list(run_ids))].reset_index(drop=True)
-
-    return Tables(
-        paths=tuple(p for p in tables.paths if p.run_id in run_ids),
-        runs=of(tables.runs),
-        rounds=of(tables.rounds),
-        clients=of(tables.clients),
-        candidates=of(tables.candidates),
-        evaluations=of(tables.evaluations),
-        models=of(tables.models),
-    )
 
 
 def tiers_of(tables: Tables, run_id: str) -> list[str]:
@@ -151,8 +47,8 @@ def tiers_of(tables: Tables, run_id: str) -> list[str]:
     config = configuration(tables, run_id)
     if is_elastic(config) or is_silo(config):
         return []
-    stages = by_stage(tables.rounds[tables.rounds["run_id"] == run_id])
-    found = {str(t) for t in stages["stage_tier"] if t}
+    stages = tables.rounds.loc[tables.rounds["run_id"] == run_id, "stage"].unique()
+    found = {str(stage).partition("/")[2] for stage in stages} - {""}
     for frame in (tables.candidates, tables.models):
         found |= {str(t) for t in frame.loc[frame["run_id"] == run_id, "tier"].dropna()}
     if "search" in config.get("method", {}):
@@ -164,7 +60,7 @@ def tiers_of(tables: Tables, run_id: str) -> list[str]:
 
 def architectures(tables: Tables) -> dict[tuple[str, str], str]:
     """Per (run, tier) the architecture that was kept, is being trained, or won the search so far."""
-    trained = by_stage(tables.clients)
+    trained = by_stage(tables.clients[["run_id", "stage", "architecture"]].drop_duplicates())
     measured = tables.evaluations[tables.evaluations["model"] != "supernet"]
     frames = [
         tables.models[["run_id", "tier", "architecture"]],
@@ -193,6 +89,7 @@ def per_tier(tables: Tables, upper_bounds: dict[tuple[str, str], float] | None =
     search_metric (validation, with the supernet's weights), test_MODEL for every model (whole test set), gain
     (fine_tuned less rand_init), kendall_tau (federated against central scoring, mean over generations).
     """
+    requires(tables, "rounds", "evaluations", "candidates", "models")
     chosen, bounds = architectures(tables), upper_bounds or {}
     costs = _costs(tables)
     rows = []
@@ -247,6 +144,7 @@ def client_metrics(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
 
     A client without test samples has no metric and does not count. Cross-silo runs have figures of their own.
     """
+    requires(tables, "evaluations")
     rows = _measured(tables.evaluations, "test", metric)
     rows = rows[rows["client_id"].notna() & ~rows["run_id"].isin(silo_run_ids(tables))]
     counts = (rows["samples"].fillna(0) > 0).astype(bool) & rows["value"].notna()
@@ -260,8 +158,8 @@ def client_metrics(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
 def fairness(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
     """Per (run, model, tier), and with tier "all" per (run, model): how the metric is spread over clients.
 
-    Columns: clients (that count), excluded (no test samples), mean, std (of the clients themselves, divided by their
-    number), worst. Every client weighs the same. Source: FedorAS, Tab. 7.
+    Columns: experiment, run_id, model, tier, clients (that count), excluded (no test samples), mean, std (of the
+    clients themselves, divided by their number), worst. Every client weighs the same. Source: FedorAS, Tab. 7.
     """
     rows = client_metrics(tables, metric)
     whole = pd.concat([rows, rows.assign(tier=ALL_TIERS)], ignore_index=True)
@@ -294,6 +192,7 @@ def convergence(tables: Tables) -> pd.DataFrame:
     round. "validation" is the server's, of the weights after so many rounds; for the supernet the mean over its
     evaluated paths. Weights at the end of a tier's stage come from the final evaluation.
     """
+    requires(tables, "rounds", "evaluations")
     rounds = by_stage(tables.rounds)
     rounds = rounds[rounds["loss"].notna() & ~rounds["kind"].isin(["search", "evaluation"])]
     train = rounds.assign(series="train", rounds_done=rounds["round"] + 1, tier=rounds["stage_tier"])
@@ -321,10 +220,13 @@ def _validation(tables: Tables) -> pd.DataFrame:
 
 
 def communication(tables: Tables) -> pd.DataFrame:
-    """Per (run, stage): rounds, client tasks, bytes_down, bytes_up, macs, simulated_s, wall_s; in the stages' order.
+    """One row per (run, stage), in the stages' order: what it sent and computed.
 
-    Bytes are what all clients together received and sent. Source: FedorAS, Tab. 17 and 18.
+    Columns: experiment, run_id, stage, kind, tier, rounds, clients (tasks), bytes_down, bytes_up, macs, simulated_s,
+    wall_s. Bytes are what all clients together received and sent, MACs those of forward passes. Source: FedorAS,
+    Tab. 17 and 18.
     """
+    requires(tables, "rounds")
     rounds = by_stage(tables.rounds).rename(columns={"stage_tier": "tier"})
     grouped = rounds.groupby([*_KEY, "stage", "kind", "tier"], sort=False)
     sums = {name: (name, "sum") for name in ("bytes_down", "bytes_up", "macs", "simulated_s", "wall_s")}
@@ -351,7 +253,12 @@ def is_own(frame: pd.DataFrame) -> "pd.Series[bool]":
 
 
 def pareto(tables: Tables) -> pd.DataFrame:
-    """The scored candidates of every tier's search: macs, parameters, loss, metric, on_front and is_winner."""
+    """The scored candidates of every tier's search, one row each.
+
+    Columns: experiment, run_id, tier, generation, architecture, macs (forward, per sample), parameters, loss and metric
+    (accuracy as a share, validation data), on_front (as the search had it), is_winner.
+    """
+    requires(tables, "candidates")
     chosen = architectures(tables)
     rows = tables.candidates[tables.candidates["feasible"].fillna(False).astype(bool)]
     names = zip(rows["run_id"], rows["tier"], rows["architecture"], strict=True)
@@ -364,8 +271,10 @@ def pareto(tables: Tables) -> pd.DataFrame:
 def failures(tables: Tables) -> pd.DataFrame:
     """Client rows that are not ok, by kind of stage, status and cause: how many, and one of them.
 
+    Columns: experiment, run_id, kind, status, cause, count, example (of the error), stage, round and client_id of it.
     Numbers in the cause are left out of the comparison, so that 200 missed deadlines are one row.
     """
+    requires(tables, "clients")
     rows = by_stage(tables.clients[tables.clients["status"] != "ok"])
     causes = rows["error"].astype(object).fillna("")
     rows = rows.assign(error=causes, cause=causes.str.replace(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", regex=True))

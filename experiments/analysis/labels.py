@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from fedloom.experiments.report.frames import Tables, configuration, is_elastic
+from fedloom.experiments.analysis.kinds import is_elastic
+from fedloom.experiments.analysis.tables import Tables, configuration
 
 if TYPE_CHECKING:
     from fedloom.platform.spaces.elastic import ElasticSpace

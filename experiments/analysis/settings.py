@@ -1,11 +1,11 @@
 """Which runs belong together: those of one configuration, whatever their seeds and the machine."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedloom.experiments.report.frames import Tables, configuration
+from fedloom.experiments.analysis.tables import Tables, configuration
 
 FREE = ("seed", "seeds", "results", "executor", "ray", "checkpoint", "data.root", "data.cache", "data.download")
 """Keys, and the beginnings of keys, that do not say what is trained: seeds, and where and how it is computed."""
@@ -32,10 +32,10 @@ def settings_of(tables: Tables) -> list[Setting]:
     groups: dict[str, list[int]] = {}
     configs = [configuration(tables, p.run_id) for p in tables.paths]
     for i, (paths, config) in enumerate(zip(tables.paths, configs, strict=True)):
-        key = json.dumps([paths.experiment, sorted(_essential(config).items())], default=str)
+        key = json.dumps([paths.experiment, sorted(essential(config).items())], default=str)
         groups.setdefault(key, []).append(i)
     firsts = [group[0] for group in groups.values()]
-    found = [(tables.paths[i].experiment, _essential(configs[i])) for i in firsts]
+    found = [(tables.paths[i].experiment, essential(configs[i])) for i in firsts]
     names = _names(found, [tables.paths[i].run_id for i in firsts])
     return [
         Setting(name, tables.paths[g[0]].experiment, tuple(tables.paths[i].run_id for i in g), configs[g[0]])
@@ -52,7 +52,8 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _essential(config: Mapping[str, Any]) -> dict[str, Any]:
+def essential(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The dotted keys and values that say what is trained: all but the `FREE` ones."""
     return {k: v for k, v in flat(config) if not any(k == f or k.startswith(f"{f}.") for f in FREE)}
 
 
@@ -63,12 +64,16 @@ def _names(found: list[tuple[str, dict[str, Any]]], run_ids: list[str]) -> list[
 
 
 def _name(experiment: str, values: dict[str, Any], others: list[dict[str, Any]]) -> str:
+    return ", ".join([experiment, *differences(values, others)])
+
+
+def differences(values: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What sets this configuration apart from the others, as "key=value" by the keys that all of them know."""
     keys = [
         key for key in sorted(values) if all(key in o for o in others) and any(o[key] != values[key] for o in others)
     ]
     more = [f"and {len(keys) - MOST_KEYS} more"] if len(keys) > MOST_KEYS else []
-    shown = [f"{_brief(key, values)}={_short(values[key])}" for key in keys[:MOST_KEYS]]
-    return ", ".join([experiment, *shown, *more])
+    return [*(f"{_brief(key, values)}={_short(values[key])}" for key in keys[:MOST_KEYS]), *more]
 
 
 def _brief(key: str, values: Mapping[str, Any]) -> str:

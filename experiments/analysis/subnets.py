@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.report.frames import Tables, configuration, elastic_run_ids, only
-from fedloom.experiments.report.intervals import Estimate, estimate
-from fedloom.experiments.report.labels import Labels
-from fedloom.experiments.report.settings import Setting, settings_of
-from fedloom.experiments.report.words import is_absent
+from fedloom.experiments.analysis.intervals import Estimate, estimate, is_absent
+from fedloom.experiments.analysis.kinds import elastic_run_ids
+from fedloom.experiments.analysis.labels import Labels
+from fedloom.experiments.analysis.settings import Setting, settings_of
+from fedloom.experiments.analysis.tables import Tables, configuration, only
 
 SUPERNET, SEARCHED, ALONE = "supernet", "searched", "alone"
 SAMPLES, FRONT = "samples", "front"

@@ -1,0 +1,42 @@
+"""From the result tables to tidy pandas frames, and to comparisons over seeds; reports are made of the same frames.
+
+from fedloom.experiments import analysis
+
+tables = analysis.load("results")
+analysis.summary(tables)
+"""
+
+from fedloom.experiments.analysis.compare import compare
+from fedloom.experiments.analysis.frames import (
+    communication,
+    communication_by_kind,
+    convergence,
+    failures,
+    fairness,
+    pareto,
+    per_tier,
+)
+from fedloom.experiments.analysis.fronts import hypervolume
+from fedloom.experiments.analysis.intervals import Estimate, estimate
+from fedloom.experiments.analysis.summary import MEASURES, per_model, summary
+from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load
+
+__all__ = [
+    "ALL_TABLES",
+    "MEASURES",
+    "Estimate",
+    "Tables",
+    "communication",
+    "communication_by_kind",
+    "compare",
+    "convergence",
+    "estimate",
+    "failures",
+    "fairness",
+    "hypervolume",
+    "load",
+    "pareto",
+    "per_model",
+    "per_tier",
+    "summary",
+]

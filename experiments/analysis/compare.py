@@ -1,0 +1,247 @@
+"""One configuration key's values, or experiments, side by side: over seeds, and tested against a baseline."""
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fedloom.experiments.analysis.frames import METRIC
+from fedloom.experiments.analysis.intervals import CONFIDENCE, estimate
+from fedloom.experiments.analysis.settings import differences, essential, flat
+from fedloom.experiments.analysis.summary import MEASURES, MODEL_KEY, by_model, by_seed, per_model
+from fedloom.experiments.analysis.tables import Tables, configuration
+
+EXPERIMENT, SEED = "experiment", "seed"
+NOT_SET = "(not set)"
+_ROUNDING = 1e-12
+_KEYS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it is compared: its value of the key, and the rest of its configuration but for seeds."""
+
+    run_id: str
+    value: str
+    rest: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value's mean less the baseline's: `low` to `high` is its 95 % interval; None where it cannot be known."""
+
+    test: str
+    compared: int
+    difference: float
+    low: float | None = None
+    high: float | None = None
+    p_value: float | None = None
+
+
+def compare(
+    tables: Tables,
+    by: str,
+    metric: str = METRIC,
+    *,
+    baseline: Any = None,
+    pair: str | None = SEED,
+    ignore: Iterable[str] = (),
+) -> pd.DataFrame:
+    """One row per value of `by` (a configuration key, or "experiment"), model and tier: the metric over seeds.
+
+    Runs are compared with runs that differ in `by`, in seeds and in the keys of `ignore` (or below them) alone; where
+    there are several such groups, `within` names them. Columns: within, model, tier, subnet, value, n (seeds), mean and
+    half_width (95 %, Student's t; null for one seed), baseline; and against it test ("paired t" over the same seeds,
+    "Welch t" where the seeds of the two are not the same, "none" where one seed gives no test), compared (pairs, or
+    values of both), difference (of the means), difference_low and difference_high (95 %), p_value (two-sided, not
+    corrected for the number of rows; null where nothing varies).
+
+    `metric` is one of `MEASURES`; `baseline` a value of `by`, that of the oldest run if not given. `pair` is "seed"
+    (runs of which all seeds are the same), one seed's key such as "seeds.partition", or None for no pairs. Raises
+    ValueError for unknown names (with the nearest), and if there is nothing to compare.
+    """
+    if metric not in MEASURES:
+        raise ValueError(f"there is no metric {metric!r}: {_nearest(metric, MEASURES)}")
+    configs = {p.run_id: configuration(tables, p.run_id) for p in tables.paths}
+    experiments = {p.run_id: p.experiment for p in tables.paths}
+    runs = _runs(experiments, configs, by, tuple(ignore))
+    first = _baseline(runs, by, baseline)
+    _check_comparable(runs, by)
+    frame = per_model(tables).dropna(subset=[metric])
+    if frame.empty:
+        raise ValueError(f"no run has a value of {metric} yet: wait for the final evaluation, or compare total_bytes")
+    frame["pair"] = [_pair_of(s, configs[r], pair, by) for r, s in zip(frame["run_id"], frame["seeds"], strict=True)]
+    found = []
+    for within, group in _groups(runs):
+        rows = frame.merge(pd.DataFrame([(r.run_id, r.value) for r in group], columns=["run_id", "value"]), on="run_id")
+        found += [
+            {"within": within, **place, **row}
+            for place, of_model in by_model(rows)
+            for row in _values(of_model, metric, first)
+        ]
+    columns = ["within", *MODEL_KEY, "value", "n", "mean", "half_width", "baseline", "test", "compared"]
+    numbers = ["difference", "difference_low", "difference_high", "p_value"]
+    kinds = {**dict.fromkeys(["mean", "half_width", *numbers], "float64"), "n": "int64", "compared": "Int64"}
+    return pd.DataFrame(found, columns=[*columns, *numbers]).astype(kinds)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
+    # The end of a key is what people remember of it.
+    close += [n for n in names if n.split(".")[-1] == name.split(".")[-1] and n not in close]
+    return f"the nearest are {', '.join(close[:3])}" if close else f"there are {', '.join(names[:_KEYS_SHOWN])}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _runs(
+    experiments: Mapping[str, str], configs: Mapping[str, Mapping[str, Any]], by: str, ignore: Sequence[str]
+) -> list[Run]:
+    keys = {run_id: dict(flat(config)) for run_id, config in configs.items()}
+    known = {key for values in keys.values() for key in values}
+    if by != EXPERIMENT and by not in known:
+        raise ValueError(f"no run has the configuration key {by!r}: {_nearest(by, sorted(known))}")
+    free = (by, EXPERIMENT, *ignore)
+    runs = []
+    for run_id, values in keys.items():
+        value = experiments[run_id] if by == EXPERIMENT else _text(values[by]) if by in values else NOT_SET
+        rest = {k: v for k, v in essential(configs[run_id]).items() if not _is_below(k, free)}
+        runs.append(Run(run_id, value, rest))
+    return _one_setting_each(runs) if by == EXPERIMENT else runs
+
+
+def _is_below(key: str, prefixes: Sequence[str]) -> bool:
+    return any(key == p or key.startswith(f"{p}.") for p in prefixes)
+
+
+def _one_setting_each(runs: list[Run]) -> list[Run]:
+    """Experiments may differ in anything; the runs of one may not."""
+    rests = {run.value: run.rest for run in runs}
+    for run in runs:
+        keys = _differing([run.rest, rests[run.value]])
+        if keys:
+            raise ValueError(
+                f"the runs of experiment {run.value!r} differ in {_some(keys)}: load some of them, compare by it, "
+                "or name it in ignore="
+            )
+    return [Run(run.run_id, run.value, {}) for run in runs]
+
+
+def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    keys = sorted({key for config in configs for key in config})
+    return [k for k in keys if any(c.get(k, NOT_SET) != configs[0].get(k, NOT_SET) for c in configs)]
+
+
+def _some(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _KEYS_SHOWN} more" if len(keys) > _KEYS_SHOWN else ""
+    return ", ".join(keys[:_KEYS_SHOWN]) + more
+
+
+def _baseline(runs: Sequence[Run], by: str, given: Any) -> str:
+    values = list(dict.fromkeys(run.value for run in sorted(runs, key=lambda r: r.run_id)))
+    if len(values) == 1:
+        keys = _differing([run.rest for run in runs])
+        others = f"; they differ in {_some(keys)}" if keys else ""
+        raise ValueError(f"all runs have {by}={values[0]}, so there is nothing to compare{others}")
+    if given is None:
+        return values[0]
+    if _text(given) not in values:
+        raise ValueError(f"no run has {by}={_text(given)} as the baseline: there are {', '.join(values)}")
+    return _text(given)
+
+
+def _check_comparable(runs: Sequence[Run], by: str) -> None:
+    if all(len({run.value for run in group}) == 1 for _, group in _groups(runs)):
+        keys = _differing([run.rest for run in runs])
+        raise ValueError(
+            f"runs that differ in {by} differ in other keys, too: {_some(keys)}; name in ignore= those that belong to "
+            "it, or compare by='experiment'"
+        )
+
+
+def _groups(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(json.dumps(sorted(run.rest.items()), default=str), []).append(run)
+    rests = [group[0].rest for group in groups.values()]
+    names = [", ".join(differences(rest, rests)) for rest in rests]
+    # Keys that only some versions know name nothing; a run's id does.
+    unique = [n if names.count(n) == 1 else f"{n}, {g[0].run_id}" for n, g in zip(names, groups.values(), strict=True)]
+    return list(zip(unique, groups.values(), strict=True))
+
+
+def _pair_of(seeds: str, config: Mapping[str, Any], pair: str | None, by: str) -> str | None:
+    """What a run has in common with its partner under another value of `by`."""
+    every = json.loads(seeds)
+    if pair is None:
+        return None
+    if pair == SEED:
+        return json.dumps({name: value for name, value in every.items() if by not in (name, f"seeds.{name}")})
+    known = {**dict(flat(config)), **{f"seeds.{name}": value for name, value in every.items()}}
+    if pair not in known:
+        raise ValueError(f"runs cannot be paired by {pair!r}: {_nearest(pair, [SEED, *sorted(known)])}")
+    return _text(known[pair])
+
+
+def _values(rows: pd.DataFrame, metric: str, baseline: str) -> list[dict[str, Any]]:
+    """The row of each value, the baseline's first."""
+    groups = {str(value): group for value, group in rows.groupby("value", sort=False)}
+    names = sorted(groups, key=lambda name: name != baseline)
+    found = []
+    for name in names:
+        known = estimate(by_seed(groups[name], [metric])[metric])
+        assert known is not None, "rows without the metric were dropped"
+        row = {"value": name, "n": known.runs, "mean": known.mean, "half_width": known.half_width, "baseline": baseline}
+        if name != baseline:
+            row |= _against(groups[name], groups.get(baseline), metric)
+        found.append(row)
+    return found
+
+
+def _against(rows: pd.DataFrame, baseline: pd.DataFrame | None, metric: str) -> dict[str, Any]:
+    if baseline is None:
+        return {"test": "none"}
+    paired = _paired(rows, baseline, metric)
+    found = difference(*paired, paired=True) if paired else difference(*(
+        by_seed(r, [metric])[metric].to_numpy() for r in (rows, baseline)
+    ), paired=False)  # fmt: skip
+    values = {"test": found.test, "compared": found.compared, "difference": found.difference, "p_value": found.p_value}
+    return {**values, "difference_low": found.low, "difference_high": found.high}
+
+
+def _paired(rows: pd.DataFrame, baseline: pd.DataFrame, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """The values of both in the order of their pairs; None unless every one has exactly one partner."""
+    both = []
+    for side in (rows, baseline):
+        values = side.groupby(["seeds", "pair"])[metric].mean().reset_index()  # without a pair: no rows
+        if values.empty or values["pair"].duplicated().any():
+            return None
+        both.append(values.set_index("pair")[metric].sort_index())
+    if list(both[0].index) != list(both[1].index):
+        return None
+    return both[0].to_numpy(), both[1].to_numpy()
+
+
+def difference(values: np.ndarray, baseline: np.ndarray, *, paired: bool) -> Difference:
+    """Student's t test for pairs, or Welch's; the interval belongs to the test. Source: scipy.stats."""
+    from scipy import stats  # here, because it takes long to load and reports do without
+
+    name, compared = ("paired t", len(values)) if paired else ("Welch t", len(values) + len(baseline))
+    mean = float(np.mean(values) - np.mean(baseline))
+    if min(len(values), len(baseline)) < 2:
+        return Difference("none", compared, mean)
+    varying = [values - baseline] if paired else [values, baseline]
+    # Rounding errors of equal differences would be taken for a tiny variance, and the p value for a tiny one.
+    scale = max(float(np.abs(side).max()) for side in (values, baseline))
+    if all(float(np.ptp(side)) <= _ROUNDING * scale for side in varying):
+        return Difference(name, compared, mean, mean, mean)
+    result = stats.ttest_rel(values, baseline) if paired else stats.ttest_ind(values, baseline, equal_var=False)
+    interval = result.confidence_interval(CONFIDENCE)
+    return Difference(name, compared, mean, float(interval.low), float(interval.high), float(result.pvalue))

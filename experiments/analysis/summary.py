@@ -1,0 +1,165 @@
+"""What the models of the runs reach and cost: per run, and per setting with mean and interval over seeds."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from fedloom.experiments.analysis.frames import (
+    ALL_TIERS,
+    METRIC,
+    communication,
+    communication_by_kind,
+    natural,
+    shown_models,
+)
+from fedloom.experiments.analysis.intervals import estimate
+from fedloom.experiments.analysis.kinds import elastic_run_ids, silo_run_ids
+from fedloom.experiments.analysis.settings import settings_of
+from fedloom.experiments.analysis.silos import GLOBAL, PERSONAL, per_silo
+from fedloom.experiments.analysis.subnets import SEARCHED
+from fedloom.experiments.analysis.tables import Tables, configuration, requires
+
+MEASURES = (METRIC, "loss", "macs", "parameters", "total_bytes", "simulated_s", "wall_s")
+"""What `summary` and `compare` know of a model: see `per_model`."""
+
+MODEL_KEY = ["model", "tier", "subnet"]
+_QUALITIES, _COSTS = [METRIC, "loss"], ["macs", "parameters"]
+_RUN = ["experiment", "run_id"]
+
+
+def per_model(tables: Tables) -> pd.DataFrame:
+    """One row per (run, model, tier) of the final evaluation, and per subnet of an elastic supernet's family.
+
+    Columns: experiment, run_id, seeds (all of them as JSON), model, tier ("all" for models of silos), subnet (empty
+    but for a family's), architecture, accuracy (a share) and loss on the whole test data (the mean over silos of
+    cross-silo runs), macs (forward, per sample), parameters; and of all that the method did in that run total_bytes
+    (received and sent by all clients), simulated_s and wall_s, the same for all its models. A run that was not
+    evaluated has one row with the latter only.
+    """
+    requires(tables, "rounds", "evaluations", "candidates", "models")
+    parts = [_of_server(tables), _of_silos(tables)]
+    columns = [*_RUN, *MODEL_KEY, "architecture", *_QUALITIES, *_COSTS]
+    rows = pd.concat([p[columns].astype(object) for p in parts if len(p)] or parts, ignore_index=True)
+    runs = pd.DataFrame([(p.experiment, p.run_id) for p in tables.paths], columns=_RUN, dtype=object)
+    runs["seeds"] = [seeds_of(tables, run_id) for run_id in runs["run_id"]]
+    frame = runs.merge(rows, on=_RUN, how="left").merge(_run_costs(tables), on=_RUN, how="left")
+    numbers = dict.fromkeys(MEASURES, "float64")
+    whole = frame[[*_RUN, "seeds", *MODEL_KEY, "architecture", *MEASURES]]
+    return whole.assign(**{m: pd.to_numeric(whole[m]) for m in MEASURES}).astype(numbers)
+
+
+def seeds_of(tables: Tables, run_id: str) -> str:
+    """All seeds of a run as JSON text; the run's id if it did not record them."""
+    config, recorded = configuration(tables, run_id), tables.recorded(run_id, "seeds")
+    if recorded is not None:
+        return json.dumps(recorded, sort_keys=True)
+    if "seed" not in config:
+        return json.dumps({"run_id": run_id})
+    follow = {"seed": config["seed"], **{k: v for k, v in config.get("seeds", {}).items() if v is not None}}
+    return json.dumps(follow, sort_keys=True)
+
+
+def _of_server(tables: Tables) -> pd.DataFrame:
+    rows = tables.evaluations
+    chosen = (rows["split"] == "test") & rows["metric"].isin(_QUALITIES) & rows["client_id"].isna()
+    rows = rows[chosen.fillna(False).astype(bool)]
+    rows = rows[~rows["run_id"].isin(silo_run_ids(tables))]
+    family = rows["run_id"].isin(elastic_run_ids(tables)) & (rows["model"] != SEARCHED)
+    names = {name: rows[name].astype(object).fillna("") for name in ("model", "tier", "architecture")}
+    rows = rows.assign(**names, subnet=names["architecture"].where(family, ""))
+    key = [*_RUN, *MODEL_KEY]
+    # What was evaluated again counts as it was last.
+    values = rows.drop_duplicates([*key, "metric"], keep="last").astype(dict.fromkeys([*key, "metric"], object))
+    wide = values.pivot(index=key, columns="metric", values="value").reindex(columns=_QUALITIES)
+    heads = rows.drop_duplicates(key, keep="last")[[*key, "architecture"]].astype(object)
+    frame = heads.merge(wide.reset_index().rename_axis(columns=None), on=key, how="left")
+    return frame.merge(_architecture_costs(tables), on=["run_id", "architecture"], how="left")
+
+
+def _architecture_costs(tables: Tables) -> pd.DataFrame:
+    """MACs and parameters per (run, architecture): as evaluated, as kept, or as the search counted them."""
+    key = ["run_id", "architecture"]
+    rows = tables.evaluations[tables.evaluations["metric"].isin(_COSTS)].dropna(subset=key)
+    rows = rows.drop_duplicates([*key, "metric"], keep="last").astype(dict.fromkeys([*key, "metric"], object))
+    wide = rows.pivot(index=key, columns="metric", values="value").reindex(columns=_COSTS).reset_index()
+    others = [f[[*key, *_COSTS]].astype(dict.fromkeys(_COSTS, "Float64")) for f in (tables.models, tables.candidates)]
+    both = pd.concat([f.astype(object) for f in (wide, *others)], ignore_index=True).dropna(subset=key)
+    return both.groupby(key, sort=False)[_COSTS].first().reset_index()
+
+
+def _of_silos(tables: Tables) -> pd.DataFrame:
+    measured = per_silo(tables)
+    key = [*_RUN, "model"]
+    own = measured.groupby(key, sort=False)[[*_QUALITIES, *_COSTS]].mean().reset_index()
+    shared = measured[measured["model"] == PERSONAL].groupby(_RUN, sort=False)["global_accuracy"].mean().dropna()
+    beside = shared.rename(METRIC).reset_index().assign(model=GLOBAL)
+    frame = pd.concat([own, beside], ignore_index=True) if len(beside) else own
+    return frame.assign(tier=ALL_TIERS, subnet="", architecture=None)
+
+
+def _run_costs(tables: Tables) -> pd.DataFrame:
+    kinds = communication_by_kind(communication(tables))
+    rows = kinds[kinds["kind"] == "method"]
+    sums = rows.assign(total_bytes=rows["bytes_down"] + rows["bytes_up"])[
+        [*_RUN, "total_bytes", "simulated_s", "wall_s"]
+    ]
+    return sums.astype(dict.fromkeys(_RUN, object))
+
+
+def summary(tables: Tables) -> pd.DataFrame:
+    """One row per (setting, model, tier), and per subnet of a family: means with 95 % intervals over seeds.
+
+    A setting is runs of one configuration that differ in seeds alone. Columns: setting (its name), experiment, model,
+    tier, subnet, architecture (null where seeds found different ones), runs, seeds (different ones: runs that repeat
+    a seed count once, with their mean); and for each of `MEASURES`, explained at `per_model`, NAME_n (seeds that know
+    it), NAME_mean and NAME_half_width (by Student's t; null for one seed). Settings of which no run has been evaluated
+    have one row, with what they cost.
+    """
+    frame = per_model(tables)
+    found = []
+    for setting in settings_of(tables):
+        rows = frame[frame["run_id"].isin(setting.run_ids)]
+        for key, group in by_model(rows):
+            found.append({"setting": setting.name, "experiment": setting.experiment, **key, **_over_seeds(group)})
+    counts = ["runs", "seeds", *(f"{m}_n" for m in MEASURES)]
+    values = [f"{m}_{what}" for m in MEASURES for what in ("n", "mean", "half_width")]
+    columns = ["setting", "experiment", *MODEL_KEY, "architecture", "runs", "seeds", *values]
+    kinds = {**dict.fromkeys(values, "float64"), **dict.fromkeys(counts, "int64")}
+    return pd.DataFrame(found, columns=columns).astype(kinds)
+
+
+def by_model(rows: pd.DataFrame) -> list[tuple[dict[str, str | None], pd.DataFrame]]:
+    """The rows of `per_model` by (model, tier, subnet), as they are shown; runs without any if there are no others.
+
+    The subnets of a family are in the order of their evaluation.
+    """
+    evaluated = rows[rows["model"].notna()]
+    if evaluated.empty:
+        return [(dict.fromkeys(MODEL_KEY), rows)] if len(rows) else []
+    models = shown_models([str(model) for model in evaluated["model"]])
+    groups = [(tuple(map(str, key)), group) for key, group in evaluated.groupby(MODEL_KEY, sort=False)]
+    groups.sort(key=lambda item: (models.index(item[0][0]), natural(item[0][1])))
+    return [(dict(zip(MODEL_KEY, key, strict=True)), group) for key, group in groups]
+
+
+def by_seed(rows: pd.DataFrame, measures: Sequence[str] = MEASURES) -> pd.DataFrame:
+    """The measures per distinct seeds: a run that repeats another's seeds is no further sample."""
+    return rows.groupby("seeds", sort=True)[list(measures)].mean()
+
+
+def _over_seeds(rows: pd.DataFrame) -> dict[str, Any]:
+    seeds = by_seed(rows)
+    architectures = set(rows["architecture"].dropna()) - {""}
+    values: dict[str, Any] = {
+        "architecture": architectures.pop() if len(architectures) == 1 else None,
+        "runs": rows["run_id"].nunique(),
+        "seeds": len(seeds),
+    }
+    for measure in MEASURES:
+        known = estimate(seeds[measure])
+        values[f"{measure}_n"] = known.runs if known else 0
+        values[f"{measure}_mean"] = known.mean if known else None
+        values[f"{measure}_half_width"] = known.half_width if known else None
+    return values

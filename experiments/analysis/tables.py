@@ -1,0 +1,126 @@
+"""The result tables of some runs in memory."""
+
+import json
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fedloom.platform.results.paths import RunPaths, find_run, list_runs
+from fedloom.platform.results.tables import TABLES, read_runs
+
+ALL_TABLES = tuple(TABLES)
+CLIENT_COLUMNS = (
+    "stage", "round", "client_id", "tier", "architecture", "subspace", "macs", "bytes_down", "bytes_up", "loss",
+    "metric", "simulated_s", "peak_memory_bytes", "status", "error"
+)  # fmt: skip
+"""What is read of the table `clients`, by far the longest; `pandas.read_parquet` knows the other columns."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The result tables of some runs, in the order in which the runs were asked for.
+
+    Tables that were not read (`read` names those that were) are empty.
+    """
+
+    paths: tuple[RunPaths, ...]
+    runs: pd.DataFrame
+    rounds: pd.DataFrame
+    clients: pd.DataFrame
+    candidates: pd.DataFrame
+    evaluations: pd.DataFrame
+    models: pd.DataFrame
+    read: frozenset[str] = frozenset(ALL_TABLES)
+
+    @cached_property
+    def _recorded(self) -> dict[str, dict[Hashable, Any]]:
+        """The rows of `runs` by run: frames ask for configurations again and again."""
+        return {str(row["run_id"]): row for row in self.runs.to_dict("records")}
+
+    def recorded(self, run_id: str, column: str) -> Any:
+        """The JSON value that the run recorded in a column of `runs`; None if it did not get so far."""
+        text = self._recorded.get(run_id, {}).get(column)
+        return json.loads(text) if isinstance(text, str) else None
+
+
+def load(
+    results: str | Path,
+    run_ids: Sequence[str] | None = None,
+    *,
+    experiment: str | None = None,
+    tables: Iterable[str] = ALL_TABLES,
+) -> Tables:
+    """The tables of these runs (ids or unambiguous beginnings of ids), or of all runs, of one experiment if given.
+
+    Only the named `tables`, and the table `runs`, are read; of `clients` its `CLIENT_COLUMNS`. Raises ValueError for
+    an unknown run, experiment or table, if there are no runs, and for a damaged file.
+    """
+    names = {"runs", *([tables] if isinstance(tables, str) else tables)}
+    paths = _find(Path(results), run_ids, experiment)
+    # A table that is not wanted is read of no run: an empty frame with its columns.
+    frames = {name: read_table_of(paths if name in names else (), name) for name in TABLES}
+    for name in names - set(TABLES):
+        read_table_of((), name)  # says which tables there are
+    return Tables(paths=paths, read=frozenset(names), **frames)
+
+
+def read_table_of(paths: Sequence[RunPaths], table: str) -> pd.DataFrame:
+    """One table of these runs, with the columns that frames are made of."""
+    return read_runs(paths, table, CLIENT_COLUMNS if table == "clients" else None)
+
+
+def latest_run(results: str | Path) -> str:
+    """The id of the run that was started last; ValueError if there is none."""
+    return _all_runs(Path(results))[-1].run_id
+
+
+def _find(results: Path, run_ids: Sequence[str] | None, experiment: str | None) -> tuple[RunPaths, ...]:
+    if run_ids is None:
+        paths = tuple(_all_runs(results))
+    else:
+        ids = [run_ids] if isinstance(run_ids, str) else run_ids
+        paths = tuple(dict.fromkeys(find_run(results, run_id) for run_id in ids))
+    if experiment is None:
+        return paths
+    own = tuple(p for p in paths if p.experiment == experiment)
+    if not own:
+        known = ", ".join(sorted({p.experiment for p in paths}))
+        raise ValueError(f"there are no runs of experiment {experiment!r} under {results}: there are runs of {known}")
+    return own
+
+
+def _all_runs(results: Path) -> list[RunPaths]:
+    runs = list_runs(results)
+    if not runs:
+        raise ValueError(f"there are no runs under {results}: start one with fedloom run, or name another folder")
+    return runs
+
+
+def only(tables: Tables, run_ids: Sequence[str]) -> Tables:
+    """The tables of some of the runs."""
+    paths = tuple(p for p in tables.paths if p.run_id in set(run_ids))
+    if paths == tables.paths:
+        return tables
+
+    def of(frame: pd.DataFrame) -> pd.DataFrame:
+        return frame[frame["run_id"].isin(list(run_ids))].reset_index(drop=True)
+
+    frames = {name: of(getattr(tables, name)) for name in TABLES}
+    return Tables(paths=paths, read=tables.read, **frames)
+
+
+def requires(tables: Tables, *names: str) -> None:
+    """ValueError if a table was not read: numbers made of it would be silently wrong."""
+    missing = [name for name in names if name not in tables.read]
+    if missing:
+        raise ValueError(f"this needs the table {missing[0]!r}, which was not read: name it in load(..., tables=...)")
+
+
+def configuration(tables: Tables, run_id: str) -> dict[str, Any]:
+    """The configuration that the run stored; empty if it did not get so far."""
+    config: dict[str, Any] = tables.recorded(run_id, "config") or {}
+    return config
