@@ -5,7 +5,6 @@ number of workers, and its weighted sums are added in plan order: a fixed reduct
 any number of workers gives the same bits.
 """
 
-import math
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -282,12 +281,22 @@ def _simulated_s(assignment: Assignment, outcome: Outcome) -> float:
     return client_time_s(assignment.profile, weighed, outcome.bytes_down, outcome.bytes_up, factor=1.0)
 
 
-@torch.no_grad()
 def _check_finite(update: Update) -> None:
-    for name, tensor in update.tensors.items():
-        # One reduction per tensor: a sum is finite only if no entry is NaN or infinite (or the training diverged).
-        if tensor.dtype.is_floating_point and not math.isfinite(tensor.sum().item()):
-            raise TaskError(f"the update is not finite (first in {name}): it was left out of the average")
+    name = first_not_finite(update.tensors)
+    if name is not None:
+        raise TaskError(f"the update is not finite (first in {name}): it was left out of the average")
+
+
+@torch.no_grad()
+def first_not_finite(tensors: Weights) -> str | None:
+    """The first floating tensor with a value that is no finite number, None if there is none."""
+    # One reduction per tensor, one answer for all: a sum is finite only if no entry is NaN or infinite (or the
+    # training diverged).
+    sums = {name: tensor.sum().double() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if not sums:
+        return None
+    broken = ~torch.isfinite(torch.stack(list(sums.values())))
+    return list(sums)[int(broken.nonzero()[0])] if bool(broken.any()) else None
 
 
 class SerialExecutor:

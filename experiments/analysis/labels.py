@@ -8,6 +8,7 @@ from fedloom.experiments.analysis.kinds import is_elastic
 from fedloom.experiments.analysis.tables import Tables, configuration
 
 if TYPE_CHECKING:
+    from fedloom.platform.spaces.base import SearchSpace
     from fedloom.platform.spaces.elastic import ElasticSpace
 
 
@@ -38,22 +39,29 @@ def labels_of(tables: Tables) -> Labels:
     spaces: dict[str, ElasticSpace] = {}
     for paths in tables.paths:
         config = configuration(tables, paths.run_id)
-        space = _space(config["space"]) if is_elastic(config) and "space" in config else None
+        space = _elastic(config) if is_elastic(config) else None
         if space is not None:
             spaces[paths.run_id] = space
     return Labels(spaces)
 
 
-def _space(stored: Mapping[str, Any]) -> "ElasticSpace | None":
+def _elastic(config: Mapping[str, Any]) -> "ElasticSpace | None":
+    from fedloom.platform.spaces.elastic import ElasticSpace
+
+    space = space_of(config)
+    return space if isinstance(space, ElasticSpace) else None
+
+
+def space_of(config: Mapping[str, Any]) -> "SearchSpace | None":
+    """The space that a stored configuration describes; None for none, or one that this version cannot build."""
     # Here, because torch takes seconds to load and other reports do without.
     from fedloom.platform.spaces.config import SpaceConfig
-    from fedloom.platform.spaces.elastic import ElasticSpace
     from fedloom.platform.spaces.registry import build_space
 
-    if not set(stored) <= {f.name for f in fields(SpaceConfig)}:
+    stored = config.get("space")
+    if stored is None or not set(stored) <= {f.name for f in fields(SpaceConfig)}:
         return None
     try:
-        space = build_space(SpaceConfig(**stored))
+        return build_space(SpaceConfig(**stored))
     except ValueError:
         return None
-    return space if isinstance(space, ElasticSpace) else None

@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
@@ -13,14 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Patch
 
+from fedloom.experiments.analysis.labels import space_of
 from fedloom.experiments.analysis.silos import latest_architectures
 from fedloom.experiments.analysis.tables import Tables, configuration
 from fedloom.experiments.report.plots import LEGEND
 from fedloom.experiments.report.style import BLUE, DPI, GREEN, GREY, INK, VERMILION
-from fedloom.platform.spaces.config import SpaceConfig
 from fedloom.platform.spaces.darts import CELL_TYPES, DartsSpace
 from fedloom.platform.spaces.operator_choice import Subspace
-from fedloom.platform.spaces.registry import build_space
 
 MOST_CELLS = 8
 """Cells in one picture: SPIDER's silos."""
@@ -70,13 +69,7 @@ class CellEdge:
 
 def darts_space_of(config: Mapping[str, Any]) -> DartsSpace | None:
     """The space of cells that a stored configuration describes; None for another, or one of another version."""
-    stored = config.get("space", {})
-    if not set(stored) <= {f.name for f in fields(SpaceConfig)}:
-        return None
-    try:
-        space = build_space(SpaceConfig(**stored))
-    except ValueError:
-        return None
+    space = space_of(config)
     return space if isinstance(space, DartsSpace) else None
 
 

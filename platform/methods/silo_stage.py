@@ -1,6 +1,7 @@
 """Cross-silo stages: every silo in every round, then every silo's score on its own test data."""
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -100,7 +101,7 @@ def assigned(world: World, stage: str, round_: int, task: Task) -> list[Assignme
     return [world.assign(stage, round_, cohort, c, task) for c in world.in_plan_order(cohort.client_ids)]
 
 
-class SiloStage:
+class SiloStage(ABC):
     """Averages a shared model that all silos train; what else a silo does is its task, what it keeps is in its state.
 
     Subclasses say what the task of a round is (`task`), may have the server do something beside (`server_tasks`), and
@@ -133,9 +134,9 @@ class SiloStage:
         """Whether silos score their models on validation data after this round."""
         return self.config.evaluate_every > 0 and round_ % self.config.evaluate_every == 0
 
+    @abstractmethod
     def task(self, state: RunState) -> Task:
         """What every silo does in the coming round."""
-        raise NotImplementedError
 
     def server_tasks(self, _state: RunState) -> Sequence[Task]:
         """What the server does beside."""
@@ -228,7 +229,7 @@ def check_gains(config: GainConfig, num_clients: int) -> None:
         )
 
 
-class GainStage:
+class GainStage(SiloEvaluation):
     """One round per silo: its architecture is trained and scored by all silos."""
 
     name = "gains"
@@ -239,10 +240,6 @@ class GainStage:
         self.silos = range(silos)
         self.local = LocalSGD.of(train, 0, augment=world.config.data.augment != "none")
         self.local = replace(self.local, lr=config.lr, epochs=config.epochs)
-
-    def begin(self, state: RunState) -> RunState:
-        """Nothing to prepare."""
-        return state
 
     def rounds_left(self, state: RunState) -> int:
         """One for every silo's architecture."""
@@ -258,11 +255,3 @@ class GainStage:
         # Given explicitly, so that no silo's own state takes its place.
         begin = silo.packed() if self.config.start == "own" else {}
         return Plan([replace(a, state=begin) for a in as_measured(planned)], SUPERNET)
-
-    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
-        """The silos' scores."""
-        return Merged(state, evaluation_rows(result.reports))
-
-    def end(self, state: RunState) -> Merged:
-        """Nothing more to do."""
-        return Merged(state)

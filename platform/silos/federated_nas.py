@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 
 from fedloom.platform.execution import Assignment, Outcome
-from fedloom.platform.silos.network import GLOBAL, kept_network, silo_data, train_network, with_more
+from fedloom.platform.silos.network import GLOBAL, kept_network, silo_data, train_network, update_of, with_more
 from fedloom.platform.silos.outcome import shared_outcome
 from fedloom.platform.silos.scoring import own_scores
 from fedloom.platform.silos.search import Milenas, own_network, searched
 from fedloom.platform.silos.state import ALPHAS, Personal
-from fedloom.platform.spaces.base import Weights, bytes_of
+from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.operator_choice import Subspace
 from fedloom.platform.tasks import subspace_id
 from fedloom.platform.training import LocalSGD
@@ -51,10 +51,6 @@ class TrainMixed:
         step = self.search.step(worker, assignment, silo)
         shared = train_network(worker, assignment, network, weights, data, self.local, step=step)
         scores = own_scores(worker, assignment, network, shared.tensors, GLOBAL) if self.scored else ()
-        outcome = shared_outcome(shared, data, self.weighting)
-        update = with_more(outcome.update, {ALPHAS: alphas.detach()})
-        size_bytes = bytes_of(update.tensors)
-        macs = self.search.passes * outcome.macs
-        return replace(
-            outcome, update=update, macs=macs, bytes_down=size_bytes, bytes_up=size_bytes, measurements=scores
-        )
+        update = with_more(update_of(shared, len(data[1]), self.weighting), {ALPHAS: alphas.detach()})
+        outcome = shared_outcome(shared, data, self.weighting, update)
+        return replace(outcome, macs=self.search.passes * outcome.macs, measurements=scores)

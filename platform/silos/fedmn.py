@@ -14,6 +14,7 @@ from fedloom.platform.silos.network import (
     kept_network,
     silo_data,
     train_network,
+    update_of,
     with_more,
 )
 from fedloom.platform.silos.outcome import shared_outcome
@@ -27,7 +28,7 @@ from fedloom.platform.silos.router import (
     straight_through,
 )
 from fedloom.platform.silos.scoring import adapted_outcome, own_scores
-from fedloom.platform.spaces.base import Weights, bytes_of
+from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.kept import KeptSpace
 from fedloom.platform.tasks import places_of
 from fedloom.platform.training import SGD, LocalSGD, Step
@@ -68,11 +69,9 @@ class TrainModular:
         shared = train_network(worker, assignment, network, weights, data, self.local, step=both)
         unseen = self.scored and not self.joined
         scores = own_scores(worker, assignment, network, shared.tensors, GLOBAL) if unseen else ()
-        outcome = shared_outcome(shared, data, self.weighting)
         router = {f"{PREFIX}{name}": tensor.detach() for name, tensor in gates.router.state_dict().items()}
-        update = with_more(outcome.update, router)
-        size_bytes = bytes_of(update.tensors)
-        return replace(outcome, update=update, bytes_down=size_bytes, bytes_up=size_bytes, measurements=scores)
+        update = with_more(update_of(shared, len(data[1]), self.weighting), router)
+        return replace(shared_outcome(shared, data, self.weighting, update), measurements=scores)
 
 
 class Gates:

@@ -5,7 +5,7 @@ own part by perturbation.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import Tensor
@@ -21,10 +21,11 @@ from fedloom.platform.silos.network import (
     train_network,
     update_of,
 )
+from fedloom.platform.silos.outcome import shared_outcome
 from fedloom.platform.silos.scoring import own_scores, scored_outcome
 from fedloom.platform.silos.search import Perturbation, Searched, restricted, searched
 from fedloom.platform.silos.state import Personal, begun
-from fedloom.platform.spaces.base import Weights, bytes_of
+from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.operator_choice import Subspace
 from fedloom.platform.tasks import client_of, subspace_id
@@ -35,9 +36,8 @@ from fedloom.platform.worker import Worker
 def split_network(worker: Worker, kept: Subspace, base_cells: int) -> Network:
     """The first cells with all operators, the others with those that are kept."""
     space, module = cast(DartsSpace, worker.space), worker.supernet
-    base = set(space.base_tensors(base_cells))
-    slices = {**space.subspace_slices(kept)}
-    slices.update({n: s for n, s in space.subspace_slices(space.largest_subspace).items() if n in base})
+    everything = space.subspace_slices(space.largest_subspace)
+    slices = {**space.subspace_slices(kept), **{name: everything[name] for name in space.base_tensors(base_cells)}}
     return Network(
         module,
         lambda x: cast(Tensor, module(x, kept, None, base_cells)),
@@ -64,7 +64,8 @@ class TrainSplit:
         """The update holds the base alone; the silo's own part and architecture stay in its state."""
         space = cast(DartsSpace, worker.space)
         base = frozenset(space.base_tensors(self.base_cells))
-        before = self._before(worker, assignment, own_part(space, assignment, weights, base), weights)
+        begun_with = own_part(space, assignment, weights, base)
+        before = self._before(worker, assignment, begun_with, _joined(weights, begun_with, base))
         silo = before.silo
         joined = self.use_validation and self.search.is_over(space, silo.kept)
         data = silo_data(worker, assignment, joined=joined)
@@ -77,35 +78,25 @@ class TrainSplit:
         unseen = self.scored and not joined
         scores = own_scores(worker, assignment, network, trained.tensors) if unseen else ()
         update = _only(update_of(trained, len(data[1]), self.weighting), base)
-        size_bytes, figures = bytes_of(update.tensors), trained.figures
-        return Outcome(
-            update=update,
-            samples=len(data[1]),
-            steps=figures.steps,
+        return replace(
+            shared_outcome(trained, data, self.weighting, update),
             macs=trained.macs + before.macs,
             forward_macs=before.macs,
-            bytes_down=size_bytes,
-            bytes_up=size_bytes,
-            loss=figures.loss,
-            metric=figures.accuracy,
-            parameters=network.parameters,
             measurements=scores,
             state=kept.packed(),
-            architecture=network.architecture,
-            subspace=network.subspace,
         )
 
     def _before(self, worker: Worker, assignment: Assignment, silo: Personal, weights: Weights) -> Searched:
+        """One step of the search with `weights`, base and own part together."""
         space = cast(DartsSpace, worker.space)
         if not self.search.due or self.search.is_over(space, silo.kept):
             return Searched(silo)
-        base = frozenset(space.base_tensors(self.base_cells))
         network = split_network(worker, silo.kept, self.base_cells)
         kept, macs = searched(
             worker,
             assignment,
             network,
-            _joined(weights, silo, base),
+            weights,
             worker.client_data(client_of(assignment), "validation"),
             prune_edges=self.search.prune_edges,
             base_cells=self.base_cells,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.averaging import Update
-from fedloom.platform.execution import Assignment, Measurement, TaskError
+from fedloom.platform.execution import Assignment, Measurement, TaskError, first_not_finite
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import Architecture, Slice, SliceMap, Weights, extract
 from fedloom.platform.spaces.kept import KeptSpace
@@ -139,19 +139,12 @@ def train_network(
     with worker.randomness(network.module, generator):
         trained = train_locally(network.forward, sgd.parameters, data, local, generator, optimizer=step(sgd))
     check_trained(trained)
-    _check_finite(tensors)
+    broken = first_not_finite(tensors)
+    if broken is not None:
+        raise TaskError(f"the trained network is not finite (first in {broken})")
     buffers = {names[i]: buffer.clone() for i, buffer in sgd.momentum.items() if buffer is not None}
     # The module trains another network next.
     return TrainedNetwork(network, {n: t.detach().clone() for n, t in tensors.items()}, buffers, trained)
-
-
-@torch.no_grad()
-def _check_finite(tensors: Weights) -> None:
-    sums = {name: tensor.sum() for name, tensor in tensors.items() if tensor.is_floating_point()}
-    finite = torch.isfinite(torch.stack(list(sums.values())))
-    if not bool(finite.all()):
-        first = list(sums)[int((~finite).nonzero()[0, 0])]
-        raise TaskError(f"the trained network is not finite (first in {first})")
 
 
 def update_of(model: TrainedNetwork, num_samples: int, weighting: str) -> Update:
@@ -161,9 +154,8 @@ def update_of(model: TrainedNetwork, num_samples: int, weighting: str) -> Update
     return Update(model.tensors, model.network.slices, weighting_rule(weighting)(work))
 
 
-def with_more(update: Update | None, tensors: Weights) -> Update:
+def with_more(update: Update, tensors: Weights) -> Update:
     """The update with more tensors, which count as much as the network's own."""
-    assert update is not None, "a silo that trained has an update"
     weight = max(update.weights.values())
     return Update(
         {**update.tensors, **tensors},
@@ -187,15 +179,9 @@ def score_network(
 ) -> Score:
     """Loss and accuracy of the network on the samples."""
     worker.load(network.module, weights, network.slices)
-    return score_loaded(worker, assignment, network, data)
-
-
-def score_loaded(worker: Worker, assignment: Assignment, network: Network, data: tuple[Tensor, Tensor]) -> Score:
-    """As `score_network`, for a network whose tensors are in its module already."""
     worker.set_mode(network.module, training=False)
-    who = "server" if assignment.client_id is None else assignment.client_id
     # The operator `noise` draws whenever it is called.
-    generator = torch_stream(worker.spec.training_seed, "score", assignment.stage, assignment.round, who)
+    generator = torch_stream(worker.spec.training_seed, "score", *places_of(assignment))
     with worker.randomness(network.module, generator):
         return evaluate(network.forward, data)
 

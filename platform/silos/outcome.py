@@ -1,20 +1,28 @@
 """What a silo's round comes to: its row, its update, and the state that it keeps."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
+from fedloom.platform.averaging import Update
 from fedloom.platform.execution import Outcome
 from fedloom.platform.silos.network import TrainedNetwork, update_of
 from fedloom.platform.silos.state import Personal
 from fedloom.platform.spaces.base import bytes_of
 
 
-def shared_outcome(shared: TrainedNetwork, data: tuple[Tensor, Tensor], weighting: str) -> Outcome:
-    """A round that trains the shared model alone: all of it is received, and sent."""
+def shared_outcome(
+    shared: TrainedNetwork, data: tuple[Tensor, Tensor], weighting: str, update: Update | None = None
+) -> Outcome:
+    """A round that trains the shared model alone: what is received is what is sent, all of it if no `update` is given.
+
+    Raises ValueError for an unknown weighting rule.
+    """
     samples, figures = len(data[1]), shared.figures
-    update = update_of(shared, samples, weighting)
-    size_bytes = bytes_of(update.tensors)
+    sent = update_of(shared, samples, weighting) if update is None else update
+    size_bytes = bytes_of(sent.tensors)
     return Outcome(
-        update=update,
+        update=sent,
         samples=samples,
         steps=figures.steps,
         macs=shared.macs,
@@ -32,18 +40,12 @@ def pair_outcome(
     shared: TrainedNetwork, own: TrainedNetwork, data: tuple[Tensor, Tensor], weighting: str, silo: Personal
 ) -> Outcome:
     """A round that trains both: the row tells of the silo's own model, the update holds nothing of it."""
-    samples, figures = len(data[1]), own.figures
-    update = update_of(shared, samples, weighting)
-    size_bytes = bytes_of(update.tensors)
-    return Outcome(
-        update=update,
-        samples=samples,
-        steps=shared.figures.steps + figures.steps,
+    return replace(
+        shared_outcome(shared, data, weighting),
+        steps=shared.figures.steps + own.figures.steps,
         macs=shared.macs + own.macs,
-        bytes_down=size_bytes,
-        bytes_up=size_bytes,
-        loss=figures.loss,
-        metric=figures.accuracy,
+        loss=own.figures.loss,
+        metric=own.figures.accuracy,
         parameters=own.network.parameters,
         state=silo.packed(),
         architecture=own.network.architecture,

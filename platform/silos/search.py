@@ -68,10 +68,6 @@ class Searcher(Protocol):
         """Whether nothing is left to be searched."""
         ...
 
-    def network(self, worker: Worker, silo: Personal) -> Network:
-        """The silo's network as it stands."""
-        ...
-
     def step(self, worker: Worker, assignment: Assignment, silo: Personal) -> Callable[[SGD], Step]:
         """What a training step of the silo's network does."""
         ...
@@ -98,10 +94,6 @@ class Perturbation:
     def is_over(self, space: DartsSpace, kept: Subspace) -> bool:
         """When every edge is decided and every node pruned."""
         return is_settled(space, kept, prune_edges=self.prune_edges)
-
-    def network(self, worker: Worker, silo: Personal) -> Network:
-        """What is kept, with weight 1."""
-        return own_network(worker, silo)
 
     def step(self, _worker: Worker, _assignment: Assignment, _silo: Personal) -> Callable[[SGD], Step]:
         """SGD alone."""
@@ -173,15 +165,11 @@ class Milenas:
         """When every edge is decided."""
         return is_decided(kept)
 
-    def network(self, worker: Worker, silo: Personal) -> Network:
-        """All operators by their softmax while the search goes on."""
-        return own_network(worker, silo)
-
     def step(self, worker: Worker, assignment: Assignment, silo: Personal) -> Callable[[SGD], Step]:
         """SGD on weights and on architecture parameters, which are changed in place."""
         if silo.alphas is None:
             return lambda sgd: sgd
-        return MixedStep.maker(worker, assignment, self, silo.alphas, self.network(worker, silo))
+        return MixedStep.maker(worker, assignment, self, silo.alphas, own_network(worker, silo))
 
 
 def own_network(worker: Worker, silo: Personal) -> Network:

@@ -7,7 +7,7 @@ from fedloom.platform.execution import Assignment, Outcome
 from fedloom.platform.silos.network import Pull, kept_network, silo_data, train_network
 from fedloom.platform.silos.outcome import pair_outcome
 from fedloom.platform.silos.scoring import own_scores
-from fedloom.platform.silos.search import Searcher
+from fedloom.platform.silos.search import Searcher, own_network
 from fedloom.platform.silos.state import begun
 from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.darts import DartsSpace
@@ -47,7 +47,7 @@ class TrainSpider:
         own = train_network(
             worker,
             assignment,
-            self.search.network(worker, silo),
+            own_network(worker, silo),
             silo.weights,
             data,
             self.local,

@@ -21,6 +21,7 @@ from torch.func import functional_call
 from fedloom.platform.spaces.base import Architecture, Slice, SliceMap, bytes_of
 from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
 from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
+from fedloom.platform.spaces.measuring import ready
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.measure import MEASURES, activation_bytes_of, latency_s_of, macs_of
 
@@ -317,7 +318,7 @@ class ElasticSpace:
         blocks: dict[tuple[int, int, int], float] = {}
         for stage, parts in enumerate(self.genome.stages):
             for block, width in itertools.product(range(parts.most), range(parts.widths)):
-                module = _ready(partial(self.design.build_block, stage, block, width), device)
+                module = ready(partial(self.design.build_block, stage, block, width), device)
                 x = inputs[stage] if block == 0 else inputs[stage + 1]
                 blocks[stage, block, width] = float(of(module, _real(x, device)))
         join = sum if reduce == "sum" else max
@@ -331,7 +332,7 @@ class ElasticSpace:
     def _fixed_costs(self, of: Callable[[nn.Module, Tensor], float], device: str) -> list[float]:
         sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device="meta")
         parts = ((self.design.build_stem, sample), (self.design.build_head, self._stage_inputs[-1]))
-        return [float(of(_ready(build, device), _real(x, device))) for build, x in parts]
+        return [float(of(ready(build, device), _real(x, device))) for build, x in parts]
 
     @cached_property
     def _stage_inputs(self) -> list[Tensor]:
@@ -354,16 +355,6 @@ def leading(name: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> Slice:
 
 def _numel(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def _ready(build: Callable[[], nn.Module], device: str) -> nn.Module:
-    """A module to be measured; with values where it really runs, since NaN may take another path through a kernel."""
-    module = on_meta(build).eval()
-    if device == "meta":
-        return module
-    weights = initialise(module, torch.Generator().manual_seed(0))
-    module.to_empty(device=device).load_state_dict(weights)
-    return module
 
 
 def _real(x: Tensor, device: str) -> Tensor:

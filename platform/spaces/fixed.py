@@ -14,8 +14,8 @@ from fedloom.platform.spaces.base import Architecture, Slice, SliceMap
 from fedloom.platform.spaces.darts import DARTS
 from fedloom.platform.spaces.darts_network import DartsDesign, DartsNetwork
 from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
-from fedloom.platform.spaces.kept import cost_of, measure_of
-from fedloom.platform.spaces.operator_choice import SpaceSizes, Subspace
+from fedloom.platform.spaces.measuring import cost_of, measure_of
+from fedloom.platform.spaces.named_operators import SpaceSizes, Subspace
 from fedloom.platform.spaces.resnet import MULTIPLE, convolution, norm_of
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.measure import MEASURES

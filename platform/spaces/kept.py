@@ -12,8 +12,8 @@ from functools import partial
 from torch import nn
 
 from fedloom.platform.spaces.initialisation import on_meta
-from fedloom.platform.spaces.measuring import Measure, cost_of, measure_of
-from fedloom.platform.spaces.named_operators import NamedOperatorSpace, Subspace
+from fedloom.platform.spaces.measuring import Measure, cost_of
+from fedloom.platform.spaces.named_operators import NamedOperatorSpace
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.measure import MEASURES
 
@@ -71,6 +71,3 @@ class PartCosts:
             idle = isinstance(on_meta(part.build), nn.Identity)
             self._known[part] = 0.0 if idle else cost_of(part.build, part.input_shape, self.of, self.device)
         return self._known[part]
-
-
-__all__ = ["KeptSpace", "Part", "PartCosts", "Subspace", "cost_of", "measure_of"]

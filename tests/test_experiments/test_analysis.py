@@ -20,9 +20,12 @@ from scipy import stats
 from fedloom.experiments import analysis
 from fedloom.experiments.analysis.compare import difference
 from fedloom.experiments.analysis.fronts import front_of
+from fedloom.experiments.analysis.kinds import SILO_METHODS
 from fedloom.experiments.analysis.tables import CLIENT_COLUMNS
 from fedloom.experiments.benchmarks.analysis import files_of, measure
 from fedloom.experiments.benchmarks.generated import write_results
+from fedloom.platform.methods.registry import CONFIGS
+from fedloom.platform.methods.silo_stage import SiloTrainingConfig
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.results.writer import RunWriter
 
@@ -389,3 +392,8 @@ def test_the_example_runs_on_any_results_folder(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "paired t" in done.stdout
     assert "\\begin{tabular}" in done.stdout
+
+
+def test_the_silo_methods_are_those_that_train_all_silos() -> None:
+    trained = {name: getattr(config(), "train", None) for name, config in CONFIGS.items()}
+    assert set(SILO_METHODS) == {name for name, train in trained.items() if isinstance(train, SiloTrainingConfig)}

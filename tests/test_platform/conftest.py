@@ -1,12 +1,13 @@
 """Tiny federations for the tests of SuperFedNAS and of silos, and runs that write nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pandas as pd
 import pytest
+import torch
 
 from fedloom.platform.config import RunConfig, TiersConfig
 from fedloom.platform.execution import SerialExecutor
@@ -132,3 +133,12 @@ def refused() -> Callable[[RunConfig], str]:
         return str(caught.value)
 
     return refuse
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

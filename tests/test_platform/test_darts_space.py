@@ -1,7 +1,6 @@
 """DARTS cells: edges, subspaces, tensors, costs, and a reference written out with plain functions."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,14 +24,7 @@ from fedloom.platform.subspace import size_of
 from fedloom.platform.worker import Worker, WorkerSpec
 from fedloom.tiers.measure import MEASURES, activation_bytes_of, macs_of, parameters_of
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def space_of(name: str, **changes: Any) -> DartsSpace:

@@ -1,6 +1,5 @@
 """Networks that are not searched: their published sizes, what they compute, and how they stand as spaces."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,7 @@ from fedloom.tiers.measure import MEASURES, activation_bytes_of, macs_of, parame
 ALL = ("resnet18", "resnet18_small", "darts_v2", "darts_v2_small")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def space_of(name: str, **changes: Any) -> FixedSpace:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,14 +16,7 @@ from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpa
 from fedloom.platform.spaces.registry import build_space
 from fedloom.tiers.measure import MEASURES, activation_bytes_of, macs_of, parameters_of
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
