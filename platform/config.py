@@ -136,12 +136,16 @@ class RunConfig:
     """Everything that determines a run.
 
     With `dry_run` nothing is trained: who would do what is planned and counted, over all rounds of the training stages.
+    With `reuse_supernet` a run begins with the trained supernet of an earlier one under the same results, if their
+    configurations are the same up to there, and leaves its own for later ones. `tensorboard` also writes event files.
     """
 
     experiment: str = "custom"
     seed: int = 1
     results: str = "results"
     dry_run: bool = False
+    reuse_supernet: bool = False
+    tensorboard: bool = False
     data: DataConfig = field(default_factory=DataConfig)
     space: SpaceConfig = field(default_factory=SpaceConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)

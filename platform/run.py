@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib import metadata
@@ -48,7 +48,28 @@ class Watcher:
     should_stop: Callable[[], bool] = lambda: False
 
 
-def start_run(config: RunConfig, make_executor: MakeExecutor, watcher: Watcher | None = None) -> str:
+@dataclass(frozen=True)
+class Label:
+    """What a run is called: its id (drawn if not given), and its place in an ablation.
+
+    `setting` is what the ablation varies in this trial, by the names of its axes.
+    """
+
+    run_id: str | None = None
+    ablation: str | None = None
+    trial: int | None = None
+    setting: Mapping[str, Any] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        """The columns of the run's row."""
+        if self.ablation is None:
+            return {}
+        return {"ablation": self.ablation, "trial": self.trial, "setting": json.dumps(dict(self.setting))}
+
+
+def start_run(
+    config: RunConfig, make_executor: MakeExecutor, watcher: Watcher | None = None, label: Label | None = None
+) -> str:
     """Runs a new experiment to its end and returns its run id.
 
     Everything that can be refused is refused (ValueError) before anything is written.
@@ -58,11 +79,12 @@ def start_run(config: RunConfig, make_executor: MakeExecutor, watcher: Watcher |
     check_writable(root)
     world = build_world(config)
     stages = planned_stages(world)
-    run_id = new_run_id(root, config.experiment)
+    label = label or Label()
+    run_id = label.run_id or new_run_id(root, config.experiment)
     writer = RunWriter.create(root, config.experiment, run_id)
     write_atomically(writer.paths.config, json.dumps(asdict(config), indent=1).encode())
     store_costs(writer.paths.artifacts / COSTS, RunCosts(world.cost_table, world.macs_table))
-    writer.update_run(**_run_row(config, world), status="running", started=datetime.now(UTC))
+    writer.update_run(**_run_row(config, world), **label.row(), status="running", started=datetime.now(UTC))
     _go(world, stages, writer, RunState(), None, make_executor, watcher or Watcher())
     return run_id
 
@@ -116,6 +138,8 @@ FREE_ON_RESUME = (
     "data.root",
     "data.cache",
     "data.download",
+    "reuse_supernet",
+    "tensorboard",
 )
 """What may be changed when a run is resumed: where and how safely it runs, not what it computes."""
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from fedloom.experiments.analysis.tables import Tables, configuration
 
-FREE = ("seed", "seeds", "results", "executor", "ray", "checkpoint", "data.root", "data.cache", "data.download")
+DATA_PLACES = ("data.root", "data.cache", "data.download")
+FREE = ("seed", "seeds", "results", "reuse_supernet", "tensorboard", "executor", "ray", "checkpoint", *DATA_PLACES)
 """Keys, and the beginnings of keys, that do not say what is trained: seeds, and where and how it is computed."""
 
 MOST_KEYS = 4
