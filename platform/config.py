@@ -137,7 +137,9 @@ class RunConfig:
 
     With `dry_run` nothing is trained: who would do what is planned and counted, over all rounds of the training stages.
     With `reuse_supernet` a run begins with the trained supernet of an earlier one under the same results, if their
-    configurations are the same up to there, and leaves its own for later ones. `tensorboard` also writes event files.
+    configurations are the same up to there, and leaves its own for later ones; the training's rows are those of the run
+    named `supernet_run_id` in table `runs`. `tensorboard` also writes event files, below the run's artefacts.
+    `results` is a folder, or the URL of one on a filesystem that pyarrow reads: s3://bucket/path, gs://bucket/path.
     """
 
     experiment: str = "custom"

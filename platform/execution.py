@@ -118,6 +118,7 @@ class Report:
     attempts: int = 1
     selection_probability: float = 1.0
     selection_reason: str = ""
+    node: str = ""
     measurements: tuple[Measurement, ...] = ()
     state: ClientState | None = None
 
@@ -199,6 +200,7 @@ def run_assignment(
         # Nobody tells the server that a device is gone: it waits for it until the deadline.
         simulated_s=assignment.deadline_s or 0.0 if assignment.dropped else 0.0,
         device=str(worker.device),
+        node=worker.node,
         threads=worker.spec.threads,
         selection_probability=assignment.selection_probability,
         selection_reason=assignment.selection_reason,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from fedloom.platform.averaging import WeightedSums
@@ -60,10 +61,12 @@ class Loop:
         deadline_s: float | None,
         watch: Callable[[RoundProgress], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
+        ending: Callable[[RunState], None] = lambda _: None,
     ) -> None:
+        """`ending` is told the last state of every stage, before any state after it is saved."""
         self.stages, self.executor, self.recorder, self.status = stages, executor, recorder, status
         self.execution, self.checkpoint, self.deadline_s = execution, checkpoint, deadline_s
-        self.watch, self.should_stop = watch, should_stop
+        self.watch, self.should_stop, self.ending = watch, should_stop, ending
         self._unsaved: RunState | None = None
 
     def run(self, state: RunState) -> RunState:
@@ -88,9 +91,9 @@ class Loop:
                 state = self._round(stage, state, left)
             with stage_work(stage.name, state.round):
                 ended = stage.end(state)
-            place = {"stage": stage.name, "round": state.round}
+            place, first = {"stage": stage.name, "round": state.round}, partial(self.ending, state)
             state = replace(ended.state, stage=state.stage + 1, round=0)
-            self.recorder.submit(Record(rows_of(ended, place), [(place, m) for m in ended.models], state))
+            self.recorder.submit(Record(rows_of(ended, place), [(place, m) for m in ended.models], state, first))
             self._unsaved = None
         self.recorder.wait()
         return state
@@ -134,7 +137,7 @@ class Loop:
     def _record(self, merged: Merged, rows: Sequence[Row], saved: RunState | None, progress: RoundProgress) -> None:
         place = {"stage": progress.stage, "round": progress.round}
         models = [(place, model) for model in merged.models]
-        record = Record([*rows, *rows_of(merged, place)], models, saved, lambda: self.watch(progress))
+        record = Record([*rows, *rows_of(merged, place)], models, saved, then=lambda: self.watch(progress))
         self.recorder.submit(record)
 
     def _execute(self, plan: Plan, state: RunState) -> RoundResult:

@@ -8,8 +8,10 @@ a crash loses nothing that was told of, and no more than the round in progress.
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from fedloom.platform.event_files import Events, NoEvents
 from fedloom.platform.results.checkpoint import Saved, save_checkpoint
 from fedloom.platform.results.models import save_model
 from fedloom.platform.results.writer import RunWriter
@@ -24,6 +26,8 @@ class Record:
     rows: Sequence[Row]
     models: Sequence[tuple[Mapping[str, Any], KeptModel]] = ()
     state: RunState | None = None
+    first: Callable[[], None] = lambda: None
+    """Called before the state is saved: after a crash in between it is called again."""
     then: Callable[[], None] = lambda: None
     """Called when all of it is safe."""
 
@@ -31,8 +35,15 @@ class Record:
 class Recorder:
     """The one thread that touches a run's writer and checkpoint."""
 
-    def __init__(self, writer: RunWriter, config: Mapping[str, Any] | None = None, saved: Saved | None = None) -> None:
+    def __init__(
+        self,
+        writer: RunWriter,
+        config: Mapping[str, Any] | None = None,
+        saved: Saved | None = None,
+        events: Events | None = None,
+    ) -> None:
         """`config` goes into every checkpoint: it must not be resumed with another."""
+        self.events = events or NoEvents()
         self.writer, self.config, self.saved = writer, config or {}, saved
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._waiting: Record | None = None
@@ -65,6 +76,7 @@ class Recorder:
             self.wait()
         finally:
             self._thread.shutdown()
+            self.events.close()
 
     def _record(self, record: Record) -> None:
         for table, row in record.rows:
@@ -72,6 +84,9 @@ class Recorder:
         for place, model in record.models:
             self.writer.add("models", **place, **self._store(model))
         position = self.writer.commit()
+        # Before the state: a round that is done again after a crash takes the place of these events.
+        self.events.add(record.rows)
+        record.first()
         if record.state is not None:
             self._checkpoint(record.state, position)
         record.then()
@@ -87,15 +102,26 @@ class Recorder:
         return {**card, "file": file.file, "hash": file.hash}
 
     def _checkpoint(self, state: RunState, position: Mapping[str, int]) -> None:
-        data = {
-            "stage": state.stage,
-            "round": state.round,
-            "simulated_s": state.simulated_s,
-            "data": state.data,
-            "position": dict(position),
-            "config": self.config,
-        }
-        self.saved = save_checkpoint(self.writer.paths.checkpoint, state.bags, data, self.saved)
+        self.saved = save_state(self.writer.paths.checkpoint, state, position, self.config, self.saved)
+
+
+def save_state(
+    folder: Path,
+    state: RunState,
+    position: Mapping[str, int],
+    config: Mapping[str, Any],
+    previous: Saved | None = None,
+) -> Saved:
+    """A state as a checkpoint in the folder, with the rows and the configuration that it stands for."""
+    data = {
+        "stage": state.stage,
+        "round": state.round,
+        "simulated_s": state.simulated_s,
+        "data": state.data,
+        "position": dict(position),
+        "config": config,
+    }
+    return save_checkpoint(folder, state.bags, data, previous)
 
 
 def restored_state(checkpoint_data: dict[str, Any], bags: dict[str, Any]) -> RunState:

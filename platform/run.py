@@ -6,28 +6,32 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from hashlib import sha256
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedloom.platform.config import RunConfig
 from fedloom.platform.dry_run import dry_executor, dry_stages
+from fedloom.platform.event_files import FOLDER as EVENTS
+from fedloom.platform.event_files import EventFiles, Events, NoEvents, check_event_files
 from fedloom.platform.execution import Executor
 from fedloom.platform.logs import close_log, log_to
 from fedloom.platform.loop import InterruptedRunError, Loop, RoundProgress, RunFailedError
-from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.recorder import Recorder, restored_state
+from fedloom.platform.methods.registry import build_stages, shared_training
+from fedloom.platform.recorder import Recorder, restored_state, save_state
 from fedloom.platform.results.checkpoint import Saved, check_same_config, load_checkpoint, stored_bags
-from fedloom.platform.results.files import check_writable, write_atomically
+from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.mirror import mirrored
 from fedloom.platform.results.paths import RunPaths, new_run_id, run_paths
+from fedloom.platform.results.remote import check_results, fetch, fetch_folder, mirror_folder
 from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState, read_status
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.run_costs import RunCosts, load_costs, store_costs
+from fedloom.platform.source import source_hash
 from fedloom.platform.stage import Stage
 from fedloom.platform.state import RunState
+from fedloom.platform.supernets import FOLDER, keeper, load_supernet, supernet_key
 from fedloom.platform.world import World, build_world
 
 logger = logging.getLogger(__name__)
@@ -75,26 +79,92 @@ def start_run(
     Everything that can be refused is refused (ValueError) before anything is written.
     Raises RunFailedError, InterruptedRunError.
     """
-    root = Path(config.results)
-    check_writable(root)
+    root = check_results(config.results)
     world = build_world(config)
     stages = planned_stages(world)
     label = label or Label()
     run_id = label.run_id or new_run_id(root, config.experiment)
+    if label.run_id is not None:
+        fetch(config.results, [run_id], tensors=False)  # an id that is used at the URL is refused, too
     writer = RunWriter.create(root, config.experiment, run_id)
     write_atomically(writer.paths.config, json.dumps(asdict(config), indent=1).encode())
     store_costs(writer.paths.artifacts / COSTS, RunCosts(world.cost_table, world.macs_table))
-    writer.update_run(**_run_row(config, world), **label.row(), status="running", started=datetime.now(UTC))
-    _go(world, stages, writer, RunState(), None, make_executor, watcher or Watcher())
+    beginning = _beginning(world, writer)
+    row = {**_run_row(config, world), **label.row(), **beginning.row}
+    writer.update_run(**row, status="running", started=datetime.now(UTC))
+    with mirrored(config.results, writer.paths):
+        _go(world, stages, writer, beginning, make_executor, watcher or Watcher())
     return run_id
 
 
-def resume_run(config: RunConfig, run_id: str, make_executor: MakeExecutor, watcher: Watcher | None = None) -> str:
+@dataclass(frozen=True)
+class _Beginning:
+    """Where a run begins or goes on: its state, and what of it is in the checkpoint.
+
+    `row` says which supernet it uses; `ending` is told every stage's last state (see `Loop`).
+    """
+
+    state: RunState
+    saved: Saved | None = None
+    row: Mapping[str, Any] = field(default_factory=dict)
+    ending: Callable[[RunState], None] = lambda _: None
+
+
+def _beginning(world: World, writer: RunWriter) -> _Beginning:
+    """From the start, or from the end of a training that an earlier run did with the same configuration."""
+    config, paths = world.config, writer.paths
+    key = supernet_key(config, world) if config.reuse_supernet else None
+    if key is None:
+        return _Beginning(RunState())
+    fetch_folder(config.results, f"{FOLDER}/{key}")
+    found = load_supernet(paths.root, key)
+    if found is None:
+        row = {"supernet": key, "supernet_run_id": paths.run_id}
+        return _Beginning(RunState(), None, row, _leaver(config, paths, key))
+    # Before the row says so: a resumed run must never train what its row says it has from another.
+    saved = save_state(paths.checkpoint, found.state, writer.position, asdict(config))
+    return _Beginning(found.state, saved, {"supernet": key, "supernet_run_id": found.run_id})
+
+
+def _going_on(world: World, writer: RunWriter, state: RunState, saved: Saved | None) -> _Beginning:
+    """From a checkpoint; a run that still trains leaves its supernet only if it trained all of it with the same key."""
+    config, run_id, recorded = world.config, writer.paths.run_id, writer.run_row
+    training = shared_training(config.method)
+    if recorded.get("supernet_run_id") != run_id or training is None or state.stage >= training.stages:
+        return _Beginning(state, saved)
+    key = supernet_key(config, world) if config.reuse_supernet else None
+    if key is None or key != recorded.get("supernet"):
+        return _Beginning(state, saved, {"supernet": None, "supernet_run_id": None})
+    return _Beginning(state, saved, {}, _leaver(config, writer.paths, key))
+
+
+def _leaver(config: RunConfig, paths: RunPaths, key: str) -> Callable[[RunState], None]:
+    """Keeps the supernet for later runs, at the URL too if results have one: they may run on another machine."""
+    keep = keeper(paths.root, key, paths.run_id, config)
+
+    def leave(state: RunState) -> None:
+        keep(state)
+        try:
+            mirror_folder(config.results, f"{FOLDER}/{key}")
+        except OSError as error:
+            logger.warning("the supernet could not be left for runs on other machines: %s", error)
+
+    return leave
+
+
+def resume_run(
+    config: RunConfig,
+    run_id: str,
+    make_executor: MakeExecutor,
+    watcher: Watcher | None = None,
+    label: Label | None = None,
+) -> str:
     """Continues a run from its last checkpoint; one that was never saved starts at round 0.
 
+    `label` is for a run that was killed before its row was written.
     Raises ValueError for a checkpoint of another configuration, or one that is damaged; then nothing was changed.
     """
-    root = Path(config.results)
+    root = fetch(config.results, [run_id])
     paths = run_paths(root, config.experiment, run_id)
     _check_not_running(paths)
     world = build_world(config, load_costs(paths.artifacts / COSTS))
@@ -106,13 +176,20 @@ def resume_run(config: RunConfig, run_id: str, make_executor: MakeExecutor, watc
         state, position = restored_state(checkpoint.data, checkpoint.bags), checkpoint.data["position"]
         saved = stored_bags(paths.checkpoint)
     writer = RunWriter.resume(root, config.experiment, run_id, position)
-    writer.update_run(status="running", ended=None, error=None)
-    _go(world, stages, writer, state, saved, make_executor, watcher or Watcher())
+    if "config" not in writer.run_row:
+        row = {**_run_row(config, world), **(label or Label()).row()}
+        writer.update_run(**row, started=datetime.now(UTC))
+    beginning = _going_on(world, writer, state, saved)
+    writer.update_run(**beginning.row, status="running", ended=None, error=None)
+    with mirrored(config.results, writer.paths):
+        _go(world, stages, writer, beginning, make_executor, watcher or Watcher())
     return run_id
 
 
 def planned_stages(world: World) -> list[Stage]:
     """The method's stages, or what a dry run leaves of them; ValueError for settings that cannot run."""
+    if world.config.tensorboard:
+        check_event_files()
     stages = build_stages(world)
     return dry_stages(stages) if world.config.dry_run else stages
 
@@ -162,8 +239,7 @@ def _go(
     world: World,
     stages: Sequence[Stage],
     writer: RunWriter,
-    state: RunState,
-    saved: Saved | None,
+    beginning: _Beginning,
     make_executor: MakeExecutor,
     watcher: Watcher,
 ) -> None:
@@ -174,9 +250,10 @@ def _go(
     executor: Executor | None = None
     heartbeat = Heartbeat(status)
     log = log_to(writer.paths.logs / "server.log")
-    recorder = Recorder(writer, asdict(config), saved)
+    recorder = Recorder(writer, asdict(config), beginning.saved, _events(config, writer))
     try:
         executor = dry_executor(world) if config.dry_run else make_executor(world)
+        status.write(message="")
         loop = Loop(
             stages,
             executor,
@@ -187,8 +264,9 @@ def _go(
             deadline_s=config.devices.deadline_s,
             watch=watcher.round,
             should_stop=watcher.should_stop,
+            ending=beginning.ending,
         )
-        loop.run(state)
+        loop.run(beginning.state)
     except (InterruptedRunError, KeyboardInterrupt) as error:
         _finish_broken(recorder, status, "interrupted", str(error))
         raise
@@ -202,6 +280,12 @@ def _go(
         if executor is not None:
             executor.close()
         close_log(log)
+
+
+def _events(config: RunConfig, writer: RunWriter) -> Events:
+    if not config.tensorboard:
+        return NoEvents()
+    return EventFiles(writer.paths.artifacts / EVENTS, writer.position["rounds"], asdict(config))
 
 
 def _finish_broken(recorder: Recorder, status: StatusFile, state: WrittenState, message: str) -> None:
@@ -245,16 +329,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def source_hash() -> str:
-    """A hash of the science's own source: workers and driver must run the same."""
-    here = Path(__file__).resolve().parent
-    digest = sha256()
-    for folder in (here, here.parent / "tiers"):
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 __all__ = ["InterruptedRunError", "RunFailedError", "Watcher", "resume_run", "source_hash", "start_run"]

@@ -1,5 +1,6 @@
 """What a process that does clients' work holds: the space, the data, re-used modules. No Ray."""
 
+import platform
 from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class WorkerSpec:
     macs_table: CostTable
     threads: int = 1
     device: str = "cpu"
+    node: str = ""
+    """Where the worker runs, if that is more than a host."""
 
 
 class Worker:
@@ -46,6 +49,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.device = torch.device(spec.device)
+        self.node = spec.node or platform.node()
         self._subnets: OrderedDict[Architecture, nn.Module] = OrderedDict()
         self._tensors: dict[int, dict[str, Tensor]] = {}
         self._draws: dict[int, bool] = {}
@@ -60,8 +64,21 @@ class Worker:
 
     @cached_property
     def data(self) -> FederatedData:
-        """The federated data set, memory-mapped once."""
+        """The federated data set, memory-mapped once; ValueError if this node lacks it."""
+        missing = self.missing_data()
+        if missing is not None:
+            raise ValueError(missing)
         return FederatedData.open(Path(self.spec.dataset_path), Path(self.spec.partition_path))
+
+    def missing_data(self) -> str | None:
+        """One line on the first prepared folder that is not on this node, None if all are there."""
+        for folder in (self.spec.dataset_path, self.spec.partition_path):
+            if not Path(folder).is_dir():
+                return (
+                    f"node {self.node} does not have {folder}: let data.cache be a folder that all nodes share, or run "
+                    "`fedloom prepare` for this experiment on every node"
+                )
+        return None
 
     @cached_property
     def supernet(self) -> nn.Module:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from fedloom.platform.methods.evaluation_stage import FROM_SUPERNET, EvaluationConfig, EvaluationStage, tier_jobs
 from fedloom.platform.methods.search_stage import TierSearchConfig, TierSearchStage, tier_goals
+from fedloom.platform.methods.shared_training import SharedTraining
 from fedloom.platform.methods.subnet_stage import SubnetStage
 from fedloom.platform.methods.supernet_stage import SupernetConfig, SupernetStage
 from fedloom.platform.stage import Stage
@@ -23,6 +24,11 @@ class FedorASConfig:
     )
     rand_init: TrainingConfig = field(default_factory=lambda: TrainingConfig(rounds=500, lr=0.1, schedule="cosine"))
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+def shared_training(_config: FedorASConfig) -> SharedTraining:
+    """Stage 1; what comes after it only reads the supernet."""
+    return SharedTraining(later=("search", "finetune", "rand_init", "evaluation"))
 
 
 def check(config: FedorASConfig, num_clients: int) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fedloom.platform.methods import fedavg, federated_nas, fedmn, fedoras, personalised, spider, superfednas
+from fedloom.platform.methods.shared_training import SharedTraining
 from fedloom.platform.stage import Stage
 from fedloom.platform.world import World
 
@@ -23,6 +24,12 @@ _METHODS: dict[type, Callable[[Any, World], list[Stage]]] = {
 }
 """How the stages of every method are built from its configuration."""
 
+_SHARED_TRAINING: dict[type, Callable[[Any], SharedTraining | None]] = {
+    fedoras.FedorASConfig: fedoras.shared_training,
+    superfednas.SuperFedNASConfig: superfednas.shared_training,
+}
+"""What the methods whose runs can share their training say about it."""
+
 CONFIGS: dict[str, type] = {config().name: config for config in _METHODS}
 """The configuration class of every method."""
 
@@ -33,3 +40,9 @@ def build_stages(world: World) -> list[Stage]:
     if type(config) not in _METHODS:
         raise ValueError(f"no method was configured: choose method={' or method='.join(CONFIGS)}")
     return _METHODS[type(config)](config, world)
+
+
+def shared_training(method: Any) -> SharedTraining | None:
+    """What runs of this method's configuration can share; None if every run trains its own."""
+    declared = _SHARED_TRAINING.get(type(method))
+    return None if declared is None else declared(method)

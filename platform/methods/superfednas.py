@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fedloom.platform.distribution import HEURISTICS, NEED_A_FAMILY
 from fedloom.platform.methods.elastic_stage import (
     ALONE,
     ElasticStage,
@@ -21,6 +22,7 @@ from fedloom.platform.methods.elastic_stage import (
 )
 from fedloom.platform.methods.evaluation_stage import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.search_stage import WINNERS
+from fedloom.platform.methods.shared_training import SharedTraining
 from fedloom.platform.methods.supernet_stage import SUPERNET
 from fedloom.platform.methods.target_search import search_stages
 from fedloom.platform.search.targets import TargetSearchConfig
@@ -49,6 +51,18 @@ class SuperFedNASConfig:
     train: ElasticTrainingConfig = field(default_factory=ElasticTrainingConfig)
     search: TargetSearchConfig = field(default_factory=TargetSearchConfig)
     evaluation: EvaluationConfig = field(default_factory=lambda: EvaluationConfig(clients_per_tier=0))
+
+
+def shared_training(config: SuperFedNASConfig) -> SharedTraining | None:
+    """The supernet's training; None where the subnets are trained alone.
+
+    The family belongs to what comes later unless it is handed out; a heuristic of the user's own may do so.
+    """
+    if config.separately:
+        return None
+    name = config.train.distribution.heuristic
+    hands_out = name in NEED_A_FAMILY or name not in HEURISTICS
+    return SharedTraining(later=("search", "evaluation") if hands_out else ("search", "evaluation", "family"))
 
 
 def parse_family(config: SuperFedNASConfig, world: World) -> tuple[Architecture, ...]:

@@ -80,6 +80,11 @@ class RunWriter:
         """Number of committed rows per table."""
         return {table: self._parts[table].rows + len(self._committed[table]) for table in ROW_TABLES}
 
+    @property
+    def run_row(self) -> Row:
+        """The run's row in table `runs`, without `experiment` and `run_id`."""
+        return dict(self._run)
+
     def add(self, table: str, /, **row: object) -> None:
         """Remembers a row for the next commit; ValueError if it does not fit the table's columns (see `check_row`)."""
         if table == "runs":

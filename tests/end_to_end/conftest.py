@@ -1,16 +1,31 @@
-"""A federation small enough to be run many times, and what two runs are compared by."""
+"""A federation small enough to be run many times, what two runs are compared by, and a cluster to submit jobs to."""
 
-from collections.abc import Callable
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 
+from fedloom.actors.address import LOOPBACK_SWITCH
 from fedloom.experiments.config import compose_config
 from fedloom.platform.config import RunConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
+
+RAY = str(Path(sys.executable).with_name("ray"))
 
 TINY = [
     "experiment=fedoras_digits",
@@ -51,6 +66,7 @@ TINY_ELASTIC = [
     "method.train.clients_per_round=6",
     "method.train.evaluate_every=2",
     "method.train.distribution.tier_aware=true",
+    "method.family=[smallest,largest]",
     "method.search.samples=20",
     "method.search.min_tau=-1",
     "method.search.population=10",
@@ -157,3 +173,101 @@ def assert_same_run(rows_of: Callable[[Path, str], Rows]) -> Callable[..., None]
                 assert value.numpy().tobytes() == other.numpy().tobytes(), f"{name}: {tensor} differs"
 
     return check
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where the cluster is, and the environment of somebody who may use it."""
+
+    gcs: str
+    dashboard: str
+    environment: dict[str, str]
+    token: str = field(repr=False)
+
+    def with_token(self, file: Path) -> dict[str, str]:
+        """The environment of somebody who holds another token."""
+        return {**self.environment, "RAY_AUTH_TOKEN_PATH": str(file)}
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody uses now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def start_command(ports: list[int], temporary: Path) -> list[str]:
+    gcs, dashboard, client, agent, agent_grpc, environments, objects, manager, metrics, *workers = ports
+    return [
+        *(RAY, "start", "--head", "--block", "--disable-usage-stats", "--node-ip-address=127.0.0.1"),
+        *(f"--port={gcs}", f"--temp-dir={temporary}", "--num-cpus=2", "--object-store-memory=200000000"),
+        *("--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
+        *(f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}"),
+        *(f"--ray-client-server-port={client}", f"--runtime-env-agent-port={environments}"),
+        *(f"--object-manager-port={objects}", f"--node-manager-port={manager}", f"--metrics-export-port={metrics}"),
+        f"--worker-port-list={','.join(map(str, workers))}",
+    ]
+
+
+def wait_for_dashboard(address: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 90.0) -> None:
+    """Returns when the dashboard answers, be it with a refusal."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        assert process.poll() is None, f"ray start ended: {log.read_text()[-2000:]}"
+        try:
+            urllib.request.urlopen(address, timeout=2).close()
+        except urllib.error.HTTPError:
+            return
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return
+    raise AssertionError(f"no dashboard at {address}")
+
+
+def end_cluster(process: subprocess.Popen[bytes]) -> None:
+    """Ends `ray start` and what it started, by process id: other clusters on this machine are not ours."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    process.terminate()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    for left in alive:
+        left.kill()
+    psutil.wait_procs(alive, timeout=5)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of one node with token authentication, as a person would start it, for the tests of one module."""
+    folder = tmp_path_factory.mktemp("cluster")
+    token_file = folder / "token"
+    token = secrets.token_hex(32)
+    token_file.write_text(token)
+    token_file.chmod(0o600)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    # The cluster is on the loopback interface, and Ray's clients look for it there only if told so.
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file), LOOPBACK_SWITCH: "0"}
+    # As somebody has it who activated the environment: a job's `python` is the one on the cluster's path.
+    environment["PATH"] = f"{Path(RAY).parent}{os.pathsep}{environment['PATH']}"
+    # Ray's sockets lie in it, and their paths are limited to about a hundred characters.
+    temporary = Path(tempfile.mkdtemp(prefix="fl", dir="/tmp"))
+    ports = free_ports(9 + 24)
+    log = folder / "ray.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            start_command(ports, temporary),
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    address = f"http://127.0.0.1:{ports[1]}"
+    try:
+        wait_for_dashboard(address, process, log)
+        yield Cluster(f"127.0.0.1:{ports[0]}", address, environment, token)
+    finally:
+        end_cluster(process)
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,148 @@
+"""TensorBoard event files of a run (`tensorboard=true`): its rounds, and the scores of its final evaluation.
+
+They only repeat what the tables hold, so that nothing that happens to them is allowed to stop a run.
+"""
+
+import importlib.util
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol
+
+from fedloom.platform.stage import Row
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "tensorboard"
+SCALARS = ("loss", "metric", "bytes_down", "bytes_up", "beta", "lr", "wall_s", "simulated_s")
+"""The columns of `rounds` that become curves, by stage."""
+FINAL = "evaluation"
+"""The stage whose rows of `evaluations` are what a run has found."""
+CONFIGURATION = "configuration"
+
+
+class Events(Protocol):
+    """Who repeats finished rounds elsewhere."""
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """The rows of a round, or of a stage's end; fails nothing."""
+        ...
+
+    def close(self) -> None:
+        """There are no more."""
+        ...
+
+
+class NoEvents:
+    """Nobody."""
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """See `Events.add`."""
+
+    def close(self) -> None:
+        """See `Events.close`."""
+
+
+def check_event_files() -> None:
+    """Raises ValueError if event files cannot be written here."""
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise ValueError("tensorboard=true needs the package tensorboardX: install it, or set tensorboard=false")
+
+
+class EventFiles:
+    """Writes the events of one process's part of a run, each one at once.
+
+    The global step counts the run's rounds over all of its stages. A resumed run begins a new file, which tells readers
+    to forget what earlier files say of its first step and later ones.
+    """
+
+    def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
+        """`step` is the number of rounds that the run has finished."""
+        self.step = step
+        self._file: Any = None
+        try:
+            self._open(folder, config)
+        except (OSError, ValueError, TypeError) as error:
+            self._give_up(error)
+
+    def _open(self, folder: Path, config: Mapping[str, Any]) -> None:
+        # Only where it is asked for. Its SummaryWriter would hand events to a process-wide queue and thread: what waits
+        # there is lost in a crash, and the next part of the run would begin after a gap.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import text
+
+        folder.mkdir(parents=True, exist_ok=True)
+        # Files are read in the order of their names, which begin with the second in which they were opened.
+        self._file = EventsWriter(str(folder / "events"), filename_suffix=f".{self.step:09d}")
+        self._file.write_event(Event(step=self.step, session_log=SessionLog(status=SessionLog.START)))
+        self._write(text(CONFIGURATION, f"```\n{json.dumps(config, indent=1)}\n```"), self.step)
+        self._file.flush()
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """A round's curves at its step, and final scores at the step of the round that found them."""
+        rounds = sum(table == "rounds" for table, _ in rows)
+        if self._file is not None and rounds:
+            from tensorboardX.summary import scalar
+
+            try:
+                for tag, value in scalars(rows).items():
+                    self._write(scalar(tag, value), self.step)
+                self._file.flush()
+            except (OSError, ValueError, TypeError) as error:
+                self._give_up(error)
+        self.step += rounds
+
+    def _write(self, summary: Any, step: int) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._file.write_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning("no more TensorBoard events of this run are written: %s", error)
+        self.close()
+
+    def close(self) -> None:
+        """Ends the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                logger.warning("the TensorBoard event file could not be closed: %s", error)
+
+
+def scalars(rows: Sequence[Row]) -> dict[str, float]:
+    """By tag the values of a round: its columns as STAGE/COLUMN, its final scores as evaluation/MODEL/..."""
+    values: dict[str, float] = {}
+    for table, row in rows:
+        if table == "rounds":
+            known = {name: row[name] for name in SCALARS if row.get(name) is not None}
+            values |= {f"{row['stage']}/{name}": float(value) for name, value in known.items()}
+    found = [row for table, row in rows if table == "evaluations" and row["stage"] == FINAL]
+    return values | final_scores([row for row in found if row.get("value") is not None])
+
+
+def final_scores(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The server's scores; where only clients have scores, their mean, in which every client counts alike."""
+    central = [row for row in found if row.get("client_id") is None]
+    if central:
+        return {_tag(row, _whose(row)): float(row["value"]) for row in central}
+    by_tag: dict[str, list[float]] = {}
+    for row in found:
+        by_tag.setdefault(_tag(row, "mean_over_clients"), []).append(float(row["value"]))
+    return {tag: fmean(values) for tag, values in by_tag.items()}
+
+
+def _whose(row: Mapping[str, Any]) -> str:
+    """The tier or target that a model is for; without one its architecture tells it from others."""
+    tier = row.get("tier")
+    return str(row.get("architecture")) if tier in (None, "server") else str(tier)
+
+
+def _tag(row: Mapping[str, Any], whose: str) -> str:
+    parts = (FINAL, row["model"], whose, row.get("split"), row["metric"])
+    return "/".join(str(part) for part in parts if part is not None)

@@ -1,0 +1,211 @@
+"""Keeps a copy of a run, which is written to a local folder, on another filesystem, so that it can be resumed there."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from fedloom.platform.results.order import is_rows, rank
+from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.tables import TABLES
+from fedloom.platform.results.target import Target, is_remote, open_target
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 10.0
+_TRIES = 100
+_TRY_AGAIN_S = 0.01
+# Object stores tell times in whole seconds: two contents of one size within one would look the same to `fetch`.
+_LEAST_PAUSE_S = 1.1
+
+
+class MirrorError(OSError):
+    """The copy of a run is not what the run is; the run's local files are whole."""
+
+
+class Stamp(NamedTuple):
+    """Tells whether a file is the one that was copied: a file that was replaced in one step has another inode."""
+
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+
+
+class Mirror:
+    """Copies what is new of one run, in a thread of its own, at most every `interval_s` seconds and once at the end.
+
+    The copy is at every moment one that the run can be resumed from: it is made of the files as they were at one
+    instant, held open while they travel, and in the order of `rank`. What is no longer needed is deleted there after
+    what replaces it has arrived.
+    """
+
+    def __init__(self, target: Target, paths: RunPaths, interval_s: float = INTERVAL_S) -> None:
+        self._target, self._paths, self._interval_s = target, paths, interval_s
+        self._sent: dict[str, Stamp] = {}
+        self._there: set[str] | None = None
+        self._failure: OSError | None = None
+        self._last_s = -_LEAST_PAUSE_S
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._turns, name="mirror", daemon=True)
+
+    def start(self) -> None:
+        """Begins: the first turn is after one interval."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """The last turn, when nothing writes to the run any more; raises MirrorError if it fails."""
+        self._closing.set()
+        self._thread.join()
+        if self._failure is not None:
+            raise MirrorError(
+                f"run {self._paths.run_id} could not be copied to {self._target.url} ({self._failure}); "
+                f"all of it is in {self._paths.root}: resume it on this machine, or copy that folder"
+            ) from self._failure
+
+    def _turns(self) -> None:
+        while not self._closing.wait(self._interval_s):
+            self._try()
+        time.sleep(max(0.0, self._last_s + _LEAST_PAUSE_S - time.monotonic()))
+        self._try()
+
+    def _try(self) -> None:
+        try:
+            self.turn()
+            self._failure = None
+        except OSError as error:
+            self._failure = error
+            again = "" if self._closing.is_set() else f": trying again in {self._interval_s:g} s"
+            logger.warning("run %s was not copied to %s (%s)%s", self._paths.run_id, self._target.url, error, again)
+        self._last_s = time.monotonic()
+
+    def turn(self) -> None:
+        """Brings the copy up to date; OSError if the filesystem refuses, then the next turn goes on from there."""
+        if self._there is None:
+            self._there = set(self._target.list(self._folders()))
+        with ExitStack() as held:
+            files = self._hold(held)
+            changed = sorted((name for name, file in files.items() if file.is_new), key=rank)
+            # Parts are complete without what they replaced; state and cards must not refer to what is gone.
+            self._send(files, [name for name in changed if is_rows(name)])
+            self._forget([name for name in self._there - files.keys() if is_rows(name)])
+            self._send(files, [name for name in changed if not is_rows(name)])
+            self._forget(list(self._there - files.keys()))
+
+    def _hold(self, held: ExitStack) -> dict[str, "_Held"]:
+        """The run's files as they are at one instant, those that have changed open.
+
+        Files are replaced or appended to, never changed: if all have the same names and inodes before and after they
+        were opened, then at most lines were added in between, to files that are open.
+        """
+        for _ in range(_TRIES):
+            with ExitStack() as opened:
+                before = self._scan()
+                try:
+                    files = {name: self._open(opened, name, stamp) for name, stamp in before.items()}
+                except FileNotFoundError:
+                    continue
+                after = self._scan()
+                if _inodes(before) == _inodes(after) and all(f.is_new or after[n] == f.stamp for n, f in files.items()):
+                    held.push(opened.pop_all())
+                    return files
+            time.sleep(_TRY_AGAIN_S)
+        raise OSError("its files change faster than they can be opened")
+
+    def _open(self, opened: ExitStack, name: str, stamp: Stamp) -> "_Held":
+        if self._sent.get(name) == stamp:
+            return _Held(stamp, None)
+        file = opened.enter_context((self._paths.root / name).open("rb"))
+        return _Held(_stamp(os.fstat(file.fileno())), file)
+
+    def _scan(self) -> dict[str, Stamp]:
+        found = {}
+        for folder in self._folders():
+            for path in _files_below(self._paths.root / folder):
+                try:
+                    found[path.relative_to(self._paths.root).as_posix()] = _stamp(path.stat())
+                except FileNotFoundError:
+                    continue
+        return found
+
+    def _folders(self) -> list[str]:
+        paths = self._paths
+        return [f.relative_to(paths.root).as_posix() for f in (paths.artifacts, *(paths.table(t) for t in TABLES))]
+
+    def _send(self, files: Mapping[str, "_Held"], names: list[str]) -> None:
+        assert self._there is not None
+        for name in names:
+            stamp, file = files[name]
+            assert file is not None
+            self._target.upload(name, file, stamp.size_bytes)
+            self._sent[name] = stamp
+            self._there.add(name)
+
+    def _forget(self, names: list[str]) -> None:
+        assert self._there is not None
+        for name in sorted(names, key=rank):
+            self._target.delete(name)
+            self._sent.pop(name, None)
+            self._there.discard(name)
+
+
+class _Held(NamedTuple):
+    """A file of the run; open if it is to be copied."""
+
+    stamp: Stamp
+    file: BinaryIO | None
+
+    @property
+    def is_new(self) -> bool:
+        return self.file is not None
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders.sort()
+        # What begins with a dot is half-written, or an aside that readers ignore.
+        yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _stamp(stat: os.stat_result) -> Stamp:
+    return Stamp(stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def _inodes(files: Mapping[str, Stamp]) -> dict[str, int]:
+    return {name: stamp.inode for name, stamp in files.items()}
+
+
+@contextmanager
+def mirrored(results: str, paths: RunPaths) -> Iterator[None]:
+    """While a run is written: nothing for results at a local path; at a URL, its copy there is kept up to date.
+
+    The last turn is at the end, also of a run that failed. Raises MirrorError if that turn fails; if the run itself
+    failed, that is what is raised, and the other is logged.
+    """
+    if not is_remote(results):
+        yield
+        return
+    mirror = Mirror(open_target(results), paths, INTERVAL_S)
+    mirror.start()
+    try:
+        yield
+    except BaseException:
+        _close_logging(mirror)
+        raise
+    mirror.close()
+
+
+def _close_logging(mirror: Mirror) -> None:
+    try:
+        mirror.close()
+    except MirrorError as error:
+        logger.error("%s", error)
+
+
+def mirror_run(results: str, paths: RunPaths) -> None:
+    """Brings the copy of a run that nothing writes to up to date; raises MirrorError in one line."""
+    with mirrored(results, paths):
+        pass

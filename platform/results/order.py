@@ -1,0 +1,48 @@
+"""In which order a run's files are copied, so that a copy that stopped halfway can be resumed like the run itself."""
+
+import re
+from typing import NamedTuple
+
+_JOURNAL = re.compile(r"artifacts/[^/]+/journal-[0-9]+\.jsonl")
+
+
+class Rank(NamedTuple):
+    """Sorts the files of a run: what refers to others comes after them."""
+
+    stage: int
+    name: str
+
+
+PARTS, RUN_ROW, JOURNALS, TENSORS, CARDS, STATE, STATUS = range(7)
+"""A checkpoint refers to rows and tensors, a card to tensors; who sees the status sees all that led to it."""
+
+
+def rank(name: str) -> Rank:
+    """The place of a file, by its name below the results, in the order of copying."""
+    return Rank(_stage(name), name)
+
+
+def _stage(name: str) -> int:
+    if is_tensors(name):
+        return TENSORS
+    if name.endswith(".parquet"):
+        return RUN_ROW if name.startswith("runs/") else PARTS
+    if not name.startswith("artifacts/"):
+        return STATE
+    if _JOURNAL.fullmatch(name):
+        return JOURNALS
+    if "/models/" in name:
+        return CARDS
+    if name.endswith("/checkpoint/state.json"):
+        return STATE
+    return STATUS if name.endswith("/status.json") else PARTS
+
+
+def is_rows(name: str) -> bool:
+    """Whether the file holds rows: a part of a table, or a journal."""
+    return name.endswith(".parquet") or _JOURNAL.fullmatch(name) is not None
+
+
+def is_tensors(name: str) -> bool:
+    """Whether the file holds tensors, of a checkpoint or a model."""
+    return name.endswith(".safetensors")

@@ -1,0 +1,223 @@
+"""Trained supernets that runs share: kept under the results by what they were trained with, trained once.
+
+A supernet lies in `RESULTS/supernets/KEY/` as the run's whole state after its last training round, with `origin.json`
+beside it, which says who trained it. A run that differs only in what follows begins with that state.
+"""
+
+import importlib.util
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from fedloom.platform.config import RunConfig
+from fedloom.platform.data.artefact import atomic_folder, hash_of, hash_of_file
+from fedloom.platform.methods.registry import shared_training
+from fedloom.platform.recorder import restored_state, save_state
+from fedloom.platform.results.checkpoint import STATE_FILE, load_checkpoint
+from fedloom.platform.results.files import write_atomically
+from fedloom.platform.source import source_hash
+from fedloom.platform.state import RunState
+from fedloom.platform.world import World
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "supernets"
+ORIGIN = "origin.json"
+KEY_LENGTH = 32
+
+WITHOUT_BEARING = (
+    "experiment",
+    "results",
+    "dry_run",
+    "reuse_supernet",
+    "tensorboard",
+    "checkpoint",
+    "data.root",
+    "data.cache",
+    "data.download",
+    "executor.kind",
+    "executor.actors",
+    "executor.resident",
+    "ray",
+)
+"""What does not change a training: names, and where and how safely it runs. Whatever is not listed counts."""
+BY_CONTENT = ("seed", "seeds", "tiers.device_table")
+"""What does not count as it is written, but by what it stands for."""
+SEEDS = ("partition", "initialisation", "selection", "training")
+"""The seeds that a training depends on."""
+
+_IMPORT_PATH = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
+
+
+def supernet_key(config: RunConfig, world: World) -> str | None:
+    """What the configuration's supernet is kept under, 32 hexadecimal digits; None if its training cannot be shared.
+
+    A hash of all that the training depends on: the configuration without what comes after it, seeds, data, partition,
+    tiers, fedloom's own source, torch's version, and whether clients train on GPUs. Results are bitwise the same per
+    kind of machine only; two kinds that share a results folder share its supernets, too. Of code that the configuration
+    names (`module:function`) the module's file counts, not what it imports. Costs that are measured (latency_s) are
+    never measured twice alike, so that such runs share nothing.
+    """
+    shared = shared_training(config.method)
+    if shared is None or config.dry_run:
+        return None
+    later = tuple(f"method.{part}" for part in shared.later)
+    counted = _without(asdict(config), (*WITHOUT_BEARING, *BY_CONTENT, *later))
+    own_code = _own_code(counted)
+    if own_code is None:
+        return None
+    table = config.tiers.device_table
+    return hash_of(
+        {
+            "config": counted,
+            "seeds": {purpose: config.seed_for(purpose) for purpose in SEEDS},
+            "data": [world.data.dataset.hash, world.data.partition_hash],
+            "costs": [asdict(world.cost_table), asdict(world.macs_table)],
+            "tiers": [[t.name, t.upper] for t in world.tiers],
+            "clients": world.tier_of_client.tolist(),
+            "devices": hash_of_file(Path(table)) if table else None,
+            "code": [source_hash(), own_code, torch.__version__],
+            "gpu": config.executor.kind == "ray" and any(t.num_gpus > 0 for t in world.tiers),
+        }
+    )[:KEY_LENGTH]
+
+
+def _without(values: Mapping[str, Any], names: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """A nested configuration without the keys of these dotted names, and all below them."""
+    return {
+        name: _without(value, names, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if f"{prefix}{name}" not in names
+    }
+
+
+def _own_code(values: Any) -> list[str] | None:
+    """The hashes of the modules that import paths among the values name; None if one has no file to be hashed."""
+    hashes = []
+    for match in filter(None, map(_IMPORT_PATH.fullmatch, _texts(values))):
+        try:
+            spec = importlib.util.find_spec(match[1])
+        except ImportError:
+            spec = None
+        except ValueError:  # __main__ has no file that is sure to be the same in another process
+            return None
+        if spec is None:
+            continue  # a text that only looks like an import path: code that is missing was refused before
+        if spec.origin is None or not Path(spec.origin).is_file():
+            return None
+        hashes.append(hash_of_file(Path(spec.origin)))
+    return hashes
+
+
+def _texts(values: Any) -> Iterator[str]:
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from _texts(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _texts(value)
+
+
+@dataclass(frozen=True)
+class StoredSupernet:
+    """The run that trained a supernet, and its state after the last round of training."""
+
+    run_id: str
+    state: RunState
+
+
+def stored_supernet(root: Path, key: str) -> str | None:
+    """The id of the run that left a supernet of this key under the results, None if there is none; reads no tensors."""
+    try:
+        return str(json.loads((_folder(root, key) / ORIGIN).read_text())["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def load_supernet(root: Path, key: str) -> StoredSupernet | None:
+    """The stored supernet; None if there is none, or, with a warning, if it is damaged."""
+    if not _folder(root, key).is_dir():
+        return None
+    try:
+        return _load(root, key)
+    except ValueError as error:
+        logger.warning("supernet %s cannot be used: %s. This run trains its own and replaces it", key, error)
+        return None
+
+
+def _load(root: Path, key: str) -> StoredSupernet:
+    folder = _folder(root, key)
+    try:
+        origin = json.loads((folder / ORIGIN).read_text())
+        run_id, expected = str(origin["run_id"]), origin["state_sha256"]
+        found = hash_of_file(folder / STATE_FILE)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / ORIGIN} or {STATE_FILE} beside it cannot be read") from error
+    if found != expected:
+        raise ValueError(f"{folder / STATE_FILE} is not what {ORIGIN} says")
+    checkpoint = load_checkpoint(folder)
+    return StoredSupernet(run_id, restored_state(checkpoint.data, checkpoint.bags))
+
+
+def store_supernet(root: Path, key: str, state: RunState, run_id: str, config: RunConfig) -> None:
+    """Leaves a trained supernet for later runs, whole or not at all; an intact one that is there stays.
+
+    Of runs that finish at once the first wins, the others' is dropped. Raises OSError if the disk refuses.
+    """
+    folder = _folder(root, key)
+    if folder.is_dir():
+        try:
+            _load(root, key)
+        except ValueError:
+            _remove(folder)
+        else:
+            return
+    with atomic_folder(folder) as temporary:
+        save_state(temporary, state, {}, asdict(config))
+        origin = {
+            "run_id": run_id,
+            "experiment": config.experiment,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "state_sha256": hash_of_file(temporary / STATE_FILE),
+        }
+        write_atomically(temporary / ORIGIN, json.dumps(origin, indent=1).encode())
+
+
+def keeper(root: Path, key: str, run_id: str, config: RunConfig) -> Callable[[RunState], None]:
+    """What a run that trains the supernet of this key is to do with the last state of every stage.
+
+    A supernet that cannot be stored fails nothing: only later runs would have used it.
+    """
+    training = shared_training(config.method)
+
+    def keep(state: RunState) -> None:
+        if training is None or state.stage != training.stages - 1:
+            return
+        try:
+            store_supernet(root, key, state, run_id, config)
+        except OSError as error:
+            logger.warning("the supernet could not be left for later runs: %s", error)
+
+    return keep
+
+
+def _folder(root: Path, key: str) -> Path:
+    return Path(root) / FOLDER / key
+
+
+def _remove(folder: Path) -> None:
+    # Under another name first: nobody finds half of it, and it is swept up if this is interrupted.
+    aside = folder.parent / f".{folder.name}.{uuid4().hex}.tmp"
+    folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,290 @@
+"""A supernet is trained once: other runs begin with it, and find what they would have found with their own."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Barrier, Thread
+
+import pandas as pd
+import pytest
+import torch
+
+from fedloom.platform.config import RunConfig
+from fedloom.platform.execution import SerialExecutor
+from fedloom.platform.results.checkpoint import load_checkpoint
+from fedloom.platform.results.paths import find_run, list_runs
+from fedloom.platform.results.tables import read_table
+from fedloom.platform.run import resume_run, start_run
+from fedloom.platform.state import RunState
+from fedloom.platform.supernets import load_supernet, store_supernet, stored_supernet, supernet_key
+from fedloom.platform.worker import Worker
+from fedloom.platform.world import World, build_world
+
+Tiny = Callable[..., RunConfig]
+Rows = Callable[[Path, str], dict[str, pd.DataFrame]]
+KEY = "0123456789abcdef" * 2
+
+OTHER_SEARCH = {
+    "fedoras": ["method.search.budget=12", "method.finetune.lr=0.02", "seeds.search=7"],
+    "superfednas": [
+        "method.search.samples=24",
+        "method.family=[smallest]",
+        "method.evaluation.clients_per_tier=2",
+        "seeds.search=7",
+    ],
+}
+
+
+def on_serial(world: World) -> SerialExecutor:
+    return SerialExecutor(Worker(world.spec))
+
+
+def run(config: RunConfig) -> str:
+    return start_run(config, on_serial)
+
+
+def key_of(config: RunConfig) -> str:
+    key = supernet_key(config, build_world(config))
+    assert key is not None
+    return key
+
+
+def trained(results: Path, run_id: str) -> list[int]:
+    """The rounds of training that a run has rows of."""
+    rounds = read_table(results, "rounds", run_id=run_id)
+    return [int(r) for r in rounds[rounds["stage"] == "supernet"]["round"]]
+
+
+def used(results: Path, run_id: str) -> tuple[str | None, str | None]:
+    """What a run's row says about its supernet."""
+    row = read_table(results, "runs", run_id=run_id).iloc[0]
+    return tuple(None if pd.isna(row[c]) else str(row[c]) for c in ("supernet", "supernet_run_id"))  # type: ignore[return-value]
+
+
+def assert_same_later(rows: Rows, results: Path, first: str, second: str) -> None:
+    """Two runs have the same rows after training, the same models and the same final weights, bit for bit."""
+    tables = [rows(results, run_id) for run_id in (first, second)]
+    for name in ("candidates", "models", "evaluations", "rounds", "clients"):
+        later = [t[name] if name == "models" else t[name][t[name]["stage"] != "supernet"] for t in tables]
+        a, b = (frame.reset_index(drop=True) for frame in later)
+        assert len(a) > 0, name
+        pd.testing.assert_frame_equal(a, b, check_exact=True, obj=name)
+    bags = [load_checkpoint(find_run(results, run_id).checkpoint).bags for run_id in (first, second)]
+    assert bags[0].keys() == bags[1].keys()
+    for name in bags[0]:
+        assert bags[0][name].version == bags[1][name].version
+        for tensor, value in bags[0][name].tensors.items():
+            assert value.numpy().tobytes() == bags[1][name].tensors[tensor].numpy().tobytes(), f"{name}: {tensor}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["fedoras", "superfednas"], indirect=True)
+def test_later_stages_are_those_of_a_run_that_trained_itself(tiny: Tiny, rows_of: Rows, family: str) -> None:
+    first = tiny("reuse_supernet=true")
+    results, key = Path(first.results), key_of(first)
+    origin = run(first)
+    assert trained(results, origin) == list(range(first.method.train.rounds))
+    assert used(results, origin) == (key, origin)
+    assert stored_supernet(results, key) == origin
+
+    itself = run(tiny(*OTHER_SEARCH[family]))
+    again = run(tiny("reuse_supernet=true", *OTHER_SEARCH[family]))
+    assert trained(results, again) == []
+    assert used(results, again) == (key, origin)
+    assert used(results, itself) == (None, None), "nothing is re-used unless asked for"
+    assert_same_later(rows_of, results, itself, again)
+    assert [path.name for path in (results / "supernets").iterdir()] == [key]
+
+
+def test_another_training_has_a_supernet_of_its_own(tiny_config: Tiny) -> None:
+    config = tiny_config(reuse_supernet=True)
+    other = tiny_config(reuse_supernet=True, seed=2)
+    results = Path(config.results)
+    runs = [run(config), run(other)]
+    assert [trained(results, r) for r in runs] == [[0, 1], [0, 1]]
+    assert [used(results, r) for r in runs] == [(key_of(config), runs[0]), (key_of(other), runs[1])]
+
+
+def test_methods_without_a_shared_supernet_run_as_ever(tiny_config: Tiny) -> None:
+    config = tiny_config(reuse_supernet=True, dry_run=True)
+    assert used(Path(config.results), run(config)) == (None, None)
+    assert not (Path(config.results) / "supernets").exists()
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["tensors", "state", "origin", "missing"])
+def test_a_damaged_supernet_is_told_of_and_replaced(
+    tiny_config: Tiny, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    config = tiny_config(reuse_supernet=True)
+    results, key = Path(config.results), key_of(config)
+    folder = results / "supernets" / key
+    run(config)
+    (tensors,) = folder.glob("*.safetensors")
+    file = {"state": folder / "state.json", "origin": folder / "origin.json"}.get(damage, tensors)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(b"{" if damage == "origin" else content)
+    second = run(config)
+    warnings = [r.message for r in caplog.records if "supernet" in r.message]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"supernet {key} cannot be used: {folder}")
+    assert "\n" not in warnings[0]
+    assert trained(results, second) == [0, 1]
+    assert used(results, second) == (key, second)
+    third = run(config)
+    assert (trained(results, third), used(results, third)) == ([], (key, second))
+
+
+def test_a_full_disk_for_the_supernet_fails_no_run(
+    tiny_config: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fedloom.platform.supernets.save_state", full)
+    config = tiny_config(reuse_supernet=True)
+    run_id = run(config)
+    assert read_table(Path(config.results), "runs", run_id=run_id)["status"].tolist() == ["done"]
+    assert [r.message for r in caplog.records if "supernet" in r.message] == [
+        "the supernet could not be left for later runs: [Errno 28] No space left on device"
+    ]
+    assert list((Path(config.results) / "supernets").iterdir()) == []
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, signal, sys
+import torch
+from fedloom.experiments.config import compose_config
+from fedloom.platform import supernets
+from fedloom.platform.execution import SerialExecutor
+from fedloom.platform.run import start_run
+from fedloom.platform.worker import Worker
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def executor(world):
+    return SerialExecutor(Worker(world.spec))
+
+torch.set_num_threads(1)
+place, *overrides = sys.argv[1:]
+if place == "storing":  # when the tensors are written, and the folder has not its name yet
+    supernets.write_atomically = die
+start_run(compose_config(overrides), die if place == "starting" else executor)
+"""
+
+
+def killed_run(config: RunConfig, overrides: list[str], place: str) -> str:
+    """The id of a new run that was killed at that place."""
+    before = {r.run_id for r in list_runs(Path(config.results))}
+    arguments = [*overrides, f"results={config.results}", "reuse_supernet=true"]
+    end = subprocess.run([sys.executable, "-c", PROGRAM, place, *arguments], capture_output=True, text=True)
+    assert end.returncode == -signal.SIGKILL, end.stderr
+    (new,) = {r.run_id for r in list_runs(Path(config.results))} - before
+    return new
+
+
+@pytest.mark.slow
+def test_a_kill_while_storing_leaves_nothing_and_the_resumed_run_stores(
+    tiny: Tiny, tiny_overrides: list[str], rows_of: Rows
+) -> None:
+    config = tiny("reuse_supernet=true")
+    results, key = Path(config.results), key_of(config)
+    origin = killed_run(config, tiny_overrides, "storing")
+    assert stored_supernet(results, key) is None
+    assert load_supernet(results, key) is None
+    resume_run(config, origin, on_serial)
+    assert stored_supernet(results, key) == origin
+    assert used(results, origin) == (key, origin)
+
+    # Killed before its first round is over, and before any worker was there.
+    second = killed_run(config, tiny_overrides, "starting")
+    assert used(results, second) == (key, origin)
+    resume_run(config, second, on_serial)
+    assert trained(results, second) == []
+    assert used(results, second) == (key, origin)
+    assert_same_later(rows_of, results, origin, second)
+
+
+def interrupted_run(config: RunConfig) -> str:
+    """The id of a run that was interrupted before its first round."""
+
+    def nobody(_: World) -> SerialExecutor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start_run(config, nobody)
+    return list_runs(Path(config.results))[-1].run_id
+
+
+def test_a_run_that_was_interrupted_in_training_stores_its_supernet(tiny_config: Tiny) -> None:
+    config = tiny_config(reuse_supernet=True)
+    run_id = interrupted_run(config)
+    resume_run(config, run_id, on_serial)
+    assert stored_supernet(Path(config.results), key_of(config)) == run_id
+
+
+@pytest.mark.parametrize("change", ["source", "switched off"])
+def test_a_supernet_that_was_not_trained_with_one_key_throughout_is_not_stored(
+    tiny_config: Tiny, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    config = tiny_config(reuse_supernet=True)
+    run_id = interrupted_run(config)
+    if change == "source":
+        monkeypatch.setattr("fedloom.platform.supernets.source_hash", lambda: "another")
+    resumed = replace(config, reuse_supernet=change == "source")
+    resume_run(resumed, run_id, on_serial)
+    assert used(Path(config.results), run_id) == (None, None)
+    assert not (Path(config.results) / "supernets").exists()
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+def test_of_two_runs_that_finish_at_once_one_wins(tmp_path: Path) -> None:
+    barrier = Barrier(4)
+
+    def store(run_id: str) -> None:
+        state = RunState(round=3).with_bag("supernet", {"w": torch.arange(20_000.0)})
+        barrier.wait()
+        store_supernet(tmp_path, KEY, state, run_id, RunConfig())
+
+    threads = [Thread(target=store, args=(f"run-{i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stored = load_supernet(tmp_path, KEY)
+    assert stored is not None
+    assert stored.run_id == stored_supernet(tmp_path, KEY)
+    assert stored.run_id in {f"run-{i}" for i in range(4)}
+    assert stored.state.round == 3
+    assert torch.equal(stored.state.weights("supernet")["w"], torch.arange(20_000.0))
+    assert [path.name for path in (tmp_path / "supernets").iterdir()] == [KEY], "nothing is left of the others"
+    store_supernet(tmp_path, KEY, RunState(), "late", RunConfig())
+    assert stored_supernet(tmp_path, KEY) == stored.run_id
+
+
+def test_an_origin_says_who_trained_it_and_when(tmp_path: Path) -> None:
+    store_supernet(tmp_path, KEY, RunState(), "run-1", RunConfig(experiment="mine"))
+    origin = json.loads((tmp_path / "supernets" / KEY / "origin.json").read_text())
+    assert origin.pop("created").endswith("+00:00")
+    assert len(origin.pop("state_sha256")) == 64
+    assert origin == {"run_id": "run-1", "experiment": "mine"}
+
+
+def test_what_is_not_there_is_none(tmp_path: Path) -> None:
+    assert stored_supernet(tmp_path, KEY) is None
+    assert load_supernet(tmp_path, KEY) is None
