@@ -17,6 +17,8 @@ from fedloom.platform.worker import Worker, WorkerSpec
 WATCH = "watch"
 """The group of methods that answer while the actor works."""
 
+NODE_ID_DIGITS = 8
+
 
 @dataclass(frozen=True)
 class About:
@@ -28,6 +30,18 @@ class About:
     device: str
     threads: int
     source_hash: str
+    missing_data: str | None = None
+    """What of the prepared data its node lacks, in one line."""
+
+    @property
+    def place(self) -> str:
+        """Host and Ray node: two nodes may be on one machine."""
+        return place(self.node, self.node_id)
+
+
+def place(host: str, node_id: str) -> str:
+    """Host and the beginning of a Ray node's id, as in the column `node` of the table `clients`."""
+    return f"{host}/{node_id[:NODE_ID_DIGITS]}"
 
 
 def assigned_device(gpu_share: float) -> str:
@@ -52,16 +66,16 @@ class ClientActor:
         accept_shared_memory()
         torch.set_num_threads(spec.threads)
         self._threads = torch.get_num_threads()
-        self.worker = Worker(replace(spec, device=assigned_device(gpu_share)))
+        self._node_id: str = ray.get_runtime_context().get_node_id()
+        here = place(platform.node(), self._node_id)
+        self.worker = Worker(replace(spec, device=assigned_device(gpu_share), node=here))
         self._weights: SharedWeights | None = None
         self._at: tuple[int, float] | None = None
 
     def about(self) -> About:
         """Who and where this actor is."""
-        context = ray.get_runtime_context()
-        device = str(self.worker.device)
-        node_id = context.get_node_id()
-        return About(os.getpid(), platform.node(), node_id, device, self._threads, source_hash())
+        device, missing = str(self.worker.device), self.worker.missing_data()
+        return About(os.getpid(), platform.node(), self._node_id, device, self._threads, source_hash(), missing)
 
     def run_chunk(self, chunk: Chunk, weights_ref: list[ray.ObjectRef[Any]], version: str) -> PackedResult:
         """Does the chunk on the shared weights; they are mapped once per version."""

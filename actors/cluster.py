@@ -11,6 +11,8 @@ from ray.exceptions import RayError
 from fedloom.actors.address import resolve_address
 from fedloom.platform.config import RayConfig
 
+SET_TOKEN = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (a file) or RAY_AUTH_TOKEN to the cluster's token"
+
 
 @contextmanager
 def connected(config: RayConfig) -> Iterator[None]:
@@ -79,5 +81,4 @@ def _hint(address: str, text: str) -> str:
     # A cluster that refuses a wrong token looks to Ray like one that does not answer: its error names no token.
     if address == "local" and "token" not in text.lower() and "auth" not in text.lower():
         return ""
-    token = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (a file) or RAY_AUTH_TOKEN to the cluster's token"
-    return f"; {token}" if address == "local" else f"; is it running there? If it asks for a token, {token}"
+    return f"; {SET_TOKEN}" if address == "local" else f"; is it running there? If it asks for a token, {SET_TOKEN}"

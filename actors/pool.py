@@ -10,11 +10,12 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from fedloom.actors.client import About, RemoteClient
+from fedloom.actors.client import About
+from fedloom.actors.crew import Crew, Member, cause_of
 from fedloom.actors.placement import Lane
 from fedloom.actors.wire import accept_shared_memory, to_arrays, unpack
 from fedloom.platform.execution import Assignment, Chunk, ChunkResult, Report, SharedWeights
-from fedloom.platform.run import source_hash
+from fedloom.platform.loop import RunFailedError
 from fedloom.platform.worker import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -29,21 +30,10 @@ ANSWER_S = 2.0
 """How long such an answer may take; it comes from a thread of its own."""
 
 START_TIMEOUT_S = 300.0
-"""An actor imports torch and maps the data before its first answer."""
+"""How long clients wait for the first actor that could take them: it imports torch before it answers, and may have to
+wait for CPUs, or for a node to come (back)."""
 
 RESIDENT = "resident"
-
-
-@dataclass
-class Member:
-    """One actor of the pool; what it says about itself was asked when it was made, before any work."""
-
-    actor: Any
-    lane: Lane
-    answer: Any
-    about: About | None = None
-    started_s: float = field(default_factory=time.monotonic)
-    """When its start was asked for."""
 
 
 @dataclass
@@ -60,6 +50,8 @@ class Job:
     at_work_since_s: float = 0.0
     """When that client began, as far as is known."""
     looked_s: float = 0.0
+    nodes: set[str] = field(default_factory=set)
+    """Where its actors ended."""
 
     @property
     def left(self) -> list[int]:
@@ -99,38 +91,31 @@ class ActorPool:
         accept_shared_memory()
         self.spec, self.lanes, self.resident = spec, {lane.name: lane for lane in lanes}, resident
         self.actor_attempts, self.client_timeout_s = actor_attempts, client_timeout_s
-        # The specification (with its cost tables) goes into the object store once, not into every actor's creation.
-        self._spec_ref = ray.put(spec)
-        self.idle: dict[str, list[Member]] = {name: [] for name in self.lanes}
-        self.members: list[Member] = []
+        self.crew = Crew(spec, resident)
         self._shared: tuple[str, Any] | None = None
+        self._down_since_s: dict[str, float] = {}
         if not resident:
-            for lane in lanes:
-                self.idle[lane.name] = [self._start(lane) for _ in range(lane.actors)]
-            for member in self.members:
-                self._about(member)
-
-    def _start(self, lane: Lane) -> Member:
-        remote = RemoteClient.options(num_cpus=lane.num_cpus, num_gpus=lane.num_gpus, max_restarts=0)
-        actor = remote.remote(self._spec_ref, lane.num_gpus)
-        member = Member(actor, lane, actor.about.remote())
-        self.members.append(member)
-        return member
-
-    def _about(self, member: Member) -> About:
-        if member.about is None:
-            member.about = ray.get(member.answer, timeout=START_TIMEOUT_S)
-            _check_source(member.about)
-        return member.about
-
-    def _known(self, member: Member) -> About | None:
-        """What an actor has said about itself so far; None if it is still starting, or died of that."""
-        if member.about is None and ray.wait([member.answer], timeout=0)[0]:
             try:
-                return self._about(member)
-            except RayError:
-                return None
-        return member.about
+                self._start_crew()
+            except RunFailedError:
+                self.crew.close()
+                raise
+
+    def _start_crew(self) -> None:
+        """Returns when all actors have answered; after a time it will do if there is one of each lane."""
+        for lane in self.lanes.values():
+            for _ in range(lane.actors):
+                self.crew.start(lane)
+        end_s = time.monotonic() + START_TIMEOUT_S
+        while (starting := self.crew.starting()) and time.monotonic() < end_s:
+            for answer in ray.wait(starting, num_returns=1, timeout=min(POLL_S, START_TIMEOUT_S))[0]:
+                self.crew.hear(answer)
+            if self.crew.why:  # what fails at the very start (a GPU that torch does not see) would fail again
+                lane_name, cause = next(iter(self.crew.why.items()))
+                raise RunFailedError(f"a client actor ({lane_name}) could not be started: {cause}")
+        for lane in self.lanes.values():
+            if not self.crew.is_up(lane.name):
+                raise RunFailedError(self._no_actor(lane))
 
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
         """See `Executor.run`; the first chunks are on their way when this returns."""
@@ -139,6 +124,8 @@ class ActorPool:
         for index, chunk in enumerate(chunks):
             waiting.setdefault(self._lane_of(chunk), deque()).append(Job(index, chunk))
         running: Running = {}
+        self._down_since_s.clear()
+        self._listen(timeout_s=0.0)
         self._dispatch(waiting, running, reference, weights.version)
         return self._results(len(chunks), waiting, running, reference, weights.version)
 
@@ -149,7 +136,11 @@ class ActorPool:
         for index in range(num_chunks):
             while index not in finished:
                 self._dispatch(waiting, running, reference, version)
-                self._collect(waiting, running, finished)
+                if running:
+                    self._collect(waiting, running, finished)
+                else:
+                    self._listen(timeout_s=min(POLL_S, START_TIMEOUT_S))
+                self._give_up_lanes(waiting, finished)
             yield finished.pop(index)
 
     def _share(self, weights: SharedWeights) -> Any:
@@ -162,9 +153,9 @@ class ActorPool:
         if self.resident:
             client_id = chunk.assignments[0].client_id
             name = f"{RESIDENT}-{client_id}" if client_id is not None else f"{RESIDENT}-server"
-            if name not in self.idle:
-                lane = replace(next(iter(self.lanes.values())), name=name)
-                self.lanes[name], self.idle[name] = lane, [self._start(lane)]
+            if name not in self.lanes:
+                self.lanes[name] = replace(next(iter(self.lanes.values())), name=name)
+                self.crew.start(self.lanes[name])
             return name
         for name, lane in self.lanes.items():
             if chunk.tier in lane.tiers:
@@ -173,61 +164,94 @@ class ActorPool:
 
     def _dispatch(self, waiting: Waiting, running: Running, weights: Any, version: str) -> None:
         for lane, jobs in waiting.items():
-            while jobs and self.idle[lane]:
+            while jobs and (member := self.crew.take(lane)):
                 job = jobs.popleft()
-                job.member = self.idle[lane].pop()
+                job.member = member
                 job.attempts += 1
                 job.position, job.at_work_since_s = 0, time.monotonic()
                 chunk = replace(job.chunk, assignments=tuple(job.chunk.assignments[i] for i in job.left))
-                running[job.member.actor.run_chunk.remote(chunk, [weights], version)] = job
+                running[member.actor.run_chunk.remote(chunk, [weights], version)] = job
+
+    def _listen(self, timeout_s: float) -> None:
+        """Waits for an actor that is starting; each that has come up idles."""
+        self.crew.start_due()
+        starting = self.crew.starting()
+        if not starting:
+            time.sleep(timeout_s)
+            return
+        # All that are there, but no more than one is waited for.
+        ready, rest = ray.wait(starting, num_returns=1, timeout=timeout_s)
+        ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0] if ready and rest else []
+        for answer in ready:
+            self.crew.hear(answer)
 
     def _collect(self, waiting: Waiting, running: Running, finished: Finished) -> None:
-        ready, _ = ray.wait(list(running), num_returns=1, timeout=min(POLL_S, self.client_timeout_s))
+        """Waits for something to happen to the jobs at work, or for an actor that could take another."""
+        self.crew.start_due()
+        references = [*running, *self.crew.starting()]
+        ready, _ = ray.wait(references, num_returns=1, timeout=min(POLL_S, self.client_timeout_s))
         for reference in ready:
-            job = running.pop(reference)
-            assert job.member is not None, "a running job has an actor"
-            try:
-                self._about(job.member)
-                result = unpack(ray.get(reference))
-            except RayError as error:
-                self._recover(job, str(error), waiting, finished)
-                continue
-            self.idle[job.member.lane.name].append(job.member)
-            finished[job.index] = with_timed_out(result, job)
+            job = running.pop(reference, None)
+            if job is None:
+                self.crew.hear(reference)
+            else:
+                self._finish(job, reference, waiting, finished)
         for reference, job in list(running.items()):
-            if self._never_starts(job):
-                del running[reference]
-                text = f"it did not start within {START_TIMEOUT_S:g} s (no free CPUs, or a node that cannot run it)"
-                self._recover(job, text, waiting, finished)
-            elif self._hangs(job):
+            if self._hangs(job):
                 del running[reference]
                 self._give_up_client(job, waiting, finished)
 
-    def _recover(self, job: Job, error: str, waiting: Waiting, finished: Finished) -> None:
-        member = self._replace(job)
+    def _finish(self, job: Job, reference: Any, waiting: Waiting, finished: Finished) -> None:
+        try:
+            result = unpack(ray.get(reference))
+        except RayError as error:
+            self._recover(job, cause_of(error), waiting, finished)
+            return
+        self.crew.give_back(_member(job))
+        finished[job.index] = with_timed_out(result, job)
+
+    def _recover(self, job: Job, cause: str, waiting: Waiting, finished: Finished) -> None:
+        member = _member(job)
+        about = self._about(member)
         who = ", ".join(_who(a) for a in job.chunk.assignments)
-        about = self._known(member)
-        where = f"node {about.node} (pid {about.pid})" if about else "an unknown node"
-        cause = " ".join(error.split())[:400]
+        where = f"node {about.node} (pid {about.pid})"
         logger.warning("a client actor on %s ended while it worked on %s: %s", where, who, cause)
+        if self.crew.replace_lost(member) and about.node_id in job.nodes:
+            # The job was with two actors of one node: it is the node that is lost, once.
+            job.attempts -= 1
+        job.nodes.add(about.node_id)
         if job.attempts < self.actor_attempts:
             waiting[member.lane.name].appendleft(job)
             return
         text = f"the client actor ended {job.attempts} times while it worked on {who}; last on {where}: {cause}"
-        finished[job.index] = ChunkResult(reports=[_lost(a, "failed", text) for a in job.chunk.assignments])
+        finished[job.index] = failed(job, text, about.place)
 
-    def _replace(self, job: Job) -> Member:
-        old = job.member
-        assert old is not None, "a running job has an actor"
-        ray.kill(old.actor)
-        self.members.remove(old)
-        self.idle[old.lane.name].append(self._start(old.lane))
-        return old
+    def _give_up_lanes(self, waiting: Waiting, finished: Finished) -> None:
+        """Clients for whom no actor has come up for too long fail; those at work elsewhere are not touched."""
+        now_s = time.monotonic()
+        for name, jobs in waiting.items():
+            if not jobs or self.crew.is_up(name):
+                self._down_since_s.pop(name, None)
+            elif now_s - self._down_since_s.setdefault(name, now_s) >= START_TIMEOUT_S:
+                text = self._no_actor(self.lanes[name])
+                logger.warning("%d chunks of clients fail: %s", len(jobs), text)
+                while jobs:
+                    job = jobs.popleft()
+                    finished[job.index] = failed(job, text)
 
-    def _never_starts(self, job: Job) -> bool:
-        member = job.member
-        assert member is not None, "a running job has an actor"
-        return self._known(member) is None and time.monotonic() - member.started_s >= START_TIMEOUT_S
+    def _no_actor(self, lane: Lane) -> str:
+        gpus = f" and {lane.num_gpus:g} GPUs" if lane.num_gpus else ""
+        cause = self.crew.why.get(lane.name)
+        # Without a cause Ray is still waiting to place it.
+        because = f"the last one failed: {cause}" if cause else "no free CPUs, or no node that can run it"
+        return (
+            f"no client actor ({lane.name}) of {lane.num_cpus:g} CPUs{gpus} came up within {START_TIMEOUT_S:g} s "
+            f"({because}): add a node or end what uses the cluster, and resume the run"
+        )
+
+    def _about(self, member: Member) -> About:
+        assert member.about is not None, "only those that have answered are given work"
+        return member.about
 
     def _hangs(self, job: Job) -> bool:
         """Whether the job's present client has been at work for longer than allowed."""
@@ -237,18 +261,13 @@ class ActorPool:
         if not late and (alone or now_s - job.looked_s < LOOK_S):
             return False
         job.looked_s = now_s
-        member = job.member
-        assert member is not None, "a running job has an actor"
-        if self._known(member) is None:  # made in the place of another, and still importing torch
-            job.at_work_since_s = now_s
-            return False
         try:
-            at: tuple[int, float] | None = ray.get(member.actor.position.remote(), timeout=ANSWER_S)
+            at: tuple[int, float] | None = ray.get(_member(job).actor.position.remote(), timeout=ANSWER_S)
         except (GetTimeoutError, RayError):
             # A dead actor is found by its result. One that holds the interpreter's lock cannot answer, and hangs.
             return late
         if at is not None:
-            # The actor's own clock: neither its start nor the clients before count.
+            # The actor's own clock: the clients before do not count.
             job.position, job.at_work_since_s = at[0], now_s - at[1]
         return now_s - job.at_work_since_s >= self.client_timeout_s
 
@@ -256,10 +275,11 @@ class ActorPool:
         left = job.left
         place = left[job.position]
         assignment = job.chunk.assignments[place]
-        member = self._replace(job)
+        member = _member(job)
+        self.crew.replace(member)
         text = f"no answer within {self.client_timeout_s:g} s; its actor was replaced"
         logger.warning("%s gave %s", _who(assignment), text)
-        job.timed_out[place] = _lost(assignment, "timed_out", text)
+        job.timed_out[place] = _lost(assignment, "timed_out", text, self._about(member).place)
         job.attempts -= 1
         if len(left) > 1:
             waiting[member.lane.name].appendleft(job)
@@ -268,20 +288,13 @@ class ActorPool:
 
     def close(self) -> None:
         """Ends all actors."""
-        for member in self.members:
-            ray.kill(member.actor)
-        self.members.clear()
-        self.idle.clear()
+        self.crew.close()
         self._shared = None
 
 
-def _check_source(about: About) -> None:
-    own = source_hash()
-    if about.source_hash != own:
-        raise RuntimeError(
-            f"node {about.node} runs fedloom source {about.source_hash}, the server {own}: install the same "
-            "version on every node"
-        )
+def _member(job: Job) -> Member:
+    assert job.member is not None, "a running job has an actor"
+    return job.member
 
 
 def _who(assignment: Assignment) -> str:
@@ -295,7 +308,13 @@ def _what(assignment: Assignment) -> str:
     return f"{name} {'-'.join(map(str, architecture))}" if architecture is not None else name
 
 
-def _lost(assignment: Assignment, status: str, error: str) -> Report:
+def failed(job: Job, error: str, node: str = "") -> ChunkResult:
+    """The result of a job that nobody did: its clients failed, but for those that had hung before."""
+    reports = [_lost(a, "failed", error, node) for i, a in enumerate(job.chunk.assignments) if i not in job.timed_out]
+    return with_timed_out(ChunkResult(reports=reports), job)
+
+
+def _lost(assignment: Assignment, status: str, error: str, node: str) -> Report:
     return Report(
         client_id=assignment.client_id,
         tier=assignment.tier,
@@ -303,6 +322,7 @@ def _lost(assignment: Assignment, status: str, error: str) -> Report:
         error=error,
         selection_probability=assignment.selection_probability,
         selection_reason=assignment.selection_reason,
+        node=node,
     )
 
 

@@ -8,22 +8,20 @@ import ray
 import torch
 
 from fedloom.actors.client import WATCH
-from fedloom.actors.placement import plan_lanes, resident_lane
+from fedloom.actors.placement import free_resources, lanes_of_run, nodes_to_fill
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
 from fedloom.platform.config import RunConfig
 from fedloom.platform.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.results.mirror import MirrorError
 from fedloom.platform.run import Watcher, resume_run, start_run
 from fedloom.platform.world import World
 
 
 def make_pool(world: World) -> ActorPool:
-    """The client actors for a run, on what the cluster has free."""
+    """The client actors for a run: in this process's placement group, or else on what the cluster has free."""
     executor = world.config.executor
-    resources = ray.available_resources()  # type: ignore[no-untyped-call]
-    lanes = plan_lanes(executor, world.tiers, resources)
-    if executor.resident:
-        lanes = [resident_lane(lanes[0], resources.get("CPU", 0.0), world.num_clients)]
+    lanes = lanes_of_run(executor, world.tiers, free_resources(), world.num_clients, nodes_to_fill())
     return ActorPool(
         world.spec,
         lanes,
@@ -35,7 +33,7 @@ def make_pool(world: World) -> ActorPool:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended: `kind` is done, refused (a bad configuration), failed or interrupted."""
+    """How a run ended: `kind` is done, refused (a bad configuration), failed, infrastructure or interrupted."""
 
     run_id: str
     kind: str
@@ -64,6 +62,8 @@ class ServerActor:
             return RunEnd(self._run_id, "refused", str(error))
         except RunFailedError as error:
             return RunEnd(self._run_id, "failed", str(error))
+        except MirrorError as error:
+            return RunEnd(self._run_id, "infrastructure", str(error))
         except InterruptedRunError as error:
             return RunEnd(self._run_id, "interrupted", str(error))
         return RunEnd(self._run_id, "done")

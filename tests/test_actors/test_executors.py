@@ -1,6 +1,7 @@
 """One class of tests for every executor: what they promise does not depend on where the work runs."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from fedloom.platform.execution import (
     TaskError,
     make_chunks,
 )
-from fedloom.platform.loop import merge_chunks
+from fedloom.platform.loop import RunFailedError, merge_chunks
 from fedloom.platform.spaces.base import Slice, Weights
 from fedloom.platform.worker import Worker, WorkerSpec
 from fedloom.platform.world import build_world
@@ -185,7 +186,7 @@ class TestEveryExecutor:
 def test_an_actor_of_other_source_is_refused(
     spec: WorkerSpec, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.actors.pool.source_hash", lambda: "another")
+    monkeypatch.setattr("fedloom.actors.crew.source_hash", lambda: "another")
     with pytest.raises(RuntimeError, match=r"runs fedloom source .* the server another: install the same version"):
         ActorPool(spec, [Lane("clients", 1, 0.0, 0.0)])
 
@@ -198,16 +199,59 @@ def test_an_actor_that_can_never_start_is_a_failed_client(
     try:
         (report,) = reports_of(run(pool, planned([Adds(1.0)]), 1))
         assert report.status == "failed"
-        assert "ended 2 times" in report.error
-        assert "did not start within 0.5 s" in report.error
+        assert report.error == (
+            "no client actor (resident-0) of 99 CPUs came up within 0.5 s (no free CPUs, or no node that can run it): "
+            "add a node or end what uses the cluster, and resume the run"
+        )
     finally:
         pool.close()
+
+
+@dataclass(frozen=True)
+class DiesTwice:
+    """Takes its process with it, the first two times."""
+
+    folder: str
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        if len(os.listdir(self.folder)) < 2:
+            Path(self.folder, str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Outcome(samples=1)
+
+
+@pytest.mark.parametrize("node_is_gone", [False, True])
+def test_a_lost_node_counts_once_however_many_of_its_actors_had_the_client(
+    spec: WorkerSpec, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_is_gone: bool
+) -> None:
+    pool = ActorPool(spec, [Lane("clients", 2, 0.0, 0.0)], actor_attempts=2)
+    nodes = [{"NodeID": ray.get_runtime_context().get_node_id(), "Alive": not node_is_gone}]
+    monkeypatch.setattr("fedloom.actors.crew.ray.nodes", lambda: nodes)
+    try:
+        (report,) = reports_of(run(pool, planned([DiesTwice(str(tmp_path))]), 1))
+        assert report.status == ("ok" if node_is_gone else "failed")
+        assert ("ended 2 times" in report.error) != node_is_gone
+        assert report.node == f"{os.uname().nodename}/{ray.get_runtime_context().get_node_id()[:8]}"
+    finally:
+        pool.close()
+
+
+def test_an_actor_without_the_data_is_refused_in_one_line(spec: WorkerSpec, ray_cluster: None) -> None:
+    place = f"{os.uname().nodename}/{ray.get_runtime_context().get_node_id()[:8]}"
+    with pytest.raises(RunFailedError) as refusal:
+        ActorPool(replace(spec, partition_path="/nowhere/p"), [Lane("clients", 1, 0.0, 0.0)])
+    assert str(refusal.value).startswith(f"node {place} does not have /nowhere/p: let data.cache be")
+
+
+def test_an_actor_that_cannot_start_ends_the_run_with_the_cause(spec: WorkerSpec, ray_cluster: None) -> None:
+    with pytest.raises(RunFailedError, match=r"^a client actor \(clients\) could not be started: .*threads"):
+        ActorPool(replace(spec, threads=0), [Lane("clients", 1, 0.0, 0.0)])
 
 
 def test_an_actor_that_is_made_later_is_checked_too(
     spec: WorkerSpec, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.actors.pool.source_hash", lambda: "another")
+    monkeypatch.setattr("fedloom.actors.crew.source_hash", lambda: "another")
     pool = ActorPool(spec, [Lane("clients", 1, 0.0, 0.0)], resident=True)
     try:
         with pytest.raises(RuntimeError, match=r"runs fedloom source .* the server another"):

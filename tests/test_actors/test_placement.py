@@ -1,8 +1,12 @@
 """Which actors there are: arithmetic on CPUs and GPU shares."""
 
-import pytest
+import math
 
-from fedloom.actors.placement import Lane, plan_lanes, resident_lane
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedloom.actors.placement import Lane, bundles_of, lanes_of_run, plan_lanes, resident_lane, total
 from fedloom.platform.config import ExecutorConfig
 from fedloom.tiers.tier import Tier, make_tiers
 
@@ -67,8 +71,46 @@ def test_thirds_fill_a_gpu_in_spite_of_rounding() -> None:
 )
 def test_resident_actors_share_the_cpus_when_there_are_more_of_them(cpus: float, clients: int, share: float) -> None:
     lane = resident_lane(Lane("clients", 2, 1.0, 0.0), cpus, clients)
-    assert lane == Lane("clients", 2, share, 0.0)
+    assert lane == Lane("clients", clients + 1, share, 0.0)
     assert lane.num_cpus * (clients + 1) <= cpus + 1e-9
+
+
+@given(st.lists(st.integers(1, 32), min_size=1, max_size=8), st.integers(1, 40))
+def test_resident_actors_fit_however_the_cpus_are_spread_over_nodes(cpus_of_node: list[int], clients: int) -> None:
+    lane = resident_lane(Lane("clients", 1, 1.0, 0.0), float(sum(cpus_of_node)), clients, len(cpus_of_node))
+    assert sum(math.floor(cpus / lane.num_cpus + 1e-9) for cpus in cpus_of_node) >= clients + 1
+
+
+def test_the_bundles_of_a_trial_are_its_actors() -> None:
+    lanes = [Lane("tier1", 2, 1.0, 0.25, ("tier1",)), Lane("tier2", 1, 2.0, 0.5, ("tier2",))]
+    assert bundles_of(lanes) == [{"CPU": 1.0, "GPU": 0.25}] * 2 + [{"CPU": 2.0, "GPU": 0.5}]
+    assert total(bundles_of(lanes)) == {"CPU": 4.0, "GPU": 1.0}
+    assert bundles_of([Lane("clients", 1, 0.5, 0.0)], resident=2) == [{"CPU": 0.5}] * 3
+
+
+CPU_SHARES = [0.1, 0.3, 1 / 3, 0.5, 1.0, 2.0]
+GPU_SHARES = [0.0, 0.1, 0.2, 0.25, 1 / 3, 0.5, 1.0]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(CPU_SHARES), st.sampled_from(GPU_SHARES)), min_size=1, max_size=4),
+    st.floats(1.0, 16.0),
+    st.floats(0.0, 4.0),
+    st.none() | st.integers(1, 30),
+    st.none() | st.integers(1, 4),
+)
+def test_what_a_trial_reserves_gives_its_lanes_again(
+    shares: list[tuple[float, float]], cpus: float, gpus: float, residents: int | None, actors: int | None
+) -> None:
+    config = ExecutorConfig(actors=actors, resident=residents is not None)
+    of_tiers = tiers([g for _, g in shares], [c for c, _ in shares])
+    try:
+        lanes = lanes_of_run(config, of_tiers, {"CPU": cpus, "GPU": gpus}, residents or 5)
+    except ValueError:
+        return  # it does not fit at all
+    reserved = total(bundles_of(lanes, residents))
+    assert reserved["CPU"] <= cpus + 1e-6
+    assert lanes_of_run(config, of_tiers, reserved, residents or 5) == lanes
 
 
 def test_more_resident_actors_than_ray_can_count_are_refused() -> None:
