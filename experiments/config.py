@@ -20,6 +20,7 @@ from fedloom.platform.methods.registry import CONFIGS
 from fedloom.platform.plugins import nearest
 from fedloom.platform.results.checkpoint import check_same_config
 from fedloom.platform.results.paths import find_run
+from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.run import FREE_ON_RESUME, free_on_resume
 
@@ -32,7 +33,7 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
         config = cast(RunConfig, OmegaConf.to_object(composed))
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_explain(error, overrides)) from error
-    _check(config)
+    check_config(config)
     return config
 
 
@@ -49,15 +50,16 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
         raise ValueError(f"the run's stored configuration does not fit this version: {_first_line(error)}") from error
 
 
-def stored_config(results: Path, run_id: str) -> tuple[str, RunConfig]:
-    """A run's full id and its configuration, with the results folder where it is now."""
-    paths = find_run(results, run_id)
+def stored_config(results: str | Path, run_id: str) -> tuple[str, RunConfig]:
+    """A run's full id and its configuration, with the results folder where it is now; one at a URL is brought here."""
+    root = fetch(results, [run_id])
+    paths = find_run(root, run_id)
     try:
         values = json.loads(paths.config.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{paths.config} cannot be read: restore it from a copy, or start a new run") from error
     # The checkpoint was made with the configuration that the table `runs` recorded.
-    recorded = read_table(results, "runs", run_id=paths.run_id)["config"]
+    recorded = read_table(root, "runs", run_id=paths.run_id)["config"]
     if len(recorded) and recorded.notna().all():
         check_same_config(json.loads(recorded.iloc[-1]), values)
     config = config_from_dict(values)
@@ -79,7 +81,7 @@ def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
         changed = cast(RunConfig, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ValueError(_first_line(error)) from error
-    _check(changed)
+    check_config(changed)
     return changed
 
 
@@ -93,7 +95,8 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
         return compose(config_name="config", overrides=list(overrides))
 
 
-def _check(config: RunConfig) -> None:
+def check_config(config: RunConfig) -> None:
+    """Raises ValueError for values that no run can have."""
     check_data(config.data)
     allowed = {
         "executor.kind": (config.executor.kind, ("ray", "serial")),
@@ -149,7 +152,11 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
                 return f"{key}={value}: no such {kind}{nearest(value, there)}; there are {_some(value, there)}"
     if isinstance(error, OverrideParseException) and "=" in error.override:
         return f"{error.override} cannot be read ({_first_line(error)}): give key=value, a list as [1,2]"
-    known = list(_keys(_defaults(overrides)))
+    try:
+        known = list(_keys(_defaults(overrides)))
+    except (HydraException, OmegaConfBaseException) as clash:
+        key = _first_line(clash).partition(":")[0]
+        return f"{' and '.join(_choices(overrides))} do not go together, the preset sets {key}: choose another preset"
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
         if "=" not in override:

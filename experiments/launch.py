@@ -1,20 +1,22 @@
 """Starting runs: in this process, or through a server actor that the driver watches."""
 
 import time
-from pathlib import Path
 from typing import Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
+from ray.util import get_current_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedloom.actors.cluster import connected
-from fedloom.actors.placement import plan_lanes
+from fedloom.actors.placement import free_resources, lanes_of_run, nodes_to_fill
 from fedloom.actors.server import RemoteServer, RunEnd
 from fedloom.platform.config import RunConfig
 from fedloom.platform.execution import SerialExecutor
 from fedloom.platform.loop import InterruptedRunError, RoundProgress, RunFailedError
-from fedloom.platform.results.files import check_writable
+from fedloom.platform.results.mirror import MirrorError, mirror_run
 from fedloom.platform.results.paths import run_paths
+from fedloom.platform.results.remote import check_results, local_root
 from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.run import COSTS, Watcher, planned_stages, resume_run, start_run
 from fedloom.platform.run_costs import RunCosts, load_costs
@@ -53,21 +55,21 @@ def launch(config: RunConfig, view: View, resume: str | None = None) -> RunEnd:
     Raises ValueError for a configuration that cannot run, before any worker is started.
     """
     # Everything that can be refused is refused here, in a second, before Ray is started.
-    check_writable(Path(config.results))
+    check_results(config.results)
     world = build_world(config, _stored_costs(config, resume))
     planned_stages(world)
     if config.executor.kind == "serial" or config.dry_run:
         return _serial(config, view, resume)
     with connected(config.ray):
         # What the cluster cannot hold is refused here, too: the server starts by writing the run down.
-        plan_lanes(config.executor, world.tiers, ray.available_resources())  # type: ignore[no-untyped-call]
+        lanes_of_run(config.executor, world.tiers, free_resources(), world.num_clients, nodes_to_fill())
         return _through_server(config, view, resume)
 
 
 def _stored_costs(config: RunConfig, resume: str | None) -> RunCosts | None:
     if resume is None:
         return None
-    return load_costs(run_paths(Path(config.results), config.experiment, resume).artifacts / COSTS)
+    return load_costs(run_paths(local_root(config.results), config.experiment, resume).artifacts / COSTS)
 
 
 def _make_serial(world: World) -> SerialExecutor:
@@ -89,13 +91,15 @@ def _serial(config: RunConfig, view: View, resume: str | None) -> RunEnd:
             resume_run(config, resume, _make_serial, watcher)
     except RunFailedError as error:
         return RunEnd(run_ids[0], "failed", str(error))
+    except MirrorError as error:
+        return RunEnd(run_ids[0], "infrastructure", str(error))
     except (InterruptedRunError, KeyboardInterrupt) as error:
         return RunEnd(run_ids[0] if run_ids else "", "interrupted", str(error))
     return RunEnd(run_ids[0], "done")
 
 
 def _through_server(config: RunConfig, view: View, resume: str | None) -> RunEnd:
-    server = RemoteServer.options(num_cpus=0, max_restarts=0).remote()
+    server = RemoteServer.options(num_cpus=0, max_restarts=0, **_where_results_are(config.results)).remote()
     ending = server.run.remote(config, resume)
     shown = _Shown(view)
     try:
@@ -110,6 +114,16 @@ def _through_server(config: RunConfig, view: View, resume: str | None) -> RunEnd
         cause = " ".join(str(error).split())[:600]
         end = RunEnd(shown.run_id, "infrastructure", f"the server actor ended: {cause}")
     return end
+
+
+def _where_results_are(results: str) -> dict[str, Any]:
+    """The server's placement: results on a local path are written on the driver's node, where they are looked for."""
+    # A driver at ray://... is on no node of the cluster.
+    remote_driver = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call]
+    if "://" in results or remote_driver or get_current_placement_group() is not None:
+        return {}
+    node_id = ray.get_runtime_context().get_node_id()
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
 
 class _Shown:
@@ -153,10 +167,13 @@ def _interrupt(server: Any, ending: Any, shown: _Shown) -> RunEnd:
 
 def _write_interrupted(config: RunConfig, end: RunEnd) -> None:
     """Writes down that a run was interrupted where its server could not, if its results are on this machine."""
-    path = run_paths(Path(config.results), config.experiment, end.run_id).status
-    if end.kind != "interrupted" or not end.run_id or not path.exists():
+    if end.kind != "interrupted" or not end.run_id:
         return
-    last = read_status(path)
+    paths = run_paths(local_root(config.results), config.experiment, end.run_id)
+    if not paths.status.exists():
+        return
+    last = read_status(paths.status)
     if last.state in ("running", "stalled", "dead"):
         place = {"round": last.round, "rounds_total": last.rounds_total}
-        StatusFile(path).write("interrupted", stage=last.stage, message=end.message, **place)
+        StatusFile(paths.status).write("interrupted", stage=last.stage, message=end.message, **place)
+        mirror_run(config.results, paths)

@@ -1,7 +1,9 @@
 """What the terminal shows: one line per round, tables at the end, or one JSON object."""
 
 import json
+import shlex
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from fedloom.actors.server import RunEnd
+from fedloom.experiments.ablation.store import STATUS as ABLATION_STATUS
+from fedloom.experiments.ablation.store import Ablation, find_ablation, is_ablation, list_ablations, trial_states
 from fedloom.experiments.report.report import ReportFiles, report_json, summary_table
 from fedloom.platform.loop import RoundProgress
 from fedloom.platform.results.paths import find_run, list_runs
+from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.status import read_status
 
 LOG_WIDTH = 110
@@ -57,21 +62,26 @@ class RunView:
         """One line per round: loss, metric, bytes, time left in the stage."""
         self.console.print(round_line(progress))
 
-    def end(self, end: RunEnd, results: Path) -> None:
+    def end(self, end: RunEnd, results: str | Path) -> None:
         """How the run ended, with its table."""
         if self.quiet:
-            summary = _summary(results, end.run_id) if end.kind == "done" else {}
+            summary = _summary(_brought(results, end), end.run_id) if end.kind == "done" else {}
             write_json({"run_id": end.run_id, "status": end.kind, "message": end.message, **summary})
         elif end.kind == "done":
-            _print_summary(self.console, results, end.run_id)
-            self.console.print(f"finished: {end.run_id}; plots and page: fedloom report {end.run_id}{_where(results)}")
+            _print_summary(self.console, _brought(results, end), end.run_id)
+            self.console.print(f"finished: {end.run_id}; plots and page: fedloom report {end.run_id}{where(results)}")
         else:
-            again = f"; continue with: fedloom resume {end.run_id}{_where(results)}" if end.run_id else ""
+            again = f"; continue with: fedloom resume {end.run_id}{where(results)}" if end.run_id else ""
             sys.stderr.write(f"fedloom: run {end.kind}: {end.message}{again}\n")
 
 
-def _where(results: Path) -> str:
-    return "" if results == Path("results") else f" --results {results}"
+def _brought(results: str | Path, end: RunEnd) -> Path:
+    return fetch(results, [end.run_id], tensors=False)
+
+
+def where(results: str | Path) -> str:
+    """The option that names the results, where they are not in the default folder."""
+    return "" if Path(results) == Path("results") else f" --results {shlex.quote(str(results))}"
 
 
 def round_line(p: RoundProgress) -> str:
@@ -137,24 +147,65 @@ def show_report(files: ReportFiles, table: RenderableType, figures: dict[str, An
     """Where a report was written, and its table."""
     if as_json:
         places = {"html": str(files.html), "markdown": str(files.markdown), "plots": [str(p) for p in files.plots]}
+        places |= {"latex": str(files.latex)} if files.latex else {}
         write_json({**figures, **places})
         return
     screen = console()
     screen.print(table)
     for sentence in files.missing:
         screen.print(f"missing: {sentence}")
-    for file in (files.html, files.markdown, *files.plots):
+    for file in (files.html, files.markdown, *([files.latex] if files.latex else []), *files.plots):
         screen.print(str(file))
 
 
-def show_status(results: Path, runs: list[str], as_json: bool) -> None:
-    """One line per run, from the runs' own status files."""
-    chosen = [find_run(results, run) for run in runs] if runs else list_runs(results)
-    found = {paths.run_id: read_status(paths.status) for paths in chosen}
+def show_status(results: Path, given: list[str], as_json: bool) -> None:
+    """One line per ablation and per run beside them, or per trial of the ablations that are given."""
+    ablations = [find_ablation(results, g) for g in given if is_ablation(results, g)]
+    runs = [find_run(results, g) for g in given if not is_ablation(results, g)]
+    if not given:
+        ablations = list_ablations(results)
+        trials = {trial.run_id for ablation in ablations for trial in ablation.trials}
+        runs = [paths for paths in list_runs(results) if paths.run_id not in trials]
+    found = {paths.run_id: read_status(paths.status) for paths in runs}
     if as_json:
-        write_json({"runs": [{"run_id": run_id, **asdict(status)} for run_id, status in found.items()]})
+        values = [_ablation_as_dict(results, ablation) for ablation in ablations]
+        write_json(
+            {"runs": [{"run_id": run_id, **asdict(status)} for run_id, status in found.items()], "ablations": values}
+        )
         return
-    table = Table("run", "state", "stage", "round", "message", box=None)
-    for run_id, status in found.items():
-        table.add_row(run_id, status.state, status.stage, f"{status.round}/{status.rounds_total}", status.message)
-    console().print(table)
+    screen = console()
+    for ablation in ablations:
+        screen.print(_ablation_table(results, ablation) if given else _ablation_line(results, ablation))
+    if found or not ablations:
+        table = Table("run", "state", "stage", "round", "message", box=None)
+        for run_id, status in found.items():
+            table.add_row(run_id, status.state, status.stage, f"{status.round}/{status.rounds_total}", status.message)
+        screen.print(table)
+
+
+def _ablation_state(results: Path, ablation: Ablation) -> str:
+    path = ablation.folder(results) / ABLATION_STATUS
+    return read_status(path).state if path.exists() else "interrupted"
+
+
+def _ablation_line(results: Path, ablation: Ablation) -> str:
+    counts = Counter(s.state for s in trial_states(results, ablation))
+    said = ", ".join(f"{number} {state}" for state, number in counts.items())
+    return f"ablation {ablation.ablation_id} {_ablation_state(results, ablation)}: {said}"
+
+
+def _ablation_table(results: Path, ablation: Ablation) -> Table:
+    table = Table("trial", "setting", "state", "stage", "round", "message", "run", box=None)
+    table.title = _ablation_line(results, ablation)
+    for s in trial_states(results, ablation):
+        stage, at = (s.status.stage, f"{s.status.round}/{s.status.rounds_total}") if s.status else ("", "")
+        table.add_row(str(s.trial.index), s.trial.label(), s.state, stage, at, s.message, s.trial.run_id)
+    return table
+
+
+def _ablation_as_dict(results: Path, ablation: Ablation) -> dict[str, Any]:
+    trials = [
+        {"index": s.trial.index, "run_id": s.trial.run_id, "state": s.state, "message": s.message}
+        for s in trial_states(results, ablation)
+    ]
+    return {"ablation_id": ablation.ablation_id, "state": _ablation_state(results, ablation), "trials": trials}

@@ -6,6 +6,14 @@ tables = analysis.load("results")
 analysis.summary(tables)
 """
 
+from fedloom.experiments.analysis.ablation import (
+    ablation_frame,
+    against_reference,
+    by_setting,
+    load_ablation,
+    marginal,
+    references,
+)
 from fedloom.experiments.analysis.compare import compare
 from fedloom.experiments.analysis.frames import (
     communication,
@@ -18,6 +26,7 @@ from fedloom.experiments.analysis.frames import (
 )
 from fedloom.experiments.analysis.fronts import hypervolume
 from fedloom.experiments.analysis.intervals import Estimate, estimate
+from fedloom.experiments.analysis.reused import with_training
 from fedloom.experiments.analysis.summary import MEASURES, per_model, summary
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load
 
@@ -26,6 +35,9 @@ __all__ = [
     "MEASURES",
     "Estimate",
     "Tables",
+    "ablation_frame",
+    "against_reference",
+    "by_setting",
     "communication",
     "communication_by_kind",
     "compare",
@@ -35,8 +47,12 @@ __all__ = [
     "fairness",
     "hypervolume",
     "load",
+    "load_ablation",
+    "marginal",
     "pareto",
     "per_model",
     "per_tier",
+    "references",
     "summary",
+    "with_training",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from fedloom.platform.results.paths import RunPaths, find_run, list_runs
+from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.tables import TABLES, read_runs
 
 ALL_TABLES = tuple(TABLES)
@@ -56,16 +57,21 @@ def load(
 ) -> Tables:
     """The tables of these runs (ids or unambiguous beginnings of ids), or of all runs, of one experiment if given.
 
-    Only the named `tables`, and the table `runs`, are read; of `clients` its `CLIENT_COLUMNS`. Raises ValueError for
+    Results at a URL (s3://bucket/path) are first brought to this machine, what has changed of them. Only the named
+    `tables`, and the table `runs`, are read; of `clients` its `CLIENT_COLUMNS`. Raises ValueError for
     an unknown run, experiment or table, if there are no runs, and for a damaged file.
     """
+    return load_paths(_find(fetch(results, _ids(run_ids), tensors=False), run_ids, experiment), tables)
+
+
+def load_paths(paths: Sequence[RunPaths], tables: Iterable[str] = ALL_TABLES) -> Tables:
+    """The tables of these runs, which may be none; otherwise as `load`."""
     names = {"runs", *([tables] if isinstance(tables, str) else tables)}
-    paths = _find(Path(results), run_ids, experiment)
     # A table that is not wanted is read of no run: an empty frame with its columns.
     frames = {name: read_table_of(paths if name in names else (), name) for name in TABLES}
     for name in names - set(TABLES):
         read_table_of((), name)  # says which tables there are
-    return Tables(paths=paths, read=frozenset(names), **frames)
+    return Tables(paths=tuple(paths), read=frozenset(names), **frames)
 
 
 def read_table_of(paths: Sequence[RunPaths], table: str) -> pd.DataFrame:
@@ -78,12 +84,15 @@ def latest_run(results: str | Path) -> str:
     return _all_runs(Path(results))[-1].run_id
 
 
+def _ids(run_ids: Sequence[str] | None) -> Sequence[str] | None:
+    return [run_ids] if isinstance(run_ids, str) else run_ids
+
+
 def _find(results: Path, run_ids: Sequence[str] | None, experiment: str | None) -> tuple[RunPaths, ...]:
     if run_ids is None:
         paths = tuple(_all_runs(results))
     else:
-        ids = [run_ids] if isinstance(run_ids, str) else run_ids
-        paths = tuple(dict.fromkeys(find_run(results, run_id) for run_id in ids))
+        paths = tuple(dict.fromkeys(find_run(results, run_id) for run_id in _ids(run_ids) or ()))
     if experiment is None:
         return paths
     own = tuple(p for p in paths if p.experiment == experiment)

@@ -52,13 +52,20 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Content:
-    """Everything in a report."""
+    """Everything in a report.
+
+    `about` is the heading over the facts of the `runs`; with `refresh_s` the page loads itself again so often.
+    `pictures_first` puts them above the tables, which may be long.
+    """
 
     title: str
     runs: tuple[RunFacts, ...]
     missing: tuple[str, ...]
     blocks: tuple[Block, ...]
     pictures: tuple[Picture, ...]
+    about: str = "Runs"
+    refresh_s: int | None = None
+    pictures_first: bool = False
 
 
 def summaries_of(tables: Tables, bounds: dict[tuple[str, str], float]) -> list[Summary]:
@@ -75,7 +82,7 @@ def blocks_of(tables: Tables, summaries: Sequence[Summary], labels: Labels) -> t
     blocks += [subnet_block(summary, wide=True) for summary in subnet_summaries(tables, labels)]
     blocks += [cost_block(comparison) for comparison in cost_comparisons(tables, labels)]
     blocks += silo_blocks(tables, wide=True)
-    blocks += [_fairness_block(tables), _communication_block(tables, labels), _failures_block(tables)]
+    blocks += [_fairness_block(tables), _communication_block(tables, labels), failures_block(tables)]
     return tuple(block for block in blocks if block.rows)
 
 
@@ -166,7 +173,8 @@ def _communication_row(experiment: str, name: str, rows: pd.DataFrame) -> tuple[
     return (experiment, name.strip(), *counts, *sizes, _over_runs(rows["macs"], si), *times)
 
 
-def _failures_block(tables: Tables) -> Block:
+def failures_block(tables: Tables) -> Block:
+    """The clients that did not end well, by cause."""
     frame = failures(tables)
     rows = []
     for row in frame.head(MOST_CAUSES).to_dict(orient="records"):

@@ -23,7 +23,7 @@ p, figcaption { color: var(--soft); }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; margin: .6rem 0; }
 th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
 th { vertical-align: bottom; font-weight: 600; } thead th { border-bottom: 2px solid var(--soft); }
-.text { text-align: left; overflow-wrap: anywhere; }
+.text { text-align: left; overflow-wrap: break-word; max-width: 32rem; }
 .run { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 1rem; margin: 1rem 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0; font-size: .9rem; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
@@ -46,20 +46,28 @@ def html_page(content: Content) -> str:
         '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        *([f'<meta http-equiv="refresh" content="{content.refresh_s}">'] if content.refresh_s else []),
         f"<title>{escape(content.title)}</title>",
         f"<style>{_STYLE}</style>",
         "</head>",
         "<body>",
         f"<h1>{escape(content.title)}</h1>",
-        *_missing(content.missing),
-        *(_table(block) for block in content.blocks),
-        *(_figure(picture) for picture in content.pictures),
-        "<h2>Runs</h2>",
+        *_missing((*content.missing, *_again(content))),
+        *_ordered(content, [_table(b) for b in content.blocks], [_figure(p) for p in content.pictures]),
+        f"<h2>{escape(content.about)}</h2>",
         *(_run(run) for run in content.runs),
         "</body>",
         "</html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _ordered(content: Content, tables: list[str], pictures: list[str]) -> list[str]:
+    return [*pictures, *tables] if content.pictures_first else [*tables, *pictures]
+
+
+def _again(content: Content) -> list[str]:
+    return [f"This page loads itself again every {content.refresh_s} s."] if content.refresh_s else []
 
 
 def _missing(missing: Sequence[str]) -> list[str]:
@@ -108,11 +116,13 @@ def _run(run: RunFacts) -> str:
 def markdown_page(content: Content) -> str:
     """The same report as Markdown, its pictures beside it."""
     parts = [f"# {content.title}", *(f"> {sentence}" for sentence in content.missing)]
+    tables, pictures = [], []
     for block in content.blocks:
-        parts += [f"## {block.title}", *block.text, markdown(block.heads, block.rows, block.labels).rstrip()]
+        tables += [f"## {block.title}", *block.text, markdown(block.heads, block.rows, block.labels).rstrip()]
     for picture in content.pictures:
-        parts += [f"## {picture.title}", f"![{picture.title}]({picture.name}.png)", picture.caption]
-    parts.append("## Runs")
+        pictures += [f"## {picture.title}", f"![{picture.title}]({picture.name}.png)", picture.caption]
+    parts += _ordered(content, tables, pictures)
+    parts.append(f"## {content.about}")
     for run in content.runs:
         parts += [f"### {run.run_id}", markdown(("fact", "value"), run.facts).rstrip()]
     return "\n\n".join(parts) + "\n"

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure as PNG, its file name without ending, and what it shows."""
+    """A figure as PNG (and PDF, where files of it are wanted), its file name without ending, and what it shows."""
 
     name: str
     title: str
     caption: str
     png: bytes
+    pdf: bytes = b""

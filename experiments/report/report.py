@@ -60,6 +60,8 @@ class ReportFiles:
     plots: tuple[Path, ...]
     missing: tuple[str, ...]
     """One sentence for everything that the runs do not have (yet)."""
+    latex: Path | None = None
+    """The tables for a paper, which reports of ablations have."""
 
 
 def write_report(results: Path, run_ids: Sequence[str] | None = None, out: Path | None = None) -> ReportFiles:
@@ -71,15 +73,21 @@ def write_report(results: Path, run_ids: Sequence[str] | None = None, out: Path 
     tables = load(results, _chosen(results, run_ids))
     folder = Path(results) / "reports" / _folder_name(tables.paths) if out is None else Path(out)
     check_writable(folder)
-    content = report_content(tables)
+    return write_content(report_content(tables), folder, [p.run_id for p in tables.paths])
+
+
+def write_content(content: Content, folder: Path, run_ids: Sequence[str], latex: Path | None = None) -> ReportFiles:
+    """Writes the page, the Markdown and the pictures, each file whole or not at all; `latex` is written by others."""
     folder.mkdir(parents=True, exist_ok=True)
-    plots = tuple(folder / f"{picture.name}.png" for picture in content.pictures)
-    for path, picture in zip(plots, content.pictures, strict=True):
-        write_atomically(path, picture.png, durable=False)
+    files = [(p.name, ending, image) for p in content.pictures for ending, image in (("png", p.png), ("pdf", p.pdf))]
+    files = [file for file in files if file[2]]
+    for name, ending, image in files:
+        write_atomically(folder / f"{name}.{ending}", image, durable=False)
     html, text = folder / "report.html", folder / "report.md"
     write_atomically(html, html_page(content).encode(), durable=False)
     write_atomically(text, markdown_page(content).encode(), durable=False)
-    return ReportFiles(tuple(p.run_id for p in tables.paths), folder, html, text, plots, content.missing)
+    plots = tuple(folder / f"{name}.{ending}" for name, ending, _ in files)
+    return ReportFiles(tuple(run_ids), folder, html, text, plots, content.missing, latex)
 
 
 def _chosen(results: Path, run_ids: Sequence[str] | None) -> Sequence[str]:

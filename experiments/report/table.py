@@ -78,8 +78,8 @@ class Block:
     labels: int = 2
 
 
-def rich_block(block: Block) -> Table:
-    """The block for the terminal, its sentences below it."""
+def rich_block(block: Block, *, stacked: bool = True) -> Table:
+    """The block for the terminal, its sentences below it; `stacked` has intervals below their means."""
     caption = Text("\n".join(block.text), style="dim")
     table = Table(title=Text(block.title), caption=caption, box=box.SIMPLE_HEAD)
     table.title_justify = table.caption_justify = "left"
@@ -87,7 +87,7 @@ def rich_block(block: Block) -> Table:
     for i, head in enumerate(block.heads):
         table.add_column(Text(head), justify="left" if i < block.labels else "right", no_wrap=True)
     for row in block.rows:
-        table.add_row(*(Text(text.replace(" ± ", "\n± ")) for text in row))
+        table.add_row(*(Text(text.replace(" ± ", "\n± ") if stacked else text) for text in row))
     return table
 
 

@@ -1,0 +1,211 @@
+"""What an ablation varies: axes, seeds and how they are gone through; from a preset, a user's YAML and overrides."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
+
+from fedloom.experiments.presets import CONF, ablations
+from fedloom.platform.plugins import nearest
+from fedloom.platform.results.files import check_name
+
+PREFIX = "ablation."
+FIGURES = ("macs_by_axis", "stages_by_axis", "tiers_by_axis", "metric_by_axis")
+"""What an ablation may name as its `figures`; drawn by `fedloom.experiments.report.ablation`."""
+NOT_AXES = {
+    "seed": "an ablation has several seeds; give ablation.seeds=[1,2]",
+    "results": "all trials of an ablation lie in one results folder; give results=FOLDER",
+}
+"""Configuration keys that no axis may vary, and what to do instead."""
+
+
+@dataclass
+class AxisConfig:
+    """One thing that varies.
+
+    Either a configuration `key` with its `values`, or with a range to draw from in a random search (`uniform`,
+    `log_uniform`, `integers`: the least and the greatest value), or named `settings` of several keys each.
+    """
+
+    key: str = ""
+    values: list[Any] = field(default_factory=list)
+    uniform: list[float] | None = None
+    log_uniform: list[float] | None = None
+    integers: list[int] | None = None
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class SearchConfig:
+    """How the axes are gone through: `grid` (all combinations) or `random` (`samples` draws, from `seed`)."""
+
+    kind: str = "grid"
+    samples: int = 20
+    seed: int = 1
+
+
+@dataclass
+class SchedulerConfig:
+    """Which trials are stopped early: `none`, or `asha` (Li et al. 2020, asynchronous successive halving).
+
+    ASHA compares the trials' `metric` (metric or loss of the validation data or clients, as the rounds report it)
+    after `grace_rounds` rounds of `stage` (by default the first) and then after `reduction_factor` times as many, and
+    keeps the best 1 / `reduction_factor`.
+    """
+
+    kind: str = "none"
+    metric: str = "metric"
+    mode: str = "max"
+    stage: str | None = None
+    grace_rounds: int = 5
+    reduction_factor: float = 3.0
+
+
+@dataclass
+class AblationConfig:
+    """An ablation: each point of its axes is run with every seed, `overrides` holding for all.
+
+    `title` is the question that it answers. `figures` names the figures of its report (see
+    `fedloom.experiments.report.ablation`). `attempts` is how often a trial whose process died is begun;
+    `concurrent` limits the trials at work at once beyond what the cluster holds.
+    """
+
+    title: str = ""
+    axes: dict[str, AxisConfig] = field(default_factory=dict)
+    seeds: list[int] = field(default_factory=lambda: [1, 2])
+    overrides: list[str] = field(default_factory=list)
+    figures: list[str] = field(default_factory=list)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    attempts: int = 2
+    concurrent: int | None = None
+
+
+def load_ablation_config(given: str, overrides: Sequence[str] = ()) -> tuple[str, AblationConfig]:
+    """The ablation's name and definition: a preset's name or a YAML file, changed by `ablation.KEY=VALUE` overrides.
+
+    Raises ValueError in one line for an unknown preset, an unreadable file, an unknown key or a value out of range.
+    """
+    path = _path(given)
+    name = check_name("ablation", path.stem)
+    own = _own(overrides)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(AblationConfig), OmegaConf.load(path), own)
+        config = cast(AblationConfig, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"ablation={given}: {_first_line(error)}") from error
+    except (OSError, ValueError, YAMLError) as error:
+        raise ValueError(f"ablation={given}: {path} cannot be read as YAML: {_first_line(error)}") from error
+    check_ablation(config)
+    return name, config
+
+
+def _own(overrides: Sequence[str]) -> DictConfig:
+    for override in overrides:
+        if "=" not in override:
+            raise ValueError(f"{override!r} is not of the form key=value")
+        try:
+            OmegaConf.from_dotlist([override])
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise ValueError(f"{override} cannot be read ({_first_line(error)}): give a list as [1,2]") from error
+    return OmegaConf.from_dotlist([o.removeprefix(PREFIX) for o in overrides])
+
+
+def _path(given: str) -> Path:
+    if given.endswith((".yaml", ".yml")):
+        path = Path(given)
+        if not path.is_file():
+            raise ValueError(f"ablation={given}: there is no such file")
+        return path
+    if given not in ablations():
+        known = ablations()
+        raise ValueError(
+            f"ablation={given}: no such ablation{nearest(given, known)}; there are {', '.join(known)}, or give a "
+            "YAML file of your own (ablation=my.yaml)"
+        )
+    return CONF / "ablation" / f"{given}.yaml"
+
+
+def check_ablation(config: AblationConfig) -> None:
+    """Raises ValueError for a definition that cannot be run."""
+    if not config.axes:
+        raise ValueError("ablation.axes is empty: name at least one axis, with a key and its values")
+    for name, axis in config.axes.items():
+        _check_axis(name, axis, config.search.kind)
+        _check_keys(f"ablation.axes.{name}", [axis.key, *(key for s in axis.settings.values() for key in s)])
+    for override in config.overrides:
+        if override.partition("=")[0].lstrip("+") == "seed":
+            raise ValueError(f"ablation.overrides has {override}: {NOT_AXES['seed']}")
+    if not config.seeds or len(set(config.seeds)) != len(config.seeds):
+        raise ValueError(f"ablation.seeds={list(config.seeds)}: give one or more different seeds, such as [1,2,3]")
+    for figure in config.figures:
+        if figure not in FIGURES:
+            raise ValueError(f"ablation.figures: no figure {figure!r}; there are {', '.join(FIGURES)}")
+    allowed = {
+        "search.kind": (config.search.kind, ("grid", "random")),
+        "scheduler.kind": (config.scheduler.kind, ("none", "asha")),
+        "scheduler.metric": (config.scheduler.metric, ("metric", "loss")),
+        "scheduler.mode": (config.scheduler.mode, ("min", "max")),
+    }
+    for key, (value, names) in allowed.items():
+        if value not in names:
+            raise ValueError(f"ablation.{key}={value}: must be one of {', '.join(names)}")
+    least: dict[str, tuple[float | None, float]] = {
+        "search.samples": (config.search.samples, 1),
+        "scheduler.grace_rounds": (config.scheduler.grace_rounds, 1),
+        "attempts": (config.attempts, 1),
+        "concurrent": (config.concurrent, 1),
+    }
+    for key, (number, minimum) in least.items():
+        if number is not None and number < minimum:
+            raise ValueError(f"ablation.{key}={number}: must be at least {minimum:g}")
+    if not config.scheduler.reduction_factor > 1:
+        raise ValueError(f"ablation.scheduler.reduction_factor={config.scheduler.reduction_factor}: must be above 1")
+
+
+def _check_axis(name: str, axis: AxisConfig, search: str) -> None:
+    ranges = {k: r for k in ("uniform", "log_uniform", "integers") if (r := getattr(axis, k)) is not None}
+    ways = bool(axis.values) + len(ranges) + bool(axis.settings)
+    if ways != 1:
+        raise ValueError(
+            f"ablation.axes.{name} has {ways} of values, settings, uniform, log_uniform and integers: give one of them"
+        )
+    if bool(axis.key) == bool(axis.settings):
+        raise ValueError(
+            f"ablation.axes.{name}: give a key with its values, or settings (each a name and keys with values)"
+        )
+    if ranges and search != "random":
+        raise ValueError(f"ablation.axes.{name}: a range is for ablation.search.kind=random; a grid needs values")
+    for kind, limits in ranges.items():
+        ordered = len(limits) == 2 and -math.inf < limits[0] < limits[1] < math.inf
+        if not ordered or (kind == "log_uniform" and limits[0] <= 0):
+            positive = ", both above 0" if kind == "log_uniform" else ""
+            raise ValueError(f"ablation.axes.{name}.{kind}={list(limits)}: give the least and the greatest{positive}")
+
+    texts = [json.dumps(value, default=str) for value in axis.values]
+    twice = [text for i, text in enumerate(texts) if text in texts[:i]]
+    if twice:
+        raise ValueError(f"ablation.axes.{name}.values: {twice[0]} is there twice, more runs of it need more seeds")
+
+
+def _check_keys(where: str, keys: Sequence[str]) -> None:
+    for key in keys:
+        advice = NOT_AXES.get(key.lstrip("+"))
+        if advice is not None:
+            raise ValueError(f"{where} sets {key}: {advice}")
+
+
+def _first_line(error: BaseException) -> str:
+    """What is wrong, and where: the key that OmegaConf names, or the file's line."""
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem} in line {error.problem_mark.line + 1}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    key = next((line.removeprefix("full_key:").strip() for line in lines if line.startswith("full_key:")), "")
+    what = lines[0] if lines else type(error).__name__
+    return f"{key}: {what}" if key else what

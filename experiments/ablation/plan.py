@@ -1,0 +1,247 @@
+"""From an ablation's definition to its trials: every point of the axes with every seed, composed and checked."""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fedloom.experiments.ablation.config import NOT_AXES, PREFIX, AblationConfig, AxisConfig, load_ablation_config
+from fedloom.experiments.ablation.store import Ablation, Trial, find_ablation, new_ablation_id
+from fedloom.experiments.config import change_stored, check_config, compose_config, config_from_dict
+from fedloom.platform.config import RunConfig
+from fedloom.platform.results.target import local_root
+from fedloom.platform.seeding import stream
+
+MOST_TRIALS = 10_000
+GROUPS = ("experiment", "method")
+"""Keys that choose whole groups of values: what they bring must be composed, not merged."""
+
+Changes = Mapping[str, Any]
+"""Configuration keys with their values."""
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+_WORDS = ("null", "true", "false", "inf", "nan")
+"""What Hydra reads as something else than a text."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of the axes: by axis how it is called, and what it changes."""
+
+    setting: Mapping[str, Any]
+    changes: Changes
+
+
+def plan_ablation(arguments: Sequence[str]) -> Ablation:
+    """The plan that `ablation=NAME experiment=NAME key=value ...` asks for; nothing is written.
+
+    Every trial's configuration is composed and checked. Raises ValueError in one line for whatever is unknown, out of
+    range, or varied and set at the same time.
+    """
+    given, own, common = _sorted_arguments(arguments)
+    name, config = load_ablation_config(given, own)
+    if (trials_planned := _num_points(config) * len(config.seeds)) > MOST_TRIALS:
+        raise ValueError(f"ablation={given} has {trials_planned} trials: {MOST_TRIALS} at most; take fewer values")
+    overrides = ["reuse_supernet=true", *config.overrides, *common]
+    base = compose_config(overrides)
+    points = list(_points(config))
+    _check_not_fixed(config, points, common)
+    root = local_root(base.results)
+    ablation_id = new_ablation_id(root, name)
+    trials = tuple(_trials(ablation_id, overrides, base, points, config.seeds))
+    return Ablation(
+        ablation_id=ablation_id,
+        name=name,
+        title=config.title,
+        experiment=base.experiment,
+        axes=_axes(config, points),
+        reference=_reference(config, base),
+        seeds=tuple(config.seeds),
+        figures=tuple(config.figures),
+        scheduler=asdict(config.scheduler),
+        overrides=tuple(overrides),
+        attempts=config.attempts,
+        concurrent=config.concurrent,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        trials=trials,
+    )
+
+
+def planned_ablation(root: Path, given: str, overrides: Sequence[str]) -> Ablation:
+    """A stored ablation, with overrides that do not change what is computed (`ray.*`, `executor.actors`, ...)."""
+    ablation = find_ablation(root, given)
+    if not overrides:
+        return ablation
+    trials = [
+        replace(trial, config=asdict(change_stored(config_from_dict(trial.config), overrides)))
+        for trial in ablation.trials
+    ]
+    return replace(ablation, trials=tuple(trials))
+
+
+def _sorted_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
+    """The ablation's name, its own overrides, and those of the runs."""
+    names = [a.partition("=")[2] for a in arguments if a.startswith("ablation=")]
+    if len(names) != 1 or not names[0]:
+        raise ValueError("give one ablation=NAME (or a YAML file of your own), such as ablation=beta_schedule")
+    own = [a for a in arguments if a.startswith(PREFIX)]
+    rest = [a for a in arguments if not a.startswith((PREFIX, "ablation="))]
+    for argument in rest:
+        if argument.partition("=")[0].lstrip("+") == "seed":
+            raise ValueError(f"{argument}: {NOT_AXES['seed']}")
+    return names[0], own, rest
+
+
+def _num_points(config: AblationConfig) -> int:
+    if config.search.kind == "random":
+        return config.search.samples
+    return math.prod(len(_choices(axis)) for axis in config.axes.values())
+
+
+def _points(config: AblationConfig) -> Iterator[Point]:
+    if config.search.kind == "random":
+        return (_drawn(config, i) for i in range(config.search.samples))
+    choices = [[(name, *choice) for choice in _choices(axis)] for name, axis in config.axes.items()]
+    return (_point(combination) for combination in itertools.product(*choices))
+
+
+def _choices(axis: AxisConfig) -> list[tuple[Any, Changes]]:
+    """What an axis may be: the name and what it changes."""
+    if axis.settings:
+        return list(axis.settings.items())
+    return [(value, {axis.key: value}) for value in axis.values]
+
+
+def _point(combination: Sequence[tuple[str, Any, Changes]]) -> Point:
+    setting = {name: value for name, value, _ in combination}
+    changes: dict[str, Any] = {}
+    for name, _, own in combination:
+        for key in own:
+            if key in changes:
+                raise ValueError(f"ablation.axes.{name}: {key} is set by another axis, too: vary it in one of them")
+        changes.update(own)
+    return Point(setting, changes)
+
+
+def _drawn(config: AblationConfig, index: int) -> Point:
+    """The random search's point of this index; each axis has a stream of its own."""
+    combination: list[tuple[str, Any, Changes]] = []
+    for name, axis in config.axes.items():
+        rng = stream(config.search.seed, "ablation", name, index)
+        if axis.uniform or axis.log_uniform or axis.integers:
+            value = _draw(axis, float(rng.random()))
+            combination.append((name, value, {axis.key: value}))
+        else:
+            choices = _choices(axis)
+            combination.append((name, *choices[int(rng.integers(len(choices)))]))
+    return _point(combination)
+
+
+def _draw(axis: AxisConfig, share: float) -> float:
+    """The value at this share of the range; four digits are enough for a hyper-parameter, and can be read."""
+    if axis.integers:
+        low, high = axis.integers
+        return int(low + math.floor(share * (high - low + 1)))
+    if axis.log_uniform:
+        least, greatest = axis.log_uniform
+        return float(f"{least * (greatest / least) ** share:.4g}")
+    assert axis.uniform is not None, "the three ranges were looked at"
+    least, greatest = axis.uniform
+    return float(f"{least + (greatest - least) * share:.4g}")
+
+
+def _check_not_fixed(config: AblationConfig, points: Sequence[Point], common: Sequence[str]) -> None:
+    varied = {key for point in points for key in point.changes}
+    for override in common:
+        key = override.lstrip("+").partition("=")[0]
+        if key in varied:
+            axis = next(n for n, a in config.axes.items() if key == a.key or any(key in s for s in a.settings.values()))
+            raise ValueError(
+                f"{override}: the ablation varies {key}; change its values instead (ablation.axes.{axis}.values=[...])"
+            )
+
+
+def _trials(
+    ablation_id: str, overrides: Sequence[str], base: RunConfig, points: Sequence[Point], seeds: Sequence[int]
+) -> Iterator[Trial]:
+    known = cast(DictConfig, OmegaConf.structured(base))
+    OmegaConf.set_struct(known, True)  # as Hydra does: without a + no mapping takes a new key
+    index = 0
+    for point in points:
+        own = tuple(f"{key}={override_text(value)}" for key, value in point.changes.items())
+        for seed in seeds:
+            config = _config(overrides, known, point.changes, own, seed)
+            config.results = base.results
+            run_id = f"{ablation_id}-{index:04d}"
+            yield Trial(index, run_id, seed, dict(point.setting), own, asdict(config))
+            index += 1
+
+
+def _config(overrides: Sequence[str], known: DictConfig, changes: Changes, own: Sequence[str], seed: int) -> RunConfig:
+    """The trial's configuration; merging is many times quicker than composing, which is left for whole groups."""
+    if any(key in GROUPS for key in changes):
+        return compose_config([*overrides, *own, f"seed={seed}"])
+    try:
+        merged = deepcopy(known)
+        for key, value in {**changes, "seed": seed}.items():
+            OmegaConf.update(merged, key, value, merge=True)
+        config = cast(RunConfig, OmegaConf.to_object(merged))
+    except OmegaConfBaseException:
+        # Composed again for its message: it knows the nearest key.
+        return compose_config([*overrides, *own, f"seed={seed}"])
+    check_config(config)
+    return config
+
+
+def override_text(value: Any) -> str:
+    """A value as Hydra reads it in `key=value`."""
+    if isinstance(value, str):
+        plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
+        return value if plain else QuotedString(value, Quote.double).with_quotes()
+    if isinstance(value, float):
+        return repr(value)  # JSON has other words for infinity and NaN
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{override_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ",".join(override_text(v) for v in value) + "]"
+    return json.dumps(value)
+
+
+def _axes(config: AblationConfig, points: Sequence[Point]) -> dict[str, tuple[Any, ...]]:
+    """By axis its values; of a random search those that were drawn, in order."""
+    if config.search.kind == "grid":
+        return {name: tuple(value for value, _ in _choices(axis)) for name, axis in config.axes.items()}
+    drawn = {name: [point.setting[name] for point in points] for name in config.axes}
+    return {name: tuple(_in_order(values)) for name, values in drawn.items()}
+
+
+def _in_order(values: Sequence[Any]) -> list[Any]:
+    different = list({json.dumps(value): value for value in values}.values())
+    numbers = all(isinstance(v, int | float) for v in different)
+    return sorted(different) if numbers else different
+
+
+def _reference(config: AblationConfig, base: RunConfig) -> dict[str, Any]:
+    """By axis what the experiment has by itself, where that is among the axis' values."""
+    known = cast(DictConfig, OmegaConf.structured(base))
+    found: dict[str, Any] = {}
+    for name, axis in config.axes.items():
+        for value, changes in _choices(axis):
+            if all(_same(OmegaConf.select(known, key), wanted) for key, wanted in changes.items()):
+                found[name] = value
+                break
+    return found
+
+
+def _same(present: Any, wanted: Any) -> bool:
+    plain = OmegaConf.to_container(present) if OmegaConf.is_config(present) else present
+    return bool(plain == wanted)

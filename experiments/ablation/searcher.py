@@ -1,0 +1,59 @@
+"""Hands trials to Tune in the plan's order; those that share a supernet wait until one of them has trained it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ray.tune.search import Searcher
+
+from fedloom.experiments.ablation.trial import TRIAL
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A trial to be run, and the key of the supernet that it trains or begins with (None: none is shared)."""
+
+    index: int
+    supernet: str | None = None
+
+
+class PlanSearcher(Searcher):
+    """Suggests the planned trials, one after the other.
+
+    Args:
+        pending: the trials, in the order in which they should begin.
+        is_stored: whether the supernet of a key is there to begin with.
+    """
+
+    def __init__(self, pending: Sequence[Pending], is_stored: Callable[[str], bool]) -> None:
+        super().__init__()
+        self._pending = list(pending)
+        self._is_stored = is_stored
+        self._training: dict[str, str] = {}
+        """By Tune's trial id the key of the supernet that is being trained."""
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | None:
+        """The next trial that need not wait; None while all that are left must."""
+        if not self._pending:
+            return cast(dict[str, Any], Searcher.FINISHED)  # a text; Tune declares only the others
+        for place, trial in enumerate(self._pending):
+            if self._can_begin(trial):
+                del self._pending[place]
+                if trial.supernet is not None:
+                    self._training[trial_id] = trial.supernet
+                return {TRIAL: trial.index}
+        return None
+
+    def _can_begin(self, trial: Pending) -> bool:
+        key = trial.supernet
+        return key is None or key not in self._training.values() or self._is_stored(key)
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """A trial that ended without leaving a supernet makes room for the next one to train it."""
+        self._training.pop(trial_id, None)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing: the plan and the runs' own files tell what is left."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """See `save`."""

@@ -1,0 +1,186 @@
+"""One trial of an ablation: a Tune trainable whose process is the run's server; its clients are actors of its group."""
+
+import json
+import queue
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from ray import tune
+
+from fedloom.actors.server import make_pool
+from fedloom.actors.wire import accept_shared_memory
+from fedloom.experiments.config import config_from_dict
+from fedloom.platform.config import RunConfig
+from fedloom.platform.execution import Executor, SerialExecutor
+from fedloom.platform.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.remote import fetch
+from fedloom.platform.results.status import read_status
+from fedloom.platform.results.tables import read_runs
+from fedloom.platform.run import COSTS, Label, Watcher, resume_run, start_run
+from fedloom.platform.worker import Worker
+from fedloom.platform.world import World
+
+STEP_S = 1.0
+"""How long Tune waits for news before it looks whether the trial should stop."""
+
+STOP_TIMEOUT_S = 8.0
+"""How long the round in progress may take when a trial is stopped; then it is lost."""
+
+TRIAL = "trial"
+END = "end"
+MESSAGE = "message"
+STAGE_ROUND = "stage_round"
+"""What Tune is told besides a round's figures: finished rounds of the stage that a scheduler compares trials in."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a trial's process is to do; plain data.
+
+    Attributes:
+        stage: the stage whose rounds a scheduler looks at; None for no scheduler. "" is the first.
+    """
+
+    config: Mapping[str, Any]
+    label: Label
+    stage: str | None = None
+
+
+class TrialActor(tune.Trainable):
+    """Runs (or resumes) one run to its end in a thread; `step` hands its rounds to Tune."""
+
+    def setup(self, config: dict[str, Any], jobs: Mapping[int, Job] | None = None) -> None:
+        """Starts the run."""
+        assert jobs is not None, "given by tune.with_parameters"
+        self._run = Running(jobs[config[TRIAL]])
+        self._run.start()
+
+    def step(self) -> dict[str, Any]:
+        """The next news of the run."""
+        return self._run.news()
+
+    def cleanup(self) -> None:
+        """Stops the run after its present round, if that ends soon."""
+        self._run.stop()
+
+
+class Running:
+    """A run at work in a thread of its own; separate from Tune, so that it can be tried without."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.config = config_from_dict(job.config)
+        self._news: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._last: dict[str, Any] = {}
+        self._first_stage = ""
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="run", daemon=True)
+
+    def start(self) -> None:
+        """Begins the work."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Asks the run to end after its present round, and waits a little."""
+        self._stop.set()
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def news(self) -> dict[str, Any]:
+        """What is new since the last call, or the last news once more; `done` with the end.
+
+        Raises whatever ended the run and is no end of a run: then its process is of no more use.
+        """
+        try:
+            self._last = self._news.get(timeout=STEP_S)
+        except queue.Empty:
+            if self._error is not None:
+                raise self._error from None
+        return dict(self._last)
+
+    def _work(self) -> None:
+        try:
+            end, message = self._to_the_end()
+        except BaseException as error:  # noqa: BLE001 - handed over to Tune's thread, which raises it
+            self._error = error
+        else:
+            self._news.put({**self._last, "done": True, END: end, MESSAGE: message})
+
+    def _to_the_end(self) -> tuple[str, str]:
+        accept_shared_memory()
+        torch.set_num_threads(self.config.executor.threads)
+        for progress in self._history():
+            self._tell(progress)
+        watcher = Watcher(round=self._tell, should_stop=self._stop.is_set)
+        try:
+            self._start_or_resume(watcher)
+        except ValueError as error:
+            return "refused", str(error)
+        except RunFailedError as error:
+            return "failed", str(error)
+        except InterruptedRunError as error:
+            return "interrupted", str(error)
+        return "done", ""
+
+    def _start_or_resume(self, watcher: Watcher) -> None:
+        run_id = self.job.label.run_id
+        assert run_id is not None, "a trial's id is planned"
+        paths = RunPaths(fetch(self.config.results, [run_id]), self.config.experiment, run_id)
+        if paths.status.exists() and read_status(paths.status).state == "done":
+            return  # its process died while it told of the end
+        if paths.artifacts.exists() and not (paths.artifacts / COSTS).exists():
+            # Killed in its first milliseconds: nothing was done yet, and there is nothing to go on from.
+            shutil.rmtree(paths.artifacts)
+        if paths.artifacts.exists():
+            resume_run(self.config, run_id, self._executor, watcher, self.job.label)
+        else:
+            start_run(self.config, self._executor, watcher, self.job.label)
+
+    def _executor(self, world: World) -> Executor:
+        if self.config.executor.kind == "serial":
+            return SerialExecutor(Worker(world.spec))
+        return make_pool(world)
+
+    def _history(self) -> Iterator[RoundProgress]:
+        """The rounds that were finished before: a scheduler that starts anew is told of them first."""
+        run_id = self.job.label.run_id
+        if self.job.stage is None or run_id is None:
+            return
+        yield from finished_rounds(self.config, run_id)
+
+    def _tell(self, progress: RoundProgress) -> None:
+        self._news.put(figures(progress) | self._compared(progress))
+
+    def _compared(self, progress: RoundProgress) -> dict[str, Any]:
+        if self.job.stage is None:
+            return {}
+        self._first_stage = self._first_stage or progress.stage
+        wanted = self.job.stage or self._first_stage
+        return {STAGE_ROUND: progress.round + 1} if progress.stage == wanted else {}
+
+
+def figures(progress: RoundProgress) -> dict[str, Any]:
+    """A round as Tune is told of it: without what is missing."""
+    known = {"metric": progress.metric, "loss": progress.loss}
+    return {
+        "stage": progress.stage,
+        "round": progress.round,
+        "rounds_total": progress.rounds_total,
+        "wall_s": progress.wall_s,
+        **{name: value for name, value in known.items() if value is not None},
+    }
+
+
+def finished_rounds(config: RunConfig, run_id: str) -> Iterator[RoundProgress]:
+    """The rounds in a run's table, in their order."""
+    paths = RunPaths(fetch(config.results, [run_id], tensors=False), config.experiment, run_id)
+    rows = read_runs([paths], "rounds")
+    totals = rows.groupby("stage")["round"].max() + 1
+    names = [f.name for f in fields(RoundProgress) if f.name != "rounds_total"]
+    for row in json.loads(rows.to_json(orient="records")):
+        yield RoundProgress(rounds_total=int(totals[row["stage"]]), **{name: row[name] for name in names})

@@ -1,0 +1,111 @@
+"""What the terminal shows of an ablation: one line per trial, kept up to date, or a line per beginning and end."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from fedloom.experiments.ablation.store import WAITING, Ablation, End, Trial, TrialState
+from fedloom.experiments.show import as_time, console
+
+MOST_LINES = 40
+"""Trials that a terminal shows at once; those at work come first."""
+
+AT_WORK = "running"
+_ORDER = {AT_WORK: 0, WAITING: 2}
+
+
+class Line:
+    """What is known of one trial."""
+
+    def __init__(self, state: TrialState) -> None:
+        self.trial: Trial = state.trial
+        self.state = state.state
+        self.figures: Mapping[str, Any] = {}
+        self.message = state.message
+        self.began_s: float | None = None
+        self.took_s: float | None = None
+
+    def cells(self) -> list[str]:
+        """Its index, setting, state, place and figures."""
+        seconds = self.took_s if self.took_s is not None else self._so_far_s()
+        took = "" if seconds is None else as_time(seconds)
+        return [str(self.trial.index), self.trial.label(), self.state, self._place(), self._reached(), took]
+
+    def text(self) -> str:
+        """All of it in one line."""
+        *parts, took = (part for part in self.cells())
+        message = f"  {self.message}" if self.message and self.state != "done" else ""
+        return "  ".join(p for p in [f"trial {parts[0]:>4}", *parts[1:], took] if p) + message
+
+    def _so_far_s(self) -> float | None:
+        return None if self.began_s is None else time.monotonic() - self.began_s
+
+    def _place(self) -> str:
+        if not self.figures:
+            return ""
+        return f"{self.figures['stage']} {self.figures['round'] + 1}/{self.figures['rounds_total']}"
+
+    def _reached(self) -> str:
+        known = [f"{name} {self.figures[name]:.4f}" for name in ("loss", "metric") if name in self.figures]
+        return " ".join(known)
+
+
+class AblationView:
+    """Follows an ablation in the terminal; told of it by the driver."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.console: Console = console(quiet)
+        self._lines: list[Line] = []
+        self._live: Live | None = None
+        self._title = ""
+
+    def planned(self, ablation: Ablation, states: Sequence[TrialState], at_once: int) -> None:
+        """The trials, and how many of them the cluster holds at once."""
+        self._lines = [Line(state) for state in states]
+        self._title = f"ablation {ablation.ablation_id}"
+        left = sum(line.state != "done" for line in self._lines)
+        self.console.print(f"{self._title}: {len(states)} trials, {left} to run, up to {at_once} at once")
+        if ablation.title:
+            self.console.print(ablation.title)
+        if self.console.is_terminal:
+            self._live = Live(get_renderable=self._table, console=self.console, refresh_per_second=2)
+            self._live.start()
+
+    def started(self, index: int) -> None:
+        """A trial began."""
+        line = self._lines[index]
+        line.state, line.began_s = AT_WORK, time.monotonic()
+        self._print(line)
+
+    def round(self, index: int, figures: Mapping[str, Any]) -> None:
+        """News of a trial."""
+        self._lines[index].figures = figures
+
+    def ended(self, index: int, end: End) -> None:
+        """A trial ended."""
+        line = self._lines[index]
+        line.state, line.message = end.kind, end.message
+        line.took_s = None if line.began_s is None else time.monotonic() - line.began_s
+        self._print(line)
+
+    def close(self) -> None:
+        """Leaves the terminal as it is; also after an error."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _print(self, line: Line) -> None:
+        if self._live is None:
+            self.console.print(line.text())
+
+    def _table(self) -> RenderableType:
+        table = Table("trial", "setting", "state", "at", "reached", "time", box=None)
+        shown = sorted(self._lines, key=lambda line: _ORDER.get(line.state, 1))[:MOST_LINES]
+        for line in sorted(shown, key=lambda line: line.trial.index):
+            table.add_row(*line.cells())
+        hidden = len(self._lines) - len(shown)
+        return Group(table, f"and {hidden} more") if hidden else table

@@ -1,0 +1,169 @@
+"""An ablation's runs as tidy frames: per setting and per axis over seeds, and in pairs against a reference."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fedloom.experiments.ablation.store import Ablation, Trial, find_ablation, short
+from fedloom.experiments.analysis.compare import difference
+from fedloom.experiments.analysis.frames import METRIC
+from fedloom.experiments.analysis.intervals import estimate
+from fedloom.experiments.analysis.reused import with_training
+from fedloom.experiments.analysis.summary import MODEL_KEY, by_model, by_seed, per_model
+from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load_paths
+from fedloom.platform.results.paths import RunPaths
+
+_OWN = ("trial", "seed")
+
+
+def load_ablation(
+    results: str | Path, ablation_id: str, *, tables: Iterable[str] = ALL_TABLES
+) -> tuple[Ablation, Tables]:
+    """The plan of an ablation (its id or an unambiguous beginning), and the tables of those trials that have begun.
+
+    Runs that began with a supernet of another run have the rows of its training (see `with_training`). Raises
+    ValueError as `find_ablation` and `load`.
+    """
+    root = Path(results)
+    ablation = find_ablation(root, ablation_id)
+    paths = [RunPaths(root, t.experiment, t.run_id) for t in ablation.trials]
+    return ablation, with_training(load_paths([p for p in paths if p.table("runs").exists()], tables))
+
+
+def ablation_frame(tables: Tables, ablation: Ablation) -> pd.DataFrame:
+    """`per_model` of the trials that have begun, with trial, seed and one column per axis, in the plan's order.
+
+    An axis' column is an ordered categorical of the axis' values; lists and nulls are JSON text. Trials that have not
+    been evaluated have one row with null qualities, those that have not begun none. Raises ValueError for an axis
+    that is called like another column.
+    """
+    frame = per_model(tables)
+    taken = sorted({*frame.columns, *_OWN} & set(ablation.axes))
+    if taken:
+        raise ValueError(f"the axis {taken[0]!r} is called like a column of the frame: give it another name")
+    trials = {trial.run_id: trial for trial in ablation.trials}
+    frame = frame[frame["run_id"].isin(list(trials))]
+    places = _places([trials[str(run_id)] for run_id in frame["run_id"]], ablation)
+    whole = pd.concat([places.set_index(frame.index), frame], axis=1)
+    return whole.sort_values("trial", kind="stable", ignore_index=True)
+
+
+def _places(trials: Sequence[Trial], ablation: Ablation) -> pd.DataFrame:
+    columns: dict[str, Any] = {"trial": [t.index for t in trials], "seed": [t.seed for t in trials]}
+    for axis in ablation.axes:
+        found = [axis_value(t.setting[axis]) for t in trials]
+        columns[axis] = pd.Categorical(found, categories=values_of(ablation, axis), ordered=True)
+    return pd.DataFrame(columns).astype({"trial": "int64", "seed": "int64"})
+
+
+def axis_value(value: Any) -> Any:
+    """An axis' value as the frames have it: numbers, truth values and names as they are, all else as JSON text."""
+    return value if isinstance(value, str | int | float) else short(value)
+
+
+def values_of(ablation: Ablation, axis: str) -> list[Any]:
+    """An axis' values in their order, as the frames have them."""
+    return [axis_value(value) for value in ablation.axes[axis]]
+
+
+def is_grid(ablation: Ablation) -> bool:
+    """Whether every combination of the axes' values was planned; a random search draws some of them."""
+    settings = {json.dumps([axis_value(t.setting[axis]) for axis in ablation.axes]) for t in ablation.trials}
+    return len(settings) == math.prod(len(values) for values in ablation.axes.values())
+
+
+def references(ablation: Ablation) -> dict[str, Any]:
+    """By axis the value that others are compared with: the experiment's own, or the first where that is not there."""
+    return {
+        axis: axis_value(ablation.reference[axis]) if axis in ablation.reference else values_of(ablation, axis)[0]
+        for axis in ablation.axes
+    }
+
+
+def held(ablation: Ablation, *axes: str) -> dict[str, Any]:
+    """The values of the other axes while these are looked at: their references; in a random search none is held."""
+    if not is_grid(ablation):
+        return {}
+    return {axis: value for axis, value in references(ablation).items() if axis not in axes}
+
+
+def holding(frame: pd.DataFrame, values: Mapping[str, Any]) -> pd.DataFrame:
+    """The rows in which the axes have these values."""
+    for axis, value in values.items():
+        frame = frame[frame[axis] == value]
+    return frame
+
+
+def over_seeds(frame: pd.DataFrame, measure: str, by: Sequence[str]) -> pd.DataFrame:
+    """One row per combination of the columns `by`: n (seeds), mean, half_width (95 %, Student's t; null for one seed).
+
+    Rows of one seed count once, with their mean. Combinations of which no row knows the measure are left out.
+    """
+    found = []
+    for key, group in frame.dropna(subset=[measure]).groupby(list(by), sort=True, observed=True):
+        known = estimate(by_seed(group, [measure])[measure])
+        assert known is not None, "rows without the measure were dropped"
+        found.append((*key, known.runs, known.mean, known.half_width))
+    numbers = {"n": "int64", "mean": "float64", "half_width": "float64"}
+    rows = pd.DataFrame(found, columns=[*by, *numbers]).astype(numbers)
+    return rows.astype({name: frame[name].dtype for name in by if isinstance(frame[name].dtype, pd.CategoricalDtype)})
+
+
+def by_setting(frame: pd.DataFrame, measure: str, axes: Sequence[str]) -> pd.DataFrame:
+    """One row per setting of these axes and (model, tier, subnet): n (seeds), mean and half_width (95 %) of a measure.
+
+    `frame` as from `ablation_frame`, `measure` one of `MEASURES`. Rows are in the axes' order, models, tiers and
+    subnets as they are shown. Over axes that are not named, a seed counts once, with its mean.
+    """
+    order = {tuple(place.values()): i for i, (place, _) in enumerate(by_model(frame))}
+    rows = over_seeds(frame, measure, [*axes, *MODEL_KEY])
+    shown = [order[key] for key in rows[MODEL_KEY].itertuples(index=False, name=None)]
+    return rows.assign(shown=shown).sort_values([*axes, "shown"], ignore_index=True).drop(columns="shown")
+
+
+def marginal(frame: pd.DataFrame, ablation: Ablation, axis: str, measure: str = METRIC) -> pd.DataFrame:
+    """`by_setting` along one axis, the others at their references (see `held`)."""
+    return by_setting(holding(frame, held(ablation, axis)), measure, [axis])
+
+
+def against_reference(frame: pd.DataFrame, ablation: Ablation, axis: str, measure: str = METRIC) -> pd.DataFrame:
+    """Each value of an axis less its reference, per (model, tier, subnet), in pairs of one seed and one rest.
+
+    Two runs are a pair if they differ in this axis alone. Columns: axis, value, reference, model, tier, subnet, n
+    (pairs), seeds (different ones among them), mean (of the differences), low and high (95 %), test ("paired t", or
+    "none" for one pair), p_value (two-sided, not corrected for the number of rows). Pairs of one seed are taken as
+    independent, though they share data and initialisation. A random search has no such pairs, and no rows.
+    """
+    reference = references(ablation)[axis]
+    others = [name for name in ablation.axes if name != axis]
+    known = frame.dropna(subset=[measure, "model"])
+    found = [
+        {"axis": axis, "value": value, "reference": reference, **place, **tested}
+        for value in (values_of(ablation, axis) if is_grid(ablation) else ())
+        if value != reference
+        for place, rows in by_model(known)
+        if (tested := _tested(rows, axis, (value, reference), others, measure))
+    ]
+    numbers = dict.fromkeys(["mean", "low", "high", "p_value"], "float64")
+    columns = ["axis", "value", "reference", *MODEL_KEY, "n", "seeds", "mean", "low", "high", "test", "p_value"]
+    return pd.DataFrame(found, columns=columns).astype({**numbers, "n": "int64", "seeds": "int64"})
+
+
+def _tested(
+    rows: pd.DataFrame, axis: str, values: tuple[Any, Any], others: Sequence[str], measure: str
+) -> dict[str, Any]:
+    """The paired test of two values of an axis; empty if no two runs are a pair."""
+    key = ["seed", *others]
+    sides = [rows[rows[axis] == value].groupby(key, observed=True)[measure].mean() for value in values]
+    both = pd.concat(sides, axis=1, join="inner", keys=["value", "reference"])
+    if both.empty:
+        return {}
+    found = difference(np.asarray(both["value"]), np.asarray(both["reference"]), paired=True)
+    interval = {"low": found.low, "high": found.high, "p_value": found.p_value}
+    seeds = both.index.get_level_values("seed").nunique() if others else len(both)
+    return {"n": found.compared, "seeds": seeds, "mean": found.difference, "test": found.test, **interval}

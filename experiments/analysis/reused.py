@@ -1,0 +1,61 @@
+"""Runs that began with a supernet which another run trained: the rows of that training, as if they were their own."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pandas as pd
+
+from fedloom.experiments.analysis.frames import by_stage
+from fedloom.experiments.analysis.tables import Tables, read_table_of
+from fedloom.platform.results.paths import RunPaths, list_runs
+
+TRAINING = "supernet"
+"""The kind of the stage that runs share."""
+
+
+def with_training(tables: Tables) -> Tables:
+    """The tables in which runs that began with a trained supernet have the rows of its training, too.
+
+    Rows of `rounds` and `evaluations` of the run that trained it (`supernet_run_id`), under the id of the run that
+    began with it, so that curves begin where the training began and costs are those of a run that shares nothing.
+    Where the run that trained it is gone, nothing is added.
+    """
+    sources = _sources(tables)
+    if not sources:
+        return tables
+    known = {p.run_id: p for p in tables.paths}
+    if not known.keys() >= set(sources.values()):
+        known = {p.run_id: p for p in list_runs(tables.paths[0].root)} | known
+    experiments = {p.run_id: p.experiment for p in tables.paths}
+    trained = [known[run_id] for run_id in dict.fromkeys(sources.values()) if run_id in known]
+
+    def joined(name: str, frame: pd.DataFrame) -> pd.DataFrame:
+        copies = _copies(name, trained, sources, experiments) if name in tables.read else []
+        return pd.concat([*copies, frame], ignore_index=True) if copies else frame
+
+    return replace(
+        tables, rounds=joined("rounds", tables.rounds), evaluations=joined("evaluations", tables.evaluations)
+    )
+
+
+def _sources(tables: Tables) -> dict[str, str]:
+    """By run that began with another's supernet the run that trained it."""
+    rows = tables.runs[tables.runs["supernet_run_id"].notna()]
+    pairs = {str(r.run_id): str(r.supernet_run_id) for r in rows.itertuples()}
+    stages = tables.rounds["stage"].astype(object)
+    own = set(tables.rounds.loc[stages == TRAINING, "run_id"])
+    return {run: source for run, source in pairs.items() if run != source and run not in own}
+
+
+def _copies(
+    name: str, trained: list[RunPaths], sources: Mapping[str, str], experiments: Mapping[str, str]
+) -> list[pd.DataFrame]:
+    """The training's rows of a table, once per run that began with it."""
+    rows = by_stage(read_table_of(trained, name))
+    rows = rows[rows["kind"] == TRAINING].drop(columns=["kind", "stage_tier"])
+    by_source = {str(run_id): group for run_id, group in rows.groupby("run_id", sort=False)}
+    return [
+        by_source[source].assign(run_id=run, experiment=experiments[run])
+        for run, source in sources.items()
+        if source in by_source
+    ]

@@ -1,0 +1,287 @@
+"""Sending a run or an ablation to a Ray cluster as a job: checked here, shipped small, followed to its true end."""
+
+import asyncio
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import requests
+from ray.exceptions import RayError
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+
+from fedloom.actors.cluster import SET_TOKEN
+from fedloom.experiments.ablation.config import PREFIX, load_ablation_config
+from fedloom.experiments.config import compose_config
+from fedloom.experiments.exit_codes import INFRASTRUCTURE, INTERRUPTED, OK
+from fedloom.experiments.shipping import Shipment, plan_shipment, shipped, target_of
+from fedloom.platform.config import RunConfig
+
+Tell = Callable[[str], None]
+"""Takes text as it comes, with its line ends."""
+
+ANSWER_TIMEOUT_S = 10.0
+PATIENCE_S = 60.0
+"""How long a cluster that answered before may be silent."""
+RETRY_S = 2.0
+ABLATION = "ablation="
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is sent where.
+
+    `address` is the URL of the cluster's dashboard; `include` names own files to ship; `environment` is set for the
+    job and its workers.
+    """
+
+    address: str
+    overrides: tuple[str, ...]
+    include: tuple[Path, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    wait: bool = True
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job stands: Ray's status of it, and the exit code for this command."""
+
+    job_id: str
+    status: str
+    exit_code: int
+    shipped_bytes: int
+    message: str = ""
+
+
+def submit(submission: Submission, tell: Tell) -> JobEnd:
+    """Ships and starts the job, tells its output as it comes, and returns its end.
+
+    Raises:
+        ValueError: what can be refused here, before anything is sent.
+        ConnectionError: no such cluster, or it does not accept the token.
+        OSError: the cluster does not take the job, or is silent before its end.
+    """
+    address = check_address(submission.address)
+    job = prepare(submission.overrides, submission.include)
+    tell(f"shipping {job.shipment.summary()}\n")
+    client = connect(address)
+    job_id, size_bytes = _send(client, job, submission.environment), job.shipment.size_bytes
+    try:
+        tell(f"job {job_id} submitted to {address}\n")
+        if not submission.wait:
+            return JobEnd(job_id, "PENDING", OK, size_bytes, commands(address, job_id))
+        details = Follower(client, job_id, tell).follow()
+    except KeyboardInterrupt:
+        message = f"job {job_id} is left running: {commands(address, job_id)}"
+        return JobEnd(job_id, "RUNNING", INTERRUPTED, size_bytes, message)
+    return JobEnd(job_id, details.status.value, exit_code(details), size_bytes, _message(job_id, details))
+
+
+def commands(address: str, job_id: str) -> str:
+    """How to go on with a job that nobody waits for."""
+    return (
+        f"follow it with `ray job logs --address {address} --follow {job_id}`, "
+        f"end it with `ray job stop --address {address} {job_id}`"
+    )
+
+
+@dataclass(frozen=True)
+class PreparedJob:
+    """A checked job: its shell command and its files."""
+
+    entry_point: str
+    shipment: Shipment
+
+
+def prepare(overrides: Sequence[str], include: Sequence[Path]) -> PreparedJob:
+    """Checks a run's or an ablation's overrides and finds the files of its job.
+
+    Raises ValueError in one line for what the job would refuse, and for results that would be lost with its folder.
+    """
+    given = next((o.removeprefix(ABLATION) for o in overrides if o.startswith(ABLATION)), None)
+    if given is None:
+        config = compose_config(overrides)
+        command, sent = "run", list(overrides)
+    else:
+        config = _check_ablation(given, overrides)
+        command, sent, include = "ablate", *_ship_definition(given, overrides, include)
+    _check_results(config.results)
+    if config.ray.address != "auto":
+        raise ValueError(f"ray.address={config.ray.address}: a job runs on the cluster that has it; leave this out")
+    shipment = plan_shipment(include)
+    _check_device_table(config, shipment)
+    return PreparedJob(entry_point(command, sent), shipment)
+
+
+def entry_point(command: str, overrides: Sequence[str]) -> str:
+    """The job's shell command, run in its folder, which holds the shipped `fedloom/`."""
+    return shlex.join(["python", "-m", "fedloom.experiments.cli", command, *overrides])
+
+
+def _check_ablation(given: str, overrides: Sequence[str]) -> RunConfig:
+    own = [override for override in overrides if override.startswith(PREFIX)]
+    _, ablation = load_ablation_config(given, own)
+    rest = [o for o in overrides if not o.startswith((PREFIX, ABLATION))]
+    return compose_config([*rest, *ablation.overrides])
+
+
+def _ship_definition(given: str, overrides: Sequence[str], include: Sequence[Path]) -> tuple[list[str], Sequence[Path]]:
+    """An ablation's own YAML goes along, and is named by its place in the job's folder."""
+    if not given.endswith((".yaml", ".yml")):
+        return list(overrides), include
+    file = Path(given)
+    return [f"{ABLATION}{target_of(file)}" if o == f"{ABLATION}{given}" else o for o in overrides], [*include, file]
+
+
+def _check_results(results: str) -> None:
+    if "://" in results or Path(results).is_absolute():
+        return
+    raise ValueError(
+        f"results={results} would lie in the job's temporary folder and be lost with it: give an absolute path on a "
+        "disk that all of the cluster's machines share, or a URL, such as results=/shared/results or "
+        "results=s3://bucket/results"
+    )
+
+
+def _check_device_table(config: RunConfig, shipment: Shipment) -> None:
+    table = config.tiers.device_table
+    if table is None or Path(table).is_absolute() or table in {str(file.target) for file in shipment.files}:
+        return
+    raise ValueError(f"tiers.device_table={table} is not shipped: add --include {table}")
+
+
+def parse_environment(given: Sequence[str]) -> dict[str, str]:
+    """The variables of `NAME=VALUE` texts.
+
+    Raises ValueError for other texts, and for the cluster's token: Ray keeps a job's variables where others read them.
+    """
+    environment = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name.isidentifier() and equals):
+            raise ValueError(f"--env {name}: give NAME=VALUE, such as FEDLOOM_DATA=/shared/data")
+        if name.startswith("RAY_AUTH"):
+            raise ValueError(f"--env {name}: the cluster knows its token, and a job's variables can be read by others")
+        environment[name] = value
+    return environment
+
+
+def check_address(address: str) -> str:
+    """The URL of a dashboard, without an end slash; ValueError for anything else."""
+    parts = urlsplit(address)
+    if "@" in parts.netloc:
+        raise ValueError("--address holds a user or password: give http://HOST:8265, and the token as Ray takes it")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"--address {address}: give the URL of the cluster's dashboard, such as http://HOST:8265")
+    return address.rstrip("/")
+
+
+def connect(address: str) -> JobSubmissionClient:
+    """A client of the cluster's job server; ConnectionError, saying what to set, where none answers."""
+    try:
+        # Ray's client sets no time limit, and would wait minutes for an address that swallows what it is sent.
+        requests.get(f"{address}/api/version", timeout=ANSWER_TIMEOUT_S)
+        with _this_address(address):
+            return JobSubmissionClient(address)
+    except RayError as error:
+        raise ConnectionError(f"the cluster at {address} does not accept the token: {SET_TOKEN}") from error
+    except requests.RequestException as error:
+        raise ConnectionError(
+            f"no answer from {address}: is the cluster's dashboard there (port 8265), and can this machine reach it?"
+        ) from error
+    except (RuntimeError, ValueError, KeyError, ConnectionError) as error:
+        raise ConnectionError(f"{address} answers, but not as Ray's dashboard: give http://HOST:8265") from error
+
+
+@contextmanager
+def _this_address(address: str) -> Iterator[None]:
+    """Ray's client prefers RAY_ADDRESS to the address that it is given; what was typed shall win."""
+    name = "RAY_API_SERVER_ADDRESS"
+    before = os.environ.get(name)
+    os.environ[name] = address
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _send(client: JobSubmissionClient, job: PreparedJob, environment: Mapping[str, str]) -> str:
+    with shipped(job.shipment) as folder:
+        # No pip and no uv: the cluster's own torch and ray are used as they are.
+        runtime_env: dict[str, Any] = {"working_dir": str(folder), "env_vars": dict(environment)}
+        try:
+            return str(client.submit_job(entrypoint=job.entry_point, runtime_env=runtime_env))
+        except RuntimeError as error:
+            raise OSError(f"the cluster does not take the job: {_first_line(str(error))}") from error
+
+
+class Follower:
+    """Tells a job's output once, over as many connections as that takes."""
+
+    def __init__(self, client: JobSubmissionClient, job_id: str, tell: Tell) -> None:
+        self._client, self._job_id, self._tell = client, job_id, tell
+        self._told = 0
+
+    def follow(self) -> JobDetails:
+        """Tells the output until the job's end. A broken connection is made again, for up to `PATIENCE_S`.
+
+        Raises OSError when the cluster stays silent.
+        """
+        failing_since: float | None = None
+        while True:
+            try:
+                asyncio.run(self._tell_output())
+                details = self._client.get_job_info(self._job_id)
+                failing_since = None
+                if details.status.is_terminal():
+                    return details
+            except (OSError, RuntimeError, RayError, aiohttp.ClientError) as error:
+                failing_since = failing_since or time.monotonic()
+                if time.monotonic() - failing_since > PATIENCE_S:
+                    raise OSError(f"job {self._job_id} cannot be followed: {_first_line(str(error))}") from error
+            time.sleep(RETRY_S)
+
+    async def _tell_output(self) -> None:
+        # Every connection begins with the first line: what was told before is passed over.
+        seen = 0
+        async for text in self._client.tail_job_logs(self._job_id):
+            known = max(self._told - seen, 0)
+            seen += len(text)
+            if known < len(text):
+                self._told = seen
+                self._tell(text[known:])
+
+
+def exit_code(details: JobDetails) -> int:
+    """The job's own exit code; INFRASTRUCTURE for a job whose command was not run to its end."""
+    code = details.driver_exit_code
+    if details.status == JobStatus.SUCCEEDED:
+        return OK
+    if details.status == JobStatus.STOPPED:
+        return INTERRUPTED
+    if not code:
+        return INFRASTRUCTURE
+    return code if code > 0 else 128 - code  # a signal, as shells say it
+
+
+def _message(job_id: str, details: JobDetails) -> str:
+    if details.status == JobStatus.SUCCEEDED:
+        return ""
+    if details.status == JobStatus.STOPPED:
+        return f"job {job_id} was stopped"
+    if details.driver_exit_code:
+        return f"job {job_id} failed with exit code {exit_code(details)}"
+    return f"job {job_id} was not run to its end: {_first_line(details.message or 'the cluster gives no reason')}"
+
+
+def _first_line(text: str) -> str:
+    return next((" ".join(line.split())[:300] for line in text.splitlines() if line.strip()), "no reason given")

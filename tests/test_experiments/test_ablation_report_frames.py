@@ -1,0 +1,216 @@
+"""Ablations as frames: planted numbers over seeds, in pairs, with missing trials, and with shared supernets."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from fedloom.experiments import analysis
+from fedloom.experiments.ablation.store import Ablation
+from fedloom.experiments.analysis.ablation import held, is_grid
+from fedloom.experiments.analysis.steps import steps
+from fedloom.experiments.analysis.tables import Tables
+from fedloom.experiments.benchmarks.generated_ablation import Fates, write_planned
+
+BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]
+BUDGET = ["ablation=comm_budget", "experiment=fedoras_digits"]
+QUANTILE = 12.706204736
+"""Of Student's t with one degree of freedom: two seeds."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Syncing guards against power failures only, and is slow on a busy disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+def planned(root: Path, arguments: list[str], fates: Fates | None = None) -> tuple[Ablation, Tables, pd.DataFrame]:
+    written = write_planned(root, arguments, fates, rounds=10, candidates=4)
+    ablation, tables = analysis.load_ablation(root, written.ablation_id[:-2])
+    return ablation, tables, analysis.ablation_frame(tables, ablation)
+
+
+@pytest.fixture(scope="module")
+def beta(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ablation, Tables, pd.DataFrame]:
+    return planned(tmp_path_factory.mktemp("beta"), BETA)
+
+
+def of(rows: pd.DataFrame, **values: Any) -> dict[str, Any]:
+    """The one row with these values."""
+    for name, value in values.items():
+        rows = rows[rows[name] == value]
+    (row,) = rows.to_dict("records")
+    return {str(k): v for k, v in row.items()}
+
+
+def test_every_trial_and_subnet_has_a_row_with_its_place_in_the_ablation(beta: Any) -> None:
+    ablation, _, frame = beta
+    assert len(frame) == 2 * 3 * 2 * 2 * 5
+    assert frame["trial"].tolist() == sorted(frame["trial"].tolist())
+    assert list(frame.columns[:5]) == ["trial", "seed", "beta_0", "decay", "decay_share"]
+    assert frame["decay"].cat.categories.tolist() == ["constant", "linear", "cosine"]
+    first = frame.iloc[0]
+    assert (first["seed"], first["beta_0"], first["decay"], first["decay_share"]) == (1, 0.9, "constant", 0.5)
+    assert first["run_id"] == f"{ablation.ablation_id}-0000"
+    # 0.70, - 0.03 (constant) + 0.02 (half of the rounds) times 0.9, - 0.002: what seed 1 does
+    assert first["accuracy"] == pytest.approx(0.689)
+
+
+def test_settings_have_means_and_student_intervals_over_seeds(beta: Any) -> None:
+    ablation, _, frame = beta
+    rows = analysis.by_setting(frame, "accuracy", list(ablation.axes))
+    assert len(rows) == 12 * 5
+    assert set(rows["n"]) == {2}
+    place = {"beta_0": 0.5, "decay": "linear", "decay_share": 0.8, "subnet": "0-0-0"}
+    row = of(rows, **place)
+    # Seeds 0.70 - 0.05 * 0.9 - 0.002 = 0.653 and 0.70 - 0.05 * 1.1 + 0.002 = 0.647: half their difference is 0.003.
+    assert row["mean"] == pytest.approx(0.65)
+    assert row["half_width"] == pytest.approx(QUANTILE * 0.003)
+    assert of(analysis.by_setting(frame, "macs", list(ablation.axes)), **place)["mean"] == 150_000
+    # 10 rounds of 10 clients that receive and send 4000 bytes each
+    assert of(analysis.by_setting(frame, "total_bytes", list(ablation.axes)), **place)["mean"] == 800_000
+    assert rows["subnet"].tolist()[:5] == ["0-0-0", "1-9-1", "9-9-9", "14-14-14", "83-83-83"]
+
+
+def test_a_seed_counts_once_over_axes_that_are_not_named(beta: Any) -> None:
+    _, _, frame = beta
+    row = of(analysis.by_setting(frame, "accuracy", ["decay"]), decay="cosine", subnet="0-0-0")
+    # The mean over beta_0 and decay_share of both seeds: 0.70 - 0.02 + 0.01, in parts of 0.9 and 1.1.
+    assert row["n"] == 2
+    assert row["mean"] == pytest.approx(0.69)
+    assert row["half_width"] == pytest.approx(QUANTILE * 0.001)
+
+
+def test_one_axis_is_looked_at_with_the_others_at_their_references(beta: Any) -> None:
+    ablation, _, frame = beta
+    assert analysis.references(ablation) == {"beta_0": 0.9, "decay": "cosine", "decay_share": 0.8}
+    assert held(ablation, "decay") == {"beta_0": 0.9, "decay_share": 0.8}
+    rows = analysis.marginal(frame, ablation, "decay")
+    smallest = rows[rows["subnet"] == "0-0-0"]
+    assert smallest["decay"].tolist() == ["constant", "linear", "cosine"]
+    assert smallest["mean"].tolist() == pytest.approx([0.67, 0.69, 0.70])
+    assert smallest["half_width"].tolist() == pytest.approx([QUANTILE * w for w in (0.001, 0.001, 0.002)])
+
+
+def test_values_are_compared_with_the_reference_in_pairs(beta: Any) -> None:
+    ablation, _, frame = beta
+    rows = analysis.against_reference(frame, ablation, "beta_0")
+    assert len(rows) == 5
+    row = of(rows, subnet="9-9-9")
+    assert (row["value"], row["reference"], row["test"], row["n"], row["seeds"]) == (0.5, 0.9, "paired t", 12, 2)
+    # Six pairs of -0.036 (seed 1) and six of -0.044 (seed 2): standard deviation 0.004 * sqrt(12 / 11).
+    assert row["mean"] == pytest.approx(-0.04)
+    assert row["high"] == pytest.approx(-0.04 + 2.20098516 * 0.004 / 11**0.5)
+    assert row["p_value"] < 1e-10
+    assert len(analysis.against_reference(frame, ablation, "decay")) == 2 * 5
+
+
+def test_missing_and_failed_trials_lower_n(tmp_path: Path) -> None:
+    fates = Fates(failed=[1], running=[3], waiting=[4, 17])
+    ablation, tables, frame = planned(tmp_path, BUDGET, fates)
+    assert len(tables.paths) == 16
+    assert frame.loc[frame["trial"] == 1, "accuracy"].isna().all()
+    assert not frame["trial"].isin([4, 17]).any()
+    rows = analysis.by_setting(frame, "accuracy", ["budget", "averaging"])
+    place = {"model": "fine_tuned", "tier": "tier1"}
+    counts = {(r["budget"], r["averaging"]): r["n"] for r in rows.to_dict("records") if r["model"] == "fine_tuned"}
+    assert counts[1.0, "opa"] == counts[1.0, "fedavg"] == counts[1.0, "plain"] == counts[0.25, "plain"] == 1
+    assert counts[0.5, "opa"] == counts[0.25, "fedavg"] == 2
+    alone = of(rows, budget=1.0, averaging="opa", **place)
+    assert alone["mean"] == pytest.approx(0.698)
+    assert pd.isna(alone["half_width"])
+    # Half a training is no sample of what the method costs.
+    costs = analysis.by_setting(frame, "total_bytes", ["budget", "averaging"])
+    assert of(costs, budget=1.0, averaging="opa", **place)["n"] == 1
+    # Budget 1.0 against 0.5: of six pairs that were planned three lack a run.
+    assert of(analysis.against_reference(frame, ablation, "budget"), value=1.0, **place)["n"] == 3
+
+
+def test_an_axis_without_the_experiments_own_value_refers_to_its_first(tmp_path: Path) -> None:
+    changed = [*BUDGET, "ablation.axes.budget.values=[0.25,0.8]", "ablation.axes.averaging.values=[opa]"]
+    ablation, _, frame = planned(tmp_path, changed)
+    assert "budget" not in ablation.reference
+    assert analysis.references(ablation) == {"budget": 0.25, "averaging": "opa"}
+    rows = analysis.against_reference(frame, ablation, "budget")
+    row = of(rows, model="fine_tuned", tier="tier2")
+    # 0.09 and 0.11: what the planted -0.10 is in seeds 1 and 2
+    assert (row["value"], row["reference"], row["n"]) == (0.8, 0.25, 2)
+    assert row["mean"] == pytest.approx(0.10)
+    assert row["high"] == pytest.approx(0.10 + QUANTILE * 0.01)
+
+
+def test_runs_that_began_with_anothers_supernet_have_its_training(tmp_path: Path) -> None:
+    ablation, tables, frame = planned(
+        tmp_path,
+        ["ablation=search", "experiment=fedoras_digits"],
+        Fates(reusing={i: i % 2 for i in range(2, 18)}),
+    )
+    alone = analysis.load(tmp_path, ablation.trials[4].run_id)
+    assert not (alone.rounds["stage"] == "supernet").any()
+    rounds = tables.rounds[tables.rounds["stage"] == "supernet"]
+    assert rounds.groupby("run_id").size().tolist() == [10] * 18
+    assert set(frame["total_bytes"]) == {50 * 10 * 4000 * 2}  # 10 rounds of training, 40 of fine-tuning
+    curves = analysis.convergence(tables)
+    curves = curves[(curves["kind"] == "supernet") & (curves["series"] == "validation")]
+    shared = curves[curves["run_id"].isin([ablation.trials[0].run_id, ablation.trials[4].run_id])]
+    assert shared["metric"].tolist()[:2] == shared["metric"].tolist()[2:]
+    (tmp_path / "rounds").joinpath("experiment=fedoras_digits", f"run_id={ablation.trials[1].run_id}").rename(
+        tmp_path / "gone"
+    )
+    (tmp_path / "evaluations").joinpath("experiment=fedoras_digits", f"run_id={ablation.trials[1].run_id}").rename(
+        tmp_path / "gone too"
+    )
+    _, tables = analysis.load_ablation(tmp_path, ablation.ablation_id)
+    assert tables.rounds.loc[tables.rounds["stage"] == "supernet", "run_id"].nunique() == 9
+
+
+def test_steps_are_clients_and_then_candidates(tmp_path: Path) -> None:
+    _, tables, _ = planned(tmp_path, [*BUDGET, "ablation.seeds=[1]"])
+    rows = steps(tables)
+    first = rows[rows["run_id"] == rows["run_id"].iloc[0]]
+    # Validated before rounds 0 and 5, three paths each; then four candidates for each of four tiers.
+    assert first.loc[first["phase"] == "supernet", "step"].tolist() == [0, 0, 0, 50, 50, 50]
+    assert first.loc[first["phase"] == "search", "step"].tolist() == list(range(101, 117))
+
+
+def test_a_random_search_holds_nothing_and_has_no_pairs(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "axes:\n  lr: {key: method.train.lr, log_uniform: [0.001, 1.0]}\n"
+        "  momentum: {key: method.train.momentum, values: [0.0, 0.9]}\n"
+        "search: {kind: random, samples: 4}\nseeds: [1, 2]\n"
+    )
+    ablation, _, frame = planned(tmp_path, [f"ablation={own}", "experiment=fedoras_digits"])
+    assert not is_grid(ablation)
+    assert held(ablation, "lr") == {}
+    assert set(analysis.marginal(frame, ablation, "lr")["n"]) == {2}
+    assert analysis.against_reference(frame, ablation, "lr").empty
+
+
+def test_before_any_trial_has_begun_the_frames_are_empty(tmp_path: Path) -> None:
+    ablation, tables, frame = planned(tmp_path, BUDGET, Fates(waiting=range(18)))
+    assert tables.paths == ()
+    assert frame.empty
+    assert analysis.by_setting(frame, "accuracy", list(ablation.axes)).empty
+    assert analysis.against_reference(frame, ablation, "budget").empty
+
+
+def test_an_axis_called_like_a_column_is_refused(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("axes:\n  macs: {key: method.train.lr, values: [0.1, 0.2]}\n")
+    with pytest.raises(ValueError, match="the axis 'macs' is called like a column of the frame"):
+        planned(tmp_path, [f"ablation={own}", "experiment=fedoras_digits"])
+
+
+def test_lists_and_nulls_are_text(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("seeds: [1]\naxes:\n  shares: {key: tiers.shares, values: [null, [0.4, 0.3, 0.2, 0.1]]}\n")
+    ablation, _, frame = planned(tmp_path, [f"ablation={own}", "experiment=fedoras_digits"])
+    assert frame["shares"].cat.categories.tolist() == ["null", "[0.4,0.3,0.2,0.1]"]
+    assert analysis.references(ablation) == {"shares": "null"}
+    assert len(analysis.marginal(frame, ablation, "shares")) == 2 * 3 * 4

@@ -1,0 +1,273 @@
+"""An ablation on disk: what was planned is read again, and how its trials stand."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.experiments.ablation import launch
+from fedloom.experiments.ablation.store import (
+    FINAL,
+    Ablation,
+    End,
+    Trial,
+    find_ablation,
+    is_ablation,
+    list_ablations,
+    new_ablation_id,
+    read_ablation,
+    read_ends,
+    short,
+    trial_states,
+    write_ablation,
+    write_ends,
+)
+from fedloom.experiments.ablation.view import AblationView
+from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.status import StatusFile, read_status
+
+ID = "20260101-000000-mine-abcdef"
+
+
+def make_ablation(trials: int = 2, ablation_id: str = ID) -> Ablation:
+    config = {"experiment": "tiny", "results": "results", "data": {"alpha": 0.5, "root": None}, "tiers": [1, 2]}
+    return Ablation(
+        ablation_id=ablation_id,
+        name="mine",
+        title="What does it do?",
+        experiment="tiny",
+        axes={"lr": (0.1, None, "é x"), "bounds": ([1.0, 2.0], {"a": 1})},
+        reference={"lr": 0.1},
+        seeds=(1, 2),
+        figures=("metric_by_axis",),
+        scheduler={"kind": "none", "stage": None},
+        overrides=("experiment=tiny", "data.alpha=0.5"),
+        attempts=2,
+        concurrent=None,
+        created="2026-01-01T00:00:00+00:00",
+        trials=tuple(
+            Trial(i, f"{ablation_id}-{i:04d}", 1 + i % 2, {"lr": 0.1, "bounds": [1.0, 2.0]}, ("lr=0.1",), config)
+            for i in range(trials)
+        ),
+    )
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_written_whole_and_read_equal(tmp_path: Path) -> None:
+    ablation = make_ablation()
+    write_ablation(tmp_path, ablation)
+    assert ablation.folder(tmp_path) == tmp_path / "ablations" / ID
+    assert [f.name for f in ablation.folder(tmp_path).iterdir()] == ["ablation.json"]
+    assert read_ablation(ablation.folder(tmp_path)) == ablation
+    assert list_ablations(tmp_path) == [ablation]
+    with pytest.raises(FileExistsError):
+        write_ablation(tmp_path, replace(ablation, title="another"))
+    assert read_ablation(ablation.folder(tmp_path)).title == ablation.title
+
+
+def test_a_results_folder_may_be_moved(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    ablation = make_ablation()
+    write_ablation(here, ablation)
+    write_status(here, ablation.trials[0], "done")
+    states = trial_states(here, ablation)
+    text = (ablation.folder(here) / "ablation.json").read_text()
+    assert str(tmp_path) not in text, "no absolute path is stored"
+    shutil.move(here, there)
+    moved = find_ablation(there, ID)
+    assert moved == ablation
+    assert trial_states(there, moved) == states
+
+
+def damage(path: Path, text: str | None) -> None:
+    if text is None:
+        path.unlink()
+    else:
+        path.write_text(text)
+
+
+def changed(path: Path, **values: Any) -> str:
+    return json.dumps({**json.loads(path.read_text()), **values})
+
+
+@pytest.mark.parametrize("case", ["gone", "cut", "no JSON", "list", "number", "key gone", "trials", "axes", "unknown"])
+def test_a_damaged_plan_is_named(tmp_path: Path, case: str) -> None:
+    ablation = make_ablation()
+    write_ablation(tmp_path, ablation)
+    path = ablation.folder(tmp_path) / "ablation.json"
+    kept = json.loads(path.read_text())
+    del kept["seeds"]
+    content = {
+        "gone": None,
+        "cut": path.read_text()[:-30],
+        "no JSON": "hello",
+        "list": "[]",
+        "number": "3",
+        "key gone": json.dumps(kept),
+        "trials": changed(path, trials=[{"index": 0}]),
+        "axes": changed(path, axes=[1]),
+        "unknown": changed(path, more=1),
+    }[case]
+    damage(path, content)
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))} is not the plan of an ablation: restore it"):
+        read_ablation(path.parent)
+
+
+def test_a_plan_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ablation.json"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ValueError, match="is not the plan of an ablation"):
+        read_ablation(tmp_path)
+
+
+def test_a_plan_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    ablation = make_ablation()
+    write_ablation(tmp_path, ablation)
+    path = ablation.folder(tmp_path) / "ablation.json"
+    path.write_text(changed(path, version=2, more=1))
+    with pytest.raises(ValueError, match="was written by a newer version of fedloom: read it with that version"):
+        read_ablation(path.parent)
+
+
+def test_an_ablation_is_found_by_the_beginning_of_its_id(tmp_path: Path) -> None:
+    ids = ["20260101-000000-alpha-aaaaaa", "20260101-000000-alpha-aaaaaab", "20260102-000000-mine-cccccc"]
+    for ablation_id in ids:
+        write_ablation(tmp_path, make_ablation(ablation_id=ablation_id))
+    assert [a.ablation_id for a in list_ablations(tmp_path)] == ids
+    assert find_ablation(tmp_path, "20260102").ablation_id == ids[2]
+    assert find_ablation(tmp_path, ids[0]).ablation_id == ids[0], "the whole id, although another begins with it"
+    with pytest.raises(ValueError, match=f"ablation '20260101' could be any of {ids[0]}, {ids[1]}: give more of its"):
+        find_ablation(tmp_path, "20260101")
+    with pytest.raises(ValueError, match=rf"no ablation '2099' under .*; known ablations: {', '.join(ids)}$"):
+        find_ablation(tmp_path, "2099")
+    with pytest.raises(ValueError, match="known ablations: none"):
+        find_ablation(tmp_path / "nowhere", "2099")
+    assert is_ablation(tmp_path, "20260101")
+    assert not is_ablation(tmp_path, "2099")
+    assert not list_ablations(tmp_path / "nowhere")
+
+
+def test_ids_are_new_and_short_enough_to_begin_run_ids(tmp_path: Path) -> None:
+    ids = {new_ablation_id(tmp_path, "distribution_averaging") for _ in range(20)}
+    assert len(ids) == 20
+    for ablation_id in ids:
+        assert re.fullmatch(r"\d{8}-\d{6}-distribution-[0-9a-f]{6}", ablation_id)
+        assert len(f"{ablation_id}-9999") == 40
+    assert not list(tmp_path.iterdir())
+
+
+# -- how trials stand --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ended_pid() -> int:
+    """Of a process that is gone."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def write_status(root: Path, trial: Trial, state: str, **changes: Any) -> None:
+    path = RunPaths(root, trial.experiment, trial.run_id).status
+    path.parent.mkdir(parents=True, exist_ok=True)
+    status = {
+        "state": state,
+        "pid": os.getpid(),
+        "host": platform.node(),
+        "stage": "supernet",
+        "round": 3,
+        "rounds_total": 9,
+        "heartbeat": time.time(),
+        "message": "why" if state != "running" else "",
+    }
+    path.write_text(json.dumps({**status, **changes}))
+
+
+def test_every_state_of_a_trial(tmp_path: Path, ended_pid: int) -> None:
+    ablation = make_ablation(9)
+    write_ablation(tmp_path, ablation)
+    trials = ablation.trials
+    write_status(tmp_path, trials[1], "running")
+    write_status(tmp_path, trials[2], "running", pid=ended_pid)
+    write_status(tmp_path, trials[3], "running", heartbeat=time.time() - 3600)
+    write_status(tmp_path, trials[4], "failed")
+    write_status(tmp_path, trials[5], "interrupted")
+    write_status(tmp_path, trials[6], "done", message="")
+    write_status(tmp_path, trials[7], "interrupted")
+    ends = {7: End("stopped", "early"), 8: End("refused", "no such file")}
+    write_ends(tmp_path, ablation, ends)
+    states = trial_states(tmp_path, ablation)
+    assert [s.trial for s in states] == list(trials)
+    assert [(s.state, s.message) for s in states] == [
+        ("waiting", ""),
+        ("running", ""),
+        ("dead", ""),
+        ("stalled", ""),
+        ("failed", "why"),
+        ("interrupted", "why"),
+        ("done", ""),
+        ("stopped", "early"),
+        ("refused", "no such file"),
+    ]
+    assert [s.status is None for s in states] == [True, *[False] * 7, True]
+    assert states[1].status is not None
+    assert (states[1].status.stage, states[1].status.round) == ("supernet", 3)
+    assert read_ends(tmp_path, ablation) == ends
+
+
+def test_a_run_that_is_done_wins_over_an_older_end(tmp_path: Path) -> None:
+    ablation = make_ablation(2)
+    write_ablation(tmp_path, ablation)
+    write_ends(tmp_path, ablation, {0: End("died", "its process ended"), 1: End("died", "its process ended")})
+    for trial, state in zip(ablation.trials, ("done", "failed"), strict=True):
+        write_status(tmp_path, trial, state)
+    assert [s.state for s in trial_states(tmp_path, ablation)] == ["done", "died"]
+    assert FINAL == ("done", "stopped")
+
+
+def test_looking_at_the_trials_writes_nothing(tmp_path: Path) -> None:
+    assert [s.state for s in trial_states(tmp_path, make_ablation(3))] == ["waiting"] * 3
+    assert not list(tmp_path.iterdir())
+    assert read_ends(tmp_path, make_ablation()) == {}
+
+
+@pytest.mark.parametrize(("last", "kind"), [("done", "done"), ("failed", "failed")])
+def test_to_resume_what_has_nothing_left_takes_no_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str, kind: str, ended_pid: int
+) -> None:
+    """Its driver may have been killed after the last trial."""
+    monkeypatch.setattr(launch, "connected", lambda _: pytest.fail("Ray was started"))
+    ablation = make_ablation(3)
+    write_ablation(tmp_path, ablation)
+    write_status(tmp_path, ablation.trials[0], "done")
+    write_ends(tmp_path, ablation, {1: End("stopped", "early")})
+    write_status(tmp_path, ablation.trials[2], last)
+    StatusFile(ablation.folder(tmp_path) / "status.json").write("running")
+    with pytest.raises(ValueError, match="is still running"):
+        launch.resume_ablation(ablation, tmp_path, AblationView(quiet=True))
+    kill_driver(ablation.folder(tmp_path) / "status.json", ended_pid)
+    end = launch.resume_ablation(ablation, tmp_path, AblationView(quiet=True))
+    assert (end.kind, [s.state for s in end.states]) == (kind, ["done", "stopped", last])
+    assert read_status(ablation.folder(tmp_path) / "status.json").state == kind
+
+
+def kill_driver(path: Path, pid: int) -> None:
+    path.write_text(changed(path, pid=pid))
+
+
+def test_settings_as_people_read_them() -> None:
+    assert [short(v) for v in ("a b", 0.5, None, True, [1.0, 2], {"a": 1})] == [
+        *("a b", "0.5", "null", "true", "[1.0,2]", '{"a":1}')
+    ]
+    assert make_ablation().trials[1].label() == "lr=0.1 bounds=[1.0,2.0] seed=2"

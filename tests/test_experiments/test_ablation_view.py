@@ -1,0 +1,249 @@
+"""What `fedloom ablate` says: lines where there is no terminal, a table in one, the plan, and the end."""
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fedloom.experiments.ablation import command
+from fedloom.experiments.ablation.launch import AblationEnd
+from fedloom.experiments.ablation.store import Ablation, End, Trial, TrialState
+from fedloom.experiments.ablation.view import MOST_LINES, AblationView
+from fedloom.experiments.exit_codes import OK, of_run_end
+
+ID = "20260101-000000-mine-abcdef"
+ROUND = {"stage": "supernet", "round": 2, "rounds_total": 9, "wall_s": 1.0, "metric": 0.51234}
+
+
+def make_ablation(trials: int) -> Ablation:
+    planned = tuple(
+        Trial(
+            i, f"{ID}-{i:04d}", 1, {"lr": i / 4, "rule": "opa"}, (f"method.train.lr={i / 4}",), {"results": "results"}
+        )
+        for i in range(trials)
+    )
+    axes = {"lr": tuple(t.setting["lr"] for t in planned), "rule": ("opa",)}
+    none = {"kind": "none", "stage": None}
+    common: dict[str, Any] = {"reference": {}, "seeds": (1,), "figures": (), "scheduler": none, "overrides": ()}
+    return Ablation(ID, "mine", "Why?", "tiny", axes, attempts=2, concurrent=None, created="", trials=planned, **common)
+
+
+def states(ablation: Ablation, *names: str) -> list[TrialState]:
+    """As named, the rest waiting."""
+    given = [*names, *["waiting"] * (len(ablation.trials) - len(names))]
+    return [
+        TrialState(t, name, "why" if name != "waiting" else "") for t, name in zip(ablation.trials, given, strict=True)
+    ]
+
+
+def begun(ablation: Ablation, now: Sequence[TrialState], *, terminal: bool) -> tuple[AblationView, StringIO]:
+    """A view of the ablation, and what it writes."""
+    view, written = AblationView(), StringIO()
+    view.console = Console(
+        file=written, force_terminal=terminal, width=120, soft_wrap=True, highlight=False, color_system=None
+    )
+    view.planned(ablation, now, 2)
+    return view, written
+
+
+def table(view: AblationView) -> str:
+    """What the terminal would show now."""
+    written = StringIO()
+    Console(file=written, width=120).print(view._table())
+    return written.getvalue()
+
+
+# -- where there is no terminal ----------------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_there_is_a_line_per_beginning_and_end() -> None:
+    ablation = make_ablation(3)
+    view, written = begun(ablation, states(ablation, "done"), terminal=False)
+    view.started(1)
+    view.round(1, ROUND)
+    view.round(1, {**ROUND, "round": 8, "loss": 1.25})
+    view.ended(1, End("done"))
+    view.started(2)
+    view.ended(2, End("failed", "client 3 failed: no space"))
+    view.close()
+    lines = [re.sub(r"\d+:\d\d", "M:SS", line.rstrip()) for line in written.getvalue().splitlines()]
+    assert lines == [
+        f"ablation {ID}: 3 trials, 2 to run, up to 2 at once",
+        "Why?",
+        "trial    1  lr=0.25 rule=opa seed=1  running  M:SS",
+        "trial    1  lr=0.25 rule=opa seed=1  done  supernet 9/9  loss 1.2500 metric 0.5123  M:SS",
+        "trial    2  lr=0.5 rule=opa seed=1  running  M:SS",
+        "trial    2  lr=0.5 rule=opa seed=1  failed  M:SS  client 3 failed: no space",
+    ]
+
+
+def test_a_trial_that_never_began_may_end() -> None:
+    ablation = make_ablation(1)
+    view, written = begun(ablation, states(ablation), terminal=False)
+    view.ended(0, End("refused", "no such file"))
+    assert written.getvalue().splitlines()[-1] == "trial    0  lr=0.0 rule=opa seed=1  refused  no such file"
+    view.close()
+    view.close()
+
+
+def test_a_quiet_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    view = AblationView(quiet=True)
+    ablation = make_ablation(1)
+    view.planned(ablation, states(ablation), 1)
+    view.started(0)
+    view.round(0, ROUND)
+    view.ended(0, End("done"))
+    view.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_view_may_be_closed_before_anything_was_planned() -> None:
+    AblationView(quiet=True).close()
+
+
+# -- in a terminal -----------------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_has_a_line_per_trial_kept_up_to_date() -> None:
+    ablation = make_ablation(3)
+    view, written = begun(ablation, states(ablation, "failed"), terminal=True)
+    try:
+        view.started(1)
+        view.round(1, ROUND)
+        head, *lines = [" ".join(line.split()) for line in table(view).splitlines()]
+    finally:
+        view.close()
+    assert head == "trial setting state at reached time"
+    assert lines[0] == "0 lr=0.0 rule=opa seed=1 failed"
+    assert re.fullmatch(r"1 lr=0.25 rule=opa seed=1 running supernet 3/9 metric 0.5123 \d:\d\d", lines[1])
+    assert lines[2] == "2 lr=0.5 rule=opa seed=1 waiting"
+    assert len(lines) == 3
+    assert "running" in written.getvalue(), "the last state stays when the view is closed"
+    assert "trial    1" not in written.getvalue(), "no lines of a log beside the table"
+
+
+def test_of_many_trials_those_at_work_are_shown_first() -> None:
+    ablation = make_ablation(MOST_LINES + 15)
+    last = MOST_LINES + 14
+    view, _ = begun(ablation, states(ablation, *["done"] * 20), terminal=True)
+    try:
+        view.started(last)
+        view.started(30)
+        lines = [line.split() for line in table(view).splitlines()[1:]]
+    finally:
+        view.close()
+    assert lines[-1] == ["and", "15", "more"]
+    shown = [int(line[0]) for line in lines[:-1]]
+    assert len(shown) == MOST_LINES
+    assert shown == sorted(shown)
+    assert {30, last} <= set(shown)
+    assert set(range(20)) <= set(shown), "what has ended goes before what waits"
+    assert set(shown) - {last} == set(range(MOST_LINES - 1))
+
+
+# -- the plan and the end ----------------------------------------------------------------------------------------------
+
+
+def arguments(**changes: Any) -> Namespace:
+    return Namespace(
+        **{"plan": False, "json": False, "resume": None, "retry_failed": None, "results": Path("r"), **changes}
+    )
+
+
+def test_a_plan_is_shown_and_nothing_is_started(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.run_command(make_ablation(2), arguments(plan=True)) == OK
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "trial lr rule seed",
+        "0 0.0 opa 1",
+        "1 0.25 opa 1",
+        "2 trials of tiny; leave out --plan to run them",
+    ]
+    assert command.run_command(make_ablation(1), arguments(plan=True, json=True)) == OK
+    assert json.loads(capsys.readouterr().out) == {
+        "ablation_id": ID,
+        "trials": [
+            {"index": 0, "seed": 1, "setting": {"lr": 0.0, "rule": "opa"}, "overrides": ["method.train.lr=0.0"]}
+        ],
+    }
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "expected"),
+    [
+        ("done", ["done", "stopped"], ["finished: .* (1 done, 1 stopped); tables, figures and page: fedloom report "]),
+        (
+            "failed",
+            ["failed", "done", "died"],
+            [
+                "trial 0 (lr=0.0 rule=opa seed=1) failed: why",
+                "trial 2 (lr=0.5 rule=opa seed=1) died: why",
+                f"ablation failed (1 failed, 1 done, 1 died); go on with: fedloom ablate --retry-failed {ID} --results",
+            ],
+        ),
+        (
+            "interrupted",
+            ["done", "waiting"],
+            [f"ablation interrupted (1 done, 1 waiting); go on with: fedloom ablate --resume {ID} --results"],
+        ),
+    ],
+)
+def test_the_end_says_what_to_do(
+    kind: str,
+    names: list[str],
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ablation = make_ablation(len(names))
+    end = AblationEnd(ID, kind, tuple(states(ablation, *names)))
+    monkeypatch.setattr(command, "resume_ablation", lambda *_: end)
+    given = arguments(resume=ID, results=tmp_path)
+    assert command.run_command(ablation, given) == of_run_end(kind)
+    out, err = capsys.readouterr()
+    said = out.splitlines() if kind == "done" else [line.removeprefix("fedloom: ") for line in err.splitlines()]
+    assert (err == "") == (kind == "done")
+    for line, start in zip(said, expected, strict=True):
+        assert re.match(re.escape(start).replace(r"\.\*", ".*"), line), line
+        assert str(tmp_path) in line or line.startswith("trial ")
+    assert command.run_command(ablation, arguments(resume=ID, results=tmp_path, json=True)) == of_run_end(kind)
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["ablation_id"], summary["status"]) == (ID, kind)
+    assert [t["state"] for t in summary["trials"]] == names
+    assert sum(summary["counts"].values()) == len(names)
+
+
+def test_of_many_failures_the_first_ten_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ablation = make_ablation(13)
+    end = AblationEnd(ID, "failed", tuple(states(ablation, *["failed"] * 13)))
+    monkeypatch.setattr(command, "retry_failed", lambda *_: end)
+    command.run_command(ablation, arguments(retry_failed=ID, results=tmp_path))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 12
+    assert lines[10] == "fedloom: and 3 more"
+
+
+def test_the_view_is_closed_when_the_ablation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+
+    def refuse(*_: object) -> AblationEnd:
+        raise ValueError("still running")
+
+    monkeypatch.setattr(command, "start_ablation", refuse)
+    monkeypatch.setattr(AblationView, "close", lambda self: closed.append(self.console.quiet))
+    with pytest.raises(ValueError, match="still running"):
+        command.run_command(make_ablation(1), arguments())
+    assert closed == [False]

@@ -1,0 +1,71 @@
+"""The commands on results at a URL, on a machine that has never seen them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedloom.experiments import analysis
+from fedloom.experiments.cli import main
+from fedloom.experiments.config import stored_config
+from fedloom.platform.config import RunConfig
+from fedloom.platform.execution import SerialExecutor
+from fedloom.platform.results.remote import local_root
+from fedloom.platform.run import start_run
+from fedloom.platform.worker import Worker
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_commands_read_results_at_a_url(
+    tmp_path: Path,
+    tiny_config: Callable[..., RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = f"file://{tmp_path}/bucket/results"
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "a"))
+    run_id = start_run(tiny_config(results=url), lambda world: SerialExecutor(Worker(world.spec)))
+    there = {p: p.stat().st_mtime_ns for p in (tmp_path / "bucket").rglob("*")}
+
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "b"))
+    status = json.loads(said(capsys, "status", "--results", url, "--json"))
+    assert [(run["run_id"], run["state"]) for run in status["runs"]] == [(run_id, "done")]
+    files = json.loads(said(capsys, "report", run_id[:15], "--results", url, "--json"))
+    assert Path(files["html"]).is_file()
+    assert local_root(url) in Path(files["html"]).parents
+    assert list((tmp_path / "b").rglob("*.safetensors")) == [], "tables need no tensors"
+    assert analysis.load(url, run_id).runs["status"].tolist() == ["done"]
+
+    exported = json.loads(said(capsys, "export", run_id, "--tier", "tier1", "--results", url, "--json"))
+    assert Path(exported["paths"]["safetensors"]).is_file()
+    found, config = stored_config(url, run_id[:15])
+    assert (found, config.results) == (run_id, url)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "bucket").rglob("*")} == there, "reading changes nothing"
+
+
+def test_resuming_names_the_url_again(
+    tmp_path: Path,
+    tiny_config: Callable[..., RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = f"file://{tmp_path}/bucket/results"
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "a"))
+    run_id = start_run(tiny_config(results=url), lambda world: SerialExecutor(Worker(world.spec)))
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "b"))
+    out = said(capsys, "resume", run_id, "executor.kind=serial", "--results", url)
+    assert f"fedloom report {run_id} --results {url}" in out
+
+
+def test_a_url_that_leads_nowhere_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["status", "--results", "ftp://host/results"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("fedloom: results=ftp://host/results cannot be used")
