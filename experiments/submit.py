@@ -21,7 +21,7 @@ from fedloom.experiments.ablation.config import PREFIX, load_ablation_config
 from fedloom.experiments.config import compose_config
 from fedloom.experiments.exit_codes import INFRASTRUCTURE, INTERRUPTED, OK
 from fedloom.experiments.shipping import Shipment, plan_shipment, shipped, target_of
-from fedloom.platform.config import RunConfig
+from fedloom.platform.config import GENERATED, RunConfig
 
 Tell = Callable[[str], None]
 """Takes text as it comes, with its line ends."""
@@ -151,7 +151,12 @@ def _check_results(results: str) -> None:
 
 def _check_device_table(config: RunConfig, shipment: Shipment) -> None:
     table = config.tiers.device_table
-    if table is None or Path(table).is_absolute() or table in {str(file.target) for file in shipment.files}:
+    if (
+        table is None
+        or table == GENERATED
+        or Path(table).is_absolute()
+        or table in {str(file.target) for file in shipment.files}
+    ):
         return
     raise ValueError(f"tiers.device_table={table} is not shipped: add --include {table}")
 

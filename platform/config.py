@@ -30,6 +30,10 @@ class BudgetConfig:
     states: list[Any] | None = None
 
 
+GENERATED = "generated"
+"""The device table that is drawn, not read."""
+
+
 @dataclass
 class TiersConfig:
     """How the space is split into tiers, and the clients into them.
@@ -38,8 +42,8 @@ class TiersConfig:
     `upper_bounds` (in units of `cost`). The cost is one measure (macs, parameters, activation_bytes, latency_s) or,
     with `cost_weights` (+tiers.cost_weights.macs=1), a weighted sum of additive ones; operators named in `unsupported`
     cost infinity.
-    Clients: `shares` per tier (equal if not given), or `clients` (the tier index of each), or `device_table` (a file;
-    see `max_step_s` and `step_batch_size` in fedloom.tiers.assignment).
+    Clients: `shares` per tier (equal if not given), or `clients` (the tier index of each), or `device_table` (a file,
+    or `generated`: drawn from the partition's seed; see `max_step_s`, `step_batch_size` in fedloom.tiers.assignment).
     `num_gpus` is a client actor's share of a GPU per tier: 0, 1/k or whole; `num_cpus` its CPUs.
     """
 

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import torch
 
-from fedloom.platform.config import RunConfig
+from fedloom.platform.config import GENERATED, RunConfig
 from fedloom.platform.data.artefact import atomic_folder, hash_of, hash_of_file
 from fedloom.platform.methods.registry import shared_training
 from fedloom.platform.recorder import restored_state, save_state
@@ -84,7 +84,7 @@ def supernet_key(config: RunConfig, world: World) -> str | None:
             "costs": [asdict(world.cost_table), asdict(world.macs_table)],
             "tiers": [[t.name, t.upper] for t in world.tiers],
             "clients": world.tier_of_client.tolist(),
-            "devices": hash_of_file(Path(table)) if table else None,
+            "devices": hash_of_file(Path(table)) if table and table != GENERATED else table,
             "code": [source_hash(), own_code, torch.__version__],
             "gpu": config.executor.kind == "ray" and any(t.num_gpus > 0 for t in world.tiers),
         }

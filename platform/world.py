@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fedloom.platform.config import RunConfig
+from fedloom.platform.config import GENERATED, RunConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
@@ -23,7 +23,7 @@ from fedloom.tiers.assignment import by_device_table, by_list, by_shares
 from fedloom.tiers.bounds import check_upper_bounds, tier_upper_bounds
 from fedloom.tiers.budgets import Budget, make_budget
 from fedloom.tiers.costs import CostTable
-from fedloom.tiers.devices import DeviceProfile, DeviceTable, read_device_table
+from fedloom.tiers.devices import DeviceProfile, DeviceTable, generate_device_table, read_device_table
 from fedloom.tiers.tier import Tier, make_tiers
 
 SERVER = "server"
@@ -126,7 +126,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
     cost_table, macs_table = costs.budget, costs.macs
     tiers = split_into_tiers(config, space, cost_table)
     data = FederatedData.open(dataset_path, partition_path)
-    devices = read_device_table(config.tiers.device_table) if config.tiers.device_table else None
+    devices = _device_table(config, data.num_clients)
     tier_of_client = _assign_clients(config, tiers, data.num_clients, devices)
     budget = config.tiers.budget
     spec = WorkerSpec(
@@ -193,6 +193,15 @@ def least_cost(space: SearchSpace, table: CostTable) -> float:
 def sampled_costs(genome: ElasticGenome | PlainGenome, table: CostTable, paths: int) -> np.ndarray:
     """Costs of uniformly drawn architectures, shape (paths,); the same for every seed, as tiers belong to the space."""
     return table.costs(genome.draw(paths, stream(0, "tier_bounds")))
+
+
+def _device_table(config: RunConfig, num_clients: int) -> DeviceTable | None:
+    given = config.tiers.device_table
+    if not given:
+        return None
+    if given == GENERATED:
+        return generate_device_table(num_clients, stream(config.seed_for("partition"), "device_table"))
+    return read_device_table(given)
 
 
 def _assign_clients(

@@ -54,14 +54,13 @@ class SearchConfig:
 class SchedulerConfig:
     """Which trials are stopped early: `none`, or `asha` (Li et al. 2020, asynchronous successive halving).
 
-    ASHA compares the trials' `metric` (metric or loss of the validation data or clients, as the rounds report it)
-    after `grace_rounds` rounds of `stage` (by default the first) and then after `reduction_factor` times as many, and
+    ASHA compares the trials' `metric` (`metric` or `loss` of the table `rounds`: what the clients report) after
+    `grace_rounds` rounds of `stage` (by default the first), then after `reduction_factor` times as many, and so on, and
     keeps the best 1 / `reduction_factor`.
     """
 
     kind: str = "none"
     metric: str = "metric"
-    mode: str = "max"
     stage: str | None = None
     grace_rounds: int = 5
     reduction_factor: float = 3.0
@@ -151,7 +150,6 @@ def check_ablation(config: AblationConfig) -> None:
         "search.kind": (config.search.kind, ("grid", "random")),
         "scheduler.kind": (config.scheduler.kind, ("none", "asha")),
         "scheduler.metric": (config.scheduler.metric, ("metric", "loss")),
-        "scheduler.mode": (config.scheduler.mode, ("min", "max")),
     }
     for key, (value, names) in allowed.items():
         if value not in names:

@@ -54,7 +54,7 @@ def plan_ablation(arguments: Sequence[str]) -> Ablation:
     overrides = ["reuse_supernet=true", *config.overrides, *common]
     base = compose_config(overrides)
     points = list(_points(config))
-    _check_not_fixed(config, points, common)
+    _check_not_fixed(config, points, [*config.overrides, *common])
     root = local_root(base.results)
     ablation_id = new_ablation_id(root, name)
     trials = tuple(_trials(ablation_id, overrides, base, points, config.seeds))

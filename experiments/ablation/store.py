@@ -169,9 +169,11 @@ def read_ends(root: Path, ablation: Ablation) -> dict[int, End]:
     """The trials' ends that their runs do not tell, by index."""
     try:
         values = json.loads((ablation.folder(root) / ENDS).read_bytes())
+        return {int(index): End(**end) for index, end in values.items()}
     except FileNotFoundError:
         return {}
-    return {int(index): End(**end) for index, end in values.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{ablation.folder(root) / ENDS} is damaged: move it away; the runs tell the rest") from error
 
 
 def write_ends(root: Path, ablation: Ablation, ends: Mapping[int, End]) -> None:

@@ -57,9 +57,9 @@ def tune_trials(
     for logger in ("ray.tune", "ray.train"):  # what went wrong is told by trial, in our words
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     pinned = _own_node() if len(_alive()) > 1 else {}
+    groups = {index: _group(job, pinned, bundles[index]) for index, job in jobs}
     trainable = tune.with_resources(
-        tune.with_parameters(TrialActor, jobs=dict(jobs)),
-        lambda config: tune.PlacementGroupFactory([dict(pinned), *bundles[config[TRIAL]]], strategy="PACK"),
+        tune.with_parameters(TrialActor, jobs=dict(jobs)), lambda config: groups[config[TRIAL]]
     )
     order = [Pending(index, supernets[index]) for index, _ in jobs]
     tuner = tune.Tuner(
@@ -82,6 +82,13 @@ def tune_trials(
     tuner.fit()
 
 
+def _group(job: Job, pinned: Mapping[str, float], bundles: Bundles) -> tune.PlacementGroupFactory:
+    """The trial's placement group, first the server's bundle; a serial run's server does its clients' work itself."""
+    if job.config["executor"]["kind"] == "serial":
+        return tune.PlacementGroupFactory([{**pinned, **bundles[0]}], strategy="PACK")
+    return tune.PlacementGroupFactory([dict(pinned), *bundles], strategy="PACK")
+
+
 def _alive() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
@@ -97,7 +104,7 @@ def _scheduler(config: Mapping[str, Any]) -> TrialScheduler:
     return ASHAScheduler(
         time_attr=STAGE_ROUND,
         metric=config["metric"],
-        mode=config["mode"],
+        mode="min" if config["metric"] == "loss" else "max",
         grace_period=config["grace_rounds"],
         reduction_factor=config["reduction_factor"],
         max_t=MOST_ROUNDS,

@@ -61,7 +61,7 @@ ROUNDS = """
 axes:
   rate: {key: method.train.lr, values: [0.1, 0.03, 0.0001, 0.00001]}
 seeds: [1]
-scheduler: {kind: asha, metric: loss, mode: min, grace_rounds: 2, reduction_factor: 2}
+scheduler: {kind: asha, metric: loss, grace_rounds: 2, reduction_factor: 2}
 """
 
 

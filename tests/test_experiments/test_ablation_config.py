@@ -118,7 +118,6 @@ FILES = {
     "a seed for all": (PLAIN + "overrides: [seed=3]\n", "ablation.overrides has seed=3: .*give ablation.seeds"),
     "unknown search": (PLAIN + "search: {kind: tpe}\n", "ablation.search.kind=tpe: must be one of grid, random"),
     "unknown scheduler": (PLAIN + "scheduler: {kind: pbt}\n", "scheduler.kind=pbt: must be one of none, asha"),
-    "unknown mode": (PLAIN + "scheduler: {mode: up}\n", "ablation.scheduler.mode=up: must be one of min, max"),
     "unknown metric": (
         PLAIN + "scheduler: {metric: f1}\n",
         "ablation.scheduler.metric=f1: must be one of metric, loss",

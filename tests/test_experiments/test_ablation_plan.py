@@ -108,7 +108,7 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
     ),
     "spider_lambda": ({"lambda": (0.0, 0.01, 0.1, 1.0)}, {"lambda": 0.01}),
     "tier_split": (
-        {"split": ("4 equal", "2 equal", "3 equal", "4 mostly small", "4 mostly large", "4 low rho")},
+        {"split": ("4 equal", "2 equal", "3 equal", "4 mostly small", "4 mostly large", "4 by devices", "4 low rho")},
         {"split": "4 equal"},
     ),
 }
@@ -144,7 +144,7 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
         "participation": 6,
         "search": 18,
         "spider_lambda": 8,
-        "tier_split": 12,
+        "tier_split": 14,
     }
 
 
@@ -193,6 +193,7 @@ def test_tier_split_sets_counts_shares_and_rho(ready_made: Mapping[str, Ablation
         ("tiers.count=3",),
         ("tiers.count=4", "tiers.shares=[0.4,0.3,0.2,0.1]"),
         ("tiers.count=4", "tiers.shares=[0.1,0.2,0.3,0.4]"),
+        ("tiers.count=4", "tiers.device_table=generated", "tiers.max_step_s=0.015"),
         ("tiers.count=4", "tiers.rho_high=0.75"),
     ]
 

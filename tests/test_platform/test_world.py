@@ -81,6 +81,19 @@ def test_a_device_table_gives_tiers_and_devices(tiny_config: Make, tmp_path: Pat
     assert world.profile(3).macs_per_s == speeds[3]
 
 
+def test_a_device_table_is_drawn_from_the_seed_of_the_partition(tiny_config: Make) -> None:
+    first, other, again = (
+        build_world(tiny_config(tiers=tiers(device_table="generated", max_step_s=1e-4), seed=seed))
+        for seed in (1, 2, 1)
+    )
+    assert first.devices is not None
+    assert other.devices is not None
+    assert again.devices is not None
+    assert first.devices.macs_per_s.tolist() == again.devices.macs_per_s.tolist() != other.devices.macs_per_s.tolist()
+    assert first.tier_of_client.tolist() == again.tier_of_client.tolist()
+    assert len(first.devices) == first.num_clients
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
