@@ -1,4 +1,4 @@
-"""The `fedloom` command: run, resume, search, describe, prepare, report, export, status."""
+"""The `fedloom` command: run, resume, ablate, submit, search, describe, prepare, report, export, status."""
 
 import argparse
 import json
@@ -16,6 +16,7 @@ DESCRIPTION = """Federated architecture search across unequal devices.
 
   fedloom run experiment=fedoras_digits          a complete run: the demo, about two minutes on two cores
   fedloom run experiment=fedoras_digits seed=2   change one thing: any configuration value, key=value
+  fedloom ablate ablation=alpha experiment=fedoras_digits     the same over values and seeds
   fedloom report                                 tables, plots and an HTML page of the latest run
 """
 
@@ -145,7 +146,7 @@ def _here(args: argparse.Namespace, runs: Sequence[str] | None, *, tensors: bool
         return args.results
     from fedloom.platform.results.remote import fetch
 
-    return fetch(args.results, runs, tensors=tensors)
+    return fetch(args.results, runs, tensors=tensors, ablations=True)
 
 
 RUN_HELP = """Runs an experiment: a preset, with any configuration value changed by key=value.
@@ -169,6 +170,11 @@ An ablation of your own is a YAML file:
     lr: {key: method.train.lr, values: [0.1, 0.03]}
     averaging: {settings: {OPA: {method.train.weighting: opa}, FedAvg: {method.train.weighting: fedavg}}}
   seeds: [1, 2, 3]
+  figures: [metric_by_axis]        # also macs_by_axis, stages_by_axis, tiers_by_axis
+
+ablation.search.kind=random ablation.search.samples=20 draws points (an axis may be uniform, log_uniform or integers:
+[least, greatest]); ablation.scheduler.kind=asha stops trials that fall behind; ablation.attempts and .concurrent limit
+retries and trials at once. Exit code 0: all trials are done; 3: some failed; 4: processes died; 130: interrupted.
 """
 
 
@@ -255,7 +261,7 @@ def _presets(command: str) -> str:
     from fedloom.experiments.presets import ablations, experiments
 
     if command == "ablate":
-        return "\nAblations: " + ", ".join(ablations()) + ".\n"
+        return "\nAblations: " + ", ".join(ablations()) + " (the README says which method each is for).\n"
     return "\nPresets: " + ", ".join(experiments()) + ".\n" if command == "run" else ""
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from fedloom.actors.server import RunEnd
@@ -21,6 +21,7 @@ from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.status import read_status
 
 LOG_WIDTH = 110
+LONGEST_MESSAGE = 70
 
 
 def console(quiet: bool = False) -> Console:
@@ -176,7 +177,9 @@ def show_status(results: Path, given: list[str], as_json: bool) -> None:
     screen = console()
     for ablation in ablations:
         screen.print(_ablation_table(results, ablation) if given else _ablation_line(results, ablation))
-    if found or not ablations:
+    if not found and not ablations:
+        screen.print(f"no runs under {results}")
+    elif found:
         table = Table("run", "state", "stage", "round", "message", box=None)
         for run_id, status in found.items():
             table.add_row(run_id, status.state, status.stage, f"{status.round}/{status.rounds_total}", status.message)
@@ -194,18 +197,25 @@ def _ablation_line(results: Path, ablation: Ablation) -> str:
     return f"ablation {ablation.ablation_id} {_ablation_state(results, ablation)}: {said}"
 
 
-def _ablation_table(results: Path, ablation: Ablation) -> Table:
-    table = Table("trial", "setting", "state", "stage", "round", "message", "run", box=None)
-    table.title = _ablation_line(results, ablation)
+def _ablation_table(results: Path, ablation: Ablation) -> Group:
+    table = Table("trial", "setting", "state", "stage", "round", "message", box=None)
     for s in trial_states(results, ablation):
         stage, at = (s.status.stage, f"{s.status.round}/{s.status.rounds_total}") if s.status else ("", "")
-        table.add_row(str(s.trial.index), s.trial.label(), s.state, stage, at, s.message, s.trial.run_id)
-    return table
+        message = s.message if len(s.message) <= LONGEST_MESSAGE else f"{s.message[:LONGEST_MESSAGE]}..."
+        table.add_row(f"{s.trial.index:04}", s.trial.label(), s.state, stage, at, message)
+    ids = f"a trial's run is {ablation.ablation_id}-TRIAL"
+    return Group(_ablation_line(results, ablation), table, ids)
 
 
 def _ablation_as_dict(results: Path, ablation: Ablation) -> dict[str, Any]:
     trials = [
-        {"index": s.trial.index, "run_id": s.trial.run_id, "state": s.state, "message": s.message}
+        {
+            **{name: getattr(s.trial, name) for name in ("index", "run_id", "seed")},
+            "setting": dict(s.trial.setting),
+            **({name: getattr(s.status, name) for name in ("stage", "round", "rounds_total")} if s.status else {}),
+            "state": s.state,
+            "message": s.message,
+        }
         for s in trial_states(results, ablation)
     ]
     return {"ablation_id": ablation.ablation_id, "state": _ablation_state(results, ablation), "trials": trials}

@@ -176,10 +176,12 @@ def resume_run(
         state, position = restored_state(checkpoint.data, checkpoint.bags), checkpoint.data["position"]
         saved = stored_bags(paths.checkpoint)
     writer = RunWriter.resume(root, config.experiment, run_id, position)
-    if "config" not in writer.run_row:
+    if "config" in writer.run_row:
+        beginning = _going_on(world, writer, state, saved)
+    else:  # killed before its row was written, and so before its first round: it begins once more
+        beginning = _beginning(world, writer)
         row = {**_run_row(config, world), **(label or Label()).row()}
         writer.update_run(**row, started=datetime.now(UTC))
-    beginning = _going_on(world, writer, state, saved)
     writer.update_run(**beginning.row, status="running", ended=None, error=None)
     with mirrored(config.results, writer.paths):
         _go(world, stages, writer, beginning, make_executor, watcher or Watcher())

@@ -1,8 +1,10 @@
 """Everything about trials that can be refused before any is started: their configurations, data, and size."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fedloom.experiments.ablation.needs import Bundles, Cluster, bundles_of_trial
 from fedloom.experiments.ablation.store import Trial
@@ -16,38 +18,58 @@ from fedloom.tiers.tier import Tier, make_tiers
 
 @dataclass(frozen=True)
 class Checked:
-    """A trial that can run: the bundles of its placement group, and the key of a supernet that it may share."""
+    """A trial that can run.
+
+    Attributes:
+        bundles: what its placement group holds beside its server.
+        supernet: the key of a supernet that it may share; None for none.
+        at_once: how many of its kind the cluster holds at the same time.
+        compared_stage: the stage in which a scheduler compares trials; None without a scheduler.
+    """
 
     trial: Trial
     bundles: Bundles
     supernet: str | None
     at_once: int
-    """How many of its kind the cluster holds at the same time."""
+    compared_stage: str | None = None
 
 
-def checked_trials(trials: Sequence[Trial], root: Path, cluster: Cluster) -> list[Checked]:
-    """The trials with what they need.
+def checked_trials(
+    trials: Sequence[Trial],
+    root: Path,
+    cluster: Cluster,
+    *,
+    scheduler: Mapping[str, Any] | None = None,
+    concurrent: int | None = None,
+) -> list[Checked]:
+    """The trials with what they need, at most `concurrent` at the same time.
 
     Raises ValueError naming the trial: what is missing of the cluster first, which takes no time to find out.
     """
-    configs = [_config(trial, root) for trial in trials]
-    for trial, config in zip(trials, configs, strict=True):
-        _look_at_size(trial, config, cluster, len(trials))
-    return [_checked(t, config, cluster, len(trials)) for t, config in zip(trials, configs, strict=True)]
+    at_once = min(len(trials), concurrent or len(trials))
+    looked_at: set[str] = set()
+    for trial in trials:
+        size = _size(trial.config)
+        if size not in looked_at:
+            looked_at.add(size)
+            _look_at_size(trial, cluster, at_once)
+    worlds = _Worlds()
+    return [_checked(trial, root, worlds, cluster, at_once, scheduler) for trial in trials]
 
 
-def _config(trial: Trial, root: Path) -> RunConfig:
-    config = config_from_dict(trial.config)
-    config.results = str(root)
-    return config
+def _size(config: Mapping[str, Any]) -> str:
+    """All of a configuration that says how many actors of which size it needs."""
+    tiers = {key: config["tiers"][key] for key in ("count", "upper_bounds", "num_gpus", "num_cpus")}
+    return json.dumps([config["executor"], tiers, config["data"]["num_clients"]])
 
 
-def _look_at_size(trial: Trial, config: RunConfig, cluster: Cluster, trials: int) -> None:
+def _look_at_size(trial: Trial, cluster: Cluster, at_once: int) -> None:
     """The need as far as the configuration alone tells it: resident clients may be numbered by the data."""
+    config = config_from_dict(trial.config)
     if config.executor.resident and config.data.num_clients is None:
         return
     try:
-        bundles_of_trial(config, _tiers(config), config.data.num_clients or 1, cluster, trials)
+        bundles_of_trial(config, _tiers(config), config.data.num_clients or 1, cluster, at_once)
     except ValueError as error:
         raise _of(trial, error) from error
 
@@ -60,22 +82,50 @@ def _tiers(config: RunConfig) -> tuple[Tier, ...]:
     return make_tiers([float(i) for i in range(1, count + 1)], num_gpus=num_gpus, num_cpus=num_cpus)
 
 
-def _checked(trial: Trial, config: RunConfig, cluster: Cluster, trials: int) -> Checked:
+class _Worlds:
+    """The last world that was built: neighbouring trials often differ in nothing that it is made of."""
+
+    def __init__(self) -> None:
+        self._key = ""
+        self._world: World | None = None
+
+    def of(self, config: RunConfig) -> World:
+        """The configuration's world; built anew only if data, space, tiers, devices or the partition differ."""
+        values = asdict(config)
+        parts = {name: values[name] for name in ("data", "space", "tiers", "devices")}
+        key = json.dumps([parts, config.seed_for("partition"), config.executor.threads, config.seed_for("training")])
+        if self._world is None or key != self._key:
+            self._key, self._world = key, build_world(config)
+        return replace(self._world, config=config)
+
+
+def _checked(
+    trial: Trial, root: Path, worlds: _Worlds, cluster: Cluster, at_once: int, scheduler: Mapping[str, Any] | None
+) -> Checked:
+    config = config_from_dict(trial.config)
+    config.results = str(root)
     try:
-        world = build_world(config)
-        planned_stages(world)
-        bundles = bundles_of_trial(config, world.tiers, world.num_clients, cluster, trials)
+        world = worlds.of(config)
+        stages = [stage.name for stage in planned_stages(world)]
+        bundles = bundles_of_trial(config, world.tiers, world.num_clients, cluster, at_once)
+        compared = _compared(scheduler, stages)
     except ValueError as error:
         raise _of(trial, error) from error
-    return Checked(trial, bundles, _shared(config, world), _at_once(bundles, cluster))
+    shared = supernet_key(config, world) if config.reuse_supernet else None
+    return Checked(trial, bundles, shared, _holds(bundles, cluster), compared)
 
 
-def _shared(config: RunConfig, world: World) -> str | None:
-    return supernet_key(config, world) if config.reuse_supernet else None
+def _compared(scheduler: Mapping[str, Any] | None, stages: Sequence[str]) -> str | None:
+    if scheduler is None or scheduler["kind"] == "none":
+        return None
+    stage = scheduler["stage"] or stages[0]
+    if stage not in stages:
+        raise ValueError(f"ablation.scheduler.stage={stage}: the run's stages are {', '.join(stages)}")
+    return str(stage)
 
 
-def _at_once(bundles: Bundles, cluster: Cluster) -> int:
-    """Roughly, by the sums alone."""
+def _holds(bundles: Bundles, cluster: Cluster) -> int:
+    """How many of these the cluster holds at once; roughly, by the sums alone."""
     sizes: Mapping[str, float] = {n: sum(b.get(n, 0.0) for b in bundles) for n in ("CPU", "GPU")}
     return max(1, min((int(cluster.total(n) / size + 1e-6) for n, size in sizes.items() if size), default=1))
 

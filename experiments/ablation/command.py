@@ -1,5 +1,6 @@
 """`fedloom ablate`: from the planned ablation to its end, its table and its exit code."""
 
+import logging
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -7,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ray.exceptions import RayError
 from rich.table import Table
 
 from fedloom.experiments.ablation.launch import AblationEnd, resume_ablation, retry_failed, start_ablation
-from fedloom.experiments.ablation.store import Ablation, TrialState
+from fedloom.experiments.ablation.store import FAILED, Ablation, TrialState
 from fedloom.experiments.ablation.view import AblationView
-from fedloom.experiments.exit_codes import OK, of_run_end
+from fedloom.experiments.exit_codes import INFRASTRUCTURE, OK, of_run_end
 from fedloom.experiments.show import console, where, write_json
 from fedloom.platform.results.target import is_remote
 
@@ -26,18 +28,46 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
     given = str(ablation.trials[0].config["results"])
     results = args.results if stored is not None else given if is_remote(given) else Path(given)
     go = resume_ablation if args.resume is not None else retry_failed if stored is not None else start_ablation
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_Once())
     view = AblationView(quiet=args.json)
+    view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
     try:
         end = go(ablation, results, view)
+    except RayError as error:
+        cause = " ".join(str(error).split())[:600]
+        sys.stderr.write(f"fedloom: the cluster was lost: {cause}; {_what_to_do(ablation.ablation_id, results)}\n")
+        return INFRASTRUCTURE
     finally:
         view.close()
     _show_end(end, results, args.json)
     return of_run_end(end.kind)
 
 
+class _Once(logging.Filter):
+    """Lets a warning through that many trials share only the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether this is the first of its kind."""
+        text = record.getMessage()
+        new = text not in self._seen
+        self._seen.add(text)
+        return new
+
+
 def _show_plan(ablation: Ablation, as_json: bool) -> None:
     if as_json:
-        write_json({"ablation_id": ablation.ablation_id, "trials": [_planned(t) for t in ablation.trials]})
+        write_json(
+            {
+                "ablation": ablation.name,
+                "experiment": ablation.experiment,
+                "trials": [_planned(t) for t in ablation.trials],
+            }
+        )
         return
     table = Table("trial", *ablation.axes, "seed", box=None)
     for trial in ablation.trials:
@@ -69,15 +99,15 @@ def _show_end(end: AblationEnd, results: str | Path, as_json: bool) -> None:
         return
     for line in _unfinished(end.states):
         sys.stderr.write(f"fedloom: {line}\n")
-    sys.stderr.write(f"fedloom: ablation {end.kind} ({said}); {_what_to_do(end, here)}\n")
+    sys.stderr.write(f"fedloom: ablation {end.kind} ({said}); {_what_to_do(end.ablation_id, results, end.kind)}\n")
 
 
 def _unfinished(states: Sequence[TrialState], most: int = 10) -> list[str]:
-    bad = [s for s in states if s.state in ("failed", "refused", "died")]
+    bad = [s for s in states if s.state in FAILED]
     lines = [f"trial {s.trial.index} ({s.trial.label()}) {s.state}: {s.message}" for s in bad[:most]]
     return [*lines, f"and {len(bad) - most} more"] if len(bad) > most else lines
 
 
-def _what_to_do(end: AblationEnd, here: str) -> str:
-    again = "--resume" if end.kind == "interrupted" else "--retry-failed"
-    return f"go on with: fedloom ablate {again} {end.ablation_id}{here}"
+def _what_to_do(ablation_id: str, results: str | Path, kind: str = "interrupted") -> str:
+    again = "--resume" if kind == "interrupted" else "--retry-failed"
+    return f"go on with: fedloom ablate {again} {ablation_id}{where(results)}"

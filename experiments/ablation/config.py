@@ -2,8 +2,9 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,11 +99,26 @@ def load_ablation_config(given: str, overrides: Sequence[str] = ()) -> tuple[str
         merged = OmegaConf.merge(OmegaConf.structured(AblationConfig), OmegaConf.load(path), own)
         config = cast(AblationConfig, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
-        raise ValueError(f"ablation={given}: {_first_line(error)}") from error
+        raise ValueError(f"ablation={given}: {_explained(error)}") from error
     except (OSError, ValueError, YAMLError) as error:
         raise ValueError(f"ablation={given}: {path} cannot be read as YAML: {_first_line(error)}") from error
     check_ablation(config)
     return name, config
+
+
+def _explained(error: OmegaConfBaseException) -> str:
+    """OmegaConf's sentence without its own classes' names."""
+    line = _first_line(error)
+    if "is not a ListConfig" in line:
+        return f"{line.partition(':')[0]}: must be a list, such as [1,2,3]"
+    unknown = re.search(r"Key '([^']*)' not in '(\w+)'", line)
+    if unknown is None:
+        return line
+    kinds = (AblationConfig, AxisConfig, SearchConfig, SchedulerConfig)
+    kind = next((kind for kind in kinds if kind.__name__ == unknown[2]), None)
+    known = [f.name for f in fields(kind)] if kind else []
+    whole = line.partition(": Key ")[0] if ": Key " in line else unknown[1]
+    return f"unknown key {whole!r}{nearest(unknown[1], known)}; there are {', '.join(known)}"
 
 
 def _own(overrides: Sequence[str]) -> DictConfig:

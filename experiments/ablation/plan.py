@@ -23,6 +23,9 @@ from fedloom.platform.results.target import local_root
 from fedloom.platform.seeding import stream
 
 MOST_TRIALS = 10_000
+MOST_DRAWS = 50
+"""Draws per sample before the axes count as exhausted."""
+DEFAULT_FIGURES = ("metric_by_axis",)
 GROUPS = ("experiment", "method")
 """Keys that choose whole groups of values: what they bring must be composed, not merged."""
 
@@ -49,15 +52,19 @@ def plan_ablation(arguments: Sequence[str]) -> Ablation:
     """
     given, own, common = _sorted_arguments(arguments)
     name, config = load_ablation_config(given, own)
+    _check_names_experiment(config, [*config.overrides, *common])
     if (trials_planned := _num_points(config) * len(config.seeds)) > MOST_TRIALS:
         raise ValueError(f"ablation={given} has {trials_planned} trials: {MOST_TRIALS} at most; take fewer values")
     overrides = ["reuse_supernet=true", *config.overrides, *common]
-    base = compose_config(overrides)
+    base = _base(given, overrides, common)
     points = list(_points(config))
     _check_not_fixed(config, points, [*config.overrides, *common])
     root = local_root(base.results)
     ablation_id = new_ablation_id(root, name)
-    trials = tuple(_trials(ablation_id, overrides, base, points, config.seeds))
+    try:
+        trials = tuple(_trials(ablation_id, overrides, base, points, config.seeds))
+    except ValueError as error:
+        raise ValueError(f"ablation={given} of {base.experiment}: {error}") from error
     return Ablation(
         ablation_id=ablation_id,
         name=name,
@@ -66,7 +73,7 @@ def plan_ablation(arguments: Sequence[str]) -> Ablation:
         axes=_axes(config, points),
         reference=_reference(config, base),
         seeds=tuple(config.seeds),
-        figures=tuple(config.figures),
+        figures=tuple(config.figures) or DEFAULT_FIGURES,
         scheduler=asdict(config.scheduler),
         overrides=tuple(overrides),
         attempts=config.attempts,
@@ -74,6 +81,24 @@ def plan_ablation(arguments: Sequence[str]) -> Ablation:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         trials=trials,
     )
+
+
+def _check_names_experiment(config: AblationConfig, overrides: Sequence[str]) -> None:
+    chosen = [override.lstrip("+").partition("=")[0] for override in overrides]
+    varied = [key for axis in config.axes.values() for key in (axis.key, *itertools.chain(*axis.settings.values()))]
+    if not any(key in GROUPS for key in (*chosen, *varied)):
+        raise ValueError("give the experiment that the ablation varies, such as experiment=fedoras_digits")
+
+
+def _base(given: str, overrides: Sequence[str], common: Sequence[str]) -> RunConfig:
+    """What all trials have in common; tells the ablation's mistakes from those of whoever typed the command."""
+    try:
+        return compose_config(overrides)
+    except ValueError as error:
+        typed = compose_config(common)
+        raise ValueError(
+            f"ablation={given} does not fit {typed.experiment}: {error}; fedloom ablate --help says what it is for"
+        ) from error
 
 
 def planned_ablation(root: Path, given: str, overrides: Sequence[str]) -> Ablation:
@@ -92,7 +117,8 @@ def _sorted_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[st
     """The ablation's name, its own overrides, and those of the runs."""
     names = [a.partition("=")[2] for a in arguments if a.startswith("ablation=")]
     if len(names) != 1 or not names[0]:
-        raise ValueError("give one ablation=NAME (or a YAML file of your own), such as ablation=beta_schedule")
+        given = f"{len(names)} ablations were given: " if len(names) > 1 else ""
+        raise ValueError(f"{given}give one ablation=NAME (or a YAML file of your own), such as ablation=beta_schedule")
     own = [a for a in arguments if a.startswith(PREFIX)]
     rest = [a for a in arguments if not a.startswith((PREFIX, "ablation="))]
     for argument in rest:
@@ -109,9 +135,26 @@ def _num_points(config: AblationConfig) -> int:
 
 def _points(config: AblationConfig) -> Iterator[Point]:
     if config.search.kind == "random":
-        return (_drawn(config, i) for i in range(config.search.samples))
+        return _different(config)
     choices = [[(name, *choice) for choice in _choices(axis)] for name, axis in config.axes.items()]
     return (_point(combination) for combination in itertools.product(*choices))
+
+
+def _different(config: AblationConfig) -> Iterator[Point]:
+    """So many different points; what was drawn before is passed over, so that no run is done twice."""
+    seen: set[str] = set()
+    for index in range(MOST_DRAWS * config.search.samples):
+        point = _drawn(config, index)
+        name = json.dumps(dict(point.setting), default=str)
+        if name not in seen:
+            seen.add(name)
+            yield point
+            if len(seen) == config.search.samples:
+                return
+    raise ValueError(
+        f"ablation.search.samples={config.search.samples}: the axes have only about {len(seen)} different points; "
+        "take fewer samples, or ablation.search.kind=grid"
+    )
 
 
 def _choices(axis: AxisConfig) -> list[tuple[Any, Changes]]:

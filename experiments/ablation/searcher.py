@@ -11,10 +11,14 @@ from fedloom.experiments.ablation.trial import TRIAL
 
 @dataclass(frozen=True)
 class Pending:
-    """A trial to be run, and the key of the supernet that it trains or begins with (None: none is shared)."""
+    """A trial to be run, and the key of the supernet that it trains or begins with (None: none is shared).
+
+    `replay` is for one that only tells a scheduler of its rounds: the others wait for it.
+    """
 
     index: int
     supernet: str | None = None
+    replay: bool = False
 
 
 class PlanSearcher(Searcher):
@@ -29,8 +33,8 @@ class PlanSearcher(Searcher):
         super().__init__()
         self._pending = list(pending)
         self._is_stored = is_stored
-        self._training: dict[str, str] = {}
-        """By Tune's trial id the key of the supernet that is being trained."""
+        self._at_work: dict[str, Pending] = {}
+        """By Tune's trial id."""
 
     def suggest(self, trial_id: str) -> dict[str, Any] | None:
         """The next trial that need not wait; None while all that are left must."""
@@ -38,19 +42,21 @@ class PlanSearcher(Searcher):
             return cast(dict[str, Any], Searcher.FINISHED)  # a text; Tune declares only the others
         for place, trial in enumerate(self._pending):
             if self._can_begin(trial):
-                del self._pending[place]
-                if trial.supernet is not None:
-                    self._training[trial_id] = trial.supernet
+                self._at_work[trial_id] = self._pending.pop(place)
                 return {TRIAL: trial.index}
         return None
 
     def _can_begin(self, trial: Pending) -> bool:
+        others = [*self._pending, *self._at_work.values()]
+        if not trial.replay and any(other.replay for other in others):
+            return False
         key = trial.supernet
-        return key is None or key not in self._training.values() or self._is_stored(key)
+        trained = any(other.supernet == key for other in self._at_work.values())
+        return key is None or not trained or self._is_stored(key)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """A trial that ended without leaving a supernet makes room for the next one to train it."""
-        self._training.pop(trial_id, None)
+        self._at_work.pop(trial_id, None)
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: the plan and the runs' own files tell what is left."""

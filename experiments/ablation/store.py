@@ -1,6 +1,7 @@
 """An ablation on disk: its plan, written once and never changed, and how its trials stand."""
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,8 @@ from fedloom.platform.results.files import check_name, write_atomically
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import Status, read_status
 
+logger = logging.getLogger(__name__)
+
 FOLDER = "ablations"
 PLAN = "ablation.json"
 ENDS = "ends.json"
@@ -20,8 +23,12 @@ VERSION = 1
 
 WAITING = "waiting"
 STOPPED = "stopped"
+UNSENT = "unsent"
 FINAL = ("done", STOPPED)
 """States of trials that are not to be run again."""
+FAILED = ("failed", "refused", "died", UNSENT)
+"""States that --retry-failed is for; of these --resume runs only those again whose process died."""
+BY_INFRASTRUCTURE = ("died", UNSENT)
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,12 @@ class Ablation:
 
 @dataclass(frozen=True)
 class TrialState:
-    """How a trial stands: waiting, running, stalled, dead, failed, interrupted, stopped (early, by ASHA) or done."""
+    """How a trial stands.
+
+    `state` is waiting, running, stalled, dead (its process is gone), interrupted, failed (its clients did), refused (it
+    cannot run as it is), died (its process did, for the last time), unsent (done, but its files did not reach the URL
+    of the results), stopped (early, by the scheduler) or done.
+    """
 
     trial: Trial
     state: str
@@ -101,7 +113,7 @@ class TrialState:
 
 @dataclass(frozen=True)
 class End:
-    """How a trial ended where its run does not say: stopped early, refused, or died."""
+    """How a trial ended where its run does not say: stopped early, refused, died, or unsent."""
 
     kind: str
     message: str = ""
@@ -144,8 +156,14 @@ def read_ablation(folder: Path) -> Ablation:
 
 
 def list_ablations(root: Path) -> list[Ablation]:
-    """All ablations under a results folder, by id."""
-    return [read_ablation(path.parent) for path in sorted((root / FOLDER).glob(f"*/{PLAN}"))]
+    """All ablations under a results folder, by id; one whose plan cannot be read is warned of and left out."""
+    found = []
+    for path in sorted((root / FOLDER).glob(f"*/{PLAN}")):
+        try:
+            found.append(read_ablation(path.parent))
+        except ValueError as error:
+            logger.warning("%s", error)
+    return found
 
 
 def find_ablation(root: Path, given: str) -> Ablation:
@@ -193,7 +211,8 @@ def _states(root: Path, ablation: Ablation) -> Iterator[TrialState]:
         path = RunPaths(root, trial.experiment, trial.run_id).status
         end = ends.get(trial.index)
         status = read_status(path) if path.exists() else None
-        if status is not None and (status.state == "done" or end is None):
+        done = status is not None and status.state == "done" and (end is None or end.kind != UNSENT)
+        if status is not None and (done or end is None):
             yield TrialState(trial, status.state, status.message, status)
         elif end is not None:
             yield TrialState(trial, end.kind, end.message, status)

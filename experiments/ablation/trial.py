@@ -13,14 +13,17 @@ from ray import tune
 
 from fedloom.actors.server import make_pool
 from fedloom.actors.wire import accept_shared_memory
+from fedloom.experiments.ablation.store import UNSENT
 from fedloom.experiments.config import config_from_dict
 from fedloom.platform.config import RunConfig
 from fedloom.platform.execution import Executor, SerialExecutor
 from fedloom.platform.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.results.mirror import MirrorError, mirror_run
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import read_runs
+from fedloom.platform.results.target import local_root
 from fedloom.platform.run import COSTS, Label, Watcher, resume_run, start_run
 from fedloom.platform.worker import Worker
 from fedloom.platform.world import World
@@ -43,12 +46,16 @@ class Job:
     """What a trial's process is to do; plain data.
 
     Attributes:
-        stage: the stage whose rounds a scheduler looks at; None for no scheduler. "" is the first.
+        index: the trial's place in the plan.
+        stage: the stage whose rounds a scheduler compares; None for no scheduler.
+        replay: only tell of the rounds that the run has, for a scheduler that begins anew.
     """
 
+    index: int
     config: Mapping[str, Any]
     label: Label
     stage: str | None = None
+    replay: bool = False
 
 
 class TrialActor(tune.Trainable):
@@ -77,7 +84,6 @@ class Running:
         self.config = config_from_dict(job.config)
         self._news: queue.Queue[dict[str, Any]] = queue.Queue()
         self._last: dict[str, Any] = {}
-        self._first_stage = ""
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="run", daemon=True)
@@ -114,11 +120,10 @@ class Running:
     def _to_the_end(self) -> tuple[str, str]:
         accept_shared_memory()
         torch.set_num_threads(self.config.executor.threads)
-        for progress in self._history():
-            self._tell(progress)
-        watcher = Watcher(round=self._tell, should_stop=self._stop.is_set)
         try:
-            self._start_or_resume(watcher)
+            self._start_or_resume()
+        except MirrorError as error:
+            return UNSENT, str(error)
         except ValueError as error:
             return "refused", str(error)
         except RunFailedError as error:
@@ -127,15 +132,21 @@ class Running:
             return "interrupted", str(error)
         return "done", ""
 
-    def _start_or_resume(self, watcher: Watcher) -> None:
+    def _start_or_resume(self) -> None:
         run_id = self.job.label.run_id
         assert run_id is not None, "a trial's id is planned"
-        paths = RunPaths(fetch(self.config.results, [run_id]), self.config.experiment, run_id)
+        paths = self._paths(run_id)
+        if self.job.replay:
+            self._tell_history(run_id)
+            return
         if paths.status.exists() and read_status(paths.status).state == "done":
-            return  # its process died while it told of the end
+            mirror_run(self.config.results, paths)  # its process died while it told of the end, or could not send it
+            return
         if paths.artifacts.exists() and not (paths.artifacts / COSTS).exists():
             # Killed in its first milliseconds: nothing was done yet, and there is nothing to go on from.
             shutil.rmtree(paths.artifacts)
+        # A scheduler that begins anew is told first of what was done before, as soon as the tables are whole again.
+        watcher = Watcher(self._tell_history, self._tell, self._stop.is_set)
         if paths.artifacts.exists():
             resume_run(self.config, run_id, self._executor, watcher, self.job.label)
         else:
@@ -146,22 +157,23 @@ class Running:
             return SerialExecutor(Worker(world.spec))
         return make_pool(world)
 
-    def _history(self) -> Iterator[RoundProgress]:
-        """The rounds that were finished before: a scheduler that starts anew is told of them first."""
-        run_id = self.job.label.run_id
-        if self.job.stage is None or run_id is None:
-            return
-        yield from finished_rounds(self.config, run_id)
+    def _paths(self, run_id: str) -> RunPaths:
+        try:
+            return RunPaths(fetch(self.config.results, [run_id]), self.config.experiment, run_id)
+        except ValueError as error:
+            # The driver has reached it: what is wrong now will be right again, and the trial may be begun again.
+            raise ConnectionError(str(error)) from error
+
+    def _tell_history(self, run_id: str) -> None:
+        if self.job.stage is not None:
+            for progress in finished_rounds(self.config, run_id):
+                self._tell(progress)
 
     def _tell(self, progress: RoundProgress) -> None:
         self._news.put(figures(progress) | self._compared(progress))
 
     def _compared(self, progress: RoundProgress) -> dict[str, Any]:
-        if self.job.stage is None:
-            return {}
-        self._first_stage = self._first_stage or progress.stage
-        wanted = self.job.stage or self._first_stage
-        return {STAGE_ROUND: progress.round + 1} if progress.stage == wanted else {}
+        return {STAGE_ROUND: progress.round + 1} if progress.stage == self.job.stage else {}
 
 
 def figures(progress: RoundProgress) -> dict[str, Any]:
@@ -178,7 +190,7 @@ def figures(progress: RoundProgress) -> dict[str, Any]:
 
 def finished_rounds(config: RunConfig, run_id: str) -> Iterator[RoundProgress]:
     """The rounds in a run's table, in their order."""
-    paths = RunPaths(fetch(config.results, [run_id], tensors=False), config.experiment, run_id)
+    paths = RunPaths(local_root(config.results), config.experiment, run_id)
     rows = read_runs([paths], "rounds")
     totals = rows.groupby("stage")["round"].max() + 1
     names = [f.name for f in fields(RoundProgress) if f.name != "rounds_total"]

@@ -1,15 +1,20 @@
 """The one place that drives Ray Tune: a Tuner over planned trials, each in a placement group of its own."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray import tune
+from ray.exceptions import RayError
+from ray.tune.error import TuneError
 from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 
+from fedloom.experiments.ablation.at_work import Told
 from fedloom.experiments.ablation.needs import Bundles
 from fedloom.experiments.ablation.searcher import Pending, PlanSearcher
 from fedloom.experiments.ablation.store import STOPPED, End
@@ -20,28 +25,24 @@ NODE_SHARE = 0.001
 """Of a node's own resource: binds a trial's server to the node whose disk the results are on."""
 
 
-class Told(Protocol):
-    """Who is told of the trials."""
+WAITING_S = 30.0
+"""How long nothing may go on before somebody is told why."""
 
-    def started(self, index: int) -> None:
-        """A trial began."""
-        ...
 
-    def round(self, index: int, figures: Mapping[str, Any]) -> None:
-        """News of a trial."""
-        ...
+@dataclass(frozen=True)
+class Work:
+    """A trial for Tune: its job, what its placement group holds beside its server, and the supernet that it shares."""
 
-    def ended(self, index: int, end: End) -> None:
-        """A trial ended."""
-        ...
+    job: Job
+    bundles: Bundles
+    supernet: str | None = None
 
 
 def tune_trials(
-    jobs: Sequence[tuple[int, Job]],
-    bundles: Mapping[int, Bundles],
-    supernets: Mapping[int, str | None],
+    work: Sequence[Work],
     *,
     is_stored: Callable[[str], bool],
+    pin: bool,
     scheduler: Mapping[str, Any],
     attempts: int,
     concurrent: int | None,
@@ -49,25 +50,25 @@ def tune_trials(
     name: str,
     told: Told,
 ) -> None:
-    """Runs the jobs, by trial index, to their ends; returns early after Ctrl-C, with every trial stopped.
+    """Runs the trials to their ends; returns early after Ctrl-C, with every trial stopped.
 
-    `bundles` are what each trial's placement group holds beside its server. `storage` is a folder for what Tune
-    itself writes. A trial whose process dies is begun again, `attempts` times in all.
+    With `pin` the trials' servers stay on the driver's node. `storage` is a folder for what Tune itself writes. A trial
+    whose process dies is begun again, `attempts` times in all.
     """
     for logger in ("ray.tune", "ray.train"):  # what went wrong is told by trial, in our words
         logging.getLogger(logger).setLevel(logging.CRITICAL)
-    pinned = _own_node() if len(_alive()) > 1 else {}
-    groups = {index: _group(job, pinned, bundles[index]) for index, job in jobs}
+    pinned = _own_node() if pin else {}
+    groups = {w.job.index: _group(w.job, pinned, w.bundles) for w in work}
     trainable = tune.with_resources(
-        tune.with_parameters(TrialActor, jobs=dict(jobs)), lambda config: groups[config[TRIAL]]
+        tune.with_parameters(TrialActor, jobs={w.job.index: w.job for w in work}), lambda config: groups[config[TRIAL]]
     )
-    order = [Pending(index, supernets[index]) for index, _ in jobs]
+    order = [Pending(w.job.index, w.supernet, w.job.replay) for w in work]
     tuner = tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
             search_alg=PlanSearcher(order, is_stored),
             scheduler=_scheduler(scheduler),
-            num_samples=len(jobs),
+            num_samples=len(work),
             max_concurrent_trials=concurrent,
         ),
         run_config=tune.RunConfig(
@@ -79,18 +80,17 @@ def tune_trials(
             verbose=0,
         ),
     )
-    tuner.fit()
+    try:
+        tuner.fit()
+    except TuneError as error:
+        raise RayError(str(error)) from error
 
 
 def _group(job: Job, pinned: Mapping[str, float], bundles: Bundles) -> tune.PlacementGroupFactory:
     """The trial's placement group, first the server's bundle; a serial run's server does its clients' work itself."""
-    if job.config["executor"]["kind"] == "serial":
+    if job.config["executor"]["kind"] == "serial" or job.replay:
         return tune.PlacementGroupFactory([{**pinned, **bundles[0]}], strategy="PACK")
     return tune.PlacementGroupFactory([dict(pinned), *bundles], strategy="PACK")
-
-
-def _alive() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 def _own_node() -> dict[str, float]:
@@ -116,6 +116,7 @@ class _Callback(tune.Callback):
 
     def __init__(self, told: Told) -> None:
         self._told = told
+        self._last_s = time.monotonic()
 
     def __getstate__(self) -> dict[str, Any]:
         # Tune writes its callbacks down to restore them; a terminal cannot be, and a resumed ablation has a new one.
@@ -131,6 +132,19 @@ class _Callback(tune.Callback):
         """A round."""
         if "stage" in result:
             self._told.round(trial.config[TRIAL], result)
+
+    def on_step_end(self, iteration: int, trials: list[TuneTrial], **info: Any) -> None:
+        """Tells, once a while, that trials wait for a cluster that others use or that has lost a node."""
+        if any(trial.status == TuneTrial.RUNNING for trial in trials):
+            self._last_s = time.monotonic()
+        waiting = [trial.config[TRIAL] for trial in trials if trial.status == TuneTrial.PENDING]
+        if waiting and time.monotonic() - self._last_s > WAITING_S:
+            self._last_s = time.monotonic()
+            free = ray.available_resources()  # type: ignore[no-untyped-call]
+            self._told.waiting(
+                f"trial {waiting[0]} waits for room: the cluster has {free.get('CPU', 0):g} CPUs and "
+                f"{free.get('GPU', 0):g} GPUs free"
+            )
 
     def on_trial_complete(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
         """The run came to an end, or the scheduler stopped it."""

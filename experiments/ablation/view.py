@@ -14,6 +14,7 @@ from fedloom.experiments.show import as_time, console
 MOST_LINES = 40
 """Trials that a terminal shows at once; those at work come first."""
 
+TELL_S = 60.0
 AT_WORK = "running"
 _ORDER = {AT_WORK: 0, WAITING: 2}
 
@@ -28,11 +29,12 @@ class Line:
         self.message = state.message
         self.began_s: float | None = None
         self.took_s: float | None = None
+        self.told_s = time.monotonic()
 
     def cells(self) -> list[str]:
         """Its index, setting, state, place and figures."""
         seconds = self.took_s if self.took_s is not None else self._so_far_s()
-        took = "" if seconds is None else as_time(seconds)
+        took = as_time(seconds) if seconds else ""
         return [str(self.trial.index), self.trial.label(), self.state, self._place(), self._reached(), took]
 
     def text(self) -> str:
@@ -50,6 +52,8 @@ class Line:
         return f"{self.figures['stage']} {self.figures['round'] + 1}/{self.figures['rounds_total']}"
 
     def _reached(self) -> str:
+        if self.figures.get("stage") == "evaluation":
+            return ""  # of whichever model was evaluated last
         known = [f"{name} {self.figures[name]:.4f}" for name in ("loss", "metric") if name in self.figures]
         return " ".join(known)
 
@@ -63,12 +67,11 @@ class AblationView:
         self._live: Live | None = None
         self._title = ""
 
-    def planned(self, ablation: Ablation, states: Sequence[TrialState], at_once: int) -> None:
-        """The trials, and how many of them the cluster holds at once."""
+    def planned(self, ablation: Ablation, states: Sequence[TrialState], at_once: int, to_run: int) -> None:
+        """The trials, how many of them are to be run, and how many the cluster holds at once."""
         self._lines = [Line(state) for state in states]
         self._title = f"ablation {ablation.ablation_id}"
-        left = sum(line.state != "done" for line in self._lines)
-        self.console.print(f"{self._title}: {len(states)} trials, {left} to run, up to {at_once} at once")
+        self.console.print(f"{self._title}: {len(states)} trials, {to_run} to run, up to {at_once} at once")
         if ablation.title:
             self.console.print(ablation.title)
         if self.console.is_terminal:
@@ -82,8 +85,11 @@ class AblationView:
         self._print(line)
 
     def round(self, index: int, figures: Mapping[str, Any]) -> None:
-        """News of a trial."""
-        self._lines[index].figures = figures
+        """News of a trial; a line of them once a minute where the terminal is none."""
+        line = self._lines[index]
+        line.figures = figures
+        if time.monotonic() - line.told_s >= TELL_S:
+            self._print(line)
 
     def ended(self, index: int, end: End) -> None:
         """A trial ended."""
@@ -92,6 +98,10 @@ class AblationView:
         line.took_s = None if line.began_s is None else time.monotonic() - line.began_s
         self._print(line)
 
+    def waiting(self, message: str) -> None:
+        """Nothing goes on."""
+        self.console.print(message)
+
     def close(self) -> None:
         """Leaves the terminal as it is; also after an error."""
         if self._live is not None:
@@ -99,6 +109,7 @@ class AblationView:
             self._live = None
 
     def _print(self, line: Line) -> None:
+        line.told_s = time.monotonic()
         if self._live is None:
             self.console.print(line.text())
 

@@ -17,6 +17,7 @@ from fedloom.experiments.analysis.reused import with_training
 from fedloom.experiments.analysis.summary import MODEL_KEY, by_model, by_seed, per_model
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load_paths
 from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.remote import fetch
 
 _OWN = ("trial", "seed")
 
@@ -29,7 +30,7 @@ def load_ablation(
     Runs that began with a supernet of another run have the rows of its training (see `with_training`). Raises
     ValueError as `find_ablation` and `load`.
     """
-    root = Path(results)
+    root = fetch(results, [ablation_id], tensors=False, ablations=True)
     ablation = find_ablation(root, ablation_id)
     paths = [RunPaths(root, t.experiment, t.run_id) for t in ablation.trials]
     return ablation, with_training(load_paths([p for p in paths if p.table("runs").exists()], tables))
@@ -128,7 +129,13 @@ def by_setting(frame: pd.DataFrame, measure: str, axes: Sequence[str]) -> pd.Dat
 
 def marginal(frame: pd.DataFrame, ablation: Ablation, axis: str, measure: str = METRIC) -> pd.DataFrame:
     """`by_setting` along one axis, the others at their references (see `held`)."""
+    _check_axis(ablation, axis)
     return by_setting(holding(frame, held(ablation, axis)), measure, [axis])
+
+
+def _check_axis(ablation: Ablation, axis: str) -> None:
+    if axis not in ablation.axes:
+        raise ValueError(f"{ablation.ablation_id} has no axis {axis!r}; its axes are {', '.join(ablation.axes)}")
 
 
 def against_reference(frame: pd.DataFrame, ablation: Ablation, axis: str, measure: str = METRIC) -> pd.DataFrame:
@@ -139,6 +146,7 @@ def against_reference(frame: pd.DataFrame, ablation: Ablation, axis: str, measur
     "none" for one pair), p_value (two-sided, not corrected for the number of rows). Pairs of one seed are taken as
     independent, though they share data and initialisation. A random search has no such pairs, and no rows.
     """
+    _check_axis(ablation, axis)
     reference = references(ablation)[axis]
     others = [name for name in ablation.axes if name != axis]
     known = frame.dropna(subset=[measure, "model"])

@@ -13,8 +13,8 @@ from fedloom.platform.results.order import is_tensors, rank
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.target import RemoteFile, Target, is_remote, local_root, open_target, unusable
 
-SHARED_FOLDERS = ("ablations",)
-"""What `fetch` brings besides runs."""
+ABLATIONS = "ablations"
+"""What is no run's own."""
 _CONNECTIONS = 8
 _PASSES = 5
 
@@ -35,12 +35,15 @@ def check_results(results: str) -> Path:
     return root
 
 
-def fetch(results: str | Path, run_ids: Sequence[str] | None = None, *, tensors: bool = True) -> Path:
-    """Brings runs (of these ids or beginnings of ids, or all) and ablations here; returns the local results folder.
+def fetch(
+    results: str | Path, run_ids: Sequence[str] | None = None, *, tensors: bool = True, ablations: bool = False
+) -> Path:
+    """Brings runs (of these ids or beginnings of ids, or all) here; returns the local results folder.
 
-    Only what has changed, each file whole; without `tensors`, neither checkpoints' nor models' tensors, which reading
-    tables does not need. A run that is at work on this machine, or got further here than what was sent, is left as it
-    is. A local path is returned at once. Raises ValueError in one line if the URL cannot be reached.
+    With `ablations` those, too; not where one is at work, whose driver alone writes them. Only what has changed, each
+    file whole; without `tensors`, neither checkpoints' nor models' tensors, which reading tables does not need. A run
+    that is at work on this machine, or got further here than what was sent, is left as it is. A local path is returned
+    at once. Raises ValueError in one line if the URL cannot be reached.
     """
     root = local_root(results)
     if not is_remote(results):
@@ -49,8 +52,8 @@ def fetch(results: str | Path, run_ids: Sequence[str] | None = None, *, tensors:
     try:
         target.check_reachable(writable=False)
         _fetch_runs(target, root, run_ids, tensors)
-        for folder in SHARED_FOLDERS:
-            _fetch_newer(target, root, target.list([folder]))
+        if ablations:
+            _fetch_newer(target, root, target.list([ABLATIONS]))
     except OSError as error:
         raise unusable(str(results), error) from error
     return root
@@ -84,7 +87,8 @@ def mirror_folder(results: str | Path, relative: str) -> None:
 
 def _send_newer(target: Target, root: Path, relative: str) -> None:
     there = target.list([relative])
-    names = [p.relative_to(root).as_posix() for p in (root / relative).rglob("*") if p.is_file()]
+    files = [p for p in (root / relative).rglob("*") if p.is_file() and not p.name.startswith(".")]
+    names = [p.relative_to(root).as_posix() for p in files]
     for name in sorted(names, key=rank):
         known = there.get(name)
         with open(root / name, "rb") as file:

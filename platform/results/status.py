@@ -59,6 +59,8 @@ class StatusFile:
         changes = {name: value for name, value in given.items() if value is not None}
         with self._lock:
             self._status = replace(self._status, state=state, **changes)  # type: ignore[arg-type]
+            if state == "done":
+                self._status = replace(self._status, round=self._status.rounds_total)
             self._write()
 
     def beat(self) -> None:

@@ -339,7 +339,7 @@ ABLATION_CASES = {
     "a seed": ([LR, "seed=2"], r"seed=2: an ablation has several seeds; give ablation.seeds=\[1,2\]"),
     "an axis of seeds": (["axes: {s: {key: seed, values: [1, 2]}}\n"], r"axes.s sets seed: .*give ablation.seeds"),
     "the same seed twice": ([LR, "ablation.seeds=[1,1]"], r"ablation.seeds=\[1, 1\]: give one or more different seeds"),
-    "unknown key of the ablation": ([LR, "ablation.sedes=[1]"], r"sedes: Key 'sedes' not in 'AblationConfig'"),
+    "unknown key of the ablation": ([LR, "ablation.sedes=[1]"], r"unknown key 'sedes'; did you mean 'seeds'"),
     "key of the ablation that cannot be read": ([LR, "ablation.seeds=[1"], r"ablation.seeds=\[1 cannot be read"),
     "method of another preset": (
         ["axes: {m: {key: method, values: [fedavg]}}\n"],

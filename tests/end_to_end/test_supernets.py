@@ -18,6 +18,7 @@ from fedloom.platform.execution import SerialExecutor
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.tables import read_table
+from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.run import resume_run, start_run
 from fedloom.platform.state import RunState
 from fedloom.platform.supernets import load_supernet, store_supernet, stored_supernet, supernet_key
@@ -288,3 +289,25 @@ def test_an_origin_says_who_trained_it_and_when(tmp_path: Path) -> None:
 def test_what_is_not_there_is_none(tmp_path: Path) -> None:
     assert stored_supernet(tmp_path, KEY) is None
     assert load_supernet(tmp_path, KEY) is None
+
+
+def test_a_run_killed_before_its_row_was_written_begins_once_more(
+    tiny_config: Tiny, rows_of: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a checkpoint of the shared supernet by then, and no row that says whose it is."""
+    config = tiny_config("reuse_supernet=true")
+    results = Path(config.results)
+    leader, undisturbed = run(config), run(config)
+
+    def killed(*_: object, **__: object) -> None:
+        raise SystemExit("killed")
+
+    with monkeypatch.context() as at_the_row:
+        at_the_row.setattr(RunWriter, "update_run", killed)
+        with pytest.raises(SystemExit):
+            run(config)
+    (broken,) = {p.name for p in (results / "artifacts").iterdir()} - {leader, undisturbed}
+    resume_run(config, broken, on_serial)
+    assert used(results, broken) == used(results, undisturbed) == (key_of(config), leader)
+    assert trained(results, broken) == []
+    assert_same_later(rows_of, results, undisturbed, broken)

@@ -504,7 +504,7 @@ REFUSED = {
     "unknown common key": (LR, ["data.alfa=1"], "unknown configuration key 'data.alfa'; did you mean 'data.alpha'?"),
     "unknown key in the file": (LR + "overrides: [data.alfa=1]", [], "did you mean 'data.alpha'?"),
     "two ablations": (LR, ["ablation=alpha"], "give one ablation=NAME"),
-    "unknown key of the ablation": (LR, ["ablation.seed=[1]"], "Key 'seed' not in 'AblationConfig'"),
+    "unknown key of the ablation": (LR, ["ablation.seed=[1]"], "unknown key 'seed'; did you mean 'seeds'?"),
     "far too many": (
         f"axes: {{{', '.join(f'a{i}: {{key: k{i}, values: {list(range(10))}}}' for i in range(12))}}}\nseeds: [1]\n",
         [],
@@ -554,3 +554,21 @@ def test_a_stored_plan_may_change_where_it_runs_and_nothing_else(plan: Plan, tmp
     for override in ("method.train.lr=1", "ablation.seeds=[1]", "seed=2", "results=x"):
         with pytest.raises(ValueError, match="cannot change on resume"):
             planned_ablation(tmp_path, ablation.ablation_id, [override])
+
+
+def test_without_an_experiment_nothing_is_planned() -> None:
+    with pytest.raises(ValueError, match="give the experiment that the ablation varies, such as experiment="):
+        plan_ablation(["ablation=alpha"])
+
+
+def test_an_ablation_for_another_method_says_so() -> None:
+    with pytest.raises(ValueError, match=r"ablation=tier_split does not fit superfednas_digits: .*rand_init"):
+        plan_ablation(["ablation=tier_split", "experiment=superfednas_digits"])
+
+
+def test_random_points_are_different_and_as_many_as_there_are() -> None:
+    asked = ["ablation=alpha", "experiment=fedoras_digits", "ablation.seeds=[1]", "ablation.search.kind=random"]
+    found = [t.setting["alpha"] for t in plan_ablation([*asked, "ablation.search.samples=3"]).trials]
+    assert sorted(found) == [0.1, 1.0, 100.0]
+    with pytest.raises(ValueError, match=r"samples=4: the axes have only about 3 different points"):
+        plan_ablation([*asked, "ablation.search.samples=4"])

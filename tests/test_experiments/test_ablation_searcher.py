@@ -93,3 +93,13 @@ def test_tune_may_ask_it_to_save_itself(tmp_path: Path) -> None:
     asked.searcher.restore(str(tmp_path / "checkpoint"))
     assert asked.next() is None
     assert not list(tmp_path.iterdir())
+
+
+def test_what_only_tells_a_scheduler_goes_first_and_alone() -> None:
+    asked = Asked([Pending(0, "a", replay=True), Pending(1, replay=True), Pending(2, "b"), Pending(3)])
+    assert [asked.next() for _ in range(3)] == [0, 1, None]
+    asked.end(0)
+    assert asked.next() is None, "the other one still tells"
+    asked.end(1)
+    assert [asked.next(), asked.next()] == [2, 3]
+    assert asked.finished()

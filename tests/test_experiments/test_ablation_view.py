@@ -48,7 +48,7 @@ def begun(ablation: Ablation, now: Sequence[TrialState], *, terminal: bool) -> t
     view.console = Console(
         file=written, force_terminal=terminal, width=120, soft_wrap=True, highlight=False, color_system=None
     )
-    view.planned(ablation, now, 2)
+    view.planned(ablation, now, 2, sum(s.state != "done" for s in now))
     return view, written
 
 
@@ -95,7 +95,7 @@ def test_a_trial_that_never_began_may_end() -> None:
 def test_a_quiet_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     view = AblationView(quiet=True)
     ablation = make_ablation(1)
-    view.planned(ablation, states(ablation), 1)
+    view.planned(ablation, states(ablation), 1, len(ablation.trials))
     view.started(0)
     view.round(0, ROUND)
     view.ended(0, End("done"))
@@ -170,7 +170,8 @@ def test_a_plan_is_shown_and_nothing_is_started(
     ]
     assert command.run_command(make_ablation(1), arguments(plan=True, json=True)) == OK
     assert json.loads(capsys.readouterr().out) == {
-        "ablation_id": ID,
+        "ablation": "mine",
+        "experiment": "tiny",
         "trials": [
             {"index": 0, "seed": 1, "setting": {"lr": 0.0, "rule": "opa"}, "overrides": ["method.train.lr=0.0"]}
         ],
@@ -212,7 +213,9 @@ def test_the_end_says_what_to_do(
     given = arguments(resume=ID, results=tmp_path)
     assert command.run_command(ablation, given) == of_run_end(kind)
     out, err = capsys.readouterr()
-    said = out.splitlines() if kind == "done" else [line.removeprefix("fedloom: ") for line in err.splitlines()]
+    first, *rest = out.splitlines()
+    assert first == f"ablation {ID}: looking at {len(names)} trials"
+    said = rest if kind == "done" else [line.removeprefix("fedloom: ") for line in err.splitlines()]
     assert (err == "") == (kind == "done")
     for line, start in zip(said, expected, strict=True):
         assert re.match(re.escape(start).replace(r"\.\*", ".*"), line), line

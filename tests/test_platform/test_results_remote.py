@@ -522,7 +522,7 @@ def test_folders_beside_the_runs_go_there_and_come_back(url: str, machine: Calla
     assert plan.read_text() == "two trials done", "what is here is later"
     mirror_folder(url, "ablations/a1")
     machine("b")
-    assert (fetch(url, []) / "ablations/a1/ablation.json").read_text() == "two trials done"
+    assert (fetch(url, [], ablations=True) / "ablations/a1/ablation.json").read_text() == "two trials done"
     put(bucket(url) / "supernets/k/origin.json", "{}")
     assert (fetch_folder(url, "supernets/k") / "origin.json").read_text() == "{}"
     assert list(fetch_folder(url, "supernets/none").glob("*")) == []

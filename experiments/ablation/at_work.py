@@ -1,0 +1,238 @@
+"""What the driver keeps on disk of an ablation while its trials are at work: a status with a heartbeat, and ends."""
+
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedloom.experiments.ablation.store import (
+    BY_INFRASTRUCTURE,
+    FAILED,
+    FINAL,
+    FOLDER,
+    STATUS,
+    STOPPED,
+    Ablation,
+    End,
+    Trial,
+    TrialState,
+    read_ends,
+    trial_states,
+    write_ends,
+)
+from fedloom.platform.results.mirror import mirror_run
+from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.remote import mirror_folder
+from fedloom.platform.results.status import Heartbeat, StatusFile, read_status
+from fedloom.platform.results.target import is_remote
+
+logger = logging.getLogger(__name__)
+
+SEND_S = 15.0
+"""How often the ablation's heartbeat goes to the URL of the results."""
+
+OLD_PROCESSES_S = 30.0
+"""How long the processes of a killed driver's trials may take to end."""
+
+AT_WORK = ("running", "stalled", "dead")
+"""What a run's status may say when its process was ended from outside."""
+
+
+class AblationView(Protocol):
+    """Where an ablation's progress is shown; called by the driver."""
+
+    def planned(self, ablation: Ablation, states: Sequence[TrialState], at_once: int, to_run: int) -> None:
+        """What is going to be run: so many of the trials, up to `at_once` at the same time."""
+        ...
+
+    def started(self, index: int) -> None:
+        """A trial began."""
+        ...
+
+    def round(self, index: int, figures: Mapping[str, Any]) -> None:
+        """News of a trial: its stage, round, metric and loss."""
+        ...
+
+    def ended(self, index: int, end: End) -> None:
+        """A trial ended."""
+        ...
+
+    def waiting(self, message: str) -> None:
+        """Nothing goes on, and why."""
+        ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where results are: a folder or URL as it was given, and the folder on this machine."""
+
+    results: str
+    root: Path
+
+    @property
+    def of_trials(self) -> str:
+        """What the trials' processes are told: theirs is another working directory."""
+        return self.results if is_remote(self.results) else str(self.root.absolute())
+
+
+def kind_of(states: Sequence[TrialState]) -> str:
+    """How an ablation with its trials in these states stands: done, interrupted, infrastructure or failed."""
+    left = {s.state for s in states if s.state not in FINAL}
+    if not left:
+        return "done"
+    if left - set(FAILED):
+        return "interrupted"
+    return "infrastructure" if left & set(BY_INFRASTRUCTURE) else "failed"
+
+
+def check_idle(ablation: Ablation, root: Path) -> None:
+    """Raises ValueError while the ablation is at work elsewhere."""
+    path = ablation.folder(root) / STATUS
+    if not path.exists():
+        return
+    status = read_status(path)
+    suspended = status.state == "stalled" and status.host == platform.node()
+    if status.state == "running" or suspended:
+        raise ValueError(
+            f"ablation {ablation.ablation_id} is still running (process {status.pid} on {status.host}): stop it "
+            "first, or wait a minute if that machine is gone"
+        )
+
+
+def wait_for_old(root: Path, trials: Sequence[Trial]) -> None:
+    """Waits for the processes of an earlier driver's trials, which end with it, but not in the same moment.
+
+    Raises ValueError for one that goes on.
+    """
+    end_s = time.monotonic() + OLD_PROCESSES_S
+    while at_work := [t for t in trials if _state_of_run(root, t) == "running"]:
+        if time.monotonic() > end_s:
+            raise ValueError(f"run {at_work[0].run_id} is still running: stop it first, or wait a minute")
+        time.sleep(0.5)
+
+
+def _state_of_run(root: Path, trial: Trial) -> str:
+    path = RunPaths(root, trial.experiment, trial.run_id).status
+    return read_status(path).state if path.exists() else ""
+
+
+class AtWork:
+    """An ablation that is being run: claims it, tells how it stands, and keeps how its trials end.
+
+    Args:
+        indices: the trials to be run; how they ended before does not count any more.
+    """
+
+    def __init__(self, ablation: Ablation, place: Place, indices: Sequence[int]) -> None:
+        self.ablation, self.place, self.root = ablation, place, place.root
+        self.indices = frozenset(indices)
+        self._status = StatusFile(ablation.folder(self.root) / STATUS)
+        self._ends: dict[int, End] = {}
+        self._done = 0
+        self._over = threading.Event()
+        self._sender = threading.Thread(target=self._send_beats, name="ablation-mirror", daemon=True)
+
+    def __enter__(self) -> "AtWork":
+        self._ends = {i: e for i, e in read_ends(self.root, self.ablation).items() if i not in self.indices}
+        states = trial_states(self.root, self.ablation)
+        self._done = sum(s.state in FINAL for s in states)
+        self._status.write("running", stage=self.ablation.name, round=self._done, rounds_total=len(states), message="")
+        write_ends(self.root, self.ablation, self._ends)
+        self._heartbeat = Heartbeat(self._status)
+        self._sender.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._heartbeat.stop()
+        self._over.set()
+        self._sender.join()
+        # Now that their processes are gone, nobody else writes these files.
+        for state in trial_states(self.root, self.ablation):
+            if state.trial.index in self.indices and state.status is not None and state.status.state in AT_WORK:
+                mark_interrupted(self.place, state.trial, "stopped early" if state.state == STOPPED else INTERRUPTED)
+        states = trial_states(self.root, self.ablation)
+        kind = kind_of(states)
+        written: Any = "failed" if kind == "infrastructure" else kind
+        self._status.write(written, round=sum(s.state in FINAL for s in states))
+        self._send()
+
+    def ended(self, index: int, end: End) -> None:
+        """Remembers an end of which the trial's run says nothing."""
+        self._done += end.kind in FINAL
+        if end.kind not in ("done", "failed", "interrupted"):
+            self._ends[index] = end
+            write_ends(self.root, self.ablation, self._ends)
+        self._status.write("running", round=self._done)
+
+    def _send_beats(self) -> None:
+        if is_remote(self.place.results):
+            while not self._over.wait(SEND_S):
+                self._send()
+
+    def _send(self) -> None:
+        try:
+            mirror_folder(self.place.results, f"{FOLDER}/{self.ablation.ablation_id}")
+        except (OSError, ValueError) as error:
+            logger.warning("what the ablation knows of its trials was not sent: %s", error)
+
+
+INTERRUPTED = "interrupted; the round in progress is lost"
+
+
+def mark_interrupted(place: Place, trial: Trial, message: str) -> None:
+    """Writes down that a run was interrupted, where its process is gone and could not do so itself."""
+    paths = RunPaths(place.root, trial.experiment, trial.run_id)
+    last = read_status(paths.status)
+    at = {"round": last.round, "rounds_total": last.rounds_total}
+    StatusFile(paths.status).write("interrupted", stage=last.stage, message=message, **at)
+    try:
+        mirror_run(place.results, paths)
+    except (OSError, ValueError) as error:
+        logger.warning("run %s was not sent: %s", trial.run_id, error)
+
+
+class Told:
+    """What Tune tells of the trials that are run, by index: written down, and shown for as long as somebody reads.
+
+    Nothing is ever raised: Tune would take it for the trial's own failure, and begin it again beside itself.
+    """
+
+    def __init__(self, view: AblationView, at_work: AtWork) -> None:
+        self.view, self.at_work = view, at_work
+
+    def started(self, index: int) -> None:
+        """A trial began."""
+        if index in self.at_work.indices:
+            shown(self.view.started, index)
+
+    def round(self, index: int, figures: Mapping[str, Any]) -> None:
+        """News of a trial."""
+        if index in self.at_work.indices:
+            shown(self.view.round, index, figures)
+
+    def ended(self, index: int, end: End) -> None:
+        """A trial ended."""
+        if index not in self.at_work.indices:
+            return
+        try:
+            self.at_work.ended(index, end)
+        except (OSError, ValueError) as error:
+            logger.warning("the end of trial %d (%s) could not be written down: %s", index, end.kind, error)
+        shown(self.view.ended, index, end)
+
+    def waiting(self, message: str) -> None:
+        """Nothing goes on."""
+        shown(self.view.waiting, message)
+
+
+def shown(show: Callable[..., None], *values: Any) -> None:
+    """Shows something unless nobody reads any more: the ablation goes on without (`fedloom ablate ... | head`)."""
+    try:
+        show(*values)
+    except (BrokenPipeError, SystemExit):  # rich makes a SystemExit of a broken pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

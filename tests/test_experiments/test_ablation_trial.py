@@ -1,0 +1,123 @@
+"""One trial without Tune: what it tells, how it ends, and what it does when it is begun again."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.experiments.ablation import trial as module
+from fedloom.experiments.ablation.store import UNSENT
+from fedloom.experiments.ablation.trial import END, MESSAGE, STAGE_ROUND, Job, Running
+from fedloom.experiments.config import compose_config
+from fedloom.platform.config import RunConfig
+from fedloom.platform.results.mirror import MirrorError
+from fedloom.platform.results.tables import read_table
+from fedloom.platform.run import Label
+
+RUN = "20260101-000000-tiny-abcdef-0000"
+TINY = [
+    "experiment=fedoras_digits",
+    "executor.kind=serial",
+    "space.stem_channels=8",
+    "data.num_clients=8",
+    "tiers.count=1",
+    "tiers.paths=100",
+    "method.train.rounds=3",
+    "method.train.epochs=1",
+    "method.train.clients_per_round=2",
+    "method.search.population=4",
+    "method.search.offspring=2",
+    "method.search.budget=4",
+    "method.finetune.rounds=0",
+    "method.finetune.clients_per_round=2",
+    "method.rand_init.rounds=0",
+    "method.rand_init.clients_per_round=2",
+]
+
+Make = Callable[..., Job]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """A tiny trial's job; overrides may follow."""
+
+    def job(*overrides: str, stage: str | None = None, replay: bool = False, results: str = "") -> Job:
+        config: RunConfig = compose_config([*TINY, f"results={results or tmp_path}", *overrides])
+        label = Label(RUN, "20260101-000000-tiny-abcdef", 0, {"lr": 0.1})
+        return Job(0, asdict(config), label, stage, replay)
+
+    return job
+
+
+def told(job: Job) -> list[Mapping[str, Any]]:
+    """All news of a trial from its beginning to its end."""
+    running = Running(job)
+    running.start()
+    news: list[Mapping[str, Any]] = []
+    while not (news and news[-1].get("done")):
+        following = running.news()
+        if following and following != (news[-1] if news else None):
+            news.append(following)
+    return news
+
+
+def test_a_trial_tells_of_its_rounds_and_its_end(make: Make, tmp_path: Path) -> None:
+    news = told(make(stage="supernet"))
+    assert [n[STAGE_ROUND] for n in news[:3]] == [1, 2, 3]
+    assert all(STAGE_ROUND not in n for n in news[3:-1])
+    assert (news[-1][END], news[-1][MESSAGE]) == ("done", "")
+    (row,) = read_table(tmp_path, "runs").to_dict("records")
+    assert (row["run_id"], row["ablation"], row["trial"], row["setting"]) == (
+        RUN,
+        "20260101-000000-tiny-abcdef",
+        0,
+        '{"lr": 0.1}',
+    )
+
+
+def test_one_that_is_done_is_not_run_again_and_may_tell_a_scheduler_of_its_rounds(make: Make, tmp_path: Path) -> None:
+    told(make())
+    before = read_table(tmp_path, "runs")
+    assert [n.get(END) for n in told(make())] == ["done"]
+    replayed = told(make(stage="supernet", replay=True))
+    assert [n[STAGE_ROUND] for n in replayed if STAGE_ROUND in n][:3] == [1, 2, 3]
+    assert read_table(tmp_path, "runs").equals(before)
+
+
+def test_failures_are_ends_and_not_errors(make: Make) -> None:
+    end = told(make("method.train.lr=1e12"))[-1]
+    assert end[END] == "failed"
+    assert "supernet, round" in end[MESSAGE]
+    end = told(make("data.num_clients=100000"))[-1]
+    assert end[END] == "refused"
+
+
+def test_results_that_could_not_be_sent_are_sent_when_the_trial_is_begun_again(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
+    there = tmp_path / "there"
+    job = make(results=f"file://{there}")
+
+    def unreachable(*_: object) -> None:
+        raise MirrorError("the bucket is gone")
+
+    with monkeypatch.context() as away:
+        away.setattr("fedloom.platform.results.mirror.Mirror.close", unreachable)
+        assert told(job)[-1][END] == UNSENT
+    with monkeypatch.context() as away:
+        away.setattr(module, "mirror_run", unreachable)
+        assert told(job)[-1][END] == UNSENT
+    assert told(job)[-1][END] == "done"
+    assert read_table(there, "runs")["status"].tolist() == ["done"]
+
+
+def test_what_is_no_end_of_a_run_is_raised_to_tune(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(module, "start_run", broken)
+    with pytest.raises(OSError, match="disk full"):
+        told(make())
