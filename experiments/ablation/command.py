@@ -99,7 +99,11 @@ def _show_end(end: AblationEnd, results: str | Path, as_json: bool) -> None:
         return
     for line in _unfinished(end.states):
         sys.stderr.write(f"fedloom: {line}\n")
-    sys.stderr.write(f"fedloom: ablation {end.kind} ({said}); {_what_to_do(end.ablation_id, results, end.kind)}\n")
+    sys.stderr.write(f"fedloom: ablation {WORDS.get(end.kind, end.kind)} ({said}); {_what_to_do(end.ablation_id, results, end.kind)}\n")
+
+
+WORDS = {"infrastructure": "incomplete"}
+"""How an end is called where its kind is no word for it."""
 
 
 def _unfinished(states: Sequence[TrialState], most: int = 10) -> list[str]:
