@@ -99,7 +99,8 @@ def _show_end(end: AblationEnd, results: str | Path, as_json: bool) -> None:
         return
     for line in _unfinished(end.states):
         sys.stderr.write(f"fedloom: {line}\n")
-    sys.stderr.write(f"fedloom: ablation {WORDS.get(end.kind, end.kind)} ({said}); {_what_to_do(end.ablation_id, results, end.kind)}\n")
+    again = _what_to_do(end.ablation_id, results, end.kind)
+    sys.stderr.write(f"fedloom: ablation {WORDS.get(end.kind, end.kind)} ({said}); {again}\n")
 
 
 WORDS = {"infrastructure": "incomplete"}
