@@ -15,7 +15,7 @@ from fedloom.platform.config import RunConfig
 from fedloom.platform.execution import SerialExecutor
 from fedloom.platform.loop import InterruptedRunError, RoundProgress, RunFailedError
 from fedloom.platform.results.mirror import MirrorError, mirror_run
-from fedloom.platform.results.paths import run_paths
+from fedloom.platform.results.paths import RunPaths, run_paths
 from fedloom.platform.results.remote import check_results, local_root
 from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.run import COSTS, Watcher, planned_stages, resume_run, start_run
@@ -169,11 +169,15 @@ def _write_interrupted(config: RunConfig, end: RunEnd) -> None:
     """Writes down that a run was interrupted where its server could not, if its results are on this machine."""
     if end.kind != "interrupted" or not end.run_id:
         return
-    paths = run_paths(local_root(config.results), config.experiment, end.run_id)
+    mark_interrupted(config.results, run_paths(local_root(config.results), config.experiment, end.run_id), end.message)
+
+
+def mark_interrupted(results: str, paths: RunPaths, message: str) -> None:
+    """Writes down that a run was interrupted, if its status still says that it is at work: its process is gone."""
     if not paths.status.exists():
         return
     last = read_status(paths.status)
     if last.state in ("running", "stalled", "dead"):
         place = {"round": last.round, "rounds_total": last.rounds_total}
-        StatusFile(paths.status).write("interrupted", stage=last.stage, message=end.message, **place)
-        mirror_run(config.results, paths)
+        StatusFile(paths.status).write("interrupted", stage=last.stage, message=message, **place)
+        mirror_run(results, paths)

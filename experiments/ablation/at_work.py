@@ -25,7 +25,7 @@ from fedloom.experiments.ablation.store import (
     trial_states,
     write_ends,
 )
-from fedloom.platform.results.mirror import mirror_run
+from fedloom.experiments.launch import mark_interrupted
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.remote import mirror_folder
 from fedloom.platform.results.status import Heartbeat, StatusFile, read_status
@@ -39,8 +39,7 @@ SEND_S = 15.0
 OLD_PROCESSES_S = 30.0
 """How long the processes of a killed driver's trials may take to end."""
 
-AT_WORK = ("running", "stalled", "dead")
-"""What a run's status may say when its process was ended from outside."""
+INTERRUPTED = "interrupted; the round in progress is lost"
 
 
 class AblationView(Protocol):
@@ -153,13 +152,19 @@ class AtWork:
         self._sender.join()
         # Now that their processes are gone, nobody else writes these files.
         for state in trial_states(self.root, self.ablation):
-            if state.trial.index in self.indices and state.status is not None and state.status.state in AT_WORK:
-                mark_interrupted(self.place, state.trial, "stopped early" if state.state == STOPPED else INTERRUPTED)
+            if state.trial.index in self.indices:
+                self._mark(state.trial, "stopped early" if state.state == STOPPED else INTERRUPTED)
         states = trial_states(self.root, self.ablation)
         kind = kind_of(states)
         written: Any = "failed" if kind == "infrastructure" else kind
         self._status.write(written, round=sum(s.state in FINAL for s in states))
         self._send()
+
+    def _mark(self, trial: Trial, message: str) -> None:
+        try:
+            mark_interrupted(self.place.results, RunPaths(self.root, trial.experiment, trial.run_id), message)
+        except (OSError, ValueError) as error:
+            logger.warning("run %s was not sent: %s", trial.run_id, error)
 
     def ended(self, index: int, end: End) -> None:
         """Remembers an end of which the trial's run says nothing."""
@@ -179,21 +184,6 @@ class AtWork:
             mirror_folder(self.place.results, f"{FOLDER}/{self.ablation.ablation_id}")
         except (OSError, ValueError) as error:
             logger.warning("what the ablation knows of its trials was not sent: %s", error)
-
-
-INTERRUPTED = "interrupted; the round in progress is lost"
-
-
-def mark_interrupted(place: Place, trial: Trial, message: str) -> None:
-    """Writes down that a run was interrupted, where its process is gone and could not do so itself."""
-    paths = RunPaths(place.root, trial.experiment, trial.run_id)
-    last = read_status(paths.status)
-    at = {"round": last.round, "rounds_total": last.rounds_total}
-    StatusFile(paths.status).write("interrupted", stage=last.stage, message=message, **at)
-    try:
-        mirror_run(place.results, paths)
-    except (OSError, ValueError) as error:
-        logger.warning("run %s was not sent: %s", trial.run_id, error)
 
 
 class Told:
