@@ -4,7 +4,8 @@ import logging
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,11 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
     given = str(ablation.trials[0].config["results"])
     results = args.results if stored is not None else given if is_remote(given) else Path(given)
     go = resume_ablation if args.resume is not None else retry_failed if stored is not None else start_ablation
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(_Once())
     view = AblationView(quiet=args.json)
     view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
     try:
-        end = go(ablation, results, view)
+        with _repeated_warnings_once():
+            end = go(ablation, results, view)
     except RayError as error:
         cause = " ".join(str(error).split())[:600]
         sys.stderr.write(f"fedloom: the cluster was lost: {cause}; {_what_to_do(ablation.ablation_id, results)}\n")
@@ -57,6 +57,18 @@ class _Once(logging.Filter):
         new = text not in self._seen
         self._seen.add(text)
         return new
+
+
+@contextmanager
+def _repeated_warnings_once() -> Iterator[None]:
+    once, handlers = _Once(), list(logging.getLogger().handlers)
+    for handler in handlers:
+        handler.addFilter(once)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(once)
 
 
 def _show_plan(ablation: Ablation, as_json: bool) -> None:

@@ -295,7 +295,7 @@ def test_a_run_killed_before_its_row_was_written_begins_once_more(
     tiny_config: Tiny, rows_of: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has a checkpoint of the shared supernet by then, and no row that says whose it is."""
-    config = tiny_config("reuse_supernet=true")
+    config = tiny_config(reuse_supernet=True)
     results = Path(config.results)
     leader, undisturbed = run(config), run(config)
 

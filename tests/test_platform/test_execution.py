@@ -57,7 +57,7 @@ class Guarded:
 
 
 def fake_worker() -> Worker:
-    worker = SimpleNamespace(device=torch.device("cpu"), spec=SimpleNamespace(threads=1), data=Guarded())
+    worker = SimpleNamespace(device=torch.device("cpu"), node="here", spec=SimpleNamespace(threads=1), data=Guarded())
     return cast(Worker, worker)
 
 

@@ -55,7 +55,7 @@ PHONE = DeviceProfile("phone", macs_per_s=1.0, down_bytes_per_s=1.0, up_bytes_pe
 
 
 def fake_worker() -> Worker:
-    return cast(Worker, SimpleNamespace(device=torch.device("cpu"), spec=SimpleNamespace(threads=1)))
+    return cast(Worker, SimpleNamespace(device=torch.device("cpu"), spec=SimpleNamespace(threads=1), node="here"))
 
 
 @dataclass(frozen=True)
