@@ -19,6 +19,28 @@ MAY_IMPORT = {
 }
 
 
+TOP_LEVEL = {
+    "tiers",
+    "platform",
+    "actors",
+    "experiments",
+    "tests",
+    "pyproject.toml",
+    "README.md",
+    "Makefile",
+    "LICENSE",
+}
+
+
+def test_nothing_else_lies_at_the_top() -> None:
+    """A test that wrote into the folder it was started from left results there once."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    names = {line.partition("/")[0].strip('"') for line in listed.stdout.splitlines()}
+    assert {name for name in names if not name.startswith(".")} <= TOP_LEVEL
+
+
 def imported_modules(file: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):

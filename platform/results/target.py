@@ -55,7 +55,9 @@ def _checked(url: str) -> str:
             f"results={parts.scheme}://{parts.hostname or ''}{parts.path} was given with a secret in the URL, which "
             "tables would hold: leave it out and set it in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
         )
-    return parts._replace(path=parts.path.rstrip("/")).geturl()
+    whole = parts._replace(path=parts.path.rstrip("/")).geturl()
+    # Of a scheme that it does not know urllib drops the slashes of an empty host; fsspec takes that for a local path.
+    return whole if "://" in whole else whole.replace(":", "://", 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -619,8 +619,13 @@ def test_a_bucket_that_is_not_there_is_refused(s3_url: str, machine: Callable[[s
     assert not local_root("s3://none/x").exists()
 
 
-def test_memory_is_a_filesystem_too(machine: Callable[[str], None], elastic_config: Elastic) -> None:
+def test_memory_is_a_filesystem_too(
+    machine: Callable[[str], None], elastic_config: Elastic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = "fsspec+memory:///fedloom/results"
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     run_id = start_run(elastic_config(results=url), serial)
+    assert not list((tmp_path / "here").iterdir()), "nothing of it goes to the disk but the local folder"
     machine("b")
     assert read_table(fetch(url, [run_id]), "runs")["status"].tolist() == ["done"]
