@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fedloom.experiments.exit_codes import CONFIGURATION, INFRASTRUCTURE, INTERRUPTED, OK, of_run_end
+from fedloom.experiments.terminal import stop_printing, while_read
 
 DESCRIPTION = """Federated architecture search across unequal devices.
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         code = _refuse(error)
     except BrokenPipeError:
-        _stop_printing()
+        stop_printing()
         code = OK
     except ConnectionError as error:
         sys.stderr.write(f"fedloom: {error}\n")
@@ -56,11 +57,6 @@ def prefer_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-def _stop_printing() -> None:
-    # What is still buffered would fail once more when the interpreter ends.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
 class _WhileRead:
     """Shows a run for as long as somebody reads it: the run goes on without (`fedloom run | head`)."""
 
@@ -68,20 +64,13 @@ class _WhileRead:
         self._view = view
 
     def started(self, run_id: str) -> None:
-        self._show(self._view.started, run_id)
+        while_read(self._view.started, run_id)
 
     def round(self, progress: Any) -> None:
-        self._show(self._view.round, progress)
+        while_read(self._view.round, progress)
 
     def end(self, end: Any, results: str) -> None:
-        self._show(self._view.end, end, results)
-
-    def _show(self, show: Callable[..., None], *values: Any) -> None:
-        try:
-            show(*values)
-            sys.stdout.flush()
-        except (BrokenPipeError, SystemExit):  # rich makes a SystemExit of a broken pipe
-            _stop_printing()
+        while_read(self._view.end, end, results)
 
 
 def _refuse(error: ValueError) -> int:
@@ -384,7 +373,7 @@ def _teller(stream: TextIO) -> Callable[[str], None]:
             stream.write(text)
             stream.flush()
         except BrokenPipeError:
-            _stop_printing()
+            stop_printing()
 
     return tell
 

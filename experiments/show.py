@@ -3,7 +3,6 @@
 import json
 import shlex
 import sys
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,14 @@ from rich.table import Table
 
 from fedloom.actors.server import RunEnd
 from fedloom.experiments.ablation.store import STATUS as ABLATION_STATUS
-from fedloom.experiments.ablation.store import Ablation, find_ablation, is_ablation, list_ablations, trial_states
+from fedloom.experiments.ablation.store import (
+    Ablation,
+    counted,
+    find_ablation,
+    is_ablation,
+    list_ablations,
+    trial_states,
+)
 from fedloom.experiments.report.report import ReportFiles, report_json, summary_table
 from fedloom.platform.loop import RoundProgress
 from fedloom.platform.results.paths import find_run, list_runs
@@ -192,8 +198,7 @@ def _ablation_state(results: Path, ablation: Ablation) -> str:
 
 
 def _ablation_line(results: Path, ablation: Ablation) -> str:
-    counts = Counter(s.state for s in trial_states(results, ablation))
-    said = ", ".join(f"{number} {state}" for state, number in counts.items())
+    said = counted(trial_states(results, ablation))
     return f"ablation {ablation.ablation_id} {_ablation_state(results, ablation)}: {said}"
 
 

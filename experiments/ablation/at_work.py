@@ -1,11 +1,10 @@
 """What the driver keeps on disk of an ablation while its trials are at work: a status with a heartbeat, and ends."""
 
 import logging
-import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from fedloom.experiments.ablation.store import (
     write_ends,
 )
 from fedloom.experiments.launch import mark_interrupted
+from fedloom.experiments.terminal import while_read
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.remote import mirror_folder
 from fedloom.platform.results.status import Heartbeat, StatusFile, read_status
@@ -198,12 +198,12 @@ class Told:
     def started(self, index: int) -> None:
         """A trial began."""
         if index in self.at_work.indices:
-            shown(self.view.started, index)
+            while_read(self.view.started, index)
 
     def round(self, index: int, figures: Mapping[str, Any]) -> None:
         """News of a trial."""
         if index in self.at_work.indices:
-            shown(self.view.round, index, figures)
+            while_read(self.view.round, index, figures)
 
     def ended(self, index: int, end: End) -> None:
         """A trial ended."""
@@ -213,16 +213,8 @@ class Told:
             self.at_work.ended(index, end)
         except (OSError, ValueError) as error:
             logger.warning("the end of trial %d (%s) could not be written down: %s", index, end.kind, error)
-        shown(self.view.ended, index, end)
+        while_read(self.view.ended, index, end)
 
     def waiting(self, message: str) -> None:
         """Nothing goes on."""
-        shown(self.view.waiting, message)
-
-
-def shown(show: Callable[..., None], *values: Any) -> None:
-    """Shows something unless nobody reads any more: the ablation goes on without (`fedloom ablate ... | head`)."""
-    try:
-        show(*values)
-    except (BrokenPipeError, SystemExit):  # rich makes a SystemExit of a broken pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        while_read(self.view.waiting, message)

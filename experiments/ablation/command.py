@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from rich.table import Table
 
 from fedloom.experiments.ablation.launch import AblationEnd, resume_ablation, retry_failed, start_ablation
-from fedloom.experiments.ablation.store import FAILED, Ablation, TrialState
+from fedloom.experiments.ablation.store import FAILED, Ablation, TrialState, counted
 from fedloom.experiments.ablation.view import AblationView
 from fedloom.experiments.exit_codes import INFRASTRUCTURE, OK, of_run_end
 from fedloom.experiments.show import console, where, write_json
@@ -94,8 +94,8 @@ def _planned(trial: Any) -> dict[str, Any]:
 
 
 def _show_end(end: AblationEnd, results: str | Path, as_json: bool) -> None:
-    counts = Counter(state.state for state in end.states)
     if as_json:
+        counts = Counter(state.state for state in end.states)
         trials = [
             {"index": s.trial.index, "run_id": s.trial.run_id, "seed": s.trial.seed, "setting": dict(s.trial.setting),
              "state": s.state, "message": s.message}
@@ -103,7 +103,7 @@ def _show_end(end: AblationEnd, results: str | Path, as_json: bool) -> None:
         ]  # fmt: skip
         write_json({"ablation_id": end.ablation_id, "status": end.kind, "counts": dict(counts), "trials": trials})
         return
-    said = ", ".join(f"{number} {state}" for state, number in counts.items())
+    said = counted(end.states)
     here = where(results)
     if end.kind == "done":
         report = f"fedloom report {end.ablation_id}{here}"

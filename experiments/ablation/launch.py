@@ -20,13 +20,13 @@ from fedloom.experiments.ablation.at_work import (
     Told,
     check_idle,
     kind_of,
-    shown,
     wait_for_old,
 )
 from fedloom.experiments.ablation.checks import Checked, checked_trials
 from fedloom.experiments.ablation.needs import Cluster
 from fedloom.experiments.ablation.store import FAILED, FINAL, Ablation, TrialState, trial_states, write_ablation
 from fedloom.experiments.config import config_from_dict
+from fedloom.experiments.terminal import while_read
 from fedloom.platform.config import GENERATED, RayConfig
 from fedloom.platform.results.remote import check_results, fetch
 from fedloom.platform.run import Label
@@ -150,7 +150,7 @@ def _tune(ablation: Ablation, place: Place, checked: Sequence[Checked], told: To
 
     states = trial_states(place.root, ablation)
     at_once = max(1, min(len(checked), *(c.at_once for c in checked), ablation.concurrent or len(checked)))
-    shown(told.view.planned, ablation, states, at_once, len(checked))
+    while_read(told.view.planned, ablation, states, at_once, len(checked))
     stage = checked[0].compared_stage
     work = [Work(_job(ablation, place, c), c.bundles, c.supernet) for c in checked]
     if stage is not None:  # a scheduler begins anew: it is told first of what the others reached

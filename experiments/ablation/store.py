@@ -3,7 +3,8 @@
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -109,6 +110,11 @@ class TrialState:
     state: str
     message: str = ""
     status: Status | None = None
+
+
+def counted(states: Sequence[TrialState]) -> str:
+    """How many trials are in which state, in a few words."""
+    return ", ".join(f"{number} {state}" for state, number in Counter(s.state for s in states).items())
 
 
 @dataclass(frozen=True)

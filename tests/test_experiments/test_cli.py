@@ -139,7 +139,7 @@ def test_what_the_machine_refuses_is_one_line_and_an_exit_code(
 
 def test_a_run_that_nobody_reads_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     silenced: list[int] = []
-    monkeypatch.setattr(cli, "_stop_printing", lambda: silenced.append(1))
+    monkeypatch.setattr("fedloom.experiments.terminal.stop_printing", lambda: silenced.append(1))
 
     class Closed:
         def started(self, run_id: str) -> None:
