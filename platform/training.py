@@ -19,6 +19,7 @@ from fedloom.platform.weighting import weighting_rule
 class TrainingConfig:
     """A federated training stage: how many rounds, who takes part, and the clients' local SGD.
 
+    `clients_per_round` null lets all clients take part in every round.
     `schedule` is fixed, cosine (down to `final_lr_share` of lr in the last round), step (x0.1 at 1/2 and 3/4) or steps
     (x0.1 every `step_rounds` rounds). `weighting` is what a client's work counts (`platform.weighting`).
     `clip_norm` limits the gradient's norm, 0 switches clipping off. `evaluate_every` rounds the server scores the
@@ -26,7 +27,7 @@ class TrainingConfig:
     """
 
     rounds: int = 50
-    clients_per_round: int = 10
+    clients_per_round: int | None = 10
     epochs: int = 1
     batch_size: int = 32
     lr: float = 0.1
@@ -43,7 +44,7 @@ class TrainingConfig:
 
 def check_training(config: TrainingConfig, name: str, num_clients: int) -> None:
     """Raises ValueError for values that no training can run with; `name` is the configuration key of the stage."""
-    if not 1 <= config.clients_per_round <= num_clients:
+    if config.clients_per_round is not None and not 1 <= config.clients_per_round <= num_clients:
         raise ValueError(
             f"{name}.clients_per_round={config.clients_per_round}: must be between 1 and the {num_clients} clients "
             "there are; lower it or raise data.num_clients"
@@ -62,15 +63,21 @@ def check_training(config: TrainingConfig, name: str, num_clients: int) -> None:
         raise ValueError(f"{name}.schedule={config.schedule!r}: allowed are {', '.join(SCHEDULES)}")
     if config.min_contributors < 1:
         raise ValueError(f"{name}.min_contributors={config.min_contributors}: must be at least 1")
-    if config.min_contributors > config.clients_per_round:
+    in_round = cohort_size(config, num_clients)
+    if config.min_contributors > in_round:
         raise ValueError(
-            f"{name}.min_contributors={config.min_contributors}: only {config.clients_per_round} clients take part in "
+            f"{name}.min_contributors={config.min_contributors}: only {in_round} clients take part in "
             "a round, so that nothing would ever be trained; lower it or raise clients_per_round"
         )
     try:
         weighting_rule(config.weighting)
     except ValueError as error:
         raise ValueError(f"{name}.weighting: {error}") from error
+
+
+def cohort_size(config: TrainingConfig, num_clients: int) -> int:
+    """How many clients a full round of the stage has."""
+    return num_clients if config.clients_per_round is None else config.clients_per_round
 
 
 def _fixed(_config: TrainingConfig, _round: int) -> float:

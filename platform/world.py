@@ -72,8 +72,9 @@ class World:
         share = self.budget.factor(round_, rng)
         return max(self.tier(client_id).upper * share, least_cost(self.space, self.cost_table))
 
-    def select(self, stage: str, round_: int, eligible: np.ndarray, size: int) -> Cohort:
-        """The round's clients."""
+    def select(self, stage: str, round_: int, eligible: np.ndarray, size: int | None) -> Cohort:
+        """The round's clients; all that are available if no size is given."""
+        size = len(eligible) if size is None else size
         seed = self.config.seed_for("selection")
         rng = stream(seed, "select", stage, round_)
 

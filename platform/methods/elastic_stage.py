@@ -23,7 +23,7 @@ from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.stage import KeptModel, Merged, Plan, RoundResult
 from fedloom.platform.state import RunState
 from fedloom.platform.tasks import ScoreSubnet, TrainSubnet, TrainSupernet, architecture_id
-from fedloom.platform.training import LocalSGD, TrainingConfig, check_training, learning_rate
+from fedloom.platform.training import LocalSGD, TrainingConfig, check_training, cohort_size, learning_rate
 from fedloom.platform.world import SERVER, World
 
 SERVED = "served"
@@ -66,7 +66,7 @@ class ElasticTrainingConfig(TrainingConfig):
     """
 
     rounds: int = 1500
-    clients_per_round: int = 8
+    clients_per_round: int | None = 8
     epochs: int = 5
     batch_size: int = 64
     momentum: float = 0.0
@@ -92,7 +92,7 @@ def check_elastic_training(
     except ValueError as error:
         raise ValueError(f"{key}.distribution.heuristic: {error}") from error
     hands_out = config.travels == "slices" and not separately  # else all clients of a round get the same
-    if hands_out and name in SANDWICHES and config.clients_per_round < FEWEST_FOR_SANDWICH:
+    if hands_out and name in SANDWICHES and cohort_size(config, num_clients) < FEWEST_FOR_SANDWICH:
         raise ValueError(
             f"{key}.clients_per_round={config.clients_per_round}: {name} needs at least {FEWEST_FOR_SANDWICH}, one for "
             "the largest, one for the smallest and one for a random subnet; raise it, or choose another heuristic"
@@ -196,8 +196,8 @@ class ElasticStage:
         if self.alone is not None or self.config.travels == "supernet":
             return Shares([1.0] * len(architectures))
         is_largest = tuple(architecture == self.space.largest for architecture in architectures)
-        config = self.config
-        return self.shares(Sharing(config.shares, round_, config.rounds, config.clients_per_round, is_largest))
+        config, clients = self.config, cohort_size(self.config, self.world.num_clients)
+        return self.shares(Sharing(config.shares, round_, config.rounds, clients, is_largest))
 
     def _task(self, architecture: Architecture, share: float, round_: int) -> Task:
         config = self.config

@@ -29,13 +29,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SiloTrainingConfig(TrainingConfig):
-    """Training of all silos (SPIDER, App. B.1); every silo takes part in every round (`clients_per_round` is not used).
+    """Training of silos (SPIDER, App. B.1); without `clients_per_round` every silo takes part in every round.
 
     With `use_validation` validation data joins the training data as soon as no search needs it: from the first round
     where nothing is searched, as the baselines in the paper. Then no validation curve can be had from then on.
     """
 
     rounds: int = 1000
+    clients_per_round: int | None = None
     batch_size: int = 32
     lr: float = 0.03
     momentum: float = 0.9
@@ -58,7 +59,6 @@ def check_silos(world: World, train: SiloTrainingConfig) -> None:
         )
     if train.rounds < 1:
         raise ValueError(f"method.train.rounds={train.rounds}: must be at least 1, silos have no model before")
-    train.clients_per_round = world.num_clients
     check_training(train, "method.train", world.num_clients)
 
 
@@ -134,6 +134,12 @@ class SiloStage(ABC):
         """Whether silos score their models on validation data after this round."""
         return self.config.evaluate_every > 0 and round_ % self.config.evaluate_every == 0
 
+    def cohort(self, round_: int) -> Cohort:
+        """The silos of a round: all of them, or as many as are configured."""
+        if self.config.clients_per_round is None:
+            return everybody(self.world)
+        return self.world.select(self.name, round_, self.world.eligible_by_tier[0], self.config.clients_per_round)
+
     @abstractmethod
     def task(self, state: RunState) -> Task:
         """What every silo does in the coming round."""
@@ -143,9 +149,11 @@ class SiloStage(ABC):
         return ()
 
     def plan(self, state: RunState) -> Plan:
-        """The same task for every silo; where each stands is in its own state."""
-        round_ = state.round
-        work = assigned(self.world, self.name, round_, self.task(state))
+        """The same task for every silo of the round; where each stands is in its own state."""
+        round_, task = state.round, self.task(state)
+        cohort = self.cohort(round_)
+        ordered = self.world.in_plan_order(cohort.client_ids)
+        work = [self.world.assign(self.name, round_, cohort, c, task) for c in ordered]
         work += [Assignment(self.name, round_, None, SERVER, task) for task in self.server_tasks(state)]
         return Plan(work, SUPERNET, {"lr": learning_rate(self.config, round_)})
 

@@ -153,6 +153,33 @@ def tolerating(share: float) -> ExecutorConfig:
     return ExecutorConfig(kind="serial", failures=FailuresConfig(policy="tolerate", max_share=share))
 
 
+# -- some silos per round ---------------------------------------------------------------------------------------------
+
+
+def test_as_many_silos_take_part_as_are_configured_and_each_keeps_the_state_of_its_last_round(
+    spider_config: Make,
+) -> None:
+    config = spider_config(train={"clients_per_round": 2, "rounds": 4, "min_contributors": 1})
+    start_run(config, serial)
+    rows = rows_of(config, "clients", stage="spider")
+    cohorts = [sorted(rows.loc[rows["round"] == round_, "client_id"]) for round_ in range(4)]
+    assert [len(cohort) for cohort in cohorts] == [2] * 4
+    assert len({*map(tuple, cohorts)}) > 1, "another draw in another round"
+    assert set(rows["selection_reason"]) == {"uniform"}
+    assert rows["selection_probability"].tolist() == [2 / 3] * 8
+    assert rows_of(config, "rounds", stage="spider")["clients_planned"].tolist() == [2] * 4
+    evaluated = rows_of(config, "clients", stage="evaluation")
+    assert sorted(evaluated["client_id"]) == [0, 1, 2], "every silo is evaluated, whenever it took part"
+    bags = bags_of(config)
+    assert {name for name in bags if name != SHARED} == {f"client-{c}" for cohort in cohorts for c in cohort}
+
+
+def test_more_silos_per_round_than_there_are_is_refused(spider_config: Make) -> None:
+    config = spider_config(train={"clients_per_round": 4})
+    with pytest.raises(ValueError, match=r"method\.train\.clients_per_round=4: must be between 1 and the 3 clients"):
+        start_run(config, serial)
+
+
 # -- never heard ------------------------------------------------------------------------------------------------------
 
 
