@@ -10,9 +10,9 @@ import ray
 import torch
 
 from fedloom.actors.wire import Arrays, PackedResult, accept_shared_memory, pack, to_tensors
-from fedloom.platform.execution import Chunk, ChunkResult, SharedWeights, run_assignment
-from fedloom.platform.run import source_hash
-from fedloom.platform.worker import Worker, WorkerSpec
+from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights, run_assignment
+from fedloom.platform.clients.worker import Worker, WorkerSpec
+from fedloom.platform.runs.run import source_hash
 
 WATCH = "watch"
 """The group of methods that answer while the actor works."""

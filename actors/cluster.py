@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayError
 
 from fedloom.actors.address import resolve_address
-from fedloom.platform.config import RayConfig
+from fedloom.platform.federation.config import RayConfig
 
 SET_TOKEN = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (a file) or RAY_AUTH_TOKEN to the cluster's token"
 

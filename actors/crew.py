@@ -10,9 +10,9 @@ from ray.exceptions import RayError
 
 from fedloom.actors.client import About, RemoteClient
 from fedloom.actors.placement import Lane
-from fedloom.platform.loop import RunFailedError
-from fedloom.platform.run import source_hash
-from fedloom.platform.worker import WorkerSpec
+from fedloom.platform.clients.worker import WorkerSpec
+from fedloom.platform.federation.loop import RunFailedError
+from fedloom.platform.runs.run import source_hash
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.util import get_current_placement_group
 
-from fedloom.platform.config import ExecutorConfig
+from fedloom.platform.federation.config import ExecutorConfig
 from fedloom.tiers.tier import Tier
 
 

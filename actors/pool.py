@@ -14,9 +14,9 @@ from fedloom.actors.client import About
 from fedloom.actors.crew import Crew, Member, cause_of
 from fedloom.actors.placement import Lane
 from fedloom.actors.wire import accept_shared_memory, to_arrays, unpack
-from fedloom.platform.execution import Assignment, Chunk, ChunkResult, Report, SharedWeights
-from fedloom.platform.loop import RunFailedError
-from fedloom.platform.worker import WorkerSpec
+from fedloom.platform.clients.execution import Assignment, Chunk, ChunkResult, Report, SharedWeights
+from fedloom.platform.clients.worker import WorkerSpec
+from fedloom.platform.federation.loop import RunFailedError
 
 logger = logging.getLogger(__name__)
 

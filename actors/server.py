@@ -11,11 +11,11 @@ from fedloom.actors.client import WATCH
 from fedloom.actors.placement import free_resources, lanes_of_run, nodes_to_fill
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
-from fedloom.platform.config import RunConfig
-from fedloom.platform.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.federation.world import World
 from fedloom.platform.results.mirror import MirrorError
-from fedloom.platform.run import Watcher, resume_run, start_run
-from fedloom.platform.world import World
+from fedloom.platform.runs.run import Watcher, resume_run, start_run
 
 
 def make_pool(world: World) -> ActorPool:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.platform.averaging import Coverage, TensorSum, WeightedSums
-from fedloom.platform.execution import ChunkResult, Report
+from fedloom.platform.averaging.average import Coverage, TensorSum, WeightedSums
+from fedloom.platform.clients.execution import ChunkResult, Report
 from fedloom.platform.spaces.base import Region, Weights
 
 Arrays = Mapping[str, np.ndarray]

@@ -14,15 +14,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedloom.experiments.presets import CONF, experiments
-from fedloom.platform.config import RunConfig
 from fedloom.platform.data.config import check as check_data
+from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import CONFIGS
 from fedloom.platform.plugins import nearest
 from fedloom.platform.results.checkpoint import check_same_config
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.run import FREE_ON_RESUME, free_on_resume
+from fedloom.platform.runs.run import FREE_ON_RESUME, free_on_resume
 
 
 def compose_config(overrides: Sequence[str]) -> RunConfig:

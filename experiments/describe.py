@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 
 from fedloom.experiments.config import compose_config
-from fedloom.platform.run_costs import measure_costs
+from fedloom.platform.clients.subspace import size_of
+from fedloom.platform.federation.costs import measure_costs
+from fedloom.platform.federation.world import genome_of, sampled_costs, split_into_tiers
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.kept import KeptSpace
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.registry import build_space
-from fedloom.platform.subspace import size_of
-from fedloom.platform.world import genome_of, sampled_costs, split_into_tiers
 from fedloom.tiers.bounds import share_of_models
 
 

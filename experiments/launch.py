@@ -11,17 +11,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from fedloom.actors.cluster import connected
 from fedloom.actors.placement import free_resources, lanes_of_run, nodes_to_fill
 from fedloom.actors.server import RemoteServer, RunEnd
-from fedloom.platform.config import RunConfig
-from fedloom.platform.execution import SerialExecutor
-from fedloom.platform.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.costs import RunCosts, load_costs
+from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.results.mirror import MirrorError, mirror_run
 from fedloom.platform.results.paths import RunPaths, run_paths
 from fedloom.platform.results.remote import check_results, local_root
 from fedloom.platform.results.status import StatusFile, read_status
-from fedloom.platform.run import COSTS, Watcher, planned_stages, resume_run, start_run
-from fedloom.platform.run_costs import RunCosts, load_costs
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
+from fedloom.platform.runs.run import COSTS, Watcher, planned_stages, resume_run, start_run
 
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.2

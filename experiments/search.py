@@ -9,8 +9,12 @@ from rich.table import Table
 
 from fedloom.experiments.config import stored_config
 from fedloom.experiments.show import console, write_json
-from fedloom.platform.config import RunConfig
-from fedloom.platform.execution import SerialExecutor
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.tasks import architecture_id, parse_architecture
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.costs import load_costs
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.elastic_stage import elastic_space
 from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.methods.supernet_stage import SUPERNET
@@ -18,13 +22,9 @@ from fedloom.platform.methods.target_search import SAMPLES, Found, search_supern
 from fedloom.platform.results.models import list_models, load_model
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.run import COSTS
-from fedloom.platform.run_costs import load_costs
+from fedloom.platform.runs.run import COSTS
 from fedloom.platform.search.targets import Sample, TargetSearchConfig
 from fedloom.platform.spaces.base import Weights
-from fedloom.platform.tasks import architecture_id, parse_architecture
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
 
 DEFAULT_SAMPLES = 200
 """Subnets that are measured where the run measured none."""

@@ -21,7 +21,7 @@ from fedloom.experiments.ablation.store import (
     trial_states,
 )
 from fedloom.experiments.report.report import ReportFiles, report_json, summary_table
-from fedloom.platform.loop import RoundProgress
+from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.status import read_status

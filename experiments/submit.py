@@ -21,7 +21,7 @@ from fedloom.experiments.ablation.config import PREFIX, load_ablation_config
 from fedloom.experiments.config import compose_config
 from fedloom.experiments.exit_codes import INFRASTRUCTURE, INTERRUPTED, OK
 from fedloom.experiments.shipping import Shipment, plan_shipment, shipped, target_of
-from fedloom.platform.config import GENERATED, RunConfig
+from fedloom.platform.federation.config import GENERATED, RunConfig
 
 Tell = Callable[[str], None]
 """Takes text as it comes, with its line ends."""

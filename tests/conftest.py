@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom.platform.config import RunConfig, TiersConfig
+from fedloom.platform.clients.training import TrainingConfig
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.methods.fedoras import FedorASConfig
 from fedloom.platform.methods.search_stage import TierSearchConfig
 from fedloom.platform.methods.supernet_stage import SupernetConfig
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.config import SpaceConfig
 from fedloom.platform.spaces.registry import build_space
-from fedloom.platform.training import TrainingConfig
 
 TINY_OPERATORS = ["conv(1)", "ds(3,.5)", "mb(1,2)", "identity"]
 
@@ -70,7 +70,7 @@ def tiny_config(
             spaces[repr(config)] = build_space(config)
         return spaces[repr(config)]
 
-    monkeypatch.setattr("fedloom.platform.world.build_space", remembered)
+    monkeypatch.setattr("fedloom.platform.federation.world.build_space", remembered)
 
     def make(**changes: Any) -> RunConfig:
         config = RunConfig(

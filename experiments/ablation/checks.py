@@ -9,10 +9,10 @@ from typing import Any
 from fedloom.experiments.ablation.needs import Bundles, Cluster, bundles_of_trial
 from fedloom.experiments.ablation.store import Trial
 from fedloom.experiments.config import config_from_dict
-from fedloom.platform.config import RunConfig
-from fedloom.platform.run import planned_stages
-from fedloom.platform.supernets import supernet_key
-from fedloom.platform.world import World, build_world
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.runs.run import planned_stages
+from fedloom.platform.runs.supernets import supernet_key
 from fedloom.tiers.tier import Tier, make_tiers
 
 

@@ -27,10 +27,10 @@ from fedloom.experiments.ablation.needs import Cluster
 from fedloom.experiments.ablation.store import FAILED, FINAL, Ablation, TrialState, trial_states, write_ablation
 from fedloom.experiments.config import config_from_dict
 from fedloom.experiments.terminal import while_read
-from fedloom.platform.config import GENERATED, RayConfig
+from fedloom.platform.federation.config import GENERATED, RayConfig
 from fedloom.platform.results.remote import check_results, fetch
-from fedloom.platform.run import Label
-from fedloom.platform.supernets import stored_supernet
+from fedloom.platform.runs.run import Label
+from fedloom.platform.runs.supernets import stored_supernet
 
 if TYPE_CHECKING:
     from fedloom.experiments.ablation.trial import Job

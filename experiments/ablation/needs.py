@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedloom.actors.placement import Lane, bundles_of, plan_lanes, resident_lane
-from fedloom.platform.config import RunConfig
+from fedloom.platform.federation.config import RunConfig
 from fedloom.tiers.tier import Tier
 
 Resources = Mapping[str, float]

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fedloom.experiments.ablation.config import NOT_AXES, PREFIX, AblationConfig, AxisConfig, load_ablation_config
 from fedloom.experiments.ablation.store import Ablation, Trial, find_ablation, new_ablation_id
 from fedloom.experiments.config import change_stored, check_config, compose_config, config_from_dict
-from fedloom.platform.config import RunConfig
+from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.target import local_root
 from fedloom.platform.seeding import stream
 

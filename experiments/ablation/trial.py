@@ -15,18 +15,18 @@ from fedloom.actors.server import make_pool
 from fedloom.actors.wire import accept_shared_memory
 from fedloom.experiments.ablation.store import UNSENT
 from fedloom.experiments.config import config_from_dict
-from fedloom.platform.config import RunConfig
-from fedloom.platform.execution import Executor, SerialExecutor
-from fedloom.platform.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.clients.execution import Executor, SerialExecutor
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.federation.world import World
 from fedloom.platform.results.mirror import MirrorError, mirror_run
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.results.target import local_root
-from fedloom.platform.run import COSTS, Label, Watcher, resume_run, start_run
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World
+from fedloom.platform.runs.run import COSTS, Label, Watcher, resume_run, start_run
 
 STEP_S = 1.0
 """How long Tune waits for news before it looks whether the trial should stop."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedloom.experiments.cli import prefer_huge_pages
-from fedloom.platform.averaging import Update, WeightedSums
+from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.spaces.base import bytes_of, extract
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.resnet import ResnetDesign

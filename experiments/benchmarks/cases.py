@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from fedloom.platform.config import ExecutorConfig, RayConfig, RunConfig, TiersConfig
+from fedloom.platform.clients.training import TrainingConfig
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.federation.config import ExecutorConfig, RayConfig, RunConfig, TiersConfig
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.spaces.config import SpaceConfig
-from fedloom.platform.training import TrainingConfig
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,17 @@ import tempfile
 import torch
 
 from fedloom.experiments.config import compose_config
-from fedloom.platform.averaging import WeightedSums
-from fedloom.platform.execution import Assignment, SharedWeights, run_assignment
-from fedloom.platform.memory import peak_memory_bytes
+from fedloom.platform.averaging.average import WeightedSums
+from fedloom.platform.clients.execution import Assignment, SharedWeights, run_assignment
+from fedloom.platform.clients.memory import peak_memory_bytes
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo_stage import SiloStage
 from fedloom.platform.methods.supernet_stage import SUPERNET
 from fedloom.platform.silos.fedavg import TrainShared
 from fedloom.platform.spaces.kept import KeptSpace
-from fedloom.platform.state import RunState
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import build_world
 
 ALONE = {"supernet": "spider", "resnet18": "ditto"}
 CASES = {"supernet": "darts_s2", "spider": "darts_s2", "resnet18": "resnet18", "ditto": "resnet18"}

@@ -19,6 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from fedloom.experiments.search import Trained, load_trained
+from fedloom.platform.clients.subnets import scored_subnet
+from fedloom.platform.clients.training import Score, evaluate
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.methods.target_search import costs_of
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.constraint import TableConstraint
@@ -33,9 +36,6 @@ from fedloom.platform.search.targets import (
 )
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import Architecture
-from fedloom.platform.subnets import scored_subnet
-from fedloom.platform.training import Score, evaluate
-from fedloom.platform.worker import Worker
 
 TARGETS = 20
 

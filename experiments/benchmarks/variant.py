@@ -69,9 +69,9 @@ def platform(case_name: str, actors: int, memory: bool) -> dict[str, Any]:
     from fedloom.actors.cluster import connected
     from fedloom.actors.server import make_pool
     from fedloom.experiments.benchmarks.cases import CASES, run_config
-    from fedloom.platform.execution import SerialExecutor
-    from fedloom.platform.run import Watcher, start_run
-    from fedloom.platform.worker import Worker
+    from fedloom.platform.clients.execution import SerialExecutor
+    from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.runs.run import Watcher, start_run
 
     watch = Stopwatch(os.getpid() if memory else None)
     watcher = Watcher(watch.started, watch.round)

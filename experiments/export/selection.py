@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedloom.experiments.search import search_trained, trained_of
+from fedloom.platform.clients.tasks import architecture_id, parse_architecture
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic_stage import bag_of
 from fedloom.platform.methods.silo_stage import SiloTrainingConfig
 from fedloom.platform.methods.superfednas import SEARCHED
@@ -16,8 +18,6 @@ from fedloom.platform.results.tables import read_table
 from fedloom.platform.search.targets import MEASURES
 from fedloom.platform.spaces.base import Architecture, Weights
 from fedloom.platform.spaces.elastic import ElasticSpace
-from fedloom.platform.tasks import architecture_id, parse_architecture
-from fedloom.platform.world import World
 
 OF_A_TIER = ("fine_tuned", "supernet_init", "rand_init")
 """Models that a run keeps for a tier, the best trained first."""

@@ -4,7 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from fedloom.platform.distribution import (
+from fedloom.platform.averaging.shares import Shares, SharesConfig, Sharing, check_shares, shares_rule
+from fedloom.platform.clients.execution import Assignment, Task
+from fedloom.platform.clients.tasks import ScoreSubnet, TrainSubnet, TrainSupernet, architecture_id
+from fedloom.platform.clients.training import LocalSGD, TrainingConfig, check_training, cohort_size, learning_rate
+from fedloom.platform.federation.distribution import (
     FEWEST_FOR_SANDWICH,
     NEED_A_FAMILY,
     SANDWICHES,
@@ -13,18 +17,14 @@ from fedloom.platform.distribution import (
     distribute,
     heuristic,
 )
-from fedloom.platform.execution import Assignment, Task
+from fedloom.platform.federation.stage import KeptModel, Merged, Plan, RoundResult
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import SERVER, World
 from fedloom.platform.methods.rows import evaluation_rows
 from fedloom.platform.methods.supernet_stage import SUPERNET
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.shares import Shares, SharesConfig, Sharing, check_shares, shares_rule
 from fedloom.platform.spaces.base import Architecture
 from fedloom.platform.spaces.elastic import ElasticSpace
-from fedloom.platform.stage import KeptModel, Merged, Plan, RoundResult
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import ScoreSubnet, TrainSubnet, TrainSupernet, architecture_id
-from fedloom.platform.training import LocalSGD, TrainingConfig, check_training, cohort_size, learning_rate
-from fedloom.platform.world import SERVER, World
 
 SERVED = "served"
 """The counters of who had the largest and the smallest subnet, in the run's state."""

@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fedloom.platform.execution import Assignment
+from fedloom.platform.clients.execution import Assignment
+from fedloom.platform.clients.tasks import ScoreSubnet, architecture_id
+from fedloom.platform.federation.selection import Cohort
+from fedloom.platform.federation.stage import KeptModel, Merged, Plan, RoundResult, Row
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import SERVER, World
 from fedloom.platform.methods.rows import evaluation_rows
 from fedloom.platform.methods.search_stage import winner_of
 from fedloom.platform.methods.subnet_stage import bag_name
 from fedloom.platform.methods.supernet_stage import SUPERNET
-from fedloom.platform.selection import Cohort
 from fedloom.platform.spaces.base import Architecture, extract
-from fedloom.platform.stage import KeptModel, Merged, Plan, RoundResult, Row
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import ScoreSubnet, architecture_id
-from fedloom.platform.world import SERVER, World
 
 FROM_SUPERNET = "supernet_init"
 """The model that is cut from the supernet as it is; the others have a bag of their own."""

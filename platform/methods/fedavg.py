@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field
 
+from fedloom.platform.clients.tasks import parse_architecture
+from fedloom.platform.clients.training import TrainingConfig, check_training
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.evaluation_stage import EvaluationConfig, EvaluationStage, tier_jobs
 from fedloom.platform.methods.search_stage import WINNERS
 from fedloom.platform.methods.subnet_stage import SubnetStage
-from fedloom.platform.stage import Stage
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import parse_architecture
-from fedloom.platform.training import TrainingConfig, check_training
-from fedloom.platform.world import World
 
 
 @dataclass

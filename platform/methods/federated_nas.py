@@ -9,7 +9,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fedloom.platform.execution import Task
+from fedloom.platform.clients.execution import Task
+from fedloom.platform.clients.tasks import parse_subspace, subspace_id
+from fedloom.platform.federation.stage import RoundResult, Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo_stage import SiloEvaluation, SiloStage, SiloTrainingConfig, check_silos
 from fedloom.platform.methods.spider import check_search
 from fedloom.platform.methods.supernet_stage import SUPERNET
@@ -31,10 +35,6 @@ from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.darts_network import CELL_TYPES
 from fedloom.platform.spaces.operator_choice import Subspace
-from fedloom.platform.stage import RoundResult, Stage
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import parse_subspace, subspace_id
-from fedloom.platform.world import World
 
 logger = logging.getLogger(__name__)
 

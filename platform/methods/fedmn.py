@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedloom.platform.execution import Task
+from fedloom.platform.clients.execution import Task
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.personalised import AdaptationConfig, adaptation
 from fedloom.platform.methods.silo_stage import SiloEvaluation, SiloStage, SiloTrainingConfig, check_silos
 from fedloom.platform.silos.fedavg import TrainShared
 from fedloom.platform.silos.fedmn import ScoreModular, TrainModular
 from fedloom.platform.silos.router import initial_router
 from fedloom.platform.spaces.kept import KeptSpace
-from fedloom.platform.stage import Stage
-from fedloom.platform.state import RunState
-from fedloom.platform.world import World
 
 
 @dataclass

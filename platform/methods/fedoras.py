@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field
 
+from fedloom.platform.clients.training import TrainingConfig, check_training
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.evaluation_stage import FROM_SUPERNET, EvaluationConfig, EvaluationStage, tier_jobs
 from fedloom.platform.methods.search_stage import TierSearchConfig, TierSearchStage, tier_goals
 from fedloom.platform.methods.shared_training import SharedTraining
 from fedloom.platform.methods.subnet_stage import SubnetStage
 from fedloom.platform.methods.supernet_stage import SupernetConfig, SupernetStage
-from fedloom.platform.stage import Stage
-from fedloom.platform.training import TrainingConfig, check_training
-from fedloom.platform.world import World
 
 
 @dataclass

@@ -5,7 +5,11 @@ Sources: Cheng et al. 2021; Li et al. 2021; Fallah et al. 2020; Marfoq et al. 20
 
 from dataclasses import dataclass, field, replace
 
-from fedloom.platform.execution import Task
+from fedloom.platform.clients.execution import Task
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo_stage import (
     SiloEvaluation,
     SiloStage,
@@ -21,10 +25,6 @@ from fedloom.platform.silos.knn_per import ScoreNearest
 from fedloom.platform.silos.per_fedavg import TrainMeta
 from fedloom.platform.silos.scoring import AdaptAndScore, ScoreOwn
 from fedloom.platform.spaces.base import Architecture
-from fedloom.platform.stage import Stage
-from fedloom.platform.state import RunState
-from fedloom.platform.training import LocalSGD
-from fedloom.platform.world import World
 
 
 @dataclass

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods import fedavg, federated_nas, fedmn, fedoras, personalised, spider, superfednas
 from fedloom.platform.methods.shared_training import SharedTraining
-from fedloom.platform.stage import Stage
-from fedloom.platform.world import World
 
 _METHODS: dict[type, Callable[[Any, World], list[Stage]]] = {
     fedoras.FedorASConfig: fedoras.stages,

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from fedloom.platform.execution import Report
-from fedloom.platform.stage import Row
+from fedloom.platform.clients.execution import Report
+from fedloom.platform.federation.stage import Row
 
 
 def evaluation_rows(reports: Iterable[Report], tier: str | None = None) -> list[Row]:

@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.platform.execution import Assignment, Measurement, Report
+from fedloom.platform.clients.execution import Assignment, Measurement, Report
+from fedloom.platform.clients.tasks import ScorePaths, architecture_id, parse_architecture
+from fedloom.platform.federation.selection import Cohort
+from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Row
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import SERVER, World
 from fedloom.platform.methods.supernet_stage import SUPERNET
 from fedloom.platform.search.base import Interval, Scored, Searcher, pareto_front, winner
 from fedloom.platform.search.config import SearchConfig, build_searcher
 from fedloom.platform.search.ranking import kendall_tau
-from fedloom.platform.selection import Cohort
 from fedloom.platform.spaces.base import Architecture, bytes_of, extract
 from fedloom.platform.spaces.genome import Genome
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
-from fedloom.platform.stage import Merged, Plan, RoundResult, Row
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import ScorePaths, architecture_id, parse_architecture
-from fedloom.platform.world import SERVER, World
 from fedloom.tiers.costs import CostTable
 
 logger = logging.getLogger(__name__)

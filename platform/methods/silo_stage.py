@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedloom.platform.execution import Assignment, Task
+from fedloom.platform.clients.execution import Assignment, Task
+from fedloom.platform.clients.tasks import parse_architecture
+from fedloom.platform.clients.training import LocalSGD, TrainingConfig, check_training, learning_rate
+from fedloom.platform.federation.selection import Cohort
+from fedloom.platform.federation.stage import Merged, Plan, RoundResult
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import SERVER, World
 from fedloom.platform.methods.rows import evaluation_rows
 from fedloom.platform.methods.supernet_stage import SUPERNET
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.selection import Cohort
 from fedloom.platform.silos.scoring import TrainAndScore
 from fedloom.platform.silos.search import by_magnitude
 from fedloom.platform.silos.state import begun
 from fedloom.platform.spaces.base import Architecture
 from fedloom.platform.spaces.kept import KeptSpace
-from fedloom.platform.stage import Merged, Plan, RoundResult
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import parse_architecture
-from fedloom.platform.training import LocalSGD, TrainingConfig, check_training, learning_rate
-from fedloom.platform.world import SERVER, World
 
 logger = logging.getLogger(__name__)
 

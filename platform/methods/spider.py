@@ -6,7 +6,10 @@ Source: SPIDER (Mushtaq et al.); only the shared weights travel, what a silo kee
 import logging
 from dataclasses import dataclass, field
 
-from fedloom.platform.execution import Task
+from fedloom.platform.clients.execution import Task
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo_stage import (
     GainConfig,
     GainStage,
@@ -23,9 +26,6 @@ from fedloom.platform.silos.scoring import ScoreOwn
 from fedloom.platform.silos.search import KINDS, ArchitectureSearchConfig, searcher_of
 from fedloom.platform.silos.spider import TrainSpider
 from fedloom.platform.spaces.darts import DartsSpace
-from fedloom.platform.stage import Stage
-from fedloom.platform.state import RunState
-from fedloom.platform.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -1,16 +1,16 @@
 """FedAvg of one architecture per tier: fine-tuning from the supernet's weights, or from fresh ones (rand-init)."""
 
-from fedloom.platform.execution import Assignment
+from fedloom.platform.clients.execution import Assignment
+from fedloom.platform.clients.tasks import ScoreSubnet, TrainSubnet
+from fedloom.platform.clients.training import LocalSGD, TrainingConfig, learning_rate
+from fedloom.platform.federation.stage import Merged, Plan, RoundResult
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import SERVER, World
 from fedloom.platform.methods.rows import evaluation_rows
 from fedloom.platform.methods.search_stage import winner_of
 from fedloom.platform.methods.supernet_stage import SUPERNET
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import Architecture, extract
-from fedloom.platform.stage import Merged, Plan, RoundResult
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import ScoreSubnet, TrainSubnet
-from fedloom.platform.training import LocalSGD, TrainingConfig, learning_rate
-from fedloom.platform.world import SERVER, World
 
 
 def bag_name(tier: str, model: str) -> str:

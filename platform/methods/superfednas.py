@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fedloom.platform.distribution import HEURISTICS, NEED_A_FAMILY
+from fedloom.platform.clients.tasks import parse_architecture
+from fedloom.platform.federation.distribution import HEURISTICS, NEED_A_FAMILY
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic_stage import (
     ALONE,
     ElasticStage,
@@ -27,10 +31,6 @@ from fedloom.platform.methods.supernet_stage import SUPERNET
 from fedloom.platform.methods.target_search import search_stages
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.spaces.base import Architecture
-from fedloom.platform.stage import Stage
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import parse_architecture
-from fedloom.platform.world import World
 
 SEARCHED = "searched"
 """The model that was found by the search, cut from the supernet as it is."""

@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass, field
 
-from fedloom.platform.execution import Assignment
+from fedloom.platform.clients.execution import Assignment
+from fedloom.platform.clients.paths import path_sampler
+from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspace
+from fedloom.platform.clients.tasks import ScorePaths, TrainPaths
+from fedloom.platform.clients.training import LocalSGD, TrainingConfig, learning_rate
+from fedloom.platform.federation.stage import Merged, Plan, RoundResult
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import SERVER, World
 from fedloom.platform.methods.rows import evaluation_rows
-from fedloom.platform.paths import path_sampler
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
-from fedloom.platform.stage import Merged, Plan, RoundResult
-from fedloom.platform.state import RunState
-from fedloom.platform.subspace import CommunicationBudget, sample_subspace
-from fedloom.platform.tasks import ScorePaths, TrainPaths
-from fedloom.platform.training import LocalSGD, TrainingConfig, learning_rate
-from fedloom.platform.world import SERVER, World
 
 SUPERNET = "supernet"
 """The bag that holds the supernet's tensors."""

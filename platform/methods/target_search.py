@@ -6,8 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedloom.platform.execution import Assignment, Executor, Report, SharedWeights, Task, make_chunks
-from fedloom.platform.loop import merge_chunks
+from fedloom.platform.clients.execution import Assignment, Executor, Report, SharedWeights, Task, make_chunks
+from fedloom.platform.clients.tasks import MeasureLatency, ScorePaths, architecture_id, parse_architecture
+from fedloom.platform.federation.loop import merge_chunks
+from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Row, Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import SERVER, World
 from fedloom.platform.methods.elastic_stage import elastic_space
 from fedloom.platform.methods.search_stage import WINNERS, Goal, TierSearchConfig, TierSearchStage
 from fedloom.platform.methods.supernet_stage import SUPERNET
@@ -29,10 +33,6 @@ from fedloom.platform.search.targets import (
     parse_target,
 )
 from fedloom.platform.spaces.base import Architecture, Weights
-from fedloom.platform.stage import Merged, Plan, RoundResult, Row, Stage
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import MeasureLatency, ScorePaths, architecture_id, parse_architecture
-from fedloom.platform.world import SERVER, World
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fedloom.platform.clients.training import LocalSGD, batch_indices
 from fedloom.platform.data.dataset import augment_crop_flip
-from fedloom.platform.training import LocalSGD, batch_indices
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 

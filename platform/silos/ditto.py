@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, replace
 
-from fedloom.platform.execution import Assignment, Outcome
+from fedloom.platform.clients.execution import Assignment, Outcome
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.silos.network import Pull, fixed_network, silo_data, train_network
 from fedloom.platform.silos.outcome import pair_outcome
 from fedloom.platform.silos.scoring import own_scores
 from fedloom.platform.silos.state import Personal, begun
 from fedloom.platform.spaces.base import Architecture, Weights
-from fedloom.platform.training import LocalSGD
-from fedloom.platform.worker import Worker
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from fedloom.platform.execution import Assignment, Outcome
+from fedloom.platform.clients.execution import Assignment, Outcome
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.silos.network import GLOBAL, silo_data, train_network
 from fedloom.platform.silos.outcome import shared_outcome
 from fedloom.platform.silos.scoring import Of, network_of, own_scores
 from fedloom.platform.spaces.base import Weights
-from fedloom.platform.training import LocalSGD
-from fedloom.platform.worker import Worker
 
 
 @dataclass(frozen=True)

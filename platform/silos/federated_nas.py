@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from fedloom.platform.execution import Assignment, Outcome
+from fedloom.platform.clients.execution import Assignment, Outcome
+from fedloom.platform.clients.tasks import subspace_id
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.silos.network import GLOBAL, kept_network, silo_data, train_network, update_of, with_more
 from fedloom.platform.silos.outcome import shared_outcome
 from fedloom.platform.silos.scoring import own_scores
@@ -10,9 +13,6 @@ from fedloom.platform.silos.search import Milenas, own_network, searched
 from fedloom.platform.silos.state import ALPHAS, Personal
 from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.operator_choice import Subspace
-from fedloom.platform.tasks import subspace_id
-from fedloom.platform.training import LocalSGD
-from fedloom.platform.worker import Worker
 from fedloom.tiers.clock import EVALUATION_FACTOR
 
 

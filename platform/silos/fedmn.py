@@ -7,7 +7,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedloom.platform.execution import Assignment, Outcome
+from fedloom.platform.clients.execution import Assignment, Outcome
+from fedloom.platform.clients.tasks import places_of
+from fedloom.platform.clients.training import SGD, LocalSGD, Step
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.silos.network import (
     GLOBAL,
@@ -30,9 +33,6 @@ from fedloom.platform.silos.router import (
 from fedloom.platform.silos.scoring import adapted_outcome, own_scores
 from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.kept import KeptSpace
-from fedloom.platform.tasks import places_of
-from fedloom.platform.training import SGD, LocalSGD, Step
-from fedloom.platform.worker import Worker
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,11 @@ from typing import cast
 
 from torch import Tensor
 
-from fedloom.platform.averaging import Update
-from fedloom.platform.execution import Assignment, Outcome
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.clients.execution import Assignment, Outcome
+from fedloom.platform.clients.tasks import client_of, subspace_id
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.silos.network import (
     PERSONAL,
     Network,
@@ -28,9 +31,6 @@ from fedloom.platform.silos.state import Personal, begun
 from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.operator_choice import Subspace
-from fedloom.platform.tasks import client_of, subspace_id
-from fedloom.platform.training import LocalSGD
-from fedloom.platform.worker import Worker
 
 
 def split_network(worker: Worker, kept: Subspace, base_cells: int) -> Network:

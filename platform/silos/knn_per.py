@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.execution import Assignment, Measurement, Outcome
+from fedloom.platform.clients.execution import Assignment, Measurement, Outcome
+from fedloom.platform.clients.tasks import client_of, places_of
+from fedloom.platform.clients.training import Score
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.silos.network import GLOBAL, PERSONAL, Network, final_measurements, fixed_network
 from fedloom.platform.silos.scoring import scored_outcome
 from fedloom.platform.spaces.base import Architecture, Weights
-from fedloom.platform.tasks import client_of, places_of
-from fedloom.platform.training import Score
-from fedloom.platform.worker import Worker
 
 SHARES = tuple(i / 10 for i in range(11))
 """Mixing weights of the neighbours that are tried (SPIDER, App. B.1)."""

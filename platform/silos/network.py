@@ -7,18 +7,25 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.averaging import Update
-from fedloom.platform.execution import Assignment, Measurement, TaskError, first_not_finite
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.averaging.weighting import Work, weighting_rule
+from fedloom.platform.clients.execution import Assignment, Measurement, TaskError, first_not_finite
+from fedloom.platform.clients.subnets import subnet_slices
+from fedloom.platform.clients.subspace import size_of
+from fedloom.platform.clients.tasks import (
+    architecture_id,
+    check_trained,
+    client_of,
+    measurements_of,
+    places_of,
+    subspace_id,
+)
+from fedloom.platform.clients.training import SGD, LocalSGD, Score, Step, Trained, evaluate, train_locally
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import Architecture, Slice, SliceMap, Weights, extract
 from fedloom.platform.spaces.kept import KeptSpace
 from fedloom.platform.spaces.operator_choice import Subspace
-from fedloom.platform.subnets import subnet_slices
-from fedloom.platform.subspace import size_of
-from fedloom.platform.tasks import architecture_id, check_trained, client_of, measurements_of, places_of, subspace_id
-from fedloom.platform.training import SGD, LocalSGD, Score, Step, Trained, evaluate, train_locally
-from fedloom.platform.weighting import Work, weighting_rule
-from fedloom.platform.worker import Worker
 
 PERSONAL, GLOBAL = "personal", "global"
 """How the tables call a silo's own model and the shared one."""

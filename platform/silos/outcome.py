@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fedloom.platform.averaging import Update
-from fedloom.platform.execution import Outcome
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.clients.execution import Outcome
 from fedloom.platform.silos.network import TrainedNetwork, update_of
 from fedloom.platform.silos.state import Personal
 from fedloom.platform.spaces.base import bytes_of

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.execution import Assignment, Outcome
+from fedloom.platform.clients.execution import Assignment, Outcome
+from fedloom.platform.clients.tasks import places_of
+from fedloom.platform.clients.training import SGD, LocalSGD, Step
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.silos.batches import Batches, endless_batches
 from fedloom.platform.silos.network import GLOBAL, fixed_network, silo_data, train_network
 from fedloom.platform.silos.outcome import shared_outcome
 from fedloom.platform.silos.scoring import own_scores
 from fedloom.platform.spaces.base import Architecture, Weights
-from fedloom.platform.tasks import places_of
-from fedloom.platform.training import SGD, LocalSGD, Step
-from fedloom.platform.worker import Worker
 
 BATCHES_PER_STEP = 2
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
+from fedloom.platform.clients.training import Score, evaluate
 from fedloom.platform.silos.state import is_decided, undecided, with_row
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.darts_network import CELL_TYPES
 from fedloom.platform.spaces.operator_choice import Subspace
-from fedloom.platform.training import Score, evaluate
 
 Forward = Callable[[Tensor, Subspace], Tensor]
 Data = tuple[Tensor, Tensor]

@@ -5,7 +5,10 @@ from typing import cast
 
 from torch import Tensor
 
-from fedloom.platform.execution import Assignment, Measurement, Outcome
+from fedloom.platform.clients.execution import Assignment, Measurement, Outcome
+from fedloom.platform.clients.tasks import client_of, measurements_of
+from fedloom.platform.clients.training import LocalSGD, Score
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.silos.network import (
     GLOBAL,
     PERSONAL,
@@ -23,9 +26,6 @@ from fedloom.platform.silos.state import begun, unpacked
 from fedloom.platform.spaces.base import Architecture, Weights
 from fedloom.platform.spaces.kept import KeptSpace
 from fedloom.platform.spaces.operator_choice import Subspace
-from fedloom.platform.tasks import client_of, measurements_of
-from fedloom.platform.training import LocalSGD, Score
-from fedloom.platform.worker import Worker
 from fedloom.tiers.clock import EVALUATION_FACTOR, TRAINING_FACTOR
 
 Of = Architecture | Subspace

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.execution import Assignment
+from fedloom.platform.clients.execution import Assignment
+from fedloom.platform.clients.tasks import client_of, places_of
+from fedloom.platform.clients.training import SGD, Step
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.silos.batches import Batches, endless_batches
 from fedloom.platform.silos.network import Network, kept_network
@@ -17,9 +20,6 @@ from fedloom.platform.silos.state import Personal, is_decided
 from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.operator_choice import Subspace
-from fedloom.platform.tasks import client_of, places_of
-from fedloom.platform.training import SGD, Step
-from fedloom.platform.worker import Worker
 
 KINDS = ("perturbation", "milenas")
 

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import cast
 
-from fedloom.platform.execution import Assignment, Outcome
+from fedloom.platform.clients.execution import Assignment, Outcome
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.silos.network import Pull, kept_network, silo_data, train_network
 from fedloom.platform.silos.outcome import pair_outcome
 from fedloom.platform.silos.scoring import own_scores
@@ -11,8 +13,6 @@ from fedloom.platform.silos.search import Searcher, own_network
 from fedloom.platform.silos.state import begun
 from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.darts import DartsSpace
-from fedloom.platform.training import LocalSGD
-from fedloom.platform.worker import Worker
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import pytest
 
 from fedloom.actors.address import LOOPBACK_SWITCH
 from fedloom.experiments.config import compose_config
-from fedloom.platform.config import RunConfig
+from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table

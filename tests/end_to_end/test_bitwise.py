@@ -20,10 +20,10 @@ from fedloom.actors.placement import plan_lanes, resident_lane
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
 from fedloom.experiments.launch import NoView, launch
-from fedloom.platform.config import RunConfig
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import World
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.run import start_run
-from fedloom.platform.world import World
+from fedloom.platform.runs.run import start_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

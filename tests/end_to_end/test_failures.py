@@ -18,9 +18,8 @@ from ray import cloudpickle
 
 from fedloom.actors.placement import Lane
 from fedloom.actors.pool import ActorPool
-from fedloom.platform.averaging import Update
-from fedloom.platform.config import ExecutorConfig, FailuresConfig, RunConfig
-from fedloom.platform.execution import (
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.clients.execution import (
     Assignment,
     Chunk,
     ChunkResult,
@@ -31,14 +30,15 @@ from fedloom.platform.execution import (
     Task,
     make_chunks,
 )
-from fedloom.platform.loop import RunFailedError, merge_chunks
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import ExecutorConfig, FailuresConfig, RunConfig
+from fedloom.platform.federation.loop import RunFailedError, merge_chunks
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.run import start_run
+from fedloom.platform.runs.run import start_run
 from fedloom.platform.spaces.base import Slice, Weights
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
 
 pytestmark = pytest.mark.ray
 

@@ -49,7 +49,7 @@ import sys
 import time
 from pathlib import Path
 
-from fedloom.platform.weighting import opa
+from fedloom.platform.averaging.weighting import opa
 
 
 def witness(moment):

@@ -13,17 +13,17 @@ import pandas as pd
 import pytest
 import torch
 
-from fedloom.platform.config import RunConfig
-from fedloom.platform.execution import SerialExecutor
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.run import resume_run, start_run
-from fedloom.platform.state import RunState
-from fedloom.platform.supernets import load_supernet, store_supernet, stored_supernet, supernet_key
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
+from fedloom.platform.runs.run import resume_run, start_run
+from fedloom.platform.runs.supernets import load_supernet, store_supernet, stored_supernet, supernet_key
 
 Tiny = Callable[..., RunConfig]
 Rows = Callable[[Path, str], dict[str, pd.DataFrame]]
@@ -152,7 +152,7 @@ def test_a_full_disk_for_the_supernet_fails_no_run(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fedloom.platform.supernets.save_state", full)
+    monkeypatch.setattr("fedloom.platform.runs.supernets.save_state", full)
     config = tiny_config(reuse_supernet=True)
     run_id = run(config)
     assert read_table(Path(config.results), "runs", run_id=run_id)["status"].tolist() == ["done"]
@@ -168,10 +168,10 @@ PROGRAM = """
 import os, signal, sys
 import torch
 from fedloom.experiments.config import compose_config
-from fedloom.platform import supernets
-from fedloom.platform.execution import SerialExecutor
-from fedloom.platform.run import start_run
-from fedloom.platform.worker import Worker
+from fedloom.platform.runs import supernets
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.runs.run import start_run
+from fedloom.platform.clients.worker import Worker
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -244,7 +244,7 @@ def test_a_supernet_that_was_not_trained_with_one_key_throughout_is_not_stored(
     config = tiny_config(reuse_supernet=True)
     run_id = interrupted_run(config)
     if change == "source":
-        monkeypatch.setattr("fedloom.platform.supernets.source_hash", lambda: "another")
+        monkeypatch.setattr("fedloom.platform.runs.supernets.source_hash", lambda: "another")
     resumed = replace(config, reuse_supernet=change == "source")
     resume_run(resumed, run_id, on_serial)
     assert used(Path(config.results), run_id) == (None, None)

@@ -18,8 +18,8 @@ from fedloom.actors.client import RemoteClient
 from fedloom.actors.placement import Lane
 from fedloom.actors.pool import ActorPool
 from fedloom.experiments.config import compose_config
-from fedloom.platform.averaging import Update
-from fedloom.platform.execution import (
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.clients.execution import (
     Assignment,
     ChunkResult,
     Executor,
@@ -31,10 +31,10 @@ from fedloom.platform.execution import (
     TaskError,
     make_chunks,
 )
-from fedloom.platform.loop import RunFailedError, merge_chunks
+from fedloom.platform.clients.worker import Worker, WorkerSpec
+from fedloom.platform.federation.loop import RunFailedError, merge_chunks
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.spaces.base import Slice, Weights
-from fedloom.platform.worker import Worker, WorkerSpec
-from fedloom.platform.world import build_world
 
 pytestmark = pytest.mark.ray
 

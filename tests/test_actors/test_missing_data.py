@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.platform.config import RunConfig
-from fedloom.platform.execution import (
+from fedloom.platform.clients.execution import (
     Assignment,
     Outcome,
     SerialExecutor,
     SharedWeights,
     make_chunks,
 )
+from fedloom.platform.clients.worker import Worker, WorkerSpec
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.spaces.base import Weights
-from fedloom.platform.worker import Worker, WorkerSpec
-from fedloom.platform.world import build_world
 
 
 class Reads:

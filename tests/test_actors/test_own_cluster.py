@@ -17,7 +17,7 @@ stay_on_loopback("local")
 import json, os
 from pathlib import Path
 from fedloom.actors.cluster import connected
-from fedloom.platform.config import RayConfig
+from fedloom.platform.federation.config import RayConfig
 import ray, psutil
 
 def listening(processes):
@@ -89,7 +89,7 @@ stay_on_loopback("local")
 import json
 from fedloom.actors.client import assigned_device
 from fedloom.actors.cluster import connected
-from fedloom.platform.config import RayConfig
+from fedloom.platform.federation.config import RayConfig
 import ray, torch
 
 class Sees:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.actors.placement import Lane, bundles_of, lanes_of_run, plan_lanes, resident_lane, total
-from fedloom.platform.config import ExecutorConfig
+from fedloom.platform.federation.config import ExecutorConfig
 from fedloom.tiers.tier import Tier, make_tiers
 
 

@@ -24,9 +24,8 @@ from fedloom.actors.placement import Lane, bundles_of, free_resources, nodes_to_
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.server import make_pool
 from fedloom.experiments.launch import _where_results_are
-from fedloom.platform.averaging import Update
-from fedloom.platform.config import RunConfig
-from fedloom.platform.execution import (
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.clients.execution import (
     Assignment,
     Chunk,
     ChunkResult,
@@ -36,15 +35,16 @@ from fedloom.platform.execution import (
     Task,
     make_chunks,
 )
-from fedloom.platform.loop import merge_chunks
+from fedloom.platform.clients.worker import Worker, WorkerSpec
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.loop import merge_chunks
+from fedloom.platform.federation.stage import RoundResult
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
-from fedloom.platform.run import start_run
+from fedloom.platform.runs.run import start_run
 from fedloom.platform.spaces.base import Slice, Weights
-from fedloom.platform.stage import RoundResult
-from fedloom.platform.worker import Worker, WorkerSpec
-from fedloom.platform.world import World, build_world
 
 pytestmark = pytest.mark.ray
 

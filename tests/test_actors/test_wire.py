@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.actors.wire import accept_shared_memory, pack, to_arrays, to_tensors, unpack
-from fedloom.platform.averaging import Update, WeightedSums
-from fedloom.platform.execution import ChunkResult, Report
+from fedloom.platform.averaging.average import Update, WeightedSums
+from fedloom.platform.clients.execution import ChunkResult, Report
 from fedloom.platform.spaces.base import Slice
 
 OLD = {"w": torch.zeros(4, 3), "n": torch.zeros((), dtype=torch.int64)}

@@ -16,7 +16,7 @@ from fedloom.experiments.ablation.checks import checked_trials
 from fedloom.experiments.ablation.needs import Bundles, Cluster, bundles_of_trial, check_fits
 from fedloom.experiments.ablation.store import Trial
 from fedloom.experiments.config import compose_config
-from fedloom.platform.config import ExecutorConfig, RunConfig
+from fedloom.platform.federation.config import ExecutorConfig, RunConfig
 from fedloom.tiers.tier import Tier, make_tiers
 
 TWO_TIERS = make_tiers([1.0, 2.0])

@@ -18,7 +18,7 @@ from fedloom.experiments.ablation.plan import override_text, plan_ablation, plan
 from fedloom.experiments.ablation.store import Ablation, Trial, write_ablation
 from fedloom.experiments.config import compose_config
 from fedloom.experiments.presets import ablations
-from fedloom.platform.config import RunConfig
+from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.files import check_name
 from fedloom.platform.results.paths import LONGEST_RUN_ID
 

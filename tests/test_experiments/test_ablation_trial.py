@@ -11,10 +11,10 @@ from fedloom.experiments.ablation import trial as module
 from fedloom.experiments.ablation.store import UNSENT
 from fedloom.experiments.ablation.trial import END, MESSAGE, STAGE_ROUND, Job, Running
 from fedloom.experiments.config import compose_config
-from fedloom.platform.config import RunConfig
+from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.mirror import MirrorError
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.run import Label
+from fedloom.platform.runs.run import Label
 
 RUN = "20260101-000000-tiny-abcdef-0000"
 TINY = [

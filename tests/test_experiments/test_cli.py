@@ -12,7 +12,7 @@ from fedloom.experiments.cli import build_parser, main
 from fedloom.experiments.exit_codes import CLIENTS_FAILED, CONFIGURATION, INFRASTRUCTURE, INTERRUPTED, OK, of_run_end
 from fedloom.experiments.presets import experiments
 from fedloom.experiments.show import as_bytes, as_time, round_line
-from fedloom.platform.loop import RoundProgress
+from fedloom.platform.federation.loop import RoundProgress
 
 COMMANDS = ("run", "resume", "search", "describe", "prepare", "report", "export", "status")
 

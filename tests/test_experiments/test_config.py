@@ -11,9 +11,9 @@ import pytest
 
 from fedloom.experiments.config import change_stored, compose_config, config_from_dict
 from fedloom.experiments.presets import CONF, experiments
-from fedloom.platform.config import RunConfig
+from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import CONFIGS
-from fedloom.platform.run import what_is_computed
+from fedloom.platform.runs.run import what_is_computed
 
 GOLDEN = Path(__file__).with_name("configuration_keys.txt")
 RECORD = "FEDLOOM_RECORD=1 .venv/bin/pytest tests/test_experiments/test_config.py -k public_surface"

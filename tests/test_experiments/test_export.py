@@ -22,9 +22,14 @@ from fedloom.experiments.export import selection
 from fedloom.experiments.export.comparison import Agreement, Comparison, check_agreement, compare
 from fedloom.experiments.export.export import export
 from fedloom.experiments.export.selection import Wanted, check_wanted, target_label
-from fedloom.platform.config import RunConfig, TiersConfig
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.subnets import scored_subnet
+from fedloom.platform.clients.tasks import parse_architecture
+from fedloom.platform.clients.training import TrainingConfig
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.execution import SerialExecutor
+from fedloom.platform.federation.config import RunConfig, TiersConfig
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.elastic_stage import ElasticTrainingConfig
 from fedloom.platform.methods.fedoras import FedorASConfig
 from fedloom.platform.methods.search_stage import TierSearchConfig
@@ -32,14 +37,9 @@ from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.methods.supernet_stage import SupernetConfig
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.run import start_run
+from fedloom.platform.runs.run import start_run
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.spaces.config import SpaceConfig
-from fedloom.platform.subnets import scored_subnet
-from fedloom.platform.tasks import parse_architecture
-from fedloom.platform.training import TrainingConfig
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
 
 ALL = ("safetensors", "pt2", "onnx")
 MIDDLE = "d=0,1 e=.5"

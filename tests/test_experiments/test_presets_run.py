@@ -6,8 +6,8 @@ import pytest
 
 from fedloom.experiments.config import compose_config
 from fedloom.experiments.presets import experiments
-from fedloom.platform.run import planned_stages
-from fedloom.platform.world import build_world
+from fedloom.platform.federation.world import build_world
+from fedloom.platform.runs.run import planned_stages
 
 IMAGES = [n for n in experiments() if n.startswith(("superfednas_c", "ifedavg", "fedavg"))]
 SILO_METHODS = ("spider", "local", "ditto", "per_fedavg", "knn_per", "fedmn", "global_nas", "fednas", "fedpnas")

@@ -9,11 +9,11 @@ import pytest
 from fedloom.experiments import analysis
 from fedloom.experiments.cli import main
 from fedloom.experiments.config import stored_config
-from fedloom.platform.config import RunConfig
-from fedloom.platform.execution import SerialExecutor
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.remote import local_root
-from fedloom.platform.run import start_run
-from fedloom.platform.worker import Worker
+from fedloom.platform.runs.run import start_run
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -9,20 +9,20 @@ import pandas as pd
 import pytest
 import torch
 
-from fedloom.platform.config import RunConfig, TiersConfig
-from fedloom.platform.execution import SerialExecutor
-from fedloom.platform.loop import Loop
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig, TiersConfig
+from fedloom.platform.federation.loop import Loop
+from fedloom.platform.federation.recorder import Record, Recorder
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.elastic_stage import ElasticTrainingConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.superfednas import SuperFedNASConfig
-from fedloom.platform.recorder import Record, Recorder
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.spaces.config import SpaceConfig
-from fedloom.platform.stage import Stage
-from fedloom.platform.state import RunState
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
 
 
 @pytest.fixture

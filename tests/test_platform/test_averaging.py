@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.platform.averaging import Update, WeightedSums, average
+from fedloom.platform.averaging.average import Update, WeightedSums, average
+from fedloom.platform.averaging.weighting import Work, fedavg, opa, plain
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import Region, Slice
-from fedloom.platform.weighting import Work, fedavg, opa, plain
 
 
 def whole(tensors: Mapping[str, Tensor], weights: Mapping[str, float]) -> Update:

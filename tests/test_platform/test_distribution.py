@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.platform import distribution
-from fedloom.platform.distribution import (
+from fedloom.platform.federation import distribution
+from fedloom.platform.federation.distribution import (
     HEURISTICS,
     Handout,
     Served,

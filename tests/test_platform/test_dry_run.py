@@ -10,19 +10,19 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from fedloom.platform.config import CheckpointConfig, DevicesConfig, RunConfig
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.tasks import architecture_id
+from fedloom.platform.clients.training import TrainingConfig
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.execution import SerialExecutor
-from fedloom.platform.loop import InterruptedRunError
+from fedloom.platform.federation.config import CheckpointConfig, DevicesConfig, RunConfig
+from fedloom.platform.federation.loop import InterruptedRunError
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.elastic_stage import DistributionConfig, ShrinkingConfig
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import list_runs, run_paths
-from fedloom.platform.run import Watcher, resume_run, start_run
-from fedloom.platform.tasks import architecture_id
-from fedloom.platform.training import TrainingConfig
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
+from fedloom.platform.runs.run import Watcher, resume_run, start_run
 
 Make = Callable[..., RunConfig]
 

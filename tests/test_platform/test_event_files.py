@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from fedloom.platform.config import RunConfig
-from fedloom.platform.event_files import EventFiles, final_scores, scalars
-from fedloom.platform.execution import SerialExecutor
-from fedloom.platform.loop import InterruptedRunError, RoundProgress
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.event_files import EventFiles, final_scores, scalars
+from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress
+from fedloom.platform.federation.world import World
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.run import Watcher, resume_run, start_run
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World
+from fedloom.platform.runs.run import Watcher, resume_run, start_run
 
 event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.platform.averaging import Update, WeightedSums
-from fedloom.platform.execution import (
+from fedloom.platform.averaging.average import Update, WeightedSums
+from fedloom.platform.clients.execution import (
     Assignment,
     Chunk,
     ChunkResult,
@@ -28,11 +28,11 @@ from fedloom.platform.execution import (
     run_assignment,
     run_chunk,
 )
-from fedloom.platform.loop import client_row, merge_chunks
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.loop import client_row, merge_chunks
 from fedloom.platform.results.tables import check_row
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import Slice, Weights
-from fedloom.platform.worker import Worker
 from fedloom.tiers.devices import DeviceProfile
 
 PHONE = DeviceProfile("phone", macs_per_s=100.0, down_bytes_per_s=10.0, up_bytes_per_s=5.0)

@@ -9,10 +9,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.averaging import WeightedSums, average
-from fedloom.platform.config import RunConfig, TiersConfig
-from fedloom.platform.execution import Assignment, Outcome, SerialExecutor, SharedWeights, make_chunks, run_assignment
-from fedloom.platform.loop import merge_chunks
+from fedloom.platform.averaging.average import WeightedSums, average
+from fedloom.platform.clients.execution import (
+    Assignment,
+    Outcome,
+    SerialExecutor,
+    SharedWeights,
+    make_chunks,
+    run_assignment,
+)
+from fedloom.platform.clients.subspace import size_of
+from fedloom.platform.clients.tasks import parse_subspace
+from fedloom.platform.clients.training import SGD, LocalSGD
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig, TiersConfig
+from fedloom.platform.federation.loop import merge_chunks
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedmn import FedMnConfig, FedMnStage, FedMnTrainingConfig, stages
 from fedloom.platform.methods.personalised import AdaptationConfig
 from fedloom.platform.methods.registry import build_stages
@@ -21,7 +34,7 @@ from fedloom.platform.methods.supernet_stage import SUPERNET
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.run import start_run
+from fedloom.platform.runs.run import start_run
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.silos.fedavg import TrainShared
 from fedloom.platform.silos.fedmn import ScoreModular, TrainModular
@@ -38,12 +51,6 @@ from fedloom.platform.spaces.base import bytes_of
 from fedloom.platform.spaces.config import SpaceConfig
 from fedloom.platform.spaces.kept import KeptSpace
 from fedloom.platform.spaces.registry import build_space
-from fedloom.platform.state import RunState
-from fedloom.platform.subspace import size_of
-from fedloom.platform.tasks import parse_subspace
-from fedloom.platform.training import SGD, LocalSGD
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
 
 Make = Callable[..., RunConfig]
 

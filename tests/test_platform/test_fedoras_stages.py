@@ -12,11 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform import tasks
-from fedloom.platform.config import BudgetConfig, DevicesConfig, RunConfig, TiersConfig
+from fedloom.platform.clients import tasks
+from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
+from fedloom.platform.clients.tasks import ScoreSubnet, TrainPaths, TrainSubnet, architecture_id, parse_architecture
+from fedloom.platform.clients.training import TrainingConfig
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.execution import SerialExecutor, SharedWeights, make_chunks
-from fedloom.platform.loop import merge_chunks
+from fedloom.platform.federation.config import BudgetConfig, DevicesConfig, RunConfig, TiersConfig
+from fedloom.platform.federation.loop import merge_chunks
+from fedloom.platform.federation.stage import Merged, RoundResult, Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.search_stage import TierSearchStage, winner_of
@@ -25,16 +31,10 @@ from fedloom.platform.methods.supernet_stage import CommunicationConfig, Superne
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.models import load_model
 from fedloom.platform.results.paths import list_runs
-from fedloom.platform.run import start_run
+from fedloom.platform.runs.run import start_run
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import Architecture
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
-from fedloom.platform.stage import Merged, RoundResult, Stage
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import ScoreSubnet, TrainPaths, TrainSubnet, architecture_id, parse_architecture
-from fedloom.platform.training import TrainingConfig
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
 
 Make = Callable[..., RunConfig]
 

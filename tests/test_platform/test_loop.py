@@ -12,19 +12,8 @@ import pandas as pd
 import pytest
 import torch
 
-from fedloom.platform import recorder as recorder_module
-from fedloom.platform import run as run_module
-from fedloom.platform.averaging import Update
-from fedloom.platform.config import (
-    BudgetConfig,
-    CheckpointConfig,
-    DevicesConfig,
-    ExecutorConfig,
-    FailuresConfig,
-    RunConfig,
-    TiersConfig,
-)
-from fedloom.platform.execution import (
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.clients.execution import (
     Assignment,
     Chunk,
     ChunkResult,
@@ -35,20 +24,31 @@ from fedloom.platform.execution import (
     SerialExecutor,
     SharedWeights,
 )
-from fedloom.platform.loop import InterruptedRunError, Loop, RoundProgress, RunFailedError, round_row
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation import recorder as recorder_module
+from fedloom.platform.federation.config import (
+    BudgetConfig,
+    CheckpointConfig,
+    DevicesConfig,
+    ExecutorConfig,
+    FailuresConfig,
+    RunConfig,
+    TiersConfig,
+)
+from fedloom.platform.federation.loop import InterruptedRunError, Loop, RoundProgress, RunFailedError, round_row
+from fedloom.platform.federation.recorder import Recorder, restored_state
+from fedloom.platform.federation.stage import Merged, Plan, RoundResult
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.rows import evaluation_rows
-from fedloom.platform.recorder import Recorder, restored_state
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS
 from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.run import Watcher, resume_run, start_run
+from fedloom.platform.runs import run as run_module
+from fedloom.platform.runs.run import Watcher, resume_run, start_run
 from fedloom.platform.spaces.base import Slice, Weights
-from fedloom.platform.stage import Merged, Plan, RoundResult
-from fedloom.platform.state import RunState
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
 from fedloom.tiers.devices import DeviceProfile
 
 PHONE = DeviceProfile("phone", macs_per_s=1.0, down_bytes_per_s=1.0, up_bytes_per_s=1.0)

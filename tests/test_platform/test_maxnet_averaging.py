@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.platform.averaging import Update, WeightedSums, average
+from fedloom.platform.averaging.average import Update, WeightedSums, average
+from fedloom.platform.averaging.shares import SharesConfig, Sharing, maxnet, overlap
+from fedloom.platform.averaging.weighting import Work, fedavg, plain
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.shares import SharesConfig, Sharing, maxnet, overlap
 from fedloom.platform.spaces.base import Architecture, Slice, extract
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.resnet import ResnetDesign
 from fedloom.platform.spaces.tcn import TcnDesign
-from fedloom.platform.weighting import Work, fedavg, plain
 
 TINY = ElasticSpace(
     TcnDesign(

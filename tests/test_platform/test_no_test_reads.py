@@ -10,20 +10,20 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedloom.platform.config import RunConfig
+from fedloom.platform.clients.execution import Chunk, ChunkResult, SerialExecutor, SharedWeights
+from fedloom.platform.clients.tasks import ScorePaths, ScoreSubnet
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.guard import TestReadError
 from fedloom.platform.data.partition import Partition
-from fedloom.platform.execution import Chunk, ChunkResult, SerialExecutor, SharedWeights
-from fedloom.platform.loop import RunFailedError
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.loop import RunFailedError
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods import search_stage, subnet_stage, supernet_stage
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS
-from fedloom.platform.run import start_run
-from fedloom.platform.tasks import ScorePaths, ScoreSubnet
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
+from fedloom.platform.runs.run import start_run
 
 Make = Callable[..., RunConfig]
 

@@ -18,8 +18,10 @@ import pyarrow.fs as pafs
 import pytest
 import torch
 
-from fedloom.platform.config import RunConfig
-from fedloom.platform.execution import SerialExecutor
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import World
 from fedloom.platform.results import mirror as mirror_module
 from fedloom.platform.results.checkpoint import Bag, load_checkpoint, save_checkpoint
 from fedloom.platform.results.mirror import Mirror, MirrorError, mirrored
@@ -30,9 +32,7 @@ from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
 from fedloom.platform.results.target import Target, open_target
 from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.run import Label, Watcher, resume_run, start_run
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World
+from fedloom.platform.runs.run import Label, Watcher, resume_run, start_run
 
 Elastic = Callable[..., RunConfig]
 

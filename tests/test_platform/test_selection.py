@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from fedloom.platform.federation.selection import DRAWS_PER_CLIENT, select_uniform
 from fedloom.platform.seeding import stream
-from fedloom.platform.selection import DRAWS_PER_CLIENT, select_uniform
 
 
 @settings(max_examples=200, deadline=None)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.platform.shares import (
+from fedloom.platform.averaging.shares import (
     DECAYS,
     Shares,
     SharesConfig,

@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.config import RunConfig
-from fedloom.platform.execution import Assignment, Measurement, Outcome, Task
+from fedloom.platform.clients.execution import Assignment, Measurement, Outcome, Task
+from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, train_locally
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.personalised import (
     AdaptationConfig,
     DittoConfig,
@@ -36,10 +40,6 @@ from fedloom.platform.silos.per_fedavg import MetaStep, TrainMeta
 from fedloom.platform.silos.scoring import AdaptAndScore, ScoreOwn, ScoreShared
 from fedloom.platform.silos.state import Personal, unpacked
 from fedloom.platform.spaces.base import Weights, bytes_of
-from fedloom.platform.state import RunState
-from fedloom.platform.training import SGD, LocalSGD, batch_indices, train_locally
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
 
 Make = Callable[..., RunConfig]
 Run = Callable[[RunConfig], tuple[World, Any, RunState]]

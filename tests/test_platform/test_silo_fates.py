@@ -12,18 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedloom.platform.run as run_module
-from fedloom.platform.averaging import WeightedSums
-from fedloom.platform.config import DevicesConfig, ExecutorConfig, FailuresConfig, RunConfig, TiersConfig
-from fedloom.platform.execution import Assignment, Outcome, SerialExecutor
-from fedloom.platform.loop import InterruptedRunError, RunFailedError
+import fedloom.platform.runs.run as run_module
+from fedloom.platform.averaging.average import WeightedSums
+from fedloom.platform.clients.execution import Assignment, Outcome, SerialExecutor
+from fedloom.platform.clients.tasks import subspace_id
+from fedloom.platform.clients.training import LocalSGD, evaluate
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, FailuresConfig, RunConfig, TiersConfig
+from fedloom.platform.federation.loop import InterruptedRunError, RunFailedError
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.silo_stage import GainConfig
 from fedloom.platform.methods.spider import SpiderConfig, SpiderStage, SpiderTrainingConfig, stages
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
-from fedloom.platform.run import Watcher, resume_run, start_run
+from fedloom.platform.runs.run import Watcher, resume_run, start_run
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.silos.network import kept_network, silo_data, train_network
 from fedloom.platform.silos.scoring import ScoreOwn
@@ -33,11 +38,6 @@ from fedloom.platform.silos.state import Personal, unpacked, with_row
 from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.config import SpaceConfig
 from fedloom.platform.spaces.darts import DartsSpace
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import subspace_id
-from fedloom.platform.training import LocalSGD, evaluate
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
 from fedloom.tiers.devices import DeviceTable, write_device_table
 
 SILOS = (0, 1, 2)

@@ -8,8 +8,14 @@ import pandas as pd
 import pytest
 import torch
 
-from fedloom.platform.config import RunConfig
-from fedloom.platform.execution import Assignment
+from fedloom.platform.clients.execution import Assignment
+from fedloom.platform.clients.tasks import subspace_id
+from fedloom.platform.clients.training import LocalSGD, evaluate, train_locally
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo_stage import GainConfig, GainStage, SiloStage
 from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig
@@ -20,12 +26,6 @@ from fedloom.platform.spaces.base import Weights
 from fedloom.platform.spaces.config import SpaceConfig
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.operator_choice import Subspace
-from fedloom.platform.stage import Stage
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import subspace_id
-from fedloom.platform.training import LocalSGD, evaluate, train_locally
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
 
 Make = Callable[..., RunConfig]
 Run = Callable[[RunConfig], tuple[World, Any, RunState]]

@@ -14,9 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.averaging import Update, WeightedSums
-from fedloom.platform.config import RunConfig
-from fedloom.platform.execution import Assignment, Outcome, Task
+from fedloom.platform.averaging.average import Update, WeightedSums
+from fedloom.platform.clients.execution import Assignment, Outcome, Task
+from fedloom.platform.clients.tasks import parse_subspace, subspace_id
+from fedloom.platform.clients.training import SGD, LocalSGD, Score, batch_indices
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.stage import Plan, RoundResult
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.federated_nas import FedNasConfig, FedNasStage, FedPnasConfig, GlobalNasConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo_stage import SiloTrainingConfig
@@ -52,12 +58,6 @@ from fedloom.platform.spaces.base import Slice, Weights, bytes_of
 from fedloom.platform.spaces.config import SpaceConfig
 from fedloom.platform.spaces.darts import DARTS_S2, DARTS_S2_SMALL, DartsSpace
 from fedloom.platform.spaces.operator_choice import Subspace
-from fedloom.platform.stage import Plan, RoundResult
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import parse_subspace, subspace_id
-from fedloom.platform.training import SGD, LocalSGD, Score, batch_indices
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
 
 Make = Callable[..., RunConfig]
 Run = Callable[[RunConfig], tuple[World, Any, RunState]]

@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.config import RunConfig, TiersConfig
-from fedloom.platform.execution import Assignment, SerialExecutor
+from fedloom.platform.clients.execution import Assignment, SerialExecutor
+from fedloom.platform.clients.training import SGD, LocalSGD, Score
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig, TiersConfig
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.silo_stage import GainConfig
 from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig, stages
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.run import start_run
+from fedloom.platform.runs.run import start_run
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.silos.perturbation import masked_scores, most_missed
 from fedloom.platform.silos.search import ArchitectureSearchConfig, Perturbation
@@ -24,9 +27,6 @@ from fedloom.platform.silos.spider import TrainSpider
 from fedloom.platform.silos.state import Personal, is_decided, undecided, unpacked, with_row
 from fedloom.platform.spaces.config import SpaceConfig
 from fedloom.platform.spaces.darts import DartsSpace
-from fedloom.platform.training import SGD, LocalSGD, Score
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
 
 Make = Callable[..., RunConfig]
 

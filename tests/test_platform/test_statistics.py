@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.config import RunConfig
-from fedloom.platform.execution import Assignment, Outcome
+from fedloom.platform.clients.execution import Assignment, Outcome
+from fedloom.platform.clients.subnets import calibration_samples, paths_scorer, scored_subnet
+from fedloom.platform.clients.tasks import ScoreSubnet, TrainSubnet
+from fedloom.platform.clients.training import LocalSGD, estimate_statistics, evaluate
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import Architecture, extract
 from fedloom.platform.spaces.elastic import ElasticSpace
-from fedloom.platform.subnets import calibration_samples, paths_scorer, scored_subnet
-from fedloom.platform.tasks import ScoreSubnet, TrainSubnet
-from fedloom.platform.training import LocalSGD, estimate_statistics, evaluate
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import build_world
 
 Make = Callable[..., RunConfig]
 A: Architecture = (3, 1)

@@ -11,10 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform.averaging import average
-from fedloom.platform.config import RunConfig
-from fedloom.platform.execution import Assignment, SerialExecutor, SharedWeights, make_chunks
-from fedloom.platform.loop import merge_chunks
+from fedloom.platform.averaging.average import average
+from fedloom.platform.averaging.shares import SharesConfig
+from fedloom.platform.clients.execution import Assignment, SerialExecutor, SharedWeights, make_chunks
+from fedloom.platform.clients.tasks import ScoreSubnet, TrainSubnet, TrainSupernet, architecture_id
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.loop import merge_chunks
+from fedloom.platform.federation.stage import Plan, RoundResult
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.elastic_stage import (
     DistributionConfig,
     ElasticStage,
@@ -26,16 +32,10 @@ from fedloom.platform.methods.evaluation_stage import EvaluationConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.results.models import load_model
 from fedloom.platform.results.paths import list_runs
-from fedloom.platform.run import start_run
+from fedloom.platform.runs.run import start_run
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.shares import SharesConfig
 from fedloom.platform.spaces.base import Slice, bytes_of, extract
 from fedloom.platform.spaces.elastic import ElasticSpace
-from fedloom.platform.stage import Plan, RoundResult
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import ScoreSubnet, TrainSubnet, TrainSupernet, architecture_id
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
 
 Make = Callable[..., RunConfig]
 

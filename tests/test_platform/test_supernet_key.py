@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from fedloom.experiments.config import compose_config
-from fedloom.platform.config import RunConfig
 from fedloom.platform.data.federated import FederatedData
-from fedloom.platform.supernets import supernet_key
-from fedloom.platform.world import World, build_world
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.runs.supernets import supernet_key
 from fedloom.tiers.devices import generate_device_table, write_device_table
 
 KEYS = (Path(__file__).parent.parent / "test_experiments" / "configuration_keys.txt").read_text().splitlines()
@@ -205,7 +205,7 @@ def test_gpus_and_versions_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert supernet_key(ray, on_gpus) != key
     assert supernet_key(serial, on_gpus) == key, "the serial executor trains on the CPU"
     with monkeypatch.context() as patched:
-        patched.setattr("fedloom.platform.supernets.source_hash", lambda: "another")
+        patched.setattr("fedloom.platform.runs.supernets.source_hash", lambda: "another")
         assert supernet_key(config, world) != key
     monkeypatch.setattr("torch.__version__", "0.0")
     assert supernet_key(config, world) != key

@@ -9,15 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedloom.platform.config import RunConfig, TiersConfig
-from fedloom.platform.distribution import Handout, random
-from fedloom.platform.execution import SerialExecutor
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig, TiersConfig
+from fedloom.platform.federation.distribution import Handout, random
+from fedloom.platform.federation.world import World, build_world, split_into_tiers
 from fedloom.platform.methods.superfednas import SEARCHED
 from fedloom.platform.methods.target_search import search_supernet
 from fedloom.platform.results.models import load_model
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.run import start_run
+from fedloom.platform.runs.run import start_run
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.targets import (
     Sample,
@@ -32,8 +34,6 @@ from fedloom.platform.search.targets import (
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.resnet import ResnetDesign
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world, split_into_tiers
 
 Make = Callable[..., RunConfig]
 

@@ -11,16 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform import tasks
-from fedloom.platform.averaging import WeightedSums
-from fedloom.platform.config import RunConfig
-from fedloom.platform.data.guard import TestReadError
-from fedloom.platform.execution import Assignment, Outcome, SharedWeights, run_assignment
-from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.base import Architecture, bytes_of, extract
-from fedloom.platform.spaces.config import SpaceConfig
-from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
-from fedloom.platform.tasks import (
+from fedloom.platform.averaging.average import WeightedSums
+from fedloom.platform.averaging.weighting import Work
+from fedloom.platform.clients import tasks
+from fedloom.platform.clients.execution import Assignment, Outcome, SharedWeights, run_assignment
+from fedloom.platform.clients.tasks import (
     ScorePaths,
     ScoreSubnet,
     TrainPaths,
@@ -29,10 +24,15 @@ from fedloom.platform.tasks import (
     parse_architecture,
     subspace_id,
 )
-from fedloom.platform.training import LocalSGD
-from fedloom.platform.weighting import Work
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.guard import TestReadError
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.base import Architecture, bytes_of, extract
+from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 
 LOCAL = LocalSGD(epochs=2, batch_size=16, lr=0.05, momentum=0.9)
 KEPT = ((0, 3), (1, 2), (0, 1, 2, 3))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.seeding import torch_stream
-from fedloom.platform.training import (
+from fedloom.platform.clients.training import (
     LocalSGD,
     TrainingConfig,
     batch_indices,
@@ -19,6 +18,7 @@ from fedloom.platform.training import (
     learning_rate,
     train_locally,
 )
+from fedloom.platform.seeding import torch_stream
 
 X = torch.randn(10, 3, generator=torch_stream(1, "x"))
 Y = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0, 1])

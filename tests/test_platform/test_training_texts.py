@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.seeding import torch_stream
-from fedloom.platform.training import (
+from fedloom.platform.clients.training import (
     IGNORED,
     LocalSGD,
     TrainingConfig,
@@ -18,6 +17,7 @@ from fedloom.platform.training import (
     learning_rate,
     train_locally,
 )
+from fedloom.platform.seeding import torch_stream
 
 
 def logits_of(tokens: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedloom.platform.weighting import RULES, Work, fedavg, opa, plain, weighting_rule
+from fedloom.platform.averaging.weighting import RULES, Work, fedavg, opa, plain, weighting_rule
 
 WORK = Work(samples=45, seen_samples=90, seen_by_tensor={"fixed.weight": 90, "op.weight": 30, "idle.weight": 0})
 
@@ -24,7 +24,7 @@ def test_rules_are_found_by_name() -> None:
 
 
 def test_a_rule_of_ones_own_is_found_by_import_path() -> None:
-    assert weighting_rule("fedloom.platform.weighting:plain") is plain
+    assert weighting_rule("fedloom.platform.averaging.weighting:plain") is plain
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_rule_of_ones_own_is_found_by_import_path() -> None:
             r"unknown weighting rule 'opq': known are fedavg, opa, plain, or module:attribute; did you mean 'opa'\?",
         ),
         ("no_such_module:rule", "weighting rule 'no_such_module:rule' cannot be imported"),
-        ("fedloom.platform.weighting:nope", "cannot be imported"),
+        ("fedloom.platform.averaging.weighting:nope", "cannot be imported"),
         (":rule", "cannot be imported"),
         (".relative:rule", "cannot be imported"),
     ],

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform.config import BudgetConfig, DevicesConfig, RunConfig, SeedsConfig, TiersConfig
+from fedloom.platform.clients.execution import Assignment
+from fedloom.platform.clients.tasks import TrainPaths
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.execution import Assignment
+from fedloom.platform.federation.config import BudgetConfig, DevicesConfig, RunConfig, SeedsConfig, TiersConfig
+from fedloom.platform.federation.selection import Cohort
+from fedloom.platform.federation.stage import Plan
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.selection import Cohort
 from fedloom.platform.spaces.config import SpaceConfig
-from fedloom.platform.stage import Plan
-from fedloom.platform.state import RunState
-from fedloom.platform.tasks import TrainPaths
-from fedloom.platform.training import LocalSGD
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World, build_world
 from fedloom.tiers.devices import generate_device_table, write_device_table
 
 Make = Callable[..., RunConfig]

@@ -18,15 +18,15 @@ from uuid import uuid4
 
 import torch
 
-from fedloom.platform.config import GENERATED, RunConfig
 from fedloom.platform.data.artefact import atomic_folder, hash_of, hash_of_file
+from fedloom.platform.federation.config import GENERATED, RunConfig
+from fedloom.platform.federation.recorder import restored_state, save_state
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import shared_training
-from fedloom.platform.recorder import restored_state, save_state
 from fedloom.platform.results.checkpoint import STATE_FILE, load_checkpoint
 from fedloom.platform.results.files import write_atomically
-from fedloom.platform.source import source_hash
-from fedloom.platform.state import RunState
-from fedloom.platform.world import World
+from fedloom.platform.runs.source import source_hash
 
 logger = logging.getLogger(__name__)
 

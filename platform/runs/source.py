@@ -11,7 +11,7 @@ def source_hash() -> str:
 
     Read once per process: an edit after that changes the files, not the code that this process runs.
     """
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parent.parent
     digest = sha256()
     for folder in (here, here.parent / "tiers"):
         for file in sorted(folder.rglob("*.py")):

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fedloom.platform.clients.training import own_randomness
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import Architecture, SearchSpace, SliceMap, Weights
 from fedloom.platform.spaces.config import SpaceConfig
 from fedloom.platform.spaces.darts_operators import Noise
 from fedloom.platform.spaces.registry import build_space
-from fedloom.platform.training import own_randomness
 from fedloom.tiers.costs import CostTable
 
 SUBNETS_KEPT = 8

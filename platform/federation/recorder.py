@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.platform.event_files import Events, NoEvents
+from fedloom.platform.federation.event_files import Events, NoEvents
+from fedloom.platform.federation.stage import KeptModel, Row
+from fedloom.platform.federation.state import RunState
 from fedloom.platform.results.checkpoint import Saved, save_checkpoint
 from fedloom.platform.results.models import save_model
 from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.stage import KeptModel, Row
-from fedloom.platform.state import RunState
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from fedloom.platform.averaging import WeightedSums
-from fedloom.platform.config import CheckpointConfig, ExecutorConfig, FailuresConfig
-from fedloom.platform.execution import Assignment, ChunkResult, Executor, Report, SharedWeights, make_chunks
-from fedloom.platform.recorder import Record, Recorder
+from fedloom.platform.averaging.average import WeightedSums
+from fedloom.platform.clients.execution import Assignment, ChunkResult, Executor, Report, SharedWeights, make_chunks
+from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, FailuresConfig
+from fedloom.platform.federation.recorder import Record, Recorder
+from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Row, Stage
+from fedloom.platform.federation.state import CLIENT, RunState
 from fedloom.platform.results.status import StatusFile
-from fedloom.platform.stage import Merged, Plan, RoundResult, Row, Stage
-from fedloom.platform.state import CLIENT, RunState
 from fedloom.tiers.clock import VirtualClock
 
 logger = logging.getLogger(__name__)

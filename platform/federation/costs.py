@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.platform.config import TiersConfig
+from fedloom.platform.federation.config import TiersConfig
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.named_operators import NamedOperatorSpace

@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
-from fedloom.platform.averaging import Update, WeightedSums
-from fedloom.platform.memory import peak_memory_bytes, reset_peak_memory
+from fedloom.platform.averaging.average import Update, WeightedSums
+from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.spaces.base import Weights
-from fedloom.platform.worker import Worker
 from fedloom.tiers.clock import EVALUATION_FACTOR, TRAINING_FACTOR, client_time_s
 from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.sgd import sgd
 
+from fedloom.platform.averaging.weighting import weighting_rule
 from fedloom.platform.data.dataset import augment_crop_flip
-from fedloom.platform.weighting import weighting_rule
 
 
 @dataclass

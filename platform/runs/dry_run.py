@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
-from fedloom.platform.execution import Assignment, Chunk, ChunkResult, Outcome, SerialExecutor, SharedWeights
+from fedloom.platform.clients.execution import Assignment, Chunk, ChunkResult, Outcome, SerialExecutor, SharedWeights
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import Bag
 from fedloom.platform.spaces.base import Weights
-from fedloom.platform.stage import Merged, Plan, RoundResult, Stage
-from fedloom.platform.state import RunState
-from fedloom.platform.worker import Worker
-from fedloom.platform.world import World
 
 
 class AccountableTask(Protocol):

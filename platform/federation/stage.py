@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fedloom.platform.averaging import WeightedSums
-from fedloom.platform.execution import Assignment, Report
+from fedloom.platform.averaging.average import WeightedSums
+from fedloom.platform.clients.execution import Assignment, Report
+from fedloom.platform.federation.state import RunState
 from fedloom.platform.spaces.base import Weights
-from fedloom.platform.state import RunState
 
 Row = tuple[str, Mapping[str, Any]]
 """A table's name and the row's columns; the loop adds stage and round."""

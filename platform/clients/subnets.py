@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from fedloom.platform.clients.training import estimate_statistics
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.spaces.base import Architecture, Slice, SliceMap, Weights
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
-from fedloom.platform.training import estimate_statistics
-from fedloom.platform.worker import Worker
 
 CALIBRATION_SAMPLES = 512
 """Unlabelled validation samples from which a subnet's running statistics are estimated before it is scored."""

@@ -5,20 +5,20 @@ from functools import lru_cache
 
 import numpy as np
 
-from fedloom.platform.config import GENERATED, RunConfig
+from fedloom.platform.clients.execution import Assignment, Task
+from fedloom.platform.clients.worker import WorkerSpec
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
-from fedloom.platform.execution import Assignment, Task
-from fedloom.platform.run_costs import RunCosts, measure_costs
+from fedloom.platform.federation.config import GENERATED, RunConfig
+from fedloom.platform.federation.costs import RunCosts, measure_costs
+from fedloom.platform.federation.selection import Cohort, select_uniform
 from fedloom.platform.seeding import stream
-from fedloom.platform.selection import Cohort, select_uniform
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.genome import ElasticGenome, PlainGenome
 from fedloom.platform.spaces.registry import build_space
-from fedloom.platform.worker import WorkerSpec
 from fedloom.tiers.assignment import by_device_table, by_list, by_shares
 from fedloom.tiers.bounds import check_upper_bounds, tier_upper_bounds
 from fedloom.tiers.budgets import Budget, make_budget

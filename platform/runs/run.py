@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.platform.config import RunConfig
-from fedloom.platform.dry_run import dry_executor, dry_stages
-from fedloom.platform.event_files import FOLDER as EVENTS
-from fedloom.platform.event_files import EventFiles, Events, NoEvents, check_event_files
-from fedloom.platform.execution import Executor
-from fedloom.platform.logs import close_log, log_to
-from fedloom.platform.loop import InterruptedRunError, Loop, RoundProgress, RunFailedError
+from fedloom.platform.clients.execution import Executor
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.costs import RunCosts, load_costs, store_costs
+from fedloom.platform.federation.event_files import FOLDER as EVENTS
+from fedloom.platform.federation.event_files import EventFiles, Events, NoEvents, check_event_files
+from fedloom.platform.federation.loop import InterruptedRunError, Loop, RoundProgress, RunFailedError
+from fedloom.platform.federation.recorder import Recorder, restored_state, save_state
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.registry import build_stages, shared_training
-from fedloom.platform.recorder import Recorder, restored_state, save_state
 from fedloom.platform.results.checkpoint import Saved, check_same_config, load_checkpoint, stored_bags
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.results.mirror import mirrored
@@ -27,12 +29,10 @@ from fedloom.platform.results.paths import RunPaths, new_run_id, run_paths
 from fedloom.platform.results.remote import check_results, fetch, fetch_folder, mirror_folder
 from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState, read_status
 from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.run_costs import RunCosts, load_costs, store_costs
-from fedloom.platform.source import source_hash
-from fedloom.platform.stage import Stage
-from fedloom.platform.state import RunState
-from fedloom.platform.supernets import FOLDER, keeper, load_supernet, supernet_key
-from fedloom.platform.world import World, build_world
+from fedloom.platform.runs.dry_run import dry_executor, dry_stages
+from fedloom.platform.runs.logs import close_log, log_to
+from fedloom.platform.runs.source import source_hash
+from fedloom.platform.runs.supernets import FOLDER, keeper, load_supernet, supernet_key
 
 logger = logging.getLogger(__name__)
 

@@ -8,18 +8,18 @@ from typing import cast
 
 from torch import Tensor
 
-from fedloom.platform.averaging import Update
-from fedloom.platform.execution import Assignment, Measurement, Outcome, TaskError
-from fedloom.platform.paths import path_sampler
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.averaging.weighting import Work, weighting_rule
+from fedloom.platform.clients.execution import Assignment, Measurement, Outcome, TaskError
+from fedloom.platform.clients.paths import path_sampler
+from fedloom.platform.clients.subnets import loaded_subnet, paths_scorer, scored_subnet, subnet_slices
+from fedloom.platform.clients.subspace import Subspace, size_of
+from fedloom.platform.clients.training import LocalSGD, Score, Trained, batch_sizes, evaluate, train_locally
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.spaces.base import Architecture, Slice, SliceMap, Weights, bytes_of
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
-from fedloom.platform.subnets import loaded_subnet, paths_scorer, scored_subnet, subnet_slices
-from fedloom.platform.subspace import Subspace, size_of
-from fedloom.platform.training import LocalSGD, Score, Trained, batch_sizes, evaluate, train_locally
-from fedloom.platform.weighting import Work, weighting_rule
-from fedloom.platform.worker import Worker
 from fedloom.tiers.clock import EVALUATION_FACTOR
 from fedloom.tiers.measure import latency_s_of
 

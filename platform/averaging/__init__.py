@@ -1,0 +1,1 @@
+"""What clients send is added up: weights of updates, their mean, and what the server makes of it."""
