@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.platform.averaging.average import Coverage, TensorSum, WeightedSums
 from fedloom.platform.clients.execution import ChunkResult, Report
-from fedloom.platform.spaces.base import Region, Weights
+from fedloom.platform.spaces.slices import Region, Weights
 
 Arrays = Mapping[str, np.ndarray]
 PackedSum = tuple[Region, np.ndarray, dict[Region, Coverage]]

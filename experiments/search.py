@@ -10,7 +10,6 @@ from rich.table import Table
 from fedloom.experiments.config import stored_config
 from fedloom.experiments.show import console, write_json
 from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.tasks import architecture_id, parse_architecture
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import load_costs
@@ -24,7 +23,7 @@ from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import COSTS
 from fedloom.platform.search.targets import Sample, TargetSearchConfig
-from fedloom.platform.spaces.base import Weights
+from fedloom.platform.spaces.slices import Weights, architecture_id, parse_architecture
 
 DEFAULT_SAMPLES = 200
 """Subnets that are measured where the run measured none."""

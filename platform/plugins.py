@@ -1,33 +1,220 @@
-"""Finding code by the name that a configuration gives: a built-in name or an import path."""
+"""Finding code by the name that a configuration gives: something built in, or a user's own by its import path.
+
+A slot is a place where code is chosen by name, such as the weighting rule of a training stage. What is built in and
+what a user brings (`module:name`, from a file beside the user or an installed package) are found, given their options
+and called alike. A user's own that cannot be used ends in one line that names it.
+"""
 
 import importlib
-from collections.abc import Mapping
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TypeVar
+from functools import lru_cache, partial
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """`did you mean X?` for the nearest known name, or an empty string."""
-    match = get_close_matches(name, known, n=1, cutoff=0.5)
+class PluginError(ValueError):
+    """Code that a configuration names cannot be used; the message names it and says what is wrong."""
+
+
+class Shipped(Mapping[str, Any]):
+    """What ships with fedloom, by name; a module is imported when something of it is asked for.
+
+    `places` are import paths: of the thing itself, or of a mapping that has it under its name.
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places = dict(places)
+
+    def __getitem__(self, name: str) -> Any:
+        module_name, _, attribute = self._places[name].partition(":")
+        found = getattr(importlib.import_module(module_name), attribute)
+        return found[name] if isinstance(found, Mapping) else found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Code by its name, with the values of its own options: how a choice travels to workers."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Slot(Generic[T]):
+    """A place where code is chosen by name.
+
+    Attributes:
+        kind: what is chosen, as messages call it, such as `server rule`.
+        known: what is built in, by name.
+        arguments: what it is called with, by position; keyword-only parameters after them are its options.
+        made: whether classes are welcome, too: one is called with its options alone, and its instance is used.
+    """
+
+    kind: str
+    known: Mapping[str, Any]
+    arguments: tuple[str, ...]
+    made: bool = False
+
+    def find(self, name: str) -> Any:
+        """The code of that name; PluginError if there is none, or if it cannot be called as the slot does."""
+        found = resolve(self.kind, name, self.known)
+        if is_import_path(name):
+            self._check_callable(name, found)
+        return found
+
+    def make(self, chosen: Chosen) -> T:
+        """The code with its options; of a user's own, every error names it."""
+        made: T = _made(self, chosen)
+        return made
+
+    def options_of(self, name: str) -> dict[str, inspect.Parameter]:
+        """The keyword-only parameters that are the options of the code of that name."""
+        return keyword_options(self.find(name))
+
+    def _check_callable(self, name: str, found: Any) -> None:
+        if not callable(found):
+            raise PluginError(f"{self.kind} {name!r} is {_a(type(found).__name__)}, not {self._form()}")
+        places = () if self.made and inspect.isclass(found) else self.arguments
+        try:
+            inspect.signature(found).bind(*places)
+        except ValueError:  # a builtin without a signature
+            return
+        except TypeError as error:
+            given = f"{getattr(found, '__name__', name)}{inspect.signature(found)}"
+            problem = f"{self.kind} {name!r} has the wrong parameters ({given}): {error}"
+            raise PluginError(f"{problem}; give {self._form()}") from error
+
+    def _form(self) -> str:
+        form = f"a function of ({', '.join(self.arguments)}) and of options by keyword"
+        return f"{form}, or a class of such options" if self.made else form
+
+
+def _a(name: str) -> str:
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+@lru_cache(maxsize=256)
+def _made(slot: "Slot[Any]", chosen: Chosen) -> Any:
+    found = slot.find(chosen.name)
+    options = dict(chosen.options)
+    own = is_import_path(chosen.name)
+    if slot.made and inspect.isclass(found):
+        with blaming(slot.kind, chosen.name) if own else nullcontext():
+            return found(**options)
+    bound = partial(found, **options) if options else found
+    return _Blamed(slot.kind, chosen.name, bound) if own else bound
+
+
+class _Blamed:
+    """A user's own function, whose errors name it."""
+
+    def __init__(self, kind: str, name: str, function: Callable[..., Any]) -> None:
+        self.kind, self.name, self.function = kind, name, function
+
+    def __call__(self, *arguments: Any) -> Any:
+        with blaming(self.kind, self.name):
+            return self.function(*arguments)
+
+
+@contextmanager
+def blaming(kind: str, name: str, spare: type[Exception] = PluginError) -> Iterator[None]:
+    """Whatever is raised in the block becomes a PluginError that names the code and the place, but for `spare`."""
+    try:
+        yield
+    except (spare, PluginError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise PluginError(f"{kind} {name!r} fails: {in_one_line(error)}") from error
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error's kind and text, and where it was raised."""
+    text = " ".join(str(error).split())
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    where = f" (line {frame.tb_lineno} of {frame.tb_frame.f_code.co_filename})" if frame is not None else ""
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a name is of the form `module:name`."""
+    return ":" in name
+
+
+def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
+    """`; did you mean X?` for the nearest known name, or an empty string."""
+    match = get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def resolve(kind: str, name: str, known: Mapping[str, T]) -> T:
     """The built-in of that name, or what the import path `package.module:attribute` names.
 
-    Raises:
-        ValueError: unknown name or a path that cannot be imported; lists the known names.
+    Raises PluginError for an unknown name (listing the known ones), and for a path that cannot be imported.
     """
     if name in known:
         return known[name]
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
+    if not is_import_path(name):
         allowed = ", ".join(sorted(known))
-        raise ValueError(f"unknown {kind} {name!r}: known are {allowed}, or module:attribute{nearest(name, [*known])}")
-    try:
-        found: T = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{kind} {name!r} cannot be imported ({error}): give module:attribute") from error
+        raise PluginError(f"unknown {kind} {name!r}: known are {allowed}, or module:name{nearest(name, [*known])}")
+    found: T = imported(kind, name)
     return found
+
+
+def imported(kind: str, path: str) -> Any:
+    """What `module:name` names; PluginError, saying what is missing or what the module raised."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise PluginError(f"{kind} {path!r} cannot be imported: {_import_cause(module_name, error)}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError as error:
+        there = [name for name in vars(module) if not name.startswith("_")]
+        raise PluginError(
+            f"{kind} {path!r} cannot be imported: {module.__file__ or module_name} has no {attribute!r}"
+            f"{nearest(attribute, there)}"
+        ) from error
+
+
+def _import_cause(module_name: str, error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+        here = sys.path[-1] if sys.path else "."
+        return f"there is no module {module_name!r} in {here}, nor among the installed packages; give module:name"
+    if isinstance(error, TypeError | ValueError) and not module_name.strip("."):
+        return "give module:name"
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} (line {error.lineno} of {error.filename})"
+    return in_one_line(error)
+
+
+def keyword_options(function: Any) -> dict[str, inspect.Parameter]:
+    """The keyword-only parameters of a function, or of a class' constructor, with their annotations evaluated."""
+    try:
+        # Evaluated by the function's own module, whose annotations may be texts.
+        parameters = inspect.signature(function, eval_str=True).parameters
+    except (ValueError, NameError):
+        try:
+            parameters = inspect.signature(function).parameters
+        except ValueError:
+            return {}
+    return {p.name: p for p in parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}

@@ -60,6 +60,11 @@ class CostTable:
         return self.cost(self.extreme(max))
 
 
+def size_of(table: CostTable, kept: Sequence[Sequence[int]]) -> float:
+    """Cost of the fixed part and of all kept options together."""
+    return table.fixed + sum(row[option] for row, options in zip(table.options, kept, strict=True) for option in options)
+
+
 def with_unsupported(table: CostTable, unsupported: Iterable[tuple[int, int]]) -> CostTable:
     """The table with infinite cost for every (decision, option) that a device does not support.
 

@@ -6,7 +6,7 @@ from fedloom.platform.clients.training import TrainingConfig
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.config import ExecutorConfig, RayConfig, RunConfig, TiersConfig
 from fedloom.platform.methods.fedavg import FedAvgConfig
-from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpace
 
 Layers = Sequence[Callable[[Tensor], Tensor]]

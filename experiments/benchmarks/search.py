@@ -35,7 +35,7 @@ from fedloom.platform.search.targets import (
     fit_predictors,
 )
 from fedloom.platform.seeding import stream
-from fedloom.platform.spaces.base import Architecture
+from fedloom.platform.spaces.slices import Architecture
 
 TARGETS = 20
 

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from fedloom.experiments.export.comparison import Agreement, Comparison
 from fedloom.experiments.export.formats import INPUT, OUTPUT, Encoded
 from fedloom.experiments.export.selection import Chosen
-from fedloom.platform.clients.tasks import architecture_id
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.tensor_files import content_hash
 from fedloom.platform.runs.run import what_is_computed
-from fedloom.platform.spaces.base import Architecture, SearchSpace, bytes_of
+from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
+from fedloom.platform.spaces.slices import Architecture, architecture_id, bytes_of
 from fedloom.tiers.measure import latency_s_of
 
 CARD_VERSION = 1

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedloom.experiments.search import search_trained, trained_of
-from fedloom.platform.clients.tasks import architecture_id, parse_architecture
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic_stage import bag_of
 from fedloom.platform.methods.silo_stage import SiloTrainingConfig
@@ -16,8 +15,8 @@ from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.search.targets import MEASURES
-from fedloom.platform.spaces.base import Architecture, Weights
 from fedloom.platform.spaces.elastic import ElasticSpace
+from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, parse_architecture
 
 OF_A_TIER = ("fine_tuned", "supernet_init", "rand_init")
 """Models that a run keeps for a tier, the best trained first."""

@@ -19,7 +19,7 @@ from fedloom.experiments.analysis.tables import Tables, configuration
 from fedloom.experiments.report.plots import LEGEND
 from fedloom.experiments.report.style import BLUE, DPI, GREEN, GREY, INK, VERMILION
 from fedloom.platform.spaces.darts import CELL_TYPES, DartsSpace
-from fedloom.platform.spaces.operator_choice import Subspace
+from fedloom.platform.spaces.slices import Subspace
 
 MOST_CELLS = 8
 """Cells in one picture: SPIDER's silos."""

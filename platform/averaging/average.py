@@ -12,7 +12,7 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
-from fedloom.platform.spaces.base import Region, SliceMap, Weights
+from fedloom.platform.spaces.slices import Region, SliceMap, Weights
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,21 @@ class Coverage:
 
     weight: float = 0.0
     contributors: int = 0
+
+
+Covered = Mapping[Region, Coverage]
+"""The regions of a tensor that enough updates covered; they do not overlap."""
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """A round's average: the weights, and for each tensor that was reached the regions where they are a mean.
+
+    Everywhere else the weights are those from before the round.
+    """
+
+    weights: dict[str, Tensor]
+    coverage: Mapping[str, Covered]
 
 
 @dataclass
@@ -91,24 +106,30 @@ class TensorSum:
             covering = [c for region, c in self.coverage.items() if _inside(cell, region)]
             yield cell, Coverage(sum(c.weight for c in covering), sum(c.contributors for c in covering))
 
-    def finish(self, old: Tensor, fewest: int) -> Tensor:
-        """The mean where at least `fewest` contributed, the old value elsewhere; the sum itself is used up.
+    def finish(self, old: Tensor, fewest: int) -> tuple[Tensor, Covered]:
+        """The mean where at least `fewest` contributed, the old value elsewhere; and the regions of the former.
 
-        Where the sum lies on the whole tensor it becomes the result: a second copy of a large supernet costs more
-        than the arithmetic.
+        The sum itself is used up: where it lies on the whole tensor it becomes the result, as a second copy of a large
+        supernet costs more than the arithmetic.
         """
         cells = [(region, coverage, coverage.contributors >= fewest) for region, coverage in self.cells()]
-        if not any(covered for _, _, covered in cells):
-            return old
+        reached = {region: coverage for region, coverage, enough in cells if enough}
+        if not reached:
+            return old, {}
         whole = self.total.shape == old.shape
         result = self.total if whole else old.clone()
-        for region, coverage, covered in cells:
-            target = result[tuple(slice(start, stop) for start, stop in region)]
-            if covered:
+        for region, coverage, enough in cells:
+            target = part_of(result, region)
+            if enough:
                 _write_mean(target, self.view(region), coverage.weight)
             elif whole:
-                target.copy_(old[tuple(slice(start, stop) for start, stop in region)])
-        return result
+                target.copy_(part_of(old, region))
+        return result, reached
+
+
+def part_of(tensor: Tensor, region: Region) -> Tensor:
+    """A view of a region of a whole tensor."""
+    return tensor[tuple(slice(start, stop) for start, stop in region)]
 
 
 def _part(tensor: Tensor, box: Region, region: Region) -> Tensor:
@@ -169,16 +190,18 @@ class WeightedSums:
                 self.tensors[name] = TensorSum(tensor_sum.box, tensor_sum.total.clone(), coverage)
 
     @torch.no_grad()
-    def finish(self, old: Weights, min_contributors: int = 1) -> dict[str, Tensor]:
+    def finish(self, old: Weights, min_contributors: int = 1) -> Averaged:
         """The new supernet: a scalar covered by fewer than `min_contributors` updates keeps its old value.
 
-        Tensors of `old` that nobody covered are returned as they are, not copied. The sums are used up by it: adding
+        Tensors of `old` that no update covered are returned as they are, not copied. The sums are used up by it: adding
         to them, merging or finishing them afterwards raises ValueError.
         """
         self._check_unused()
         self.used_up = True
         fewest = max(1, min_contributors)
-        return {**old, **{name: tensor_sum.finish(old[name], fewest) for name, tensor_sum in self.tensors.items()}}
+        done = {name: tensor_sum.finish(old[name], fewest) for name, tensor_sum in self.tensors.items()}
+        weights = {**old, **{name: tensor for name, (tensor, _) in done.items()}}
+        return Averaged(weights, {name: covered for name, (_, covered) in done.items() if covered})
 
     def _check_unused(self) -> None:
         if self.used_up:
@@ -212,4 +235,4 @@ def average(old: Weights, updates: Iterable[Update], min_contributors: int = 1) 
     sums = WeightedSums()
     for update in updates:
         sums.add(update)
-    return sums.finish(old, min_contributors)
+    return sums.finish(old, min_contributors).weights

@@ -3,24 +3,25 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
+from typing import Annotated
 
-from fedloom.platform.plugins import resolve
+from fedloom.platform.plugins import Chosen, PluginError, Slot, is_import_path
+from fedloom.platform.settings import SHARE, Brought, OneOf
 
 DECAYS = ("constant", "linear", "cosine")
 
 
 @dataclass
 class SharesConfig:
-    """How the clients of a round are weighed against each other.
+    """How the clients of a round are weighed against each other."""
 
-    `rule` is overlap (all alike), maxnet (the largest subnet's client beta_t, the others the rest), or module:function.
-    beta decays from `beta_0` to 1 / (clients of a round) over `decay_share` of all rounds: constant, linear or cosine.
-    """
-
-    rule: str = "maxnet"
-    beta_0: float = 0.9
-    decay: str = "cosine"
-    decay_share: float = 0.8
+    rule: Annotated[str, Brought("shares rule"), "overlap (all alike), maxnet (the largest subnet's client beta_t)"] = (
+        "maxnet"
+    )
+    beta_0: Annotated[float, SHARE, "maxnet: beta in the first round; it decays to 1 / (clients of a round)"] = 0.9
+    decay: Annotated[str, OneOf(DECAYS), "maxnet: how beta decays"] = "cosine"
+    decay_share: Annotated[float, SHARE, "maxnet: the share of all rounds over which it decays"] = 0.8
 
 
 @dataclass(frozen=True)
@@ -87,26 +88,22 @@ def maxnet(sharing: Sharing) -> Shares:
     return Shares(values, {"beta": beta_t})
 
 
-RULES: Mapping[str, SharesRule] = {"overlap": overlap, "maxnet": maxnet}
+SHARES_RULES: Slot[SharesRule] = Slot("shares rule", {"overlap": overlap, "maxnet": maxnet}, ("sharing",))
 
 
-def shares_rule(name: str) -> SharesRule:
-    """The rule of that name, or a user's own by import path `module:function`; ValueError lists the known ones."""
-    found = resolve("shares rule", name, RULES)
-    if not callable(found):
-        raise ValueError(f"shares rule {name!r} is not a function of a Sharing")
-    return found
+def shares_of(rule: Chosen, sharing: Sharing) -> Shares:
+    """The shares of a round; PluginError for a rule of the user's own that does not give each client one."""
+    shares = SHARES_RULES.make(rule)(sharing)
+    if is_import_path(rule.name):
+        _check(shares, len(sharing.is_largest), f"shares rule {rule.name!r}")
+    return shares
 
 
-def check_shares(config: SharesConfig, key: str) -> None:
-    """Raises ValueError for values out of range; `key` is the configuration key."""
-    if not 0 < config.beta_0 <= 1:
-        raise ValueError(f"{key}.beta_0={config.beta_0}: must be above 0 and at most 1")
-    if not 0 < config.decay_share <= 1:
-        raise ValueError(f"{key}.decay_share={config.decay_share}: must be above 0 and at most 1")
-    if config.decay not in DECAYS:
-        raise ValueError(f"{key}.decay={config.decay!r}: allowed are {', '.join(DECAYS)}")
-    try:
-        shares_rule(config.rule)
-    except ValueError as error:
-        raise ValueError(f"{key}.rule: {error}") from error
+def _check(shares: Shares, clients: int, blame: str) -> None:
+    if not isinstance(shares, Shares):
+        raise PluginError(f"{blame} gives {type(shares).__name__}: give a fedloom.platform.averaging.shares.Shares")
+    if len(shares.values) != clients:
+        raise PluginError(f"{blame} gives {len(shares.values)} shares to {clients} clients: give one per client")
+    for value in shares.values:
+        if not (isinstance(value, Real) and 0 <= value < math.inf):
+            raise PluginError(f"{blame} gives the share {value!r}: shares are finite numbers of at least 0")

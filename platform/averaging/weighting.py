@@ -1,9 +1,11 @@
 """Weighting rules: how much each tensor of a client's update counts. Every rule is a few lines."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 
-from fedloom.platform.plugins import resolve
+from fedloom.platform.plugins import Chosen, PluginError, Slot, is_import_path
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,11 @@ class Work:
 
 
 WeightingRule = Callable[[Work], Mapping[str, float]]
+"""One weight per returned tensor: finite, 0 or more; 0 says that the tensor was not trained."""
 
 
 def fedavg(work: Work) -> dict[str, float]:
-    """Every tensor weighs the client's samples n_k (McMahan et al., 2017)."""
+    """Every tensor weighs the client's samples n_k (McMahan et al. 2017)."""
     return dict.fromkeys(work.seen_by_tensor, float(work.samples))
 
 
@@ -41,9 +44,30 @@ def opa(work: Work) -> dict[str, float]:
     return {name: float(seen) for name, seen in work.seen_by_tensor.items()}
 
 
-RULES: Mapping[str, WeightingRule] = {"fedavg": fedavg, "plain": plain, "opa": opa}
+WEIGHTING_RULES: Slot[WeightingRule] = Slot("weighting rule", {"fedavg": fedavg, "plain": plain, "opa": opa}, ("work",))
+FEDAVG = Chosen("fedavg")
 
 
-def weighting_rule(name: str) -> WeightingRule:
-    """The rule of that name, or a user's own by import path `module:function`; ValueError lists the known ones."""
-    return resolve("weighting rule", name, RULES)
+def weighting_rule(choice: Chosen) -> WeightingRule:
+    """The chosen rule; PluginError for one that is not there, or whose answer is no weight per tensor."""
+    rule = WEIGHTING_RULES.make(choice)
+    if not is_import_path(choice.name):
+        return rule
+
+    def checked(work: Work) -> Mapping[str, float]:
+        return _checked(rule(work), work, choice.name)
+
+    return checked
+
+
+def _checked(weights: Mapping[str, float], work: Work, name: str) -> Mapping[str, float]:
+    blame = f"weighting rule {name!r}"
+    if not isinstance(weights, Mapping):
+        raise PluginError(f"{blame} gives {type(weights).__name__}: give a dictionary of one weight per tensor")
+    for tensor in work.seen_by_tensor:
+        if tensor not in weights:
+            raise PluginError(f"{blame} gives no weight for {tensor}: give one to every tensor of work.seen_by_tensor")
+        weight = weights[tensor]
+        if not isinstance(weight, Real) or not 0 <= weight < math.inf:
+            raise PluginError(f"{blame} gives {tensor} the weight {weight!r}: weights are finite numbers of at least 0")
+    return weights

@@ -16,7 +16,7 @@ import torch
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.spaces.base import Weights
+from fedloom.platform.spaces.slices import Weights
 from fedloom.tiers.clock import EVALUATION_FACTOR, TRAINING_FACTOR, client_time_s
 from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile
 
@@ -61,6 +61,8 @@ class Outcome:
     """What one counted MAC costs on the simulated device: training goes backward, too."""
     forward_macs: float = 0.0
     """Those of `macs` that belong to passes without a way back (a search's scores beside training)."""
+    loss_norm: float | None = None
+    """Root mean square of the samples' losses, where selection asks for it."""
 
 
 class Task(Protocol):
@@ -121,6 +123,7 @@ class Report:
     node: str = ""
     measurements: tuple[Measurement, ...] = ()
     state: ClientState | None = None
+    loss_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,17 @@ class SharedWeights:
 
     tensors: Weights
     version: str
+
+
+def client_of(assignment: Assignment) -> int:
+    """The client that an assignment is for."""
+    assert assignment.client_id is not None, "training is a client's work"
+    return assignment.client_id
+
+
+def places_of(assignment: Assignment) -> tuple[str | int, ...]:
+    """Stage, round and client: what every stream of a client's work is derived from."""
+    return (assignment.stage, assignment.round, client_of(assignment))
 
 
 class Executor(Protocol):
@@ -197,7 +211,7 @@ def run_assignment(
         tier=assignment.tier,
         status="dropped",
         error=assignment.dropped,
-        # Nobody tells the server that a device is gone: it waits for it until the deadline.
+        # The server is not told that a device is gone: it waits for it until the deadline.
         simulated_s=assignment.deadline_s or 0.0 if assignment.dropped else 0.0,
         device=str(worker.device),
         node=worker.node,
@@ -260,11 +274,12 @@ def _attempt(
         bytes_up=0 if late else outcome.bytes_up,
         loss=outcome.loss,
         metric=outcome.metric,
+        loss_norm=outcome.loss_norm,
         wall_s=worked - started,
         overhead_s=time.perf_counter() - worked,
         simulated_s=simulated_s,
         peak_memory_bytes=peak_memory_bytes(worker.device),
-        # Who is late is not heard any more: neither scores nor state.
+        # An update that arrives after the deadline is ignored, and so are scores and state.
         measurements=() if late else outcome.measurements,
         state=None if late or outcome.state is None else _own_copy(outcome.state),
     )

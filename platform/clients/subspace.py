@@ -6,23 +6,17 @@ from typing import Protocol
 
 import numpy as np
 
-from fedloom.platform.spaces.operator_choice import Subspace
-from fedloom.tiers.costs import CostTable
-
-__all__ = ["CommunicationBudget", "SizedSpace", "Subspace", "sample_subspace", "size_of"]
+from fedloom.platform.spaces.slices import Subspace
+from fedloom.tiers.costs import CostTable, size_of
 
 UNITS = ("fraction", "parameters", "bytes")
 
 
 class SizedSpace(Protocol):
-    """A space that knows the sizes of its operators."""
+    """A space that knows the sizes of its options."""
 
-    def parameters_table(self) -> CostTable:
-        """Trainable parameters of the fixed part and of each operator."""
-        ...
-
-    def bytes_table(self) -> CostTable:
-        """Bytes of all tensors of the fixed part and of each operator."""
+    def cost_table(self, measure: str) -> CostTable:
+        """The measure `parameters` or `bytes` of the fixed part and of each option."""
         ...
 
 
@@ -47,18 +41,11 @@ class CommunicationBudget:
     def resolve(self, space: SizedSpace) -> tuple[CostTable, float]:
         """The table of sizes to count with, and the limit in its unit."""
         if self.unit == "bytes":
-            return space.bytes_table(), self.value
-        table = space.parameters_table()
+            return space.cost_table("bytes"), self.value
+        table = space.cost_table("parameters")
         if self.unit == "parameters":
             return table, self.value
         return table, self.value * (table.fixed + sum(map(sum, table.options)))
-
-
-def size_of(sizes: CostTable, kept: Subspace) -> float:
-    """Size of the fixed part and of all kept operators together."""
-    return sizes.fixed + sum(
-        row[option] for row, options in zip(sizes.options, kept, strict=True) for option in options
-    )
 
 
 def sample_subspace(

@@ -1,118 +1,29 @@
-"""Local training: plain SGD over a client's samples, with whatever forward pass the method asks for."""
+"""Local training: SGD over a client's samples, with whatever forward pass and correction the method asks for."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim.sgd import sgd
 
-from fedloom.platform.averaging.weighting import weighting_rule
-from fedloom.platform.data.dataset import augment_crop_flip
+from fedloom.platform.clients.objectives import Objective
+from fedloom.platform.data.augment import NO_AUGMENTATION, augmentation
+from fedloom.platform.plugins import Chosen
 
+Samples = tuple[Tensor, Tensor]
+"""Inputs (n, ...) and targets (n,) or (n, T)."""
 
-@dataclass
-class TrainingConfig:
-    """A federated training stage: how many rounds, who takes part, and the clients' local SGD.
-
-    `clients_per_round` null lets all clients take part in every round.
-    `schedule` is fixed, cosine (down to `final_lr_share` of lr in the last round), step (x0.1 at 1/2 and 3/4) or steps
-    (x0.1 every `step_rounds` rounds). `weighting` is what a client's work counts (`platform.weighting`).
-    `clip_norm` limits the gradient's norm, 0 switches clipping off. `evaluate_every` rounds the server scores the
-    current weights on validation data, 0 never.
-    """
-
-    rounds: int = 50
-    clients_per_round: int | None = 10
-    epochs: int = 1
-    batch_size: int = 32
-    lr: float = 0.1
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    clip_norm: float = 0.0
-    schedule: str = "fixed"
-    final_lr_share: float = 0.1
-    step_rounds: int = 10
-    min_contributors: int = 1
-    weighting: str = "fedavg"
-    evaluate_every: int = 0
-
-
-def check_training(config: TrainingConfig, name: str, num_clients: int) -> None:
-    """Raises ValueError for values that no training can run with; `name` is the configuration key of the stage."""
-    if config.clients_per_round is not None and not 1 <= config.clients_per_round <= num_clients:
-        raise ValueError(
-            f"{name}.clients_per_round={config.clients_per_round}: must be between 1 and the {num_clients} clients "
-            "there are; lower it or raise data.num_clients"
-        )
-    positive = {"epochs": config.epochs, "batch_size": config.batch_size, "lr": config.lr}
-    positive |= {"step_rounds": config.step_rounds}
-    for key, value in positive.items():
-        if not value > 0:
-            raise ValueError(f"{name}.{key}={value}: must be greater than 0")
-    zero_or_more = {"rounds": config.rounds, "momentum": config.momentum, "weight_decay": config.weight_decay}
-    zero_or_more |= {"clip_norm": config.clip_norm, "evaluate_every": config.evaluate_every}
-    for key, value in zero_or_more.items():
-        if not value >= 0:
-            raise ValueError(f"{name}.{key}={value}: must be 0 or more")
-    if config.schedule not in SCHEDULES:
-        raise ValueError(f"{name}.schedule={config.schedule!r}: allowed are {', '.join(SCHEDULES)}")
-    if config.min_contributors < 1:
-        raise ValueError(f"{name}.min_contributors={config.min_contributors}: must be at least 1")
-    in_round = cohort_size(config, num_clients)
-    if config.min_contributors > in_round:
-        raise ValueError(
-            f"{name}.min_contributors={config.min_contributors}: only {in_round} clients take part in "
-            "a round, so that nothing would ever be trained; lower it or raise clients_per_round"
-        )
-    try:
-        weighting_rule(config.weighting)
-    except ValueError as error:
-        raise ValueError(f"{name}.weighting: {error}") from error
-
-
-def cohort_size(config: TrainingConfig, num_clients: int) -> int:
-    """How many clients a full round of the stage has."""
-    return num_clients if config.clients_per_round is None else config.clients_per_round
-
-
-def _fixed(_config: TrainingConfig, _round: int) -> float:
-    return 1.0
-
-
-def _cosine(config: TrainingConfig, round_: int) -> float:
-    progress = round_ / max(1, config.rounds - 1)
-    return config.final_lr_share + (1 - config.final_lr_share) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def _step(config: TrainingConfig, round_: int) -> float:
-    return 0.1 ** sum(round_ >= config.rounds * share for share in (0.5, 0.75))
-
-
-def _steps(config: TrainingConfig, round_: int) -> float:
-    return 0.1 ** (round_ // config.step_rounds)
-
-
-SCHEDULES: dict[str, Callable[[TrainingConfig, int], float]] = {
-    "fixed": _fixed,
-    "cosine": _cosine,
-    "step": _step,
-    "steps": _steps,
-}
-
-
-def learning_rate(config: TrainingConfig, round_: int) -> float:
-    """The learning rate of a round, counted from 0."""
-    return config.lr * SCHEDULES[config.schedule](config, round_)
+Correction = Callable[[str, Tensor, Tensor], None]
+"""Changes a parameter's gradient in place before a step: of (name, parameter, gradient)."""
 
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """One client's local training in one round."""
+    """One client's local training in one round; `loss_norm` asks for that figure of `Trained`."""
 
     epochs: int
     batch_size: int
@@ -120,30 +31,22 @@ class LocalSGD:
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip_norm: float = 0.0
-    augment: bool = False
-
-    @classmethod
-    def of(cls, config: TrainingConfig, round_: int, augment: bool = False) -> "LocalSGD":
-        """The local part of a stage's configuration at a round."""
-        return cls(
-            epochs=config.epochs,
-            batch_size=config.batch_size,
-            lr=learning_rate(config, round_),
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            clip_norm=config.clip_norm,
-            augment=augment,
-        )
+    augment: Chosen = NO_AUGMENTATION
+    loss_norm: bool = False
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What local training saw: optimiser steps, samples (epochs times the client's own), mean loss and accuracy."""
+    """What local training saw: optimiser steps, samples (epochs times the client's own), mean loss and accuracy.
+
+    `loss_norm` is the root of the mean squared loss of single targets, None unless asked for.
+    """
 
     steps: int
     seen_samples: int
     loss: float
     accuracy: float
+    loss_norm: float | None = None
 
 
 def batch_indices(num_samples: int, batch_size: int, epochs: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -164,13 +67,24 @@ def epoch_sizes(num_samples: int, batch_size: int) -> list[int]:
     return [batch_size] * full + ([rest] if rest else [])
 
 
-IGNORED = -100
-"""The target of a position that is no position (the padding of a text): neither loss nor metric counts it."""
-
-
 def batch_sizes(num_samples: int, local: LocalSGD) -> list[int]:
     """The sizes of the batches that `batch_indices` gives."""
     return epoch_sizes(num_samples, local.batch_size) * local.epochs
+
+
+def endless_batches(data: Samples, local: LocalSGD, generator: torch.Generator) -> Iterator[Samples]:
+    """Batches in random order, shuffled anew whenever all samples were seen; augmented as in training."""
+    augment = augmentation(local.augment)
+    while True:
+        for index in batch_indices(len(data[1]), local.batch_size, 1, generator):
+            x_B, y_B = _taken(data, index)
+            yield (x_B if augment is None else augment(x_B, generator)), y_B
+
+
+def _taken(data: Samples, index: Tensor) -> Samples:
+    x, y = data
+    place = index.to(x.device)
+    return x.index_select(0, place), y.index_select(0, place)
 
 
 @contextmanager
@@ -181,64 +95,81 @@ def own_randomness(generator: torch.Generator, device: torch.device) -> Iterator
         yield
 
 
-def train_locally(
-    forward: Callable[[Tensor], Tensor],
-    parameters: Sequence[Tensor],
-    data: tuple[Tensor, Tensor],
-    local: LocalSGD,
-    generator: torch.Generator,
-    passes: int = 1,
-    optimizer: "Step | None" = None,
-) -> Trained:
-    """Runs local SGD: one step per batch on the cross entropy of `forward`.
-
-    Args:
-        forward: maps a batch (B, ...) to logits (B, classes) or (B, classes, T); may choose another path at every call.
-        parameters: what is trained; those that a batch's path does not touch have no gradient and stay.
-        data: all samples x (n, ...) and labels y (n,) or (n, T) on the device; a label of -100 is not counted.
-        local: hyper-parameters.
-        generator: shuffles and augments; on the CPU whatever the device.
-        passes: forward and backward passes per batch; their gradients are added up (progressive shrinking's subnets).
-        optimizer: what a step does; SGD over the parameters if not given.
-    """
-    x, y = data
-    optimizer = SGD(local, parameters) if optimizer is None else optimizer
-    # Figures stay on the device: one synchronisation per client, not one per step.
-    losses: list[Tensor] = []
-    correct: list[Tensor] = []
-    targets: list[Tensor | int] = []
-    steps = seen = 0
-    for index in batch_indices(len(y), local.batch_size, local.epochs, generator):
-        place = index.to(x.device)
-        x_B, y_B = x.index_select(0, place), y.index_select(0, place)
-        if local.augment:
-            x_B = augment_crop_flip(x_B, generator)
-        for _ in range(passes):
-            logits = forward(x_B)
-            loss = F.cross_entropy(logits, y_B, ignore_index=IGNORED)
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-            correct.append((logits.detach().argmax(dim=1) == y_B).sum())
-            targets.append(_counted(y_B))
-        optimizer.step()
-        steps, seen = steps + 1, seen + len(index)
-    counts = torch.stack([torch.as_tensor(t, dtype=torch.float64, device=x.device) for t in targets])
-    loss_sum = torch.dot(torch.stack(losses).double(), counts)
-    total = counts.sum().item()
-    return Trained(steps, seen, loss_sum.item() / total, torch.stack(correct).sum().item() / total)
-
-
-def _counted(y_B: Tensor) -> Tensor | int:
-    """Targets that count: all labels of a batch of images, the positions of texts that are not padding."""
-    return len(y_B) if y_B.dim() == 1 else (y_B != IGNORED).sum()
-
-
 class Step(Protocol):
     """What follows the backward pass of a batch."""
 
     def step(self) -> None:
         """Uses up the gradients."""
         ...
+
+
+def train_locally(
+    forward: Callable[[Tensor], Tensor],
+    optimizer: Step,
+    data: Samples,
+    local: LocalSGD,
+    generator: torch.Generator,
+    *,
+    objective: Objective,
+    passes: int = 1,
+) -> Trained:
+    """Runs local training: one step per batch on the objective's loss of `forward`.
+
+    Args:
+        forward: maps a batch (B, ...) to logits (B, classes) or (B, classes, T); may choose another path at every call.
+        optimizer: what a step does; parameters that a batch's path does not touch have no gradient.
+        data: all samples on the device.
+        local: hyper-parameters.
+        generator: shuffles and augments; on the CPU whatever the device.
+        objective: loss, metric, and which targets count.
+        passes: forward and backward passes per batch; their gradients are added up (progressive shrinking's subnets).
+    """
+    augment, seen = augmentation(local.augment), _Seen(data[0].device, local.loss_norm)
+    steps = 0
+    for index in batch_indices(len(data[1]), local.batch_size, local.epochs, generator):
+        x_B, y_B = _taken(data, index)
+        if augment is not None:
+            x_B = augment(x_B, generator)
+        for _ in range(passes):
+            outputs = forward(x_B)
+            loss = objective.loss(outputs, y_B)
+            loss.backward()  # type: ignore[no-untyped-call]
+            seen.add(loss, outputs, y_B, objective)
+        optimizer.step()
+        steps += 1
+    return seen.summed_up(steps, len(data[1]) * local.epochs)
+
+
+@dataclass
+class _Seen:
+    """Figures of the batches; they stay on the device: one synchronisation per client, not one per step."""
+
+    device: torch.device
+    norm: bool
+    losses: list[Tensor] = field(default_factory=list)
+    correct: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor | int] = field(default_factory=list)
+    squares: list[Tensor] = field(default_factory=list)
+
+    def add(self, loss: Tensor, outputs: Tensor, y_B: Tensor, objective: Objective) -> None:
+        outputs = outputs.detach()
+        self.losses.append(loss.detach())
+        self.correct.append(objective.metric_sum(outputs, y_B))
+        self.targets.append(objective.counted(outputs, y_B))
+        if self.norm:
+            self.squares.append(objective.losses(outputs, y_B).double().square().sum())
+
+    def summed_up(self, steps: int, samples: int) -> Trained:
+        counts = torch.stack([torch.as_tensor(t, dtype=torch.float64, device=self.device) for t in self.targets])
+        total = counts.sum().item()
+        norm = math.sqrt(torch.stack(self.squares).sum().item() / total) if self.norm else None
+        return Trained(
+            steps=steps,
+            seen_samples=samples,
+            loss=torch.dot(torch.stack(self.losses).double(), counts).item() / total,
+            accuracy=torch.stack(self.correct).sum().item() / total,
+            loss_norm=norm,
+        )
 
 
 class SGD:
@@ -248,14 +179,26 @@ class SGD:
     step, and its bookkeeping costs more than a small client's arithmetic.
     """
 
-    def __init__(self, local: LocalSGD, parameters: Sequence[Tensor]) -> None:
-        self.local, self.parameters = local, parameters
-        self.pull = 0.0
-        self.anchors: Sequence[Tensor] = ()
-        """Where `pull` draws the parameters to: the gradient of pull / 2 times the squared distance is added."""
-        self.momentum: dict[int, Tensor | None] = {}
-        for parameter in parameters:
+    def __init__(
+        self,
+        local: LocalSGD,
+        parameters: Mapping[str, Tensor],
+        correct: Correction | None = None,
+        momentum: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`correct` changes every gradient that a step uses; `momentum` holds buffers of an earlier training."""
+        self.local, self.correct = local, correct
+        self.names, self.parameters = tuple(parameters), tuple(parameters.values())
+        self._buffers: dict[int, Tensor | None] = {}
+        if momentum:
+            self._buffers = {i: momentum[name] for i, name in enumerate(self.names) if name in momentum}
+        for parameter in self.parameters:
             parameter.grad = None
+
+    @property
+    def momentum(self) -> dict[str, Tensor]:
+        """The buffers of those parameters that have one."""
+        return {self.names[i]: buffer for i, buffer in self._buffers.items() if buffer is not None}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -263,15 +206,15 @@ class SGD:
         local = self.local
         touched = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         parameters = [self.parameters[i] for i in touched]
-        if self.pull:
+        if self.correct is not None:
             for i in touched:
-                _grad(self.parameters[i]).add_(self.parameters[i] - self.anchors[i], alpha=self.pull)
+                self.correct(self.names[i], self.parameters[i], gradient_of(self.parameters[i]))
         if local.clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(parameters, local.clip_norm)
-        buffers = [self.momentum.get(i) for i in touched]
+        buffers = [self._buffers.get(i) for i in touched]
         sgd(
             parameters,
-            [_grad(p) for p in parameters],
+            [gradient_of(p) for p in parameters],
             buffers,
             foreach=len(parameters) > 4,
             lr=local.lr,
@@ -282,43 +225,52 @@ class SGD:
             maximize=False,
         )
         if local.momentum:
-            self.momentum.update(zip(touched, buffers, strict=True))
+            self._buffers.update(zip(touched, buffers, strict=True))
         for parameter in parameters:
             parameter.grad = None
 
 
-def _grad(parameter: Tensor) -> Tensor:
+def gradient_of(parameter: Tensor) -> Tensor:
+    """The gradient of a parameter that the backward pass reached."""
     assert parameter.grad is not None, "only parameters that were reached take a step"
     return parameter.grad
 
 
 @dataclass(frozen=True)
 class Score:
-    """Mean loss and accuracy over the targets of a number of samples (one per image, one per position of a text)."""
+    """Mean loss and accuracy over the targets of a number of samples (one per image, one per position of a text).
+
+    `more` holds the objective's further metrics by name.
+    """
 
     loss: float
     metric: float
     samples: int
     per_position: bool = False
+    more: Mapping[str, float] = field(default_factory=dict)
 
 
 @torch.no_grad()
-def evaluate(forward: Callable[[Tensor], Tensor], data: tuple[Tensor, Tensor], batch_size: int = 256) -> Score:
-    """Mean cross entropy and accuracy of `forward` over all targets, in batches."""
+def evaluate(forward: Callable[[Tensor], Tensor], data: Samples, objective: Objective, batch_size: int = 256) -> Score:
+    """Mean loss and metric of `forward` over all targets, in batches."""
     x, y = data
     if len(y) == 0:
         return Score(math.nan, math.nan, 0)
     loss_sum = torch.zeros((), dtype=torch.float64, device=x.device)
     correct = torch.zeros((), dtype=torch.int64, device=x.device)
+    more: dict[str, Tensor] = {}
     targets = 0
     if y.dim() > 1:  # logits of every position: a batch of texts is far larger than one of images
         batch_size = max(1, batch_size // 8)
     for x_B, y_B in zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True):
-        logits = forward(x_B)
-        loss_sum += F.cross_entropy(logits, y_B, reduction="sum", ignore_index=IGNORED).double()
-        correct += (logits.argmax(dim=1) == y_B).sum()
-        targets += int(_counted(y_B))
-    return Score(loss_sum.item() / targets, correct.item() / targets, len(y), per_position=y.dim() > 1)
+        outputs = forward(x_B)
+        loss_sum += objective.loss_sum(outputs, y_B).double()
+        correct += objective.metric_sum(outputs, y_B)
+        targets += int(objective.counted(outputs, y_B))
+        for name, value in objective.more(outputs, y_B).items():
+            more[name] = more.get(name, torch.zeros_like(loss_sum)) + value.double()
+    means = {name: value.item() / targets for name, value in more.items()}
+    return Score(loss_sum.item() / targets, correct.item() / targets, len(y), y.dim() > 1, means)
 
 
 @torch.no_grad()
@@ -335,7 +287,7 @@ def estimate_statistics(module: nn.Module, x: Tensor, batch_size: int = 128) -> 
         norm.momentum = None
         norm.train()
     # Batches as even as can be: they count alike, and a rest of one sample may have no variance to estimate. Each takes
-    # every so manieth sample: where they come client by client, a run of them has less variance than the whole.
+    # every k-th sample: where samples come client by client, a run of them has less variance than the whole.
     batches = math.ceil(len(x) / batch_size)
     for first in range(batches):
         module(x[first::batches])

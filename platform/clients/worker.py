@@ -10,13 +10,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fedloom.platform.clients.objectives import CLASSIFICATION, OBJECTIVES, Objective
 from fedloom.platform.clients.training import own_randomness
 from fedloom.platform.data.federated import FederatedData
+from fedloom.platform.plugins import Chosen
 from fedloom.platform.seeding import stream
-from fedloom.platform.spaces.base import Architecture, SearchSpace, SliceMap, Weights
-from fedloom.platform.spaces.config import SpaceConfig
-from fedloom.platform.spaces.darts_operators import Noise
+from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.initialisation import draws_randomly
 from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.spaces.slices import Architecture, SliceMap, Weights
+from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.costs import CostTable
 
 SUBNETS_KEPT = 8
@@ -38,6 +41,7 @@ class WorkerSpec:
     cost_table: CostTable
     macs_table: CostTable
     threads: int = 1
+    objective: Chosen = CLASSIFICATION
     device: str = "cpu"
     node: str = ""
     """Where the worker runs, if that is more than a host."""
@@ -56,6 +60,11 @@ class Worker:
         self._loaded: object = None
         self.calibration: Tensor | None = None
         self._central: tuple[tuple[str, float], tuple[Tensor, Tensor]] | None = None
+
+    @cached_property
+    def objective(self) -> Objective:
+        """What is minimised and measured."""
+        return OBJECTIVES.make(self.spec.objective)
 
     @cached_property
     def space(self) -> SearchSpace:
@@ -105,8 +114,7 @@ class Worker:
     def randomness(self, module: nn.Module, generator: torch.Generator) -> AbstractContextManager[None]:
         """Where a module drops units or draws noise, a block in which that depends on the generator's seed alone."""
         if id(module) not in self._draws:
-            drawing = (nn.modules.dropout._DropoutNd, Noise)
-            self._draws[id(module)] = any(isinstance(part, drawing) for part in module.modules())
+            self._draws[id(module)] = any(draws_randomly(part) for part in module.modules())
         return own_randomness(generator, self.device) if self._draws[id(module)] else nullcontext()
 
     @staticmethod

@@ -2,8 +2,9 @@
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 IMAGES = ("digits", "cifar10", "cifar100", "synthetic", "cinic10")
 TEXTS = ("shakespeare", "ptb")
@@ -50,6 +51,8 @@ class DataConfig:
     """
     augment: str = "none"
     """What is done to training batches: none or crop_flip."""
+    objective: str = "classification"
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def check(config: DataConfig) -> None:

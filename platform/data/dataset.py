@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedloom.platform.data.artefact import (
     AnyArray,
@@ -20,7 +19,6 @@ from fedloom.platform.data.guard import TestGuard
 
 MANIFEST = "dataset.json"
 PARTS = ("train", "test")
-PADDING = 4
 # The manifests of images do without what is the same for all of them, and so keep the hashes that they had before
 # there was text.
 _IMAGE_FIELDS: Fields = {"kind": "image", "client_names": []}
@@ -135,20 +133,3 @@ class Dataset:
         if part not in PARTS:
             raise ValueError(f"part={part}: must be one of {', '.join(PARTS)}")
         return self._arrays[f"{part}_{kind}"]
-
-
-def augment_crop_flip(x_BCHW: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image shifted by up to 4 pixels either way and mirrored with probability 1/2; shape and type unchanged.
-
-    The border that comes in is 0, which for normalised images is the mean colour. Random numbers are drawn on the
-    generator's device, so that a CPU generator gives the same result for images on any device.
-    Source: the usual CIFAR augmentation (He et al. 2016, section 4.2).
-    """
-    B, _, H, W = x_BCHW.shape
-    offsets = torch.randint(0, 2 * PADDING + 1, (2, B), generator=generator, device=generator.device)
-    mirrored = torch.randint(0, 2, (B,), generator=generator, device=generator.device).bool()
-    dy, dx = offsets.to(x_BCHW.device)
-    # A view of all windows (B, C, dy, dx, H, W), of which one per image is copied.
-    windows = F.pad(x_BCHW, (PADDING,) * 4).unfold(2, H, 1).unfold(3, W, 1)
-    cropped = windows[torch.arange(B, device=x_BCHW.device), :, dy, dx]
-    return torch.where(mirrored.to(x_BCHW.device).view(-1, 1, 1, 1), cropped.flip(3), cropped)

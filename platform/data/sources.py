@@ -15,6 +15,7 @@ from fedloom.platform.data.ptb import PtbSource
 from fedloom.platform.data.shakespeare import ShakespeareSource
 from fedloom.platform.data.stratify import stratified_rows
 from fedloom.platform.data.tokens import TokenSource
+from fedloom.platform.plugins import Slot
 from fedloom.platform.seeding import stream
 
 FIXED_SEED = 0
@@ -183,3 +184,10 @@ class SyntheticSource:
         for label, pattern in enumerate(patterns):
             x[y == label] += pattern
         return x if len(rows) == len(y) else x[rows]
+
+
+DATASETS: Slot[Any] = Slot(
+    "data set",
+    dict.fromkeys(("digits", "cifar10", "cifar100", "synthetic", "cinic10", "shakespeare", "ptb")),
+    ("root",),
+)

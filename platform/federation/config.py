@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 
 @dataclass

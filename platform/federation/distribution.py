@@ -3,15 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 import numpy as np
 
-from fedloom.platform.plugins import resolve
+from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming, is_import_path
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.constraint import TableConstraint
-from fedloom.platform.spaces.base import Architecture
-from fedloom.platform.spaces.genome import Genome
+from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.slices import Architecture
 from fedloom.tiers.costs import CostTable
 
 FEWEST_FOR_SANDWICH = 3
@@ -21,21 +20,6 @@ DRAWS = 64
 
 Served = Mapping[str, Mapping[str, int]]
 """How often each client had the largest and the smallest subnet so far: `{"largest": {"3": 2}, "smallest": {...}}`."""
-
-
-class ElasticChoices(Protocol):
-    """What a heuristic needs of a space."""
-
-    @property
-    def genome(self) -> Genome: ...
-
-    @property
-    def smallest(self) -> Architecture: ...
-
-    @property
-    def largest(self) -> Architecture: ...
-
-    def sample(self, rng: np.random.Generator) -> Architecture: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +35,7 @@ class Handout:
         rng: the round's own stream.
     """
 
-    space: ElasticChoices
+    space: SearchSpace
     table: CostTable
     round: int
     client_ids: tuple[int, ...]
@@ -137,45 +121,46 @@ def dynamic(handout: Handout) -> list[Architecture]:
     return [_member(handout, place, client + handout.round) for place, client in enumerate(handout.client_ids)]
 
 
-HEURISTICS: Mapping[str, Heuristic] = {
-    "random": random,
-    "sandwich": sandwich,
-    "tracking_sandwich": tracking_sandwich,
-    "static": static,
-    "dynamic": dynamic,
-}
+HEURISTICS: Slot[Heuristic] = Slot(
+    "distribution heuristic",
+    {
+        "random": random,
+        "sandwich": sandwich,
+        "tracking_sandwich": tracking_sandwich,
+        "static": static,
+        "dynamic": dynamic,
+    },
+    ("handout",),
+)
 NEED_A_FAMILY = ("static", "dynamic")
 SANDWICHES = ("sandwich", "tracking_sandwich")
 
 
-def heuristic(name: str) -> Heuristic:
-    """The heuristic of that name, or a user's own by import path `module:function`; ValueError lists the known ones."""
-    found = resolve("distribution heuristic", name, HEURISTICS)
-    if not callable(found):
-        raise ValueError(f"distribution heuristic {name!r} is not a function of a Handout")
-    return found
-
-
-def distribute(rule: Heuristic, handout: Handout) -> dict[int, Architecture]:
+def distribute(rule: Chosen, handout: Handout) -> dict[int, Architecture]:
     """The subnet of every client of the round.
 
     Raises ValueError if a heuristic of the user's own does not give each client one that it can train.
     """
-    given = list(rule(handout))
+    blame = f"distribution heuristic {rule.name!r}"
+    with blaming("distribution heuristic", rule.name):
+        given = [tuple(architecture) for architecture in HEURISTICS.make(rule)(handout)]
     if len(given) != len(handout.client_ids):
-        raise ValueError(f"the distribution heuristic gave {len(given)} subnets to {len(handout.client_ids)} clients")
+        raise PluginError(f"{blame} gives {len(given)} subnets to {len(handout.client_ids)} clients")
     for place, architecture in enumerate(given):
-        # What everybody can train is never above a budget: a tier's least budget is the smallest subnet's cost.
+        if is_import_path(rule.name):
+            with blaming("distribution heuristic", rule.name):
+                handout.space.validate(architecture)
+        # The smallest subnet is never above a budget: every client can train it.
         if architecture != handout.space.smallest and not handout.affords(place, architecture):
-            raise ValueError(
-                f"the distribution heuristic gave client {handout.client_ids[place]} a subnet of "
+            raise PluginError(
+                f"{blame} gives client {handout.client_ids[place]} a subnet of "
                 f"{handout.table.cost(architecture):.6g} {handout.table.measure}, its budget is "
                 f"{handout.budgets[place]:.6g}: use Handout.draw or Handout.affords"
             )
     return dict(zip(handout.client_ids, given, strict=True))
 
 
-def count_served(served: Served, given: Mapping[int, Architecture], space: ElasticChoices) -> dict[str, dict[str, int]]:
+def count_served(served: Served, given: Mapping[int, Architecture], space: SearchSpace) -> dict[str, dict[str, int]]:
     """The counters after a round; a random draw that happened to be the largest or the smallest counts, too."""
     counted = {which: dict(served.get(which, {})) for which in ("largest", "smallest")}
     for client_id, architecture in given.items():

@@ -14,7 +14,7 @@ from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.execution import Assignment, ChunkResult, Executor, Report, SharedWeights, make_chunks
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, FailuresConfig
 from fedloom.platform.federation.recorder import Record, Recorder
-from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Row, Stage
+from fedloom.platform.federation.stage import Merged, Plan, Review, RoundResult, Row, Stage
 from fedloom.platform.federation.state import CLIENT, RunState
 from fedloom.platform.results.status import StatusFile
 from fedloom.tiers.clock import VirtualClock
@@ -109,6 +109,9 @@ class Loop:
         self._check_failures(stage.name, state.round, result.reports, client_rows)
         with stage_work(stage.name, state.round):
             merged = stage.merge(state, plan, result)
+        if merged.review is not None:
+            merged = self._reviewed(stage, merged, merged.review)
+        with stage_work(stage.name, state.round):
             times_s = [r.simulated_s for r in clients]
             # A final evaluation waits for all: its assignments have no deadline.
             deadline_s = self.deadline_s if any(a.deadline_s is not None for a in plan.assignments) else None
@@ -126,6 +129,12 @@ class Loop:
             self.recorder.wait()
             raise InterruptedRunError(f"stopped after round {state.round} of {stage.name}")
         return after
+
+    def _reviewed(self, stage: Stage, merged: Merged, review: Review) -> Merged:
+        """The rows of a round with those of what was measured after it."""
+        result = self._execute(review.plan, merged.state)
+        self._check_failures(stage.name, merged.state.round, result.reports, ())
+        return replace(merged, rows=[*merged.rows, *review.rows(result)])
 
     def _save_unsaved(self) -> None:
         """Checkpoints the last finished round if that is due only later (`checkpoint.every`)."""

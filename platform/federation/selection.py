@@ -1,10 +1,17 @@
-"""Which clients take part in a round: uniform among the eligible ones that are available."""
+"""Selection rules: which clients take part in a round.
+
+A rule is a function of a `Choice` that returns a `Cohort`, or simply the ids of the clients. It may look at what the
+server remembers of those that took part before.
+"""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from fedloom.platform.federation.history import ClientRecord, History
+from fedloom.platform.plugins import Chosen, PluginError, Slot
 
 DRAWS_PER_CLIENT = 50
 """Draws per wanted client before a cohort is left short because too few devices are available."""
@@ -14,38 +21,131 @@ DRAWS_PER_CLIENT = 50
 class Cohort:
     """The selected clients in ascending order, with the probability that each had, and the reason.
 
-    The probability is NaN (null in the tables) where devices may be unavailable: it then depends on who else is
-    available, which is not asked of every registered client.
+    The probability is NaN (null in the tables) where it is not known: where devices may be unavailable it depends on
+    who else is available, which is not asked of every registered client. `reasons` are those of single clients.
     """
 
     client_ids: tuple[int, ...]
-    probability: float
-    reason: str
+    probability: float = math.nan
+    reason: str = ""
+    reasons: Mapping[int, str] = field(default_factory=dict)
+
+    def reason_of(self, client_id: int) -> str:
+        """Why a client takes part."""
+        return self.reasons.get(client_id, self.reason)
 
 
-def select_uniform(
-    eligible: np.ndarray, size: int, rng: np.random.Generator, available: Callable[[int], bool] | None = None
-) -> Cohort:
-    """Draws `size` distinct clients uniformly from the eligible ones, passing over those not available.
+@dataclass(frozen=True)
+class Choice:
+    """A round whose clients are to be chosen.
 
-    The cost grows with `size`, not with the number of eligible clients. If there are fewer than `size`, all are taken;
-    if too few are available, the cohort is smaller.
+    Attributes:
+        round: the round, from 0.
+        size: how many clients a full round has.
+        eligible: ids of the clients that may take part, ascending; it may be long, so do not loop over it.
+        rng: the round's own stream.
+        always: whether every device is always available.
+        available: whether a client's device can be reached in this round.
+        history: what the server remembers of clients that took part in this stage before.
+        num_samples: how many training samples a client has.
     """
-    population = len(eligible)
-    wanted = min(size, population)
-    if available is None:
-        # Floyd's method inside numpy: no permutation of all registered clients.
-        chosen = rng.choice(population, size=wanted, replace=False, shuffle=False) if wanted else np.empty(0, np.int64)
-        probability = wanted / population if population else 0.0
-        return Cohort(tuple(sorted(int(eligible[i]) for i in chosen)), probability, "uniform")
-    seen: set[int] = set()
-    taken: list[int] = []
-    for _ in range(DRAWS_PER_CLIENT * wanted):
-        if len(taken) == wanted or len(seen) == population:
-            break
-        place = int(rng.integers(population))
-        if place not in seen:
-            seen.add(place)
-            if available(int(eligible[place])):
-                taken.append(int(eligible[place]))
-    return Cohort(tuple(sorted(taken)), math.nan, "uniform among available")
+
+    round: int
+    size: int
+    eligible: np.ndarray
+    rng: np.random.Generator
+    always: bool
+    available: Callable[[int], bool]
+    history: History
+    num_samples: Callable[[int], int]
+
+    def record(self, client_id: int) -> ClientRecord:
+        """What is known of a client; that of a new one if it never took part."""
+        return self.history.get(client_id, ClientRecord())
+
+    def draw(self, size: int) -> tuple[int, ...]:
+        """So many distinct available clients (all, if there are fewer), uniformly, in ascending order.
+
+        The cost grows with `size`, not with the number of eligible clients. If too few are available, there are fewer.
+        """
+        population = len(self.eligible)
+        wanted = min(size, population)
+        if self.always:
+            # Floyd's method inside numpy: no permutation of all registered clients.
+            chosen = self.rng.choice(population, size=wanted, replace=False, shuffle=False) if wanted else ()
+            return tuple(sorted(int(self.eligible[i]) for i in chosen))
+        seen: set[int] = set()
+        taken: list[int] = []
+        for _ in range(DRAWS_PER_CLIENT * wanted):
+            if len(taken) == wanted or len(seen) == population:
+                break
+            place = int(self.rng.integers(population))
+            if place not in seen:
+                seen.add(place)
+                if self.available(int(self.eligible[place])):
+                    taken.append(int(self.eligible[place]))
+        return tuple(sorted(taken))
+
+
+SelectionRule = Callable[[Choice], Cohort | Sequence[int]]
+"""The round's clients; keyword parameters are options (`method.train.options.NAME`)."""
+
+
+def uniform(choice: Choice) -> Cohort:
+    """Every eligible client is as likely as any other (McMahan et al. 2017)."""
+    client_ids = choice.draw(choice.size)
+    if not choice.always:
+        return Cohort(client_ids, math.nan, "uniform among available")
+    population = len(choice.eligible)
+    return Cohort(client_ids, min(choice.size, population) / population if population else 0.0, "uniform")
+
+
+def everybody(choice: Choice) -> Cohort:
+    """All eligible clients that are available, in every round."""
+    if choice.always:
+        return Cohort(tuple(int(c) for c in choice.eligible), 1.0, "all")
+    return Cohort(
+        tuple(int(c) for c in choice.eligible if choice.available(int(c))), math.nan, "all that are available"
+    )
+
+
+SELECTION_RULES: Slot[SelectionRule] = Slot("selection rule", {"uniform": uniform, "all": everybody}, ("choice",))
+
+
+def select(choice: Choice, rule: Chosen) -> Cohort:
+    """The cohort that a rule chooses.
+
+    Raises PluginError for a rule of the user's own that gives anything but distinct eligible clients.
+    """
+    given = SELECTION_RULES.make(rule)(choice)
+    if rule.name in SELECTION_RULES.known and isinstance(given, Cohort):
+        return given
+    return _checked(given, choice, rule.name)
+
+
+def _checked(given: Cohort | Sequence[int], choice: Choice, name: str) -> Cohort:
+    blame = f"selection rule {name!r}"
+    try:
+        cohort = given if isinstance(given, Cohort) else Cohort(tuple(int(c) for c in given), reason=name)
+        client_ids = tuple(sorted(int(c) for c in cohort.client_ids))
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"{blame} gives {given!r:.60}: give the ids of clients, or a Cohort") from error
+    if len(set(client_ids)) != len(client_ids):
+        raise PluginError(f"{blame} gives a client twice: {list(client_ids)!r:.80}")
+    if len(client_ids) > choice.size:
+        raise PluginError(f"{blame} gives {len(client_ids)} clients for a round of {choice.size}")
+    places = np.searchsorted(choice.eligible, client_ids)
+    for client, place in zip(client_ids, places.tolist(), strict=True):
+        if place >= len(choice.eligible) or choice.eligible[place] != client:
+            raise PluginError(f"{blame} gives client {client}, which is not eligible in this round")
+    return Cohort(client_ids, cohort.probability, cohort.reason or name, cohort.reasons)
+
+
+def check_selection(rule: Chosen, size: int) -> None:
+    """Tries a rule on a few clients, one of which took part before; PluginError if it does not work."""
+    known = ClientRecord(1, 1, 0, 1.0, 1.0, 10, 1.0)
+    for history in ({}, {0: known}):
+        eligible = np.arange(max(size, 4))
+        rng = np.random.default_rng(0)
+        choice = Choice(len(history), size, eligible, rng, True, lambda _: True, history, lambda _: 10)
+        select(choice, rule)

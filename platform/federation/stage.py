@@ -1,13 +1,14 @@
 """What a stage of a method is: pure functions over the run's state; the loop does everything else."""
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.execution import Assignment, Report
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.spaces.base import Weights
+from fedloom.platform.spaces.slices import Weights
 
 Row = tuple[str, Mapping[str, Any]]
 """A table's name and the row's columns; the loop adds stage and round."""
@@ -46,12 +47,21 @@ class KeptModel:
 
 
 @dataclass(frozen=True)
+class Review:
+    """What is measured of a round's new state before the round ends, and the rows that it gives."""
+
+    plan: Plan
+    rows: Callable[[RoundResult], Sequence[Row]]
+
+
+@dataclass(frozen=True)
 class Merged:
     """The state after a round (or at a stage's end), with the rows and models that it gave."""
 
     state: RunState
     rows: Sequence[Row] = ()
     models: Sequence[KeptModel] = ()
+    review: Review | None = None
 
 
 class Stage(Protocol):
@@ -61,20 +71,44 @@ class Stage(Protocol):
 
     def begin(self, state: RunState) -> RunState:
         """Prepares the state for round 0 (first weights, empty histories)."""
-        ...
+        return state
 
+    @abstractmethod
     def rounds_left(self, state: RunState) -> int:
         """How many rounds are still to come, as far as is known; 0 ends the stage."""
         ...
 
+    @abstractmethod
     def plan(self, state: RunState) -> Plan:
         """The work of round `state.round`, in the order in which updates are summed."""
         ...
 
+    @abstractmethod
     def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> Merged:
         """The state after the round; the loop moves `state.round` on."""
         ...
 
     def end(self, state: RunState) -> Merged:
         """The state at the end of the stage."""
-        ...
+        return Merged(state)
+
+
+def evaluation_rows(reports: Iterable[Report], tier: str | None = None) -> list[Row]:
+    """One row of `evaluations` per measured value; `tier` is the model's tier, the client's own if not given."""
+    return [
+        (
+            "evaluations",
+            {
+                "model": m.model,
+                "tier": tier if tier is not None else report.tier,
+                "architecture": m.architecture,
+                "client_id": report.client_id,
+                "split": m.split,
+                "metric": m.metric,
+                "value": m.value,
+                "samples": m.samples,
+            },
+        )
+        for report in reports
+        for m in report.measurements
+    ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedloom.platform.results.checkpoint import Bag
-from fedloom.platform.spaces.base import Weights
+from fedloom.platform.spaces.slices import Weights
 
 CLIENT = "client-"
 """Bags of this prefix and a client's id hold what that client keeps between rounds."""
@@ -37,6 +37,10 @@ class RunState:
         version = self.bags[name].version + 1 if name in self.bags else 0
         return replace(self, bags={**self.bags, name: Bag(tensors, version)})
 
+    def without_bags(self, *names: str) -> "RunState":
+        """The same state without these bags."""
+        return replace(self, bags={name: bag for name, bag in self.bags.items() if name not in names})
+
     def with_data(self, name: str, value: Json) -> "RunState":
         """The same state with one JSON value replaced."""
         return replace(self, data={**self.data, name: value})
@@ -53,7 +57,7 @@ class RunState:
         return state
 
     def client_state(self, client_id: int) -> Weights | None:
-        """What the client kept from its last work; None if it never took part. Goes into its next assignment."""
+        """What the client kept from its last work, for its next assignment; None if it never took part."""
         bag = self.bags.get(f"{CLIENT}{client_id}")
         return None if bag is None else bag.tensors
 

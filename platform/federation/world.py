@@ -2,22 +2,25 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from fedloom.platform.clients.execution import Assignment, Task
+from fedloom.platform.clients.objectives import OBJECTIVES
 from fedloom.platform.clients.worker import WorkerSpec
+from fedloom.platform.data.augment import AUGMENTATIONS
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.data.sources import DATASETS
 from fedloom.platform.federation.config import GENERATED, RunConfig
 from fedloom.platform.federation.costs import RunCosts, measure_costs
-from fedloom.platform.federation.selection import Cohort, select_uniform
+from fedloom.platform.plugins import Chosen, Slot
 from fedloom.platform.seeding import stream
+from fedloom.platform.settings import chosen
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.elastic import ElasticSpace
-from fedloom.platform.spaces.genome import ElasticGenome, PlainGenome
+from fedloom.platform.spaces.genome import Genome
 from fedloom.platform.spaces.registry import build_space
 from fedloom.tiers.assignment import by_device_table, by_list, by_shares
 from fedloom.tiers.bounds import check_upper_bounds, tier_upper_bounds
@@ -49,6 +52,7 @@ class World:
     budget: Budget
     profiles: tuple[DeviceProfile, ...]
     devices: DeviceTable | None
+    augment: Chosen
     spec: WorkerSpec
 
     @property
@@ -66,50 +70,6 @@ class World:
             return self.devices.profile(client_id)
         return self.profiles[int(self.tier_of_client[client_id])]
 
-    def training_budget(self, client_id: int, stage: str, round_: int) -> float:
-        """What a path may cost on the client in this round; never below the smallest path, which all can train."""
-        rng = stream(self.config.seed_for("selection"), "budget", stage, round_, client_id)
-        share = self.budget.factor(round_, rng)
-        return max(self.tier(client_id).upper * share, least_cost(self.space, self.cost_table))
-
-    def select(self, stage: str, round_: int, eligible: np.ndarray, size: int | None) -> Cohort:
-        """The round's clients; all that are available if no size is given."""
-        size = len(eligible) if size is None else size
-        seed = self.config.seed_for("selection")
-        rng = stream(seed, "select", stage, round_)
-
-        def available(client_id: int) -> bool:
-            draw = stream(seed, "available", stage, round_, client_id).random()
-            return bool(draw < self.profile(client_id).availability)
-
-        always = self.devices is None and all(p.availability == 1.0 for p in self.profiles)
-        return select_uniform(eligible, size, rng, None if always else available)
-
-    def assign(self, stage: str, round_: int, cohort: Cohort, client_id: int, task: Task) -> Assignment:
-        """One client's assignment, with its device and what becomes of it in this round."""
-        profile = self.profile(client_id)
-        dropped = ""
-        if profile.dropout > 0:
-            draw = stream(self.config.seed_for("selection"), "dropout", stage, round_, client_id).random()
-            if draw < profile.dropout:
-                dropped = f"the simulated device dropped out (probability {profile.dropout:g})"
-        return Assignment(
-            stage=stage,
-            round=round_,
-            client_id=client_id,
-            tier=self.tier(client_id).name,
-            task=task,
-            profile=profile,
-            deadline_s=self.config.devices.deadline_s,
-            dropped=dropped,
-            selection_probability=cohort.probability,
-            selection_reason=cohort.reason,
-        )
-
-    def in_plan_order(self, client_ids: tuple[int, ...]) -> list[int]:
-        """Clients by tier, then by id: chunks do not mix tiers, and sums are added in this order."""
-        return sorted(client_ids, key=lambda c: (int(self.tier_of_client[c]), c))
-
 
 def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
     """Prepares (or finds) data and partition, and works out tables, tiers and devices.
@@ -118,6 +78,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
 
     Raises ValueError for whatever cannot be: missing data, impossible budgets, shares that do not sum to 1.
     """
+    augment, objective = data_choices(config)
     dataset_path = prepare_dataset(config.data)
     dataset = Dataset.open(dataset_path)
     space = build_space(config.space)
@@ -138,6 +99,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
         cost_table=cost_table,
         macs_table=macs_table,
         threads=config.executor.threads,
+        objective=objective,
     )
     return World(
         config=config,
@@ -151,8 +113,22 @@ def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
         budget=make_budget(budget.kind, factors=budget.factors, states=budget.states),
         profiles=_profiles(config, tiers),
         devices=devices,
+        augment=augment,
         spec=spec,
     )
+
+
+def data_choices(config: RunConfig) -> tuple[Chosen, Chosen]:
+    """Augmentation and objective with their options; ValueError for what is not there."""
+    data = config.data
+    slots: list[tuple[Slot[Any], str]] = [(AUGMENTATIONS, data.augment), (OBJECTIVES, data.objective)]
+    for key, (slot, name) in zip(("augment", "objective"), slots, strict=True):
+        try:
+            slot.find(name)
+        except ValueError as error:
+            raise type(error)(f"data.{key}: {error}") from error
+    _, augment, objective = chosen([(DATASETS, data.dataset), *slots], data.options, "data.options")
+    return augment, objective
 
 
 def _check_fit(space: SearchSpace, dataset: Dataset, config: RunConfig) -> None:
@@ -169,29 +145,17 @@ def split_into_tiers(config: RunConfig, space: SearchSpace, table: CostTable) ->
     """The tiers with their bounds, computed from random paths or as given."""
     tiers = config.tiers
     if tiers.upper_bounds is not None:
-        uppers = check_upper_bounds(tiers.upper_bounds, least_cost(space, table), table.largest)
+        uppers = check_upper_bounds(tiers.upper_bounds, table.cost(space.cheapest(table)), table.largest)
     else:
-        costs = sampled_costs(genome_of(space), table, tiers.paths)
-        # The cheapest path of FedorAS is its fixed part; a subnet keeps blocks in every stage.
-        start = least_cost(space, table) if isinstance(space, ElasticSpace) else table.fixed
+        costs, start = sampled_costs(space.genome, table, tiers.paths), space.common_cost(table)
         uppers = tier_upper_bounds(costs, start, table.largest, tiers.count, tiers.rho_low, tiers.rho_high)
     num_gpus = tiers.num_gpus if tiers.num_gpus is not None else 0.0
     num_cpus = tiers.num_cpus if tiers.num_cpus is not None else 1.0
     return make_tiers(uppers, num_gpus=num_gpus, num_cpus=num_cpus)
 
 
-def genome_of(space: SearchSpace) -> ElasticGenome | PlainGenome:
-    """What varies in the space: its own genes, or each decision."""
-    return space.genome if isinstance(space, ElasticSpace) else PlainGenome(space.options)
-
-
-def least_cost(space: SearchSpace, table: CostTable) -> float:
-    """What every client can train: the smallest subnet's cost, or that of the cheapest path."""
-    return table.cost(space.smallest) if isinstance(space, ElasticSpace) else table.smallest
-
-
 @lru_cache(maxsize=4)
-def sampled_costs(genome: ElasticGenome | PlainGenome, table: CostTable, paths: int) -> np.ndarray:
+def sampled_costs(genome: Genome, table: CostTable, paths: int) -> np.ndarray:
     """Costs of uniformly drawn architectures, shape (paths,); the same for every seed, as tiers belong to the space."""
     return table.costs(genome.draw(paths, stream(0, "tier_bounds")))
 

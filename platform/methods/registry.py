@@ -1,48 +1,85 @@
-"""Methods by the name of their configuration."""
+"""Methods by the names of their configurations."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods import fedavg, federated_nas, fedmn, fedoras, personalised, spider, superfednas
-from fedloom.platform.methods.shared_training import SharedTraining
+from fedloom.platform.methods.method import Method, SharedTraining
+from fedloom.platform.plugins import PluginError, Shipped, blaming, is_import_path, resolve
+from fedloom.platform.settings import check_settings
 
-_METHODS: dict[type, Callable[[Any, World], list[Stage]]] = {
-    fedoras.FedorASConfig: fedoras.stages,
-    superfednas.SuperFedNASConfig: superfednas.stages,
-    spider.SpiderConfig: spider.stages,
-    personalised.LocalAdaptationConfig: personalised.local_adaptation,
-    personalised.DittoConfig: personalised.ditto,
-    personalised.PerFedAvgConfig: personalised.per_fedavg,
-    personalised.KnnPerConfig: personalised.knn_per,
-    federated_nas.GlobalNasConfig: federated_nas.global_nas,
-    federated_nas.FedNasConfig: federated_nas.fednas,
-    federated_nas.FedPnasConfig: federated_nas.fedpnas,
-    fedmn.FedMnConfig: fedmn.stages,
-    fedavg.FedAvgConfig: fedavg.stages,
+_PLACES: Mapping[str, tuple[str, ...]] = {
+    "tiered": ("fedoras", "fedavg"),
+    "elastic": ("superfednas",),
+    "silo": (
+        "spider",
+        "local_adaptation",
+        "ditto",
+        "per_fedavg",
+        "knn_per",
+        "fedmn",
+        "global_nas",
+        "fednas",
+        "fedpnas",
+    ),
 }
-"""How the stages of every method are built from its configuration."""
 
-_SHARED_TRAINING: dict[type, Callable[[Any], SharedTraining | None]] = {
-    fedoras.FedorASConfig: fedoras.shared_training,
-    superfednas.SuperFedNASConfig: superfednas.shared_training,
-}
-"""What the methods whose runs can share their training say about it."""
+METHODS: Mapping[str, Method] = Shipped(
+    {name: f"fedloom.platform.methods.{family}.{name}:METHOD" for family, names in _PLACES.items() for name in names}
+)
+"""The methods that ship with fedloom; each is imported when it is asked for."""
 
-CONFIGS: dict[str, type] = {config().name: config for config in _METHODS}
-"""The configuration class of every method."""
+
+def find_method(name: str) -> Method:
+    """The method of that name, or a user's own by its import path `module:METHOD`.
+
+    Raises PluginError for a method that is not there, or that is none.
+    """
+    found: Any = resolve("method", name, METHODS)
+    if not isinstance(found, Method):
+        raise PluginError(
+            f"method {name!r} is {type(found).__name__}: give the import path of a Method, see "
+            "fedloom.platform.methods.method"
+        )
+    if is_import_path(name):
+        _check_config(name, found.config)
+    return found
+
+
+def _check_config(name: str, config: Any) -> None:
+    if not (isinstance(config, type) and is_dataclass(config) and "name" in {f.name for f in fields(config)}):
+        raise PluginError(f"method {name!r}: its config must be a dataclass with a field `name: str`")
+    with blaming("method", name):
+        config()
+
+
+def method_of(config: Any) -> Method:
+    """The method of a configuration."""
+    if config is None:
+        raise ValueError(f"no method was configured: choose method={' or method='.join(METHODS)}")
+    return find_method(config.name)
 
 
 def build_stages(world: World) -> list[Stage]:
-    """The stages of the configured method, checked; ValueError for settings that cannot run."""
+    """The stages of the configured method; ValueError for settings that cannot run."""
     config = world.config.method
-    if type(config) not in _METHODS:
-        raise ValueError(f"no method was configured: choose method={' or method='.join(CONFIGS)}")
-    return _METHODS[type(config)](config, world)
+    method = method_of(config)
+    check_settings(config, "method.")
+    if not is_import_path(config.name):
+        return method.stages(config, world)
+    with blaming("method", config.name, spare=ValueError):
+        stages = method.stages(config, world)
+    for stage in stages:
+        missing = [
+            part for part in ("name", "begin", "rounds_left", "plan", "merge", "end") if not hasattr(stage, part)
+        ]
+        if missing:
+            raise PluginError(f"method {config.name!r}: its stage {type(stage).__name__} has no {', '.join(missing)}")
+    return stages
 
 
-def shared_training(method: Any) -> SharedTraining | None:
+def shared_training(config: Any) -> SharedTraining | None:
     """What runs of this method's configuration can share; None if every run trains its own."""
-    declared = _SHARED_TRAINING.get(type(method))
-    return None if declared is None else declared(method)
+    return method_of(config).shared_training(config)

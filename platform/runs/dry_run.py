@@ -14,7 +14,7 @@ from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import Bag
-from fedloom.platform.spaces.base import Weights
+from fedloom.platform.spaces.slices import Weights
 
 
 class AccountableTask(Protocol):
@@ -69,8 +69,8 @@ class DryStage:
         return replace(plan, assignments=[a for a in plan.assignments if a.client_id is not None])
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> Merged:
-        """See `Stage.merge`."""
-        return self.stage.merge(state, plan, result)
+        """See `Stage.merge`; nothing is measured afterwards."""
+        return replace(self.stage.merge(state, plan, result), review=None)
 
     def end(self, state: RunState) -> Merged:
         """The state at the end; no models."""

@@ -1,78 +1,114 @@
 """Which searcher, and how much it may score."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
+from fedloom.platform.plugins import PluginError, Slot, is_import_path
 from fedloom.platform.search.base import Interval, Searcher
 from fedloom.platform.search.evolution import EvolutionSearch
 from fedloom.platform.search.nsga2 import NSGA2Search
 from fedloom.platform.search.random_search import RandomSearch
+from fedloom.platform.settings import ONE_OR_MORE, PART, SHARE, Brought, chosen
 from fedloom.platform.spaces.genome import Genome
 from fedloom.tiers.costs import CostTable
-
-SEARCHERS = ("nsga2", "random", "evolution")
 
 
 @dataclass
 class SearchConfig:
-    """Search of one tier (FedorAS, stage 2); the defaults are the paper's for CIFAR.
+    """Search of one tier (FedorAS, stage 2); the defaults are the paper's for CIFAR."""
 
-    `budget` is in models; `validation_share` is the part of the validation set that scores them (App. K.1).
-    `random` asks for `offspring` models at a time; `evolution` breeds each generation of `population` models from the
-    best, `parents` being their share of the population.
+    searcher: Annotated[str, Brought("searcher"), "how candidates are found"] = "nsga2"
+    population: Annotated[int, ONE_OR_MORE, "nsga2 and evolution: models of a population"] = 128
+    offspring: Annotated[int, ONE_OR_MORE, "models that nsga2 and random ask for at a time"] = 64
+    mutation: Annotated[float, PART, "probability that a gene changes"] = 0.1
+    parents: Annotated[float, SHARE, "evolution: the share of a generation that breeds the next"] = 0.25
+    budget: Annotated[int, ONE_OR_MORE, "models to be scored"] = 1000
+    validation_share: Annotated[float, SHARE, "the part of the validation data that scores them (App. K.1)"] = 1.0
+    options: Annotated[dict[str, Any], "options of a searcher of your own, by their names"] = field(
+        default_factory=dict
+    )
+
+
+@dataclass(frozen=True)
+class SearchProblem:
+    """What a searcher searches: the architectures of a space whose cost lies in an interval.
+
+    Attributes:
+        options: number of options per decision.
+        genome: what varies, and how architectures are drawn, mutated and crossed.
+        table: costs, in the interval's unit.
+        seed: the root of the search's streams; tiers may share it, their streams differ by the interval.
+        budget: the number of models to be scored, failed ones included.
+        config: the other settings.
     """
 
-    searcher: str = "nsga2"
-    population: int = 128
-    offspring: int = 64
-    mutation: float = 0.1
-    parents: float = 0.25
-    budget: int = 1000
-    validation_share: float = 1.0
+    options: tuple[int, ...]
+    genome: Genome
+    table: CostTable
+    interval: Interval
+    seed: int
+    budget: int
+    config: SearchConfig
 
 
-def build_searcher(
-    config: SearchConfig,
-    options: Sequence[int],
-    table: CostTable,
-    interval: Interval,
-    seed: int,
-    budget: int | None = None,
-    genome: Genome | None = None,
-) -> Searcher:
-    """The configured searcher for one tier; `budget` (models) takes the place of the configured one.
+def nsga2(problem: SearchProblem) -> Searcher:
+    """NSGA-II on accuracy and cost (FedorAS, stage 2)."""
+    p, config = problem, problem.config
+    return NSGA2Search(
+        p.options,
+        p.table,
+        p.interval,
+        p.seed,
+        population=config.population,
+        offspring=config.offspring,
+        mutation=config.mutation,
+        budget=p.budget,
+        genome=p.genome,
+    )
 
-    `genome` is what nsga2 and evolution vary, by default every decision as one gene.
-    Tiers may share the seed: their streams differ by the interval.
-    Raises ValueError for an unknown searcher or a setting out of range.
+
+def evolution(problem: SearchProblem) -> Searcher:
+    """Evolution by mutation and crossover of the best (OFA, SuperFedNAS)."""
+    p, config = problem, problem.config
+    return EvolutionSearch(
+        p.options,
+        p.table,
+        p.interval,
+        p.seed,
+        population=config.population,
+        parents=config.parents,
+        mutation=config.mutation,
+        budget=p.budget,
+        genome=p.genome,
+    )
+
+
+def random(problem: SearchProblem) -> Searcher:
+    """Uniform draws inside the interval: the baseline of equal budget."""
+    p = problem
+    return RandomSearch(p.options, p.table, p.interval, p.seed, batch=p.config.offspring, budget=p.budget)
+
+
+SEARCHERS: Slot[Callable[[SearchProblem], Searcher]] = Slot(
+    "searcher", {"nsga2": nsga2, "random": random, "evolution": evolution}, ("problem",)
+)
+
+_SEARCHES = ("done", "history", "ask", "tell", "state", "restore")
+
+
+def build_searcher(problem: SearchProblem, key: str = "method.search") -> Searcher:
+    """The configured searcher for a problem.
+
+    Raises ValueError for an unknown searcher or a setting out of range, PluginError for one that is none.
     """
-    if not 0 < config.validation_share <= 1:
-        raise ValueError(f"validation_share is {config.validation_share}, it must lie in (0, 1]")
-    models = config.budget if budget is None else budget
-    if config.searcher == "nsga2":
-        return NSGA2Search(
-            options,
-            table,
-            interval,
-            seed,
-            population=config.population,
-            offspring=config.offspring,
-            mutation=config.mutation,
-            budget=models,
-            genome=genome,
+    config = problem.config
+    choice = chosen([(SEARCHERS, config.searcher)], config.options, f"{key}.options")[0]
+    searcher = SEARCHERS.make(choice)(problem)
+    missing = [name for name in _SEARCHES if not hasattr(searcher, name)] if is_import_path(config.searcher) else []
+    if missing:
+        raise PluginError(
+            f"searcher {config.searcher!r} gives {type(searcher).__name__}, which has no {', '.join(missing)}: see "
+            "fedloom.platform.search.base.Searcher"
         )
-    if config.searcher == "evolution":
-        return EvolutionSearch(
-            options,
-            table,
-            interval,
-            seed,
-            population=config.population,
-            parents=config.parents,
-            mutation=config.mutation,
-            budget=models,
-            genome=genome,
-        )
-    if config.searcher == "random":
-        return RandomSearch(options, table, interval, seed, batch=config.offspring, budget=models)
-    raise ValueError(f"unknown searcher {config.searcher!r}: choose one of {', '.join(SEARCHERS)}")
+    return searcher

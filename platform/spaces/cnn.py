@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpace
 from fedloom.platform.spaces.operators import ConvNormRelu, parse_operator
+from fedloom.platform.spaces.space_config import Spaces, from_design
 
 OPERATORS = ("conv(1)", "ds(3,.5)", "ds(3,1)", "ds(3,2)", "mb(1,2)", "mb(3,.5)", "mb(3,1)", "mb(3,2)", "identity")
 """The nine operators of the CIFAR spaces, in the order of their option indices."""
@@ -152,3 +153,8 @@ def _check_strides(design: CnnDesign) -> None:
                 f"{design.name} halves its input {design.stage_strides.count(2)} times: height and width must be "
                 f"multiples of {factor}, given {design.input_shape[1]} x {design.input_shape[2]}"
             )
+
+
+SPACES: Spaces = {
+    design.name: partial(from_design, cnn_space, design) for design in (CNN_CIFAR, CNN_CIFAR_WIDE, CNN_DIGITS)
+}

@@ -16,13 +16,13 @@ from fedloom.platform.spaces.darts_network import (
     DartsDesign,
     DartsNetwork,
     Edge,
-    as_subspace,
     plan_cells,
 )
 from fedloom.platform.spaces.darts_operators import OPERATORS
 from fedloom.platform.spaces.kept import KeptSpace, Part, PartCosts
 from fedloom.platform.spaces.measuring import measure_of
-from fedloom.platform.spaces.named_operators import Subspace
+from fedloom.platform.spaces.slices import Subspace
+from fedloom.platform.spaces.space_config import Spaces, from_design
 
 ADDITIVE_MEASURES = ("macs", "parameters", "bytes")
 """What may be counted cell by cell."""
@@ -45,7 +45,16 @@ class DartsSpace(KeptSpace):
         self.plans = plan_cells(design)
         self._cell_costs: dict[str, tuple[CellCosts, ...]] = {}
 
-    # -- edges ------------------------------------------------------------------------------------------------------
+    # -- cells and edges -----------------------------------------------------------------------------------------
+
+    @property
+    def num_cells(self) -> int:
+        """How many cells the network has."""
+        return self.design.cells
+
+    def cell_type(self, cell: int) -> str:
+        """`normal` or `reduction`."""
+        return CELL_TYPES[self.plans[cell].reduction]
 
     def decisions(self, cell_type: str) -> range:
         """The decisions of a cell type, `normal` or `reduction`, in the order of `edges`."""
@@ -173,4 +182,7 @@ DARTS_S4 = DartsDesign("darts_s4", operators=("noise", "sep_conv_3x3"))
 DARTS_FULL = DartsDesign("darts_full", operators=DARTS)
 DARTS_S2_SMALL = DartsDesign("darts_s2_small", (1, 8, 8), cells=3, channels=8, nodes=2)
 
-__all__ = ["CELL_TYPES", "DartsDesign", "DartsNetwork", "DartsSpace", "Edge", "Subspace", "as_subspace"]
+SPACES: Spaces = {
+    design.name: partial(from_design, DartsSpace, design)
+    for design in (DARTS_S1, DARTS_S2, DARTS_S3, DARTS_S4, DARTS_FULL, DARTS_S2_SMALL)
+}

@@ -12,9 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.base import Architecture
 from fedloom.platform.spaces.darts_operators import OPERATORS, FactorisedReduction, ReluConvNorm, strided
-from fedloom.platform.spaces.operator_choice import Subspace
+from fedloom.platform.spaces.slices import Architecture, Subspace
 
 CELL_TYPES: Final = ("normal", "reduction")
 """The decisions of a space are the edges of the normal cell, then those of the reduction cell."""

@@ -66,6 +66,8 @@ class Noise(nn.Module):
     Drawn from torch's global generator, as dropout does.
     """
 
+    draws_randomly = True
+
     def __init__(self, stride: int) -> None:
         super().__init__()
         self.stride = stride

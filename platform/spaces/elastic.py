@@ -7,9 +7,8 @@ of the supernet's tensor of that name: that is the whole slice map.
 
 import itertools
 import math
-import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Protocol
 
@@ -18,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedloom.platform.spaces.base import Architecture, Slice, SliceMap, bytes_of
-from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
+from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.elastic_names import parse_subnet
+from fedloom.platform.spaces.genome import ElasticGenome
 from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
-from fedloom.platform.spaces.measuring import ready
+from fedloom.platform.spaces.measuring import Measure, measure_of, median_seconds, ready
+from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, leading
 from fedloom.tiers.costs import CostTable
-from fedloom.tiers.measure import MEASURES, activation_bytes_of, latency_s_of, macs_of
+from fedloom.tiers.measure import MEASURES
 
 Contents = tuple[tuple[int, ...], ...]
 """Per stage the width index of every kept block."""
@@ -127,25 +128,35 @@ class ElasticSupernet(nn.Module):
         return y
 
 
-class ElasticSpace:
-    """A search space of leading-channel slices; see `fedloom.platform.spaces.base.SearchSpace` for the protocol."""
+class ElasticSpace(SearchSpace):
+    """A search space of leading-channel slices."""
 
     def __init__(self, design: ElasticDesign) -> None:
         self.design = design
         self.name = design.name
         self.input_shape = tuple(design.input_shape)
         self.input_dtype = design.input_dtype
-        self.genome = design.genome
-        self.options = tuple(len(stage.contents) for stage in self.genome.stages)
+        self._genome = design.genome
+        self.options = tuple(len(stage.contents) for stage in self._genome.stages)
         self._tables: dict[str, CostTable] = {}
         self._stage_slices = lru_cache(maxsize=None)(self._slices_of_stage)
 
     # -- architectures ----------------------------------------------------------------------------------------------
 
     @property
+    def genome(self) -> ElasticGenome:
+        """Depths and widths per stage."""
+        return self._genome
+
+    @property
     def keeps_statistics(self) -> bool:
-        """Whether a subnet's running statistics have to be estimated before it is scored."""
+        """Batch normalisation does."""
         return self.design.keeps_statistics
+
+    @property
+    def slices_tensors(self) -> bool:
+        """Subnets hold leading channels."""
+        return True
 
     @property
     def num_architectures(self) -> int:
@@ -193,10 +204,6 @@ class ElasticSpace:
         stages = zip(self.genome.stages, depths, strict=True)
         return tuple(s.option_of[(s.widths - 1,) * int(depth)] for s, depth in stages)
 
-    def enumerate(self) -> Iterator[Architecture]:
-        """All subnets in lexicographic order of their stages' options."""
-        return itertools.product(*map(range, self.options))
-
     def parse(self, text: str) -> Architecture:
         """A subnet as people write it.
 
@@ -204,7 +211,7 @@ class ElasticSpace:
         (one expansion for all blocks, or one per kept block in order).
         Raises ValueError naming the field that is outside the space.
         """
-        return parse_subnet(self, text)
+        return parse_subnet(self, self.design.expansions, text)
 
     def label(self, architecture: Architecture) -> str:
         """The subnet as people read it: extra depth per stage, and the expansions of the blocks."""
@@ -276,6 +283,15 @@ class ElasticSpace:
 
     # -- costs ------------------------------------------------------------------------------------------------------
 
+    def cheapest(self, table: CostTable) -> Architecture:
+        """The smallest subnet, whatever the measure."""
+        del table
+        return self.smallest
+
+    def common_cost(self, table: CostTable) -> float:
+        """That of the smallest subnet: every stage keeps a block."""
+        return table.cost(self.smallest)
+
     def cost_table(self, measure: str) -> CostTable:
         """Costs of stem and head and of every stage's options for one sample; computed once.
 
@@ -286,32 +302,14 @@ class ElasticSpace:
             ValueError: an unknown measure.
         """
         if measure not in self._tables:
-            self._tables[measure] = self._measured(measure)
+            self._tables[measure] = self._table_of(measure, *measure_of(measure))
         return self._tables[measure]
-
-    def _measured(self, measure: str) -> CostTable:
-        match measure:
-            case "macs":
-                return self._table_of(measure, macs_of)
-            case "parameters":
-                return self._table_of(measure, lambda module, _x: _numel(module))
-            case "bytes":
-                return self._table_of(measure, lambda module, _x: bytes_of(module.state_dict()))
-            case "activation_bytes":
-                return self._table_of(measure, activation_bytes_of)
-            case "latency_s":
-                return self.latency_table()
-        raise ValueError(f"unknown measure {measure!r}: known are {', '.join(MEASURES)}, bytes")
 
     def latency_table(self, device: str = "cpu", *, warmup: int = 3, repeats: int = 20) -> CostTable:
         """Median seconds of stem and head together and of every stage's options, measured now on the device."""
+        return self._table_of("latency_s", median_seconds(warmup, repeats), device)
 
-        def seconds(module: nn.Module, x: Tensor) -> float:
-            return latency_s_of(module, x, warmup=warmup, repeats=repeats).median_s
-
-        return self._table_of("latency_s", seconds, device)
-
-    def _table_of(self, measure: str, of: Callable[[nn.Module, Tensor], float], device: str = "meta") -> CostTable:
+    def _table_of(self, measure: str, of: Measure, device: str) -> CostTable:
         """Blocks are measured once per position and width, and added up (or the largest taken, for peaks)."""
         reduce = MEASURES.get(measure, "sum")
         inputs = self._stage_inputs
@@ -329,7 +327,7 @@ class ElasticSpace:
         fixed = join(self._fixed_costs(of, device))
         return CostTable(measure, float(fixed), tuple(rows), reduce)
 
-    def _fixed_costs(self, of: Callable[[nn.Module, Tensor], float], device: str) -> list[float]:
+    def _fixed_costs(self, of: Measure, device: str) -> list[float]:
         sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device="meta")
         parts = ((self.design.build_stem, sample), (self.design.build_head, self._stage_inputs[-1]))
         return [float(of(ready(build, device), _real(x, device))) for build, x in parts]
@@ -346,65 +344,5 @@ class ElasticSpace:
         return inputs
 
 
-def leading(name: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> Slice:
-    """The slice of the first entries in every dimension; the whole tensor where the shapes agree."""
-    if shape == whole:
-        return Slice(name)
-    return Slice(name, tuple((0, n) for n in shape))
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
 def _real(x: Tensor, device: str) -> Tensor:
     return x if device == "meta" else torch.zeros(x.shape, dtype=x.dtype, device=device)
-
-
-_FIELDS = re.compile(r"\s*d\s*=\s*([\d\s,]+?)\s+e\s*=\s*([\d\s.,]+?)\s*")
-
-
-def parse_subnet(space: ElasticSpace, text: str) -> Architecture:
-    """See `ElasticSpace.parse`."""
-    named = {"smallest": space.smallest, "largest": space.largest}
-    if text in named:
-        return named[text]
-    try:
-        if match := _FIELDS.fullmatch(text):
-            depths, expansions = [int(d) for d in match[1].split(",")], [float(e) for e in match[2].split(",")]
-        else:
-            architecture = tuple(int(choice) for choice in text.split("-"))
-    except ValueError:
-        raise ValueError(
-            f"{text!r} is no subnet: give smallest, largest, options such as "
-            f"{'-'.join(map(str, space.largest))}, or depths and expansions such as {space.label(space.smallest)!r}"
-        ) from None
-    if match:
-        return _spelt(space, text, depths, expansions)
-    space.validate(architecture)
-    return architecture
-
-
-def _spelt(space: ElasticSpace, text: str, depths: list[int], expansions: list[float]) -> Architecture:
-    stages = space.genome.stages
-    if len(depths) != len(stages):
-        raise ValueError(f"{text!r}: {len(depths)} depths, {space.name} has {len(stages)} stages: give one per stage")
-    for number, (depth, stage) in enumerate(zip(depths, stages, strict=True), start=1):
-        if not 0 <= depth <= stage.most - stage.fewest:
-            raise ValueError(f"{text!r}: depth {depth} of stage {number}: allowed are 0 to {stage.most - stage.fewest}")
-    blocks = [stage.fewest + depth for stage, depth in zip(stages, depths, strict=True)]
-    if len(expansions) not in (1, sum(blocks)):
-        raise ValueError(f"{text!r}: {len(expansions)} expansions for {sum(blocks)} kept blocks: give one, or one each")
-    widths = iter([_width(space, text, e) for e in (expansions * sum(blocks))[: sum(blocks)]])
-    return space.of_contents(tuple(tuple(next(widths) for _ in range(n)) for n in blocks))
-
-
-def _width(space: ElasticSpace, text: str, expansion: float) -> int:
-    for index, known in enumerate(space.design.expansions):
-        if math.isclose(known, expansion, rel_tol=1e-5):  # a label has six digits
-            return index
-    allowed = ", ".join(f"{e:g}" for e in space.design.expansions)
-    raise ValueError(f"{text!r}: expansion {expansion:g}: allowed are {allowed}")
-
-
-__all__ = ["Contents", "ElasticDesign", "ElasticGenome", "ElasticNetwork", "ElasticSpace", "ElasticStage"]

@@ -23,6 +23,8 @@ ABSENT = -1
 class Genome(Protocol):
     """Vectorised variation; architectures are integer arrays of shape (n, decisions)."""
 
+    def __hash__(self) -> int: ...
+
     def draw(self, count: int, rng: np.random.Generator) -> Ints:
         """Random architectures, uniform over the choices of each gene."""
         ...

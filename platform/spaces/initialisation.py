@@ -19,6 +19,18 @@ class InitialisesItself(Protocol):
         ...
 
 
+@runtime_checkable
+class DrawsRandomly(Protocol):
+    """A module whose forward pass draws random numbers, in evaluation too."""
+
+    draws_randomly: bool
+
+
+def draws_randomly(part: nn.Module) -> bool:
+    """Whether a module's forward pass draws from torch's global generator: dropout, and what says so of itself."""
+    return isinstance(part, nn.modules.dropout._DropoutNd | DrawsRandomly)
+
+
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """The module without memory or values: names and shapes alone, cheap, and no generator is touched."""
     with torch.device("meta"):

@@ -37,6 +37,8 @@ class KeptSpace(NamedOperatorSpace):
     are weights of the operators, 1 if not given. A space says which modules an operator is made of.
     """
 
+    sums_options = True
+
     @abstractmethod
     def _parts(self, decision: int, option: int) -> Sequence[Part]:
         """The modules of an operator, wherever in the network they are."""

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.base import bytes_of
 from fedloom.platform.spaces.initialisation import initialise, on_meta
+from fedloom.platform.spaces.slices import bytes_of
 from fedloom.tiers.measure import MEASURES, activation_bytes_of, latency_s_of, macs_of, parameters_of
 
 Measure = Callable[[nn.Module, Tensor], float]
@@ -34,11 +34,17 @@ def median_seconds(warmup: int = 3, repeats: int = 20) -> Measure:
     return lambda module, x: latency_s_of(module, x, warmup=warmup, repeats=repeats).median_s
 
 
-def cost_of(build: Callable[[], nn.Module], input_shape: tuple[int, ...], of: Measure, device: str) -> float:
+def cost_of(
+    build: Callable[[], nn.Module],
+    input_shape: tuple[int, ...],
+    of: Measure,
+    device: str,
+    input_dtype: torch.dtype = torch.float32,
+) -> float:
     """A module's cost on an input of zeros; no global generator moves, though noise draws when it is timed."""
     place = torch.device(device)
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
-        return float(of(ready(build, device), torch.zeros(input_shape, device=place)))
+        return float(of(ready(build, device), torch.zeros(input_shape, device=place, dtype=input_dtype)))
 
 
 def ready(build: Callable[[], nn.Module], device: str) -> nn.Module:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.spaces.base import Architecture
 from fedloom.platform.spaces.darts_network import as_subspace
-from fedloom.platform.spaces.fixed import Resnet18Size
 from fedloom.platform.spaces.kept import KeptSpace, Part
-from fedloom.platform.spaces.named_operators import Subspace
+from fedloom.platform.spaces.resnet18 import Resnet18Size
+from fedloom.platform.spaces.slices import Architecture, Subspace
+from fedloom.platform.spaces.space_config import Spaces, from_design
 
 
 @dataclass(frozen=True)
@@ -131,3 +131,7 @@ _OWNED = re.compile(r"blocks\.(\d+)\.branches\.(\d+)\.")
 
 RESNET18_MODULAR = ModularDesign("resnet18_modular")
 RESNET18_MODULAR_SMALL = ModularDesign("resnet18_modular_small", stem_channels=16)
+
+SPACES: Spaces = {
+    design.name: partial(from_design, ModularSpace, design) for design in (RESNET18_MODULAR, RESNET18_MODULAR_SMALL)
+}

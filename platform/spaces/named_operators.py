@@ -4,10 +4,8 @@ Supernet, subspace and stand-alone subnet are made of the same modules and name 
 in which operators they hold.
 """
 
-import itertools
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -17,13 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.base import Architecture, Slice, SliceMap
+from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
 from fedloom.platform.spaces.measuring import Measure, measure_of, median_seconds
+from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, Subspace
 from fedloom.tiers.costs import CostTable
-
-Subspace = tuple[tuple[int, ...], ...]
-"""The operators held per decision: sorted option indices."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,8 @@ class SpaceSizes:
     largest_path: int
 
 
-class NamedOperatorSpace(ABC):
-    """What such spaces share; see `fedloom.platform.spaces.base.SearchSpace` for the protocol.
+class NamedOperatorSpace(SearchSpace, ABC):
+    """What such spaces share.
 
     A space says how its decisions are called, builds a network that holds given operators, and knows which operator a
     tensor belongs to and what the operators cost.
@@ -89,9 +85,9 @@ class NamedOperatorSpace(ABC):
     # -- architectures ----------------------------------------------------------------------------------------------
 
     @property
-    def num_architectures(self) -> int:
-        """How many choices of one operator per decision there are (exact)."""
-        return math.prod(self.options)
+    def slices_tensors(self) -> bool:
+        """No: every operator has tensors of its own."""
+        return False
 
     @property
     def largest_subspace(self) -> Subspace:
@@ -140,14 +136,6 @@ class NamedOperatorSpace(ABC):
     def _refuse_row(self, decision: int, row: tuple[int, ...]) -> NoReturn:
         where = f"{self.decision_name(decision)} of {self.name}"
         raise ValueError(f"{where} must keep distinct operators in order, given {row}")
-
-    def sample(self, rng: np.random.Generator) -> Architecture:
-        """A uniformly drawn architecture."""
-        return tuple(rng.integers(0, self.options).tolist())
-
-    def enumerate(self) -> Iterator[Architecture]:
-        """All architectures in lexicographic order."""
-        return itertools.product(*map(range, self.options))
 
     # -- modules ----------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.base import Architecture
 from fedloom.platform.spaces.measuring import Measure, ready
-from fedloom.platform.spaces.named_operators import NamedOperatorSpace, SpaceSizes, Subspace
+from fedloom.platform.spaces.named_operators import NamedOperatorSpace, SpaceSizes
+from fedloom.platform.spaces.slices import Architecture, Subspace
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.measure import MEASURES, Latency, latency_s_of
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.spaces.elastic import ElasticNetwork
+from fedloom.platform.spaces.elastic import ElasticNetwork, ElasticSpace
 from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
+from fedloom.platform.spaces.space_config import Spaces, from_design
 
 NORMS = ("none", "batch", "group")
 MULTIPLE = 8
@@ -172,3 +174,6 @@ def _projection(in_channels: int, out_channels: int, stride: int, norm: str) -> 
 def convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1, *, bias: bool) -> nn.Module:
     """A convolution that keeps the sides at stride 1 (odd kernels)."""
     return nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=bias)
+
+
+SPACES: Spaces = {design.name: partial(from_design, ElasticSpace, design) for design in (ResnetDesign(), RESNET_SMALL)}

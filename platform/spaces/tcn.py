@@ -3,13 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.spaces.elastic import ElasticNetwork
+from fedloom.platform.spaces.elastic import ElasticNetwork, ElasticSpace
 from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
+from fedloom.platform.spaces.space_config import Spaces, from_design
 
 
 @dataclass(frozen=True)
@@ -200,3 +202,6 @@ class CausalConv(nn.Module):
 
 def _length(direction: Tensor) -> Tensor:
     return direction.square().sum(dim=(1, 2), keepdim=True).sqrt()
+
+
+SPACES: Spaces = {"tcn_elastic": partial(from_design, ElasticSpace, TcnDesign())}

@@ -24,7 +24,7 @@ from fedloom.platform.federation.world import build_world
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.spaces.base import Weights
+from fedloom.platform.spaces.slices import Weights
 
 ROUNDS, CLIENTS = 4, 3
 

@@ -38,7 +38,7 @@ from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import start_run
-from fedloom.platform.spaces.base import Slice, Weights
+from fedloom.platform.spaces.slices import Slice, Weights
 
 pytestmark = pytest.mark.ray
 
@@ -253,7 +253,7 @@ def test_a_client_that_sleeps_for_ever_is_reported_and_alone_is_dropped(
     assert statuses == ["timed_out" if i == sleeper else "ok" for i in range(6)]
     assert [report.client_id for report in whole.reports] == list(range(6))
     assert whole.reports[sleeper].error == "no answer within 2 s; its actor was replaced"
-    assert torch.equal(whole.sums.finish(OLD)["w"], expected.sums.finish(OLD)["w"])
+    assert torch.equal(whole.sums.finish(OLD).weights["w"], expected.sums.finish(OLD).weights["w"])
 
 
 def test_the_longer_work_of_a_chunk_as_a_whole_is_not_a_client_that_hangs(pool: ActorPool) -> None:

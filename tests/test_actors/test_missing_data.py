@@ -17,7 +17,7 @@ from fedloom.platform.clients.execution import (
 from fedloom.platform.clients.worker import Worker, WorkerSpec
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import build_world
-from fedloom.platform.spaces.base import Weights
+from fedloom.platform.spaces.slices import Weights
 
 
 class Reads:

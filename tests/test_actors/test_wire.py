@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fedloom.actors.wire import accept_shared_memory, pack, to_arrays, to_tensors, unpack
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.execution import ChunkResult, Report
-from fedloom.platform.spaces.base import Slice
+from fedloom.platform.spaces.slices import Slice
 
 OLD = {"w": torch.zeros(4, 3), "n": torch.zeros((), dtype=torch.int64)}
 
@@ -31,7 +31,7 @@ def test_a_packed_result_is_unpacked_to_the_same_sums_and_reports(weights: list[
     result = ChunkResult(sums_of(*weights), reports)
     back = unpack(pack(result))
     assert back.reports == reports
-    assert torch.equal(back.sums.finish(OLD)["w"], sums_of(*weights).finish(OLD)["w"])
+    assert torch.equal(back.sums.finish(OLD).weights["w"], sums_of(*weights).finish(OLD).weights["w"])
 
 
 def test_unpacked_sums_can_be_merged_into_others() -> None:
@@ -39,7 +39,7 @@ def test_unpacked_sums_can_be_merged_into_others() -> None:
     whole.merge(unpack(pack(ChunkResult(sums_of(1.0)))).sums)
     whole.merge(unpack(pack(ChunkResult(sums_of(1.0)))).sums)
     # Both held the value 1 in rows 0 and 1.
-    assert whole.finish(OLD)["w"].tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
+    assert whole.finish(OLD).weights["w"].tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
 
 
 def test_tensors_and_arrays_share_their_memory() -> None:

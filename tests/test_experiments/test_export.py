@@ -24,7 +24,6 @@ from fedloom.experiments.export.export import export
 from fedloom.experiments.export.selection import Wanted, check_wanted, target_label
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.subnets import scored_subnet
-from fedloom.platform.clients.tasks import parse_architecture
 from fedloom.platform.clients.training import TrainingConfig
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
@@ -39,7 +38,8 @@ from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import start_run
 from fedloom.platform.search.targets import TargetSearchConfig
-from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.space_config import SpaceConfig
+from fedloom.platform.spaces.slices import parse_architecture
 
 ALL = ("safetensors", "pt2", "onnx")
 MIDDLE = "d=0,1 e=.5"

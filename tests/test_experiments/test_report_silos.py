@@ -37,9 +37,9 @@ from fedloom.experiments.report.report import report_json, summary_table, write_
 from fedloom.experiments.report.silo_blocks import missing_of_silos
 from fedloom.experiments.report.silo_plots import curves_figure, gains_figure, spans_of
 from fedloom.experiments.report.style import png
-from fedloom.platform.clients.tasks import subspace_id
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.silos.perturbation import is_settled
+from fedloom.platform.spaces.slices import subspace_id
 
 UNDECIDED, HALF, DECIDED = "/".join(["0,1"] * 10), "/".join(["0"] * 5 + ["0,1"] * 5), "/".join("0110." + "11001")
 DECIDED = DECIDED.replace(".", "")

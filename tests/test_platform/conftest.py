@@ -22,7 +22,7 @@ from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.search.targets import TargetSearchConfig
-from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.platform.averaging.average import Update, WeightedSums, average
 from fedloom.platform.averaging.weighting import Work, fedavg, opa, plain
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.base import Region, Slice
+from fedloom.platform.spaces.slices import Region, Slice
 
 
 def whole(tensors: Mapping[str, Tensor], weights: Mapping[str, float]) -> Update:
@@ -147,7 +147,7 @@ def test_partial_sums_of_any_chunking_agree(
         for update in updates[start : start + size]:
             chunk.add(update)
         merged.merge(chunk)
-    new = merged.finish({"w": old}, min_contributors)["w"]
+    new = merged.finish({"w": old}, min_contributors).weights["w"]
     torch.testing.assert_close(new, average({"w": old}, updates, min_contributors)["w"], rtol=1e-5, atol=1e-6)
 
 
@@ -162,7 +162,7 @@ def test_merging_only_reads_what_it_is_given() -> None:
     merged = WeightedSums()
     for chunk in chunks:
         merged.merge(chunk)
-    assert merged.finish({"w": torch.zeros(4)})["w"].tolist() == pytest.approx([4.0, 18 / 4, 5.0, 0.0])
+    assert merged.finish({"w": torch.zeros(4)}).weights["w"].tolist() == pytest.approx([4.0, 18 / 4, 5.0, 0.0])
     for chunk, (total, box, coverage) in zip(chunks, copies, strict=True):
         assert torch.equal(chunk.tensors["w"].total, total)
         assert (chunk.tensors["w"].box, str(chunk.tensors["w"].coverage)) == (box, coverage)
@@ -173,7 +173,7 @@ def test_sums_do_not_hold_on_to_the_clients_tensors() -> None:
     tensor, sums = torch.ones(3), WeightedSums()
     sums.add(piece(tensor, None, 1.0))
     tensor.fill_(100.0)
-    assert sums.finish({"w": torch.zeros(3)})["w"].tolist() == [1.0, 1.0, 1.0]
+    assert sums.finish({"w": torch.zeros(3)}).weights["w"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_identical_updates_average_to_themselves() -> None:
@@ -261,7 +261,7 @@ def test_sums_that_were_finished_are_used_up() -> None:
     update = Update({"w": torch.ones(2)}, {"w": Slice("w")}, {"w": 1.0})
     sums = WeightedSums()
     sums.add(update)
-    assert sums.finish(old)["w"].tolist() == [1.0, 1.0]
+    assert sums.finish(old).weights["w"].tolist() == [1.0, 1.0]
     for misuse in (lambda: sums.add(update), lambda: sums.finish(old), lambda: sums.merge(WeightedSums())):
         with pytest.raises(ValueError, match="these sums were finished"):
             misuse()

@@ -26,10 +26,10 @@ from fedloom.platform.federation.distribution import (
     tracking_sandwich,
 )
 from fedloom.platform.seeding import stream
-from fedloom.platform.spaces.base import Architecture
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.genome import PlainGenome
 from fedloom.platform.spaces.resnet import ResnetDesign
+from fedloom.platform.spaces.slices import Architecture
 from fedloom.tiers.costs import CostTable
 
 S, M, L = (0,), (2,), (4,)

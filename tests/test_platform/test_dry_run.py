@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 
 from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.tasks import architecture_id
 from fedloom.platform.clients.training import TrainingConfig
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
@@ -23,6 +22,7 @@ from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import list_runs, run_paths
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
+from fedloom.platform.spaces.slices import architecture_id
 
 Make = Callable[..., RunConfig]
 

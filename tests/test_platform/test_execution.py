@@ -32,7 +32,7 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.loop import client_row, merge_chunks
 from fedloom.platform.results.tables import check_row
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.base import Slice, Weights
+from fedloom.platform.spaces.slices import Slice, Weights
 from fedloom.tiers.devices import DeviceProfile
 
 PHONE = DeviceProfile("phone", macs_per_s=100.0, down_bytes_per_s=10.0, up_bytes_per_s=5.0)
@@ -148,7 +148,7 @@ def test_a_good_client_is_a_row_with_all_its_figures() -> None:
     assert row["wall_s"] >= 0.0  # type: ignore[operator]
     assert row["peak_memory_bytes"] > 0  # type: ignore[operator]
     assert report.state is not None
-    assert sums.finish(OLD)["w"].tolist() == [3.0, 3.0]
+    assert sums.finish(OLD).weights["w"].tolist() == [3.0, 3.0]
 
 
 def test_an_exception_is_a_failed_row_with_its_traceback() -> None:
@@ -361,16 +361,16 @@ def run_in_any_order(chunks: list[Chunk], order: list[int]) -> list[ChunkResult]
 def test_the_sums_are_bitwise_the_same_whatever_order_chunks_finish_in() -> None:
     chunks = make_chunks(plan_of_many(), 3)
     count = len(chunks)
-    serial = merge_chunks(SerialExecutor(fake_worker()).run(chunks, SHARED)).sums.finish(OLD)["w"]
+    serial = merge_chunks(SerialExecutor(fake_worker()).run(chunks, SHARED)).sums.finish(OLD).weights["w"]
     for order in (list(range(count))[::-1], [*range(1, count, 2), *range(0, count, 2)]):
         chunks = make_chunks(plan_of_many(), 3)
-        assert torch.equal(merge_chunks(run_in_any_order(chunks, order)).sums.finish(OLD)["w"], serial)
+        assert torch.equal(merge_chunks(run_in_any_order(chunks, order)).sums.finish(OLD).weights["w"], serial)
 
 
 def test_chunk_sizes_change_rounding_and_nothing_else() -> None:
     results = []
     for size in (1, 2, 5, 12):
         result = merge_chunks(SerialExecutor(fake_worker()).run(make_chunks(plan_of_many(), size), SHARED))
-        results.append(result.sums.finish(OLD)["w"])
+        results.append(result.sums.finish(OLD).weights["w"])
     for other in results[1:]:
         torch.testing.assert_close(other, results[0])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.platform.clients import tasks
 from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
-from fedloom.platform.clients.tasks import ScoreSubnet, TrainPaths, TrainSubnet, architecture_id, parse_architecture
+from fedloom.platform.clients.tasks import ScoreSubnet, TrainPaths, TrainSubnet
 from fedloom.platform.clients.training import TrainingConfig
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
@@ -33,8 +33,8 @@ from fedloom.platform.results.models import load_model
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.runs.run import start_run
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.base import Architecture
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
+from fedloom.platform.spaces.slices import Architecture, architecture_id, parse_architecture
 
 Make = Callable[..., RunConfig]
 

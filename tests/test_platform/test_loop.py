@@ -48,7 +48,7 @@ from fedloom.platform.results.tables import TABLES, TIME_COLUMNS
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs import run as run_module
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
-from fedloom.platform.spaces.base import Slice, Weights
+from fedloom.platform.spaces.slices import Slice, Weights
 from fedloom.tiers.devices import DeviceProfile
 
 PHONE = DeviceProfile("phone", macs_per_s=1.0, down_bytes_per_s=1.0, up_bytes_per_s=1.0)
@@ -111,7 +111,7 @@ class Counting:
         return Plan(assignments, "model", {"lr": 0.5, "beta": 0.25})
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> Merged:
-        weights = result.sums.finish(state.weights("model"))
+        weights = result.sums.finish(state.weights("model")).weights
         return Merged(state.with_bag("model", weights), evaluation_rows(result.reports))
 
     def end(self, state: RunState) -> Merged:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.platform.clients.paths import GreedyPaths, RejectionPaths, path_sampler
-from fedloom.platform.clients.subspace import Subspace
+from fedloom.platform.clients.path_samplers import GreedyPaths, RejectionPaths, path_sampler
+from fedloom.platform.spaces.slices import Subspace
 from fedloom.tiers.costs import CostTable
 
 TINY = CostTable("macs", 10.0, ((1.0, 5.0, 9.0), (0.0, 4.0), (0.0, 2.0, 7.0)))

@@ -39,7 +39,7 @@ from fedloom.platform.silos.knn_per import ScoreNearest, best_share, nearest_lab
 from fedloom.platform.silos.per_fedavg import MetaStep, TrainMeta
 from fedloom.platform.silos.scoring import AdaptAndScore, ScoreOwn, ScoreShared
 from fedloom.platform.silos.state import Personal, unpacked
-from fedloom.platform.spaces.base import Weights, bytes_of
+from fedloom.platform.spaces.slices import Weights, bytes_of
 
 Make = Callable[..., RunConfig]
 Run = Callable[[RunConfig], tuple[World, Any, RunState]]

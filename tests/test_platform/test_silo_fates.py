@@ -15,7 +15,6 @@ from torch import Tensor
 import fedloom.platform.runs.run as run_module
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.execution import Assignment, Outcome, SerialExecutor
-from fedloom.platform.clients.tasks import subspace_id
 from fedloom.platform.clients.training import LocalSGD, evaluate
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, FailuresConfig, RunConfig, TiersConfig
@@ -35,9 +34,9 @@ from fedloom.platform.silos.scoring import ScoreOwn
 from fedloom.platform.silos.search import ArchitectureSearchConfig, Perturbation
 from fedloom.platform.silos.spider import TrainSpider
 from fedloom.platform.silos.state import Personal, unpacked, with_row
-from fedloom.platform.spaces.base import Weights
-from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.darts import DartsSpace
+from fedloom.platform.spaces.slices import Weights, subspace_id
 from fedloom.tiers.devices import DeviceTable, write_device_table
 
 SILOS = (0, 1, 2)
@@ -278,7 +277,7 @@ def by_hand(config: RunConfig, heard: Callable[[int, int], bool]) -> tuple[dict[
             of_silo.add(outcome.update)
             sums.merge(of_silo)
             bags[f"client-{silo}"] = {name: tensor.clone() for name, tensor in outcome.state.items()}
-        bags[SHARED] = sums.finish(weights)
+        bags[SHARED] = sums.finish(weights).weights
     return bags, worker
 
 

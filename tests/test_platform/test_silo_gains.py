@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fedloom.platform.clients.execution import Assignment
-from fedloom.platform.clients.tasks import subspace_id
 from fedloom.platform.clients.training import LocalSGD, evaluate, train_locally
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
@@ -22,10 +21,9 @@ from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.silos.search import ArchitectureSearchConfig
 from fedloom.platform.silos.state import Personal, unpacked
-from fedloom.platform.spaces.base import Weights
-from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.darts import DartsSpace
-from fedloom.platform.spaces.operator_choice import Subspace
+from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
 
 Make = Callable[..., RunConfig]
 Run = Callable[[RunConfig], tuple[World, Any, RunState]]

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.execution import Assignment, Outcome, Task
-from fedloom.platform.clients.tasks import parse_subspace, subspace_id
 from fedloom.platform.clients.training import SGD, LocalSGD, Score, batch_indices
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
@@ -54,10 +53,9 @@ from fedloom.platform.silos.search import (
 )
 from fedloom.platform.silos.spider import TrainSpider
 from fedloom.platform.silos.state import ALPHAS, Personal, is_decided, unpacked, with_row
-from fedloom.platform.spaces.base import Slice, Weights, bytes_of
-from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.darts import DARTS_S2, DARTS_S2_SMALL, DartsSpace
-from fedloom.platform.spaces.operator_choice import Subspace
+from fedloom.platform.spaces.slices import Slice, Subspace, Weights, bytes_of, parse_subspace, subspace_id
 
 Make = Callable[..., RunConfig]
 Run = Callable[[RunConfig], tuple[World, Any, RunState]]

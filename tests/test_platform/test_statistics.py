@@ -16,8 +16,8 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.base import Architecture, extract
 from fedloom.platform.spaces.elastic import ElasticSpace
+from fedloom.platform.spaces.slices import Architecture, extract
 
 Make = Callable[..., RunConfig]
 A: Architecture = (3, 1)

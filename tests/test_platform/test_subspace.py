@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.platform.clients.paths import GreedyPaths
-from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspace, size_of
-from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.clients.path_samplers import GreedyPaths
+from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspace
+from fedloom.tiers.costs import size_of
+from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.tiers.costs import CostTable

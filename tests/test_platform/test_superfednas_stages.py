@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.platform.averaging.average import average
 from fedloom.platform.averaging.shares import SharesConfig
 from fedloom.platform.clients.execution import Assignment, SerialExecutor, SharedWeights, make_chunks
-from fedloom.platform.clients.tasks import ScoreSubnet, TrainSubnet, TrainSupernet, architecture_id
+from fedloom.platform.clients.tasks import ScoreSubnet, TrainSubnet, TrainSupernet
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import merge_chunks
@@ -34,8 +34,8 @@ from fedloom.platform.results.models import load_model
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.runs.run import start_run
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.base import Slice, bytes_of, extract
 from fedloom.platform.spaces.elastic import ElasticSpace
+from fedloom.platform.spaces.slices import Slice, architecture_id, bytes_of, extract
 
 Make = Callable[..., RunConfig]
 

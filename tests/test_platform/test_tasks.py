@@ -15,24 +15,23 @@ from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.averaging.weighting import Work
 from fedloom.platform.clients import tasks
 from fedloom.platform.clients.execution import Assignment, Outcome, SharedWeights, run_assignment
-from fedloom.platform.clients.tasks import (
-    ScorePaths,
-    ScoreSubnet,
-    TrainPaths,
-    TrainSubnet,
-    architecture_id,
-    parse_architecture,
-    subspace_id,
-)
+from fedloom.platform.clients.tasks import ScorePaths, ScoreSubnet, TrainPaths, TrainSubnet
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.guard import TestReadError
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.base import Architecture, bytes_of, extract
-from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
+from fedloom.platform.spaces.slices import (
+    Architecture,
+    architecture_id,
+    bytes_of,
+    extract,
+    parse_architecture,
+    subspace_id,
+)
 
 LOCAL = LocalSGD(epochs=2, batch_size=16, lr=0.05, momentum=0.9)
 KEPT = ((0, 3), (1, 2), (0, 1, 2, 3))
@@ -382,7 +381,7 @@ def average_of(setting: Setting, rule: str, sizes: Sequence[int], monkeypatch: p
             assert outcome.update is not None
             assert outcome.samples == size
             sums.add(outcome.update)
-    return sums.finish(setting.weights, min_contributors=2)
+    return sums.finish(setting.weights, min_contributors=2).weights
 
 
 def test_opa_with_every_operator_always_chosen_is_fedavg(

@@ -21,7 +21,7 @@ from fedloom.platform.federation.stage import Plan
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.spaces.config import SpaceConfig
+from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.devices import generate_device_table, write_device_table
 
 Make = Callable[..., RunConfig]

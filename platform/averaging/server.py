@@ -1,0 +1,203 @@
+"""Server rules: from the weights before a round and the clients' mean to the weights after it.
+
+A rule sees one region of one parameter at a time, and only regions that enough clients covered: what nobody trained
+does not move, not by momentum either. Buffers (running statistics, counters) are averaged and never reach a rule.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from fedloom.platform.averaging.average import Averaged, part_of
+from fedloom.platform.plugins import PluginError, Slot, is_import_path
+from fedloom.platform.settings import POSITIVE, Range
+from fedloom.platform.spaces.slices import Region, Weights
+
+DECAY = Range(least=0, below=1)
+
+
+@dataclass(frozen=True)
+class ServerRound:
+    """What a rule may know of the round that it ends: its number, from 0, its cohort, and all registered clients."""
+
+    round: int
+    cohort: int
+    num_clients: int
+
+
+@dataclass(frozen=True)
+class ServerStep:
+    """One region of one parameter.
+
+    Attributes:
+        name: the parameter's name in the shared weights.
+        old: the values before the round; only to be read.
+        mean: the clients' weighted mean; only to be read.
+        contributors: how many clients' updates cover the region.
+        about: the round.
+    """
+
+    name: str
+    old: Tensor
+    mean: Tensor
+    contributors: int
+    about: ServerRound
+    _state: Callable[[str, float], Tensor] = field(repr=False)
+
+    @property
+    def change(self) -> Tensor:
+        """The mean less the old values: the pseudo-gradient, with its sign turned."""
+        return self.mean - self.old
+
+    def state(self, slot: str, first: float = 0.0) -> Tensor:
+        """The region's part of a tensor that the server keeps between rounds, to be changed in place.
+
+        It has the parameter's shape, and the value `first` before its first use.
+        """
+        return self._state(slot, first)
+
+
+ServerRule = Callable[[ServerStep], Tensor]
+"""The new values of the region; keyword parameters are options (`method.train.options.NAME`)."""
+
+
+def replace(step: ServerStep) -> Tensor:
+    """The mean takes the place of the old values (McMahan et al. 2017)."""
+    return step.mean
+
+
+def fedavgm(
+    step: ServerStep,
+    *,
+    server_lr: Annotated[float, POSITIVE, "the server's learning rate"] = 1.0,
+    server_momentum: Annotated[float, DECAY, "decay of the mean change"] = 0.9,
+) -> Tensor:
+    """Server momentum: v <- beta v + change; x <- x + eta v (Hsu, Qi and Brown 2019)."""
+    velocity = step.state("momentum")
+    velocity.mul_(server_momentum).add_(step.change)
+    return step.old + server_lr * velocity
+
+
+def fedadagrad(
+    step: ServerStep,
+    *,
+    server_lr: Annotated[float, POSITIVE, "the server's learning rate"] = 0.1,
+    beta_1: Annotated[float, DECAY, "decay of the mean change"] = 0.0,
+    tau: Annotated[float, POSITIVE, "adaptivity: what keeps steps finite"] = 1e-3,
+) -> Tensor:
+    """FedAdagrad: v <- v + change^2 (Reddi et al. 2021, Alg. 2)."""
+    variance = step.state("variance", tau**2)
+    variance.add_(step.change.square())
+    return _adaptive(step, variance, server_lr, beta_1, tau)
+
+
+def fedadam(
+    step: ServerStep,
+    *,
+    server_lr: Annotated[float, POSITIVE, "the server's learning rate"] = 0.01,
+    beta_1: Annotated[float, DECAY, "decay of the mean change"] = 0.9,
+    beta_2: Annotated[float, DECAY, "decay of the squared change"] = 0.99,
+    tau: Annotated[float, POSITIVE, "adaptivity: what keeps steps finite"] = 1e-3,
+) -> Tensor:
+    """FedAdam: v <- beta_2 v + (1 - beta_2) change^2 (Reddi et al. 2021, Alg. 2)."""
+    variance = step.state("variance", tau**2)
+    variance.mul_(beta_2).add_(step.change.square(), alpha=1 - beta_2)
+    return _adaptive(step, variance, server_lr, beta_1, tau)
+
+
+def fedyogi(
+    step: ServerStep,
+    *,
+    server_lr: Annotated[float, POSITIVE, "the server's learning rate"] = 0.01,
+    beta_1: Annotated[float, DECAY, "decay of the mean change"] = 0.9,
+    beta_2: Annotated[float, DECAY, "decay of the squared change"] = 0.99,
+    tau: Annotated[float, POSITIVE, "adaptivity: what keeps steps finite"] = 1e-3,
+) -> Tensor:
+    """FedYogi: v <- v - (1 - beta_2) change^2 sign(v - change^2) (Reddi et al. 2021, Alg. 2)."""
+    variance, square = step.state("variance", tau**2), step.change.square()
+    variance.sub_(square * torch.sign(variance - square), alpha=1 - beta_2)
+    return _adaptive(step, variance, server_lr, beta_1, tau)
+
+
+def _adaptive(step: ServerStep, variance: Tensor, server_lr: float, beta_1: float, tau: float) -> Tensor:
+    """m <- beta_1 m + (1 - beta_1) change; x <- x + eta m / (sqrt(v) + tau).
+
+    m begins at 0 and v at tau^2, so that the first step is defined and no larger than eta. No bias is corrected, as in
+    the paper.
+    """
+    mean = step.state("mean")
+    mean.mul_(beta_1).add_(step.change, alpha=1 - beta_1)
+    return step.old + server_lr * mean / (variance.sqrt() + tau)
+
+
+SERVER_RULES: Slot[ServerRule] = Slot(
+    "server rule",
+    {"replace": replace, "fedavgm": fedavgm, "fedadagrad": fedadagrad, "fedadam": fedadam, "fedyogi": fedyogi},
+    ("step",),
+)
+
+
+@torch.no_grad()
+def serve(
+    rules: Mapping[str, tuple[str, ServerRule]],
+    old: Weights,
+    averaged: Averaged,
+    state: Weights,
+    about: ServerRound,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights after the round, and what the server keeps until the next one.
+
+    Args:
+        rules: by parameter the rule that makes its new values, with its name; what is not named is averaged.
+        old: the weights before the round; neither they nor `state` are changed.
+        averaged: the clients' mean, and where it is one.
+        state: what the server kept, by `SLOT/PARAMETER`.
+
+    Raises PluginError for a rule of the user's own that gives another shape, or values that are not finite.
+    """
+    weights, memory = dict(averaged.weights), _Memory(state)
+    for name, covered in averaged.coverage.items():
+        if name not in rules:
+            continue
+        rule_name, rule = rules[name]
+        result = old[name].clone()
+        for region, coverage in covered.items():
+            mean, before = part_of(averaged.weights[name], region), part_of(old[name], region)
+            own = partial(memory.part, name, old[name], region)
+            values = rule(ServerStep(name, before, mean, coverage.contributors, about, own))
+            part_of(result, region).copy_(_checked(values, before, rule_name, name))
+        weights[name] = result
+    return weights, memory.tensors
+
+
+class _Memory:
+    """What the server keeps between rounds, copied at its first use: the state before may be on its way to the disk."""
+
+    def __init__(self, state: Weights) -> None:
+        self.tensors = dict(state)
+        self._own: set[str] = set()
+
+    def part(self, parameter: str, like: Tensor, region: Region, slot: str, first: float) -> Tensor:
+        """A region of the tensor that is kept for a parameter in a slot."""
+        place = f"{slot}/{parameter}"
+        if place not in self._own:
+            before = self.tensors.get(place)
+            self.tensors[place] = torch.full_like(like, first) if before is None else before.clone()
+            self._own.add(place)
+        return part_of(self.tensors[place], region)
+
+
+def _checked(values: Tensor, like: Tensor, rule: str, parameter: str) -> Tensor:
+    if not isinstance(values, Tensor) or values.shape != like.shape:
+        given = f"the shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)[:60]
+        raise PluginError(
+            f"server rule {rule!r} gave {given} for a region of {parameter} of the shape {tuple(like.shape)}: "
+            "give new values of the same shape"
+        )
+    if is_import_path(rule) and not bool(torch.isfinite(values).all()):
+        raise PluginError(f"server rule {rule!r} gave values for {parameter} that are not finite")
+    return values

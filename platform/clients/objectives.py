@@ -1,0 +1,115 @@
+"""What is minimised and measured: the loss of a batch, its metric, and which targets count."""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedloom.platform.plugins import Chosen, Slot
+from fedloom.platform.settings import ONE_OR_MORE
+
+IGNORED = -100
+"""The target of a position that is no position (the padding of a text): neither loss nor metric counts it."""
+
+
+class Objective:
+    """Cross entropy and accuracy over the targets that count: one per image, one per position of a text.
+
+    Outputs are logits (B, classes) or (B, classes, T), targets (B,) or (B, T). A subclass changes what it needs to;
+    keyword parameters of its constructor are options (`data.options.NAME`).
+    """
+
+    def for_client(self, targets: Tensor) -> "Objective":
+        """The objective of a client with these training targets; the same for all, if it does not depend on them."""
+        del targets
+        return self
+
+    def targets(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and targets as loss and metric take them; targets of `IGNORED` do not count."""
+        return outputs, targets
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss over the targets that count."""
+        return F.cross_entropy(*self.targets(outputs, targets), ignore_index=IGNORED)
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the losses of the targets that count."""
+        return F.cross_entropy(*self.targets(outputs, targets), reduction="sum", ignore_index=IGNORED)
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of every target by itself; 0 for those that do not count."""
+        return F.cross_entropy(*self.targets(outputs, targets), reduction="none", ignore_index=IGNORED)
+
+    def metric_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """How many of the targets that count are right: what becomes the accuracy."""
+        outputs, targets = self.targets(outputs, targets)
+        return (outputs.argmax(dim=1) == targets).sum()
+
+    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | int:
+        """How many targets count."""
+        _, targets = self.targets(outputs, targets)
+        return len(targets) if targets.dim() == 1 else (targets != IGNORED).sum()
+
+    def more(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
+        """Sums of further metrics over the targets that count, by name; they are measured in evaluations alone."""
+        del outputs, targets
+        return {}
+
+
+class LastPosition(Objective):
+    """A text's last position alone counts, as in LEAF's next-character task (Caldas et al. 2018)."""
+
+    def targets(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if targets.dim() != 2:
+            raise ValueError("data.objective=last_position is for texts, whose targets are one per position")
+        last = (targets != IGNORED).sum(dim=1).clamp_min(1) - 1
+        rows = torch.arange(len(targets), device=targets.device)
+        return outputs[rows, :, last], targets[rows, last]
+
+    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | int:
+        del outputs
+        return len(targets)
+
+
+class MaskedClasses(Objective):
+    """A client trains on the classes that it has: the logits of all others are left out of its loss (HeteroFL).
+
+    What is measured on other data is measured over all classes. Source: Diao et al. 2021, Sec. 3 (masking trick).
+    """
+
+    def __init__(self, present: Tensor | None = None) -> None:
+        self.present = present
+
+    def for_client(self, targets: Tensor) -> Objective:
+        return MaskedClasses(torch.unique(targets[targets != IGNORED]))
+
+    def targets(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if self.present is None:
+            return outputs, targets
+        absent = torch.ones(outputs.shape[1], dtype=torch.bool, device=outputs.device)
+        absent[self.present] = False
+        shape = (1, -1) + (1,) * (outputs.dim() - 2)
+        return outputs.masked_fill(absent.view(shape), torch.finfo(outputs.dtype).min), targets
+
+
+class TopK(Objective):
+    """Cross entropy, and beside accuracy the share of targets among the k largest logits (metric `top_k`)."""
+
+    def __init__(self, *, k: Annotated[int, ONE_OR_MORE, "how many of the largest logits count"] = 5) -> None:
+        self.k = k
+
+    def more(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
+        outputs, targets = self.targets(outputs, targets)
+        best = outputs.topk(min(self.k, outputs.shape[1]), dim=1).indices
+        return {f"top_{self.k}": (best == targets.unsqueeze(1)).any(dim=1).sum()}
+
+
+OBJECTIVES: Slot[Objective] = Slot(
+    "objective",
+    {"classification": Objective, "last_position": LastPosition, "masked_classes": MaskedClasses, "top_k": TopK},
+    (),
+    made=True,
+)
+CLASSIFICATION = Chosen("classification")

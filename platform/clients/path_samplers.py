@@ -1,0 +1,145 @@
+"""Samplers of paths within a client's budget (FedorAS, Sec. 3.1: one path per batch)."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from fedloom.platform.spaces.slices import Architecture, Subspace
+from fedloom.tiers.costs import CostTable
+
+
+class PathSampler(Protocol):
+    """Draws paths inside a subspace whose cost is within a budget."""
+
+    def sample(self, rng: np.random.Generator) -> Architecture:
+        """One path; its cost never exceeds the budget."""
+        ...
+
+
+def cheapest_kept(table: CostTable, kept: Subspace) -> float:
+    """Cost of the cheapest path among the kept operators.
+
+    Raises:
+        ValueError: a subspace of another length, a layer that keeps nothing, or an operator outside the table.
+    """
+    if len(kept) != len(table.options):
+        raise ValueError(f"the subspace has {len(kept)} layers, the {table.measure} table {len(table.options)}")
+    for layer, options in enumerate(kept):
+        if not options or min(options) < 0 or max(options) >= len(table.options[layer]):
+            raise ValueError(f"layer {layer} keeps {options} of the operators 0 to {len(table.options[layer]) - 1}")
+    return table.cost([min(options, key=row.__getitem__) for row, options in zip(table.options, kept, strict=True)])
+
+
+def _check_budget(table: CostTable, kept: Subspace, budget: float) -> float:
+    cheapest = cheapest_kept(table, kept)
+    if not cheapest <= budget or cheapest == math.inf:
+        raise ValueError(
+            f"a budget of {budget:g} {table.measure} is below the cheapest path of the subspace, "
+            f"which takes {cheapest:g}: raise the budget or keep cheaper operators"
+        )
+    return cheapest
+
+
+class GreedyPaths:
+    """Visits the layers in random order and chooses uniformly among the operators whose cost still fits.
+
+    Layers without a zero-cost operator come first, and enough is always kept back for the cheapest operators of the
+    layers that remain, so that no draw can fail (FedorAS, Sec. 3.1). Every path within the budget has a positive
+    probability. One draw is one call of the generator.
+
+    Raises:
+        ValueError: the budget is below the cheapest kept path.
+    """
+
+    def __init__(self, table: CostTable, kept: Subspace, budget: float) -> None:
+        # With the cheapest operators of all layers set aside, an operator costs what it takes beyond its layer's
+        # cheapest; `_spare` is what all layers may take beyond that together.
+        self._spare = budget - _check_budget(table, kept, budget)
+        self._extras: list[list[float]] = []
+        self._options: list[list[int]] = []
+        must_pay: list[int] = []
+        free: list[int] = []
+        for layer, options in enumerate(kept):
+            costs = sorted((table.options[layer][option], option) for option in options)
+            (free if costs[0][0] == 0 else must_pay).append(layer)
+            extras = [(_extra(table, costs[0][0], cost, budget), option) for cost, option in costs]
+            self._extras.append([extra for extra, _ in extras if extra < math.inf])
+            self._options.append([option for extra, option in extras if extra < math.inf])
+        self._groups = [group for group in (must_pay, free) if group]
+
+    def sample(self, rng: np.random.Generator) -> Architecture:
+        """One path; its cost never exceeds the budget (up to the rounding of a float sum)."""
+        num_layers = len(self._options)
+        numbers: list[float] = rng.random(2 * num_layers).tolist()
+        spare = self._spare
+        path = [0] * num_layers
+        for group in self._groups:
+            for layer in sorted(group, key=numbers.__getitem__):
+                extras = self._extras[layer]
+                chosen = int(numbers[num_layers + layer] * bisect_right(extras, spare))
+                path[layer] = self._options[layer][chosen]
+                spare -= extras[chosen]
+        return tuple(path)
+
+
+def _extra(table: CostTable, cheapest: float, cost: float, budget: float) -> float:
+    if cost == math.inf:
+        return math.inf
+    if table.reduce == "max":
+        # Of a peak nothing is used up: an operator is within the budget or it is not.
+        return 0.0 if cost <= budget else math.inf
+    return cost - cheapest
+
+
+class RejectionPaths:
+    """Draws uniform paths until one is within the budget: the baseline that `GreedyPaths` replaces.
+
+    Raises:
+        ValueError: the budget is below the cheapest kept path, or `max_attempts` is below one.
+    """
+
+    def __init__(self, table: CostTable, kept: Subspace, budget: float, max_attempts: int = 10_000) -> None:
+        _check_budget(table, kept, budget)
+        if max_attempts < 1:
+            raise ValueError(f"max_attempts must be at least 1, given {max_attempts}")
+        self._table = table
+        self._kept = kept
+        self._budget = budget
+        self._max_attempts = max_attempts
+
+    def sample(self, rng: np.random.Generator) -> Architecture:
+        """One path, uniform over the paths within the budget.
+
+        Raises:
+            ValueError: none of `max_attempts` draws was within the budget.
+        """
+        for _ in range(self._max_attempts):
+            numbers: list[float] = rng.random(len(self._kept)).tolist()
+            path = tuple(options[int(u * len(options))] for options, u in zip(self._kept, numbers, strict=True))
+            if self._table.cost(path) <= self._budget:
+                return path
+        raise ValueError(
+            f"none of {self._max_attempts} uniform paths was within {self._budget:g} {self._table.measure}: "
+            f"use the sampler greedy, or raise max_attempts or the budget"
+        )
+
+
+SAMPLERS = ("greedy", "rejection")
+
+
+def path_sampler(name: str, table: CostTable, kept: Sequence[Sequence[int]], budget: float) -> PathSampler:
+    """The sampler called `greedy` or `rejection`.
+
+    Raises:
+        ValueError: another name, or a budget below the cheapest kept path.
+    """
+    subspace = tuple(tuple(options) for options in kept)
+    match name:
+        case "greedy":
+            return GreedyPaths(table, subspace, budget)
+        case "rejection":
+            return RejectionPaths(table, subspace, budget)
+    raise ValueError(f"unknown path sampler {name!r}: known are greedy, rejection")

@@ -1,0 +1,272 @@
+"""The one client trainer: local training of a network by a local rule, and what a client sends of it."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.averaging.weighting import FEDAVG, Work, weighting_rule
+from fedloom.platform.clients.execution import (
+    Assignment,
+    ClientState,
+    Measurement,
+    Outcome,
+    TaskError,
+    client_of,
+    first_not_finite,
+    places_of,
+)
+from fedloom.platform.clients.local_rules import PLAIN, STATE, LocalClient, local_rule
+from fedloom.platform.clients.networks import Countable, Network
+from fedloom.platform.clients.scoring import GLOBAL, measurements_of, score_loaded
+from fedloom.platform.clients.training import (
+    SGD,
+    Correction,
+    LocalSGD,
+    Samples,
+    Step,
+    Trained,
+    batch_sizes,
+    train_locally,
+)
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.plugins import Chosen
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.slices import Slice, Weights, bytes_of, extract
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a local rule sends beside the model: tensors by their shared names, their places and weights.
+
+    A weight of None is that of the model's own tensors.
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    slices: Mapping[str, Slice] = field(default_factory=dict)
+    weights: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainedNetwork:
+    """A network after local training.
+
+    Attributes:
+        tensors: its tensors by name: those of the worker's module, until another network is loaded into it.
+        momentum: SGD's buffers of the parameters that have one.
+        parameters: how many scalars were trained.
+        sent, state: what the local rule sends beside the model, and what it keeps with the client.
+    """
+
+    network: Network
+    tensors: Mapping[str, Tensor]
+    momentum: Mapping[str, Tensor]
+    figures: Trained
+    parameters: int
+    sent: Sent = Sent()
+    state: ClientState = field(default_factory=dict)
+
+    @property
+    def macs(self) -> float:
+        """Forward, over all samples that were seen."""
+        return self.network.macs_of(self.figures)
+
+    def copied(self) -> "TrainedNetwork":
+        """The same with tensors of its own: the module trains another network next.
+
+        Raises TaskError for tensors that are not finite: then what the client keeps stays as it was.
+        """
+        broken = first_not_finite(self.tensors)
+        if broken is not None:
+            raise TaskError(f"the trained network is not finite (first in {broken})")
+        return replace(self, tensors={name: tensor.detach().clone() for name, tensor in self.tensors.items()})
+
+
+def client_samples(worker: Worker, assignment: Assignment, *, joined: bool = False) -> Samples:
+    """The client's training data, with its validation data if `joined`."""
+    client_id = client_of(assignment)
+    x, y = worker.client_data(client_id, "train")
+    if not joined:
+        return x, y
+    more_x, more_y = worker.client_data(client_id, "validation")
+    return torch.cat([x, more_x]), torch.cat([y, more_y])
+
+
+def train_network(
+    worker: Worker,
+    assignment: Assignment,
+    network: Network,
+    weights: Weights,
+    data: Samples,
+    local: LocalSGD,
+    *,
+    rule: Chosen = PLAIN,
+    correct: Correction | None = None,
+    momentum: Mapping[str, Tensor] | None = None,
+    step: Callable[[SGD], Step] = lambda sgd: sgd,
+) -> TrainedNetwork:
+    """Local training from `weights`; whatever networks an assignment trains, all see the same batches.
+
+    Args:
+        rule: the local rule.
+        correct: a correction of the gradients, instead of the rule's.
+        momentum: SGD's buffers from an earlier training.
+        step: puts more into a training step than SGD over the network's parameters.
+
+    Raises TaskError if the training diverged.
+    """
+    tensors = worker.load(network.module, weights, network.slices)
+    parameters = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    chosen_rule = local_rule(rule)
+    client = _local_client(worker, assignment, network, weights, data, local, parameters)
+    if correct is None:
+        correct = chosen_rule.begin(client)
+    on_device = {name: buffer.to(worker.device) for name, buffer in (momentum or {}).items()}
+    sgd = SGD(local, parameters, correct, on_device)
+    worker.set_mode(network.module, training=True)
+    generator = torch_stream(worker.spec.training_seed, "batches", *places_of(assignment))
+    objective = worker.objective.for_client(data[1])
+    with worker.randomness(network.module, generator):
+        figures = train_locally(
+            network.forward, step(sgd), data, local, generator, objective=objective, passes=network.passes
+        )
+    if not math.isfinite(figures.loss):
+        raise TaskError(f"the training loss is {figures.loss}: the update was left out of the average")
+    with torch.no_grad():
+        chosen_rule.end(client)
+    size = sum(t.numel() for t in parameters.values())
+    state = {f"{STATE}{name}": tensor for name, tensor in client.state.items()}
+    sent = Sent(client.sent, client.sent_slices, client.sent_weights)
+    return TrainedNetwork(network, tensors, sgd.momentum, figures, size, sent, state)
+
+
+def received(worker: Worker, network: Network, weights: Weights) -> dict[str, Tensor]:
+    """The network's tensors as they were received, on the worker's device; only to be read."""
+    return {name: tensor.to(worker.device) for name, tensor in extract(weights, network.slices).items()}
+
+
+def _local_client(
+    worker: Worker,
+    assignment: Assignment,
+    network: Network,
+    weights: Weights,
+    data: Samples,
+    local: LocalSGD,
+    parameters: Mapping[str, Tensor],
+) -> LocalClient:
+    kept = assignment.state or {}
+    own = {name.removeprefix(STATE): t.to(worker.device) for name, t in kept.items() if name.startswith(STATE)}
+    return LocalClient(
+        client_id=client_of(assignment),
+        round=assignment.round,
+        samples=len(data[1]),
+        steps=len(batch_sizes(len(data[1]), local)),
+        local=local,
+        parameters=parameters,
+        slices=network.slices,
+        weights=weights,
+        state=own,
+    )
+
+
+def update_of(trained: TrainedNetwork, num_samples: int, weighting: Chosen = FEDAVG, share: float = 1.0) -> Update:
+    """What is sent of a trained network: all of its tensors, and what the local rule sends beside them."""
+    figures = trained.figures
+    work = Work(num_samples, figures.seen_samples, trained.network.seen(figures), share)
+    weights = {name: share * weight for name, weight in weighting_rule(weighting)(work).items()}
+    update = Update(trained.tensors, trained.network.slices, weights)
+    return with_more(update, trained.sent.tensors, trained.sent.slices, trained.sent.weights)
+
+
+def with_more(
+    update: Update,
+    tensors: Weights,
+    slices: Mapping[str, Slice] | None = None,
+    weights: Mapping[str, float | None] | None = None,
+) -> Update:
+    """The update with more tensors; whole ones that count as much as the network's own, unless said otherwise."""
+    if not tensors:
+        return update
+    most, given = max(update.weights.values()), weights or {}
+    places = {name: Slice(name) for name in tensors} if slices is None else slices
+    weight_of = {name: most if (weight := given.get(name)) is None else weight for name in tensors}
+    return Update({**update.tensors, **tensors}, {**update.slices, **places}, {**update.weights, **weight_of})
+
+
+def trained_outcome(trained: TrainedNetwork, num_samples: int, update: Update) -> Outcome:
+    """A round that trains the shared model: what is received is what is sent, and the local rule's state is kept."""
+    size_bytes, figures = bytes_of(update.tensors), trained.figures
+    return Outcome(
+        update=update,
+        samples=num_samples,
+        steps=figures.steps,
+        macs=trained.macs,
+        bytes_down=size_bytes,
+        bytes_up=size_bytes,
+        loss=figures.loss,
+        metric=figures.accuracy,
+        loss_norm=figures.loss_norm,
+        parameters=trained.parameters,
+        architecture=trained.network.architecture,
+        subspace=trained.network.subspace,
+        state=trained.state or None,
+    )
+
+
+@dataclass(frozen=True)
+class Train:
+    """Trains a network on the client's data and sends all of it: FedAvg's client, whatever is averaged of it.
+
+    Attributes:
+        weighting: how much the client's tensors count (`averaging.weighting`).
+        share: what the server lets the client count beside that.
+        rule: the local rule.
+        joined: whether validation data joins the training data.
+        scored: whether the trained network is scored on the client's validation data, if it has not joined.
+    """
+
+    network: Countable
+    local: LocalSGD
+    weighting: Chosen = FEDAVG
+    share: float = 1.0
+    rule: Chosen = PLAIN
+    joined: bool = False
+    scored: bool = False
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The update holds every tensor of the network."""
+        network = self.network.on(worker, assignment)
+        data = client_samples(worker, assignment, joined=self.joined)
+        trained = train_network(worker, assignment, network, weights, data, self.local, rule=self.rule)
+        update = update_of(trained, len(data[1]), self.weighting, self.share)
+        scores = validation_scores(worker, assignment, network) if self.scored and not self.joined else ()
+        return replace(trained_outcome(trained, len(data[1]), update), measurements=scores)
+
+    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
+        """The figures of `run` without training."""
+        batches = batch_sizes(worker.data.size(client_of(assignment), "train"), self.local)
+        cost = self.network.account(worker, assignment, batches)
+        return Outcome(
+            samples=sum(batches) // self.local.epochs,
+            steps=len(batches),
+            macs=cost.macs,
+            bytes_down=int(cost.size_bytes),
+            bytes_up=int(cost.size_bytes),
+            parameters=cost.parameters,
+            architecture=cost.architecture,
+            subspace=cost.subspace,
+        )
+
+
+def validation_scores(
+    worker: Worker, assignment: Assignment, network: Network, model: str = GLOBAL
+) -> tuple[Measurement, ...]:
+    """Loss and accuracy of the network in the worker's module on the client's own validation data."""
+    data = worker.client_data(client_of(assignment), "validation")
+    if len(data[1]) == 0:
+        return ()
+    score = score_loaded(worker, assignment, network, data)
+    return measurements_of(model, network.name, "validation", score)

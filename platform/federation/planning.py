@@ -1,0 +1,72 @@
+"""From the facts of a world to a round's assignments: who is chosen, on which budget, and what becomes of devices."""
+
+import numpy as np
+
+from fedloom.platform.clients.execution import Assignment, Task
+from fedloom.platform.federation.history import History
+from fedloom.platform.federation.selection import Choice, Cohort, select
+from fedloom.platform.federation.world import SERVER, World
+from fedloom.platform.plugins import Chosen
+from fedloom.platform.seeding import stream
+
+
+def choose_cohort(
+    world: World, stage: str, round_: int, eligible: np.ndarray, size: int, rule: Chosen, history: History
+) -> Cohort:
+    """The round's clients by a selection rule; every draw depends on the selection's seed, stage, round and client."""
+    seed = world.config.seed_for("selection")
+
+    def available(client_id: int) -> bool:
+        draw = stream(seed, "available", stage, round_, client_id).random()
+        return bool(draw < world.profile(client_id).availability)
+
+    choice = Choice(
+        round=round_,
+        size=size,
+        eligible=eligible,
+        rng=stream(seed, "select", stage, round_),
+        always=world.devices is None and all(p.availability == 1.0 for p in world.profiles),
+        available=available,
+        history=history,
+        num_samples=lambda client_id: world.data.size(client_id, "train"),
+    )
+    return select(choice, rule)
+
+
+def in_plan_order(world: World, client_ids: tuple[int, ...]) -> list[int]:
+    """Clients by tier, then by id: chunks do not mix tiers, and sums are added in this order."""
+    return sorted(client_ids, key=lambda c: (int(world.tier_of_client[c]), c))
+
+
+def assign(world: World, stage: str, round_: int, cohort: Cohort, client_id: int, task: Task) -> Assignment:
+    """One client's assignment, with its device and what becomes of it in this round."""
+    profile = world.profile(client_id)
+    dropped = ""
+    if profile.dropout > 0:
+        draw = stream(world.config.seed_for("selection"), "dropout", stage, round_, client_id).random()
+        if draw < profile.dropout:
+            dropped = f"the simulated device dropped out (probability {profile.dropout:g})"
+    return Assignment(
+        stage=stage,
+        round=round_,
+        client_id=client_id,
+        tier=world.tier(client_id).name,
+        task=task,
+        profile=profile,
+        deadline_s=world.config.devices.deadline_s,
+        dropped=dropped,
+        selection_probability=cohort.probability,
+        selection_reason=cohort.reason_of(client_id),
+    )
+
+
+def for_server(stage: str, round_: int, task: Task, *, reads_test: bool = False) -> Assignment:
+    """Work that the server does on its own data."""
+    return Assignment(stage, round_, None, SERVER, task, reads_test=reads_test)
+
+
+def training_budget(world: World, client_id: int, stage: str, round_: int) -> float:
+    """What an architecture may cost on the client in this round; never below the cheapest, which all can train."""
+    rng = stream(world.config.seed_for("selection"), "budget", stage, round_, client_id)
+    share, table = world.budget.factor(round_, rng), world.cost_table
+    return max(world.tier(client_id).upper * share, table.cost(world.space.cheapest(table)))

@@ -1,0 +1,269 @@
+"""The one federated training stage: choose clients, give each its task, average, and let the server make its step.
+
+What methods differ in are its slots: the initial weights, who is selected, which task goes to whom, the local rule and
+the weighting that tasks carry, the server rule, and what a method makes of a round.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedloom.platform.averaging.average import Averaged
+from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
+from fedloom.platform.clients.execution import Task
+from fedloom.platform.clients.local_rules import local_rule, place_of
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.federation.history import packed, unpacked, with_reports
+from fedloom.platform.federation.planning import assign, choose_cohort, for_server, in_plan_order
+from fedloom.platform.federation.selection import Cohort
+from fedloom.platform.federation.stage import KeptModel, Merged, Plan, Review, RoundResult, Stage, evaluation_rows
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training_config import (
+    Rules,
+    TrainingConfig,
+    cohort_size,
+    learning_rate,
+    local_sgd,
+)
+from fedloom.platform.federation.world import World
+from fedloom.platform.plugins import Chosen
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.slices import Weights
+
+SUPERNET = "supernet"
+"""The bag that holds the shared weights of a supernet."""
+
+HISTORY = "history"
+"""The JSON value that holds what the server remembers of the clients of the present stage."""
+
+FORGETFUL = ("uniform", "all")
+"""Selection rules that do not look at the history: nothing is remembered for them."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A training round whose clients are chosen: what an assignment goes by.
+
+    Attributes:
+        stage: the stage's name; with `index` the place that streams are derived from.
+        index: the round, from 0.
+        state: the state before the round.
+        client_ids: the round's clients in plan order: by tier, then by id.
+        local: the clients' SGD in this round.
+        rules: selection, local rule, weighting and server rule of the stage.
+        scored: whether clients that can do so score their models on validation data after training.
+    """
+
+    world: World
+    stage: str
+    index: int
+    state: RunState
+    client_ids: tuple[int, ...]
+    local: LocalSGD
+    rules: Rules
+    scored: bool
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """One task per client of a round in plan order, and the values of schedules for the round's row."""
+
+    tasks: Sequence[Task]
+    schedules: Mapping[str, float] = field(default_factory=dict)
+
+
+Assign = Callable[[Round], Tasks]
+"""Which task goes to whom."""
+
+Initial = Callable[[RunState], Weights | None]
+"""The weights that a stage begins with; None if there is nothing to train: then the stage is passed over."""
+
+
+def fresh_supernet(world: World) -> Initial:
+    """Fresh weights of the space's supernet."""
+    return from_generator(world, world.space.initial_weights, SUPERNET)
+
+
+def from_generator(world: World, draw: Callable[[torch.Generator], Weights], *places: str) -> Initial:
+    """Weights drawn from the run's stream of initialisation for this place."""
+    seed = world.config.seed_for("initialisation")
+    return lambda _state: draw(torch_stream(seed, *places))
+
+
+def to_all(make: Callable[[Round], Task]) -> Assign:
+    """The same task for every client of the round."""
+
+    def give(round_: Round) -> Tasks:
+        return Tasks([make(round_)] * len(round_.client_ids))
+
+    return give
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What a method puts into a training stage.
+
+    Attributes:
+        initial: the first weights of the bag.
+        assign: which task goes to whom.
+        eligible: who may be selected; everybody if not given.
+        score: what the server scores of the present weights every `evaluate_every` rounds, and after the last.
+        beside: what the server does beside the clients in a round.
+        after: the state that a method makes of the one after averaging, with the round's plan and result.
+        keep: models that are stored when the stage ends.
+        parameters: the bag's tensors that are trained; those of the space if not given.
+        tier: the tier whose model is trained, for rows of `evaluations`.
+        data: JSON values that the state begins with.
+    """
+
+    initial: Initial
+    assign: Assign
+    eligible: np.ndarray | None = None
+    score: Callable[[RunState], Sequence[Task]] = lambda _state: ()
+    beside: Callable[[RunState], Sequence[Task]] = lambda _state: ()
+    after: Callable[[RunState, Plan, RoundResult], RunState] = lambda state, _plan, _result: state
+    keep: Callable[[RunState], Sequence[KeptModel]] = lambda _state: ()
+    parameters: frozenset[str] | None = None
+    tier: str | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TrainingStage(Stage):
+    """Trains one bag of weights by a federation."""
+
+    def __init__(
+        self, world: World, config: TrainingConfig, rules: Rules, slots: Slots, *, name: str, bag: str = SUPERNET
+    ) -> None:
+        """`rules` are those that the configuration names (`rules_of`); `name` is the stage's, `bag` its weights'."""
+        self.world, self.config, self.slots, self.name, self.bag = world, config, slots, name, bag
+        self.rules = rules
+        self.local_rule = local_rule(self.rules.local)
+        self.eligible = world.eligible_by_tier[0] if slots.eligible is None else slots.eligible
+        self.server_bag = f"server-{bag}"
+
+    # -- the weights ------------------------------------------------------------------------------------------------
+
+    def begin(self, state: RunState) -> RunState:
+        """The first weights, beside them what the local rule shares, and an empty history."""
+        weights = self.slots.initial(state)
+        if weights is None:
+            return state
+        shared = {
+            place_of(slot, name): torch.zeros_like(weights[name])
+            for slot in self.local_rule.shared
+            for name in self._parameters(weights)
+        }
+        begun = state.with_bag(self.bag, {**weights, **shared})
+        for name, value in {**self.slots.data, **({HISTORY: {}} if self._remembers else {})}.items():
+            begun = begun.with_data(name, value)
+        return begun
+
+    def _parameters(self, weights: Weights) -> list[str]:
+        known = self.world.space.parameter_names if self.slots.parameters is None else self.slots.parameters
+        return [name for name in weights if name in known]
+
+    @property
+    def _remembers(self) -> bool:
+        return self.rules.selection.name not in FORGETFUL
+
+    def rounds_left(self, state: RunState) -> int:
+        """Rounds still to come; none without weights or without an eligible client."""
+        possible = self.bag in state.bags and len(self.eligible) > 0
+        return self.config.rounds - state.round if possible else 0
+
+    # -- a round ----------------------------------------------------------------------------------------------------
+
+    def plan(self, state: RunState) -> Plan:
+        """The round's cohort, each client with its task; and what the server does meanwhile."""
+        world, index = self.world, state.round
+        cohort = self._cohort(state)
+        ordered = tuple(in_plan_order(world, cohort.client_ids))
+        local = local_sgd(self.config, index, world.augment)
+        given = self.slots.assign(
+            Round(world, self.name, index, state, ordered, local, self.rules, self._is_scored(index))
+        )
+        assignments = [
+            assign(world, self.name, index, cohort, client_id, task)
+            for client_id, task in zip(ordered, given.tasks, strict=True)
+        ]
+        beside = [*self.slots.beside(state), *(self.slots.score(state) if self._is_due(index) else ())]
+        assignments += [for_server(self.name, index, task) for task in beside]
+        return Plan(assignments, self.bag, {"lr": learning_rate(self.config, index), **given.schedules})
+
+    def _cohort(self, state: RunState) -> Cohort:
+        size = cohort_size(self.config, len(self.eligible))
+        rule = self.rules.selection
+        if self.config.clients_per_round is None and rule == Chosen("uniform"):
+            rule = Chosen("all")
+        history = unpacked(state.data[HISTORY]) if self._remembers else {}
+        return choose_cohort(self.world, self.name, state.round, self.eligible, size, rule, history)
+
+    def _is_due(self, index: int) -> bool:
+        return self.config.evaluate_every > 0 and index % self.config.evaluate_every == 0
+
+    def _is_last(self, index: int) -> bool:
+        return index == self.config.rounds - 1
+
+    def _is_scored(self, index: int) -> bool:
+        return self._is_due(index) or (self.config.evaluate_every > 0 and self._is_last(index))
+
+    def merge(self, state: RunState, plan: Plan, result: RoundResult) -> Merged:
+        """Averages what the clients trained, and lets the server rule and the method make something of it."""
+        averaged = result.sums.finish(state.weights(self.bag), self.config.min_contributors)
+        after = self._served(state, plan, averaged)
+        if self._remembers:
+            history = with_reports(unpacked(state.data[HISTORY]), state.round, result.reports)
+            after = after.with_data(HISTORY, packed(history))
+        rows = evaluation_rows(result.reports, self.slots.tier)
+        after = self.slots.after(after, plan, result)
+        return Merged(after, rows, review=self._review(after))
+
+    def _served(self, state: RunState, plan: Plan, averaged: Averaged) -> RunState:
+        rules = self._server_rules(averaged.weights)
+        if not rules:
+            return state.with_bag(self.bag, averaged.weights)
+        cohort = sum(a.client_id is not None for a in plan.assignments)
+        about = ServerRound(state.round, cohort, self.world.num_clients)
+        kept = state.weights(self.server_bag) if self.server_bag in state.bags else {}
+        weights, kept = serve(rules, state.weights(self.bag), averaged, kept, about)
+        served = state.with_bag(self.bag, weights)
+        return served.with_bag(self.server_bag, kept) if kept else served
+
+    def _server_rules(self, weights: Weights) -> dict[str, tuple[str, ServerRule]]:
+        """By tensor the rule that makes its new values; none of those that are simply averaged."""
+        found: dict[str, tuple[str, ServerRule]] = {}
+        if self.rules.server.name != "replace":
+            rule = SERVER_RULES.make(self.rules.server)
+            found = dict.fromkeys(self._parameters(weights), (self.rules.server.name, rule))
+        for slot in self.local_rule.shared:
+            merge = (self.rules.local.name, self.local_rule.merge)
+            found |= {place: merge for name in self._parameters(weights) if (place := place_of(slot, name)) in weights}
+        return found
+
+    def _review(self, after: RunState) -> Review | None:
+        """After the last round the new weights are scored, too: no later round would do it."""
+        tasks = self.slots.score(after) if self.config.evaluate_every and self._is_last(after.round) else ()
+        if not tasks:
+            return None
+        done = after.round + 1
+        plan = Plan([for_server(self.name, after.round, task) for task in tasks], self.bag)
+
+        def rows(result: RoundResult) -> list[tuple[str, Mapping[str, object]]]:
+            found = evaluation_rows(result.reports, self.slots.tier)
+            return [(table, {**row, "round": done}) for table, row in found]
+
+        return Review(plan, rows)
+
+    def end(self, state: RunState) -> Merged:
+        """Only the weights are left, and the models that are to be kept."""
+        if self.bag not in state.bags:
+            return Merged(state)
+        own = tuple(f"{slot}/" for slot in self.local_rule.shared)
+        ended = state.without_bags(self.server_bag).without_data(HISTORY)
+        if own:
+            weights = {name: t for name, t in state.weights(self.bag).items() if not name.startswith(own)}
+            ended = ended.with_bag(self.bag, weights)
+        return Merged(ended, models=self.slots.keep(ended))

@@ -1,0 +1,146 @@
+"""The configuration of a federated training stage: its rounds, its slots, and the clients' local SGD."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from fedloom.platform.averaging.server import SERVER_RULES
+from fedloom.platform.averaging.weighting import WEIGHTING_RULES
+from fedloom.platform.clients.local_rules import LOCAL_RULES
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.federation.selection import SELECTION_RULES
+from fedloom.platform.federation.trying import try_rules
+from fedloom.platform.plugins import Chosen, Slot
+from fedloom.platform.settings import ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE, Brought, OneOf, chosen
+
+SCHEDULE_NAMES = ("fixed", "cosine", "step", "steps")
+
+
+@dataclass
+class TrainingConfig:
+    """A federated training stage: its rounds, who takes part, what clients do, and how it is averaged."""
+
+    rounds: Annotated[int, ZERO_OR_MORE, "rounds; a stage of 0 rounds is passed over"] = 50
+    clients_per_round: Annotated[int | None, ONE_OR_MORE, "clients of a round; null: all of them"] = 10
+    epochs: Annotated[int, ONE_OR_MORE, "passes of a client over its training data per round"] = 1
+    batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a client's SGD"] = 32
+    lr: Annotated[float, POSITIVE, "learning rate of the clients' SGD"] = 0.1
+    momentum: Annotated[float, ZERO_OR_MORE, "momentum of the clients' SGD"] = 0.9
+    weight_decay: Annotated[float, ZERO_OR_MORE, "weight decay of the clients' SGD"] = 0.0
+    clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the gradient's norm, 0 for none"] = 0.0
+    schedule: Annotated[
+        str,
+        OneOf(SCHEDULE_NAMES),
+        "lr over rounds: fixed, cosine (to final_lr_share), step (x.1 at 1/2 and 3/4), steps (x.1 every step_rounds)",
+    ] = "fixed"
+    final_lr_share: Annotated[float, PART, "cosine: the share of lr that is left in the last round"] = 0.1
+    step_rounds: Annotated[int, ONE_OR_MORE, "steps: rounds between two reductions of lr"] = 10
+    min_contributors: Annotated[int, ONE_OR_MORE, "scalars that fewer clients trained keep their old value"] = 1
+    selection: Annotated[str, Brought("selection rule"), "who takes part in a round"] = "uniform"
+    local_rule: Annotated[str, Brought("local rule"), "what clients add to the gradients of their steps"] = "sgd"
+    weighting: Annotated[str, Brought("weighting rule"), "how much a client's tensors count in the mean"] = "fedavg"
+    server: Annotated[str, Brought("server rule"), "what the server makes of the clients' mean"] = "replace"
+    options: Annotated[dict[str, Any], "options of the four rules above, by their names"] = field(default_factory=dict)
+    loss_norms: Annotated[bool, "clients report the root mean square of their samples' losses, for selection"] = False
+    evaluate_every: Annotated[int, ZERO_OR_MORE, "rounds between two scores on validation data, 0 for none"] = 0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The four rules of a stage with their options; `more` are those that a method has beside them, by their keys."""
+
+    selection: Chosen
+    local: Chosen
+    weighting: Chosen
+    server: Chosen
+    more: Mapping[str, Chosen] = field(default_factory=dict)
+
+
+SLOTS: Mapping[str, Slot[Any]] = {
+    "selection": SELECTION_RULES,
+    "local_rule": LOCAL_RULES,
+    "weighting": WEIGHTING_RULES,
+    "server": SERVER_RULES,
+}
+
+
+def rules_of(config: TrainingConfig, key: str, more: Mapping[str, tuple[Slot[Any], str]] | None = None) -> Rules:
+    """The rules that a stage's configuration names, tried on what they may be given.
+
+    `key` is the configuration key of the stage; `more` are further choices, which share its options.
+    Raises ValueError for a rule that is not there or does not work, and for wrong options.
+    """
+    named = {name: (slot, getattr(config, name)) for name, slot in SLOTS.items()} | dict(more or {})
+    for name, (slot, choice) in named.items():
+        try:
+            slot.find(choice)
+        except ValueError as error:
+            raise type(error)(f"{key}.{name}: {error}") from error
+    found = dict(zip(named, chosen([*named.values()], config.options, f"{key}.options"), strict=True))
+    own = [found.pop(name) for name in SLOTS]
+    rules = Rules(own[0], own[1], own[2], own[3], found)
+    try_rules(rules.selection, rules.local, rules.weighting, rules.server, config.clients_per_round or 2)
+    return rules
+
+
+def cohort_size(config: TrainingConfig, num_clients: int) -> int:
+    """How many clients a full round of the stage has."""
+    return num_clients if config.clients_per_round is None else config.clients_per_round
+
+
+def check_training(config: TrainingConfig, key: str, num_clients: int) -> None:
+    """Raises ValueError for values that no training can run with; `key` is the configuration key of the stage."""
+    if config.clients_per_round is not None and not 1 <= config.clients_per_round <= num_clients:
+        raise ValueError(
+            f"{key}.clients_per_round={config.clients_per_round}: must be between 1 and the {num_clients} clients "
+            "there are; lower it or raise data.num_clients"
+        )
+    in_round = cohort_size(config, num_clients)
+    if config.min_contributors > in_round:
+        raise ValueError(
+            f"{key}.min_contributors={config.min_contributors}: only {in_round} clients take part in "
+            "a round, so that nothing would ever be trained; lower it or raise clients_per_round"
+        )
+    rules_of(config, key)
+
+
+def _fixed(_config: TrainingConfig, _round: int) -> float:
+    return 1.0
+
+
+def _cosine(config: TrainingConfig, round_: int) -> float:
+    progress = round_ / max(1, config.rounds - 1)
+    return config.final_lr_share + (1 - config.final_lr_share) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _step(config: TrainingConfig, round_: int) -> float:
+    return 0.1 ** sum(round_ >= config.rounds * share for share in (0.5, 0.75))
+
+
+def _steps(config: TrainingConfig, round_: int) -> float:
+    return 0.1 ** (round_ // config.step_rounds)
+
+
+SCHEDULES: Mapping[str, Callable[[TrainingConfig, int], float]] = dict(
+    zip(SCHEDULE_NAMES, (_fixed, _cosine, _step, _steps), strict=True)
+)
+
+
+def learning_rate(config: TrainingConfig, round_: int) -> float:
+    """The learning rate of a round, counted from 0."""
+    return config.lr * SCHEDULES[config.schedule](config, round_)
+
+
+def local_sgd(config: TrainingConfig, round_: int, augment: Chosen) -> LocalSGD:
+    """The local part of a stage's configuration at a round."""
+    return LocalSGD(
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        lr=learning_rate(config, round_),
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        clip_norm=config.clip_norm,
+        augment=augment,
+        loss_norm=config.loss_norms,
+    )

@@ -1,0 +1,80 @@
+"""Rules of a user's own are tried on something tiny before anything is written: what they do wrong is said at once."""
+
+import torch
+
+from fedloom.platform.averaging.average import Update, WeightedSums
+from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, serve
+from fedloom.platform.averaging.weighting import Work, weighting_rule
+from fedloom.platform.clients.local_rules import LocalClient, LocalRule, local_rule, place_of
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.federation.selection import check_selection
+from fedloom.platform.plugins import Chosen, PluginError, blaming, is_import_path
+from fedloom.platform.spaces.slices import Slice
+
+PARAMETER, BUFFER = "layer.weight", "layer.running_mean"
+
+
+def try_rules(selection: Chosen, local: Chosen, weighting: Chosen, server: Chosen, cohort: int) -> None:
+    """Raises PluginError, in one line that names it, for a rule of a user's own that does not do its work."""
+    if is_import_path(selection.name):
+        check_selection(selection, cohort)
+    if is_import_path(weighting.name):
+        weighting_rule(weighting)(Work(4, 8, {PARAMETER: 8, BUFFER: 4}))
+    if is_import_path(server.name):
+        _try_server(server)
+    if is_import_path(local.name):
+        _try_local(local)
+    else:
+        local_rule(local)
+
+
+def _try_server(server: Chosen) -> None:
+    rule = SERVER_RULES.make(server)
+    old, kept = {PARAMETER: torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, dict[str, torch.Tensor]()
+    for round_ in range(2):
+        sums = WeightedSums()
+        first_row = {PARAMETER: Slice(PARAMETER, ((0, 1), (0, 2)))}
+        sums.add(Update({PARAMETER: torch.ones(1, 2)}, first_row, {PARAMETER: 1.0}))
+        new, kept = serve({PARAMETER: (server.name, rule)}, old, sums.finish(old), kept, ServerRound(round_, 1, 2))
+        old = {PARAMETER: new[PARAMETER]}
+
+
+def _try_local(local: Chosen) -> None:
+    """One client's step, the server's part, and the same client again."""
+    rule, state = local_rule(local), dict[str, torch.Tensor]()
+    weights = {PARAMETER: torch.tensor([1.0, 2.0])} | {
+        place_of(slot, PARAMETER): torch.zeros(2) for slot in rule.shared
+    }
+    for round_ in range(2):
+        parameter = weights[PARAMETER].clone().requires_grad_()
+        slices = {PARAMETER: Slice(PARAMETER)}
+        sgd = LocalSGD(1, 2, 0.1)
+        client = LocalClient(0, round_, 2, 1, sgd, {PARAMETER: parameter}, slices, weights, state)
+        with blaming("local rule", local.name):
+            correct = rule.begin(client)
+            (parameter.square().sum() / 2).backward()  # type: ignore[no-untyped-call]
+            if correct is not None:
+                assert parameter.grad is not None, "the loss reached it"
+                with torch.no_grad():
+                    correct(PARAMETER, parameter, parameter.grad)
+            with torch.no_grad():
+                rule.end(client)
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            raise PluginError(f"local rule {local.name!r} makes a gradient that is not finite")
+        weights = {**weights, **_merged(rule, local.name, weights, client, round_)}
+        state = client.state
+
+
+def _merged(
+    rule: LocalRule, name: str, weights: dict[str, torch.Tensor], client: LocalClient, round_: int
+) -> dict[str, torch.Tensor]:
+    unknown = [place for place in client.sent if place not in weights]
+    if unknown:
+        slots = ", ".join(rule.shared) or "none"
+        raise PluginError(f"local rule {name!r} sends {unknown[0]}, and shares the slots {slots}: name it in `shared`")
+    sums = WeightedSums()
+    sums.add(Update(client.sent, client.sent_slices, dict.fromkeys(client.sent, 1.0)))
+    rules = dict.fromkeys(client.sent, (name, rule.merge))
+    with blaming("local rule", name):
+        new, _ = serve(rules, weights, sums.finish(weights), {}, ServerRound(round_, 1, 2))
+    return new

@@ -1,0 +1,1 @@
+"""Methods on elastic supernets, whose subnets serve any target."""

@@ -1,0 +1,363 @@
+"""SuperFedNAS: an elastic supernet trained by a federation, searched for any target without training.
+
+    in every round: a distribution heuristic gives each selected client a subnet (the largest, the smallest, random),
+                    clients train their slices of the supernet, which are averaged where they overlap;
+                    with MaxNet the largest subnet's client counts beta_t, the others share the rest
+    in the end:     predictors of accuracy are fitted on sampled subnets, each target's best ones verified
+
+The same stages give its baselines: single-stage (random + overlap), multi-stage (the whole supernet travels,
+progressive shrinking on the clients), iFedAvg over a family and FedAvg of one subnet (`separately`).
+Papers: SuperFed (MaxNet), SuperFedNAS.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Annotated, cast
+
+import numpy as np
+from torch import Tensor
+
+from fedloom.platform.averaging.shares import SHARES_RULES, Shares, SharesConfig, Sharing, shares_of
+from fedloom.platform.clients.execution import Assignment, places_of
+from fedloom.platform.clients.networks import Account, Network, Subnet
+from fedloom.platform.clients.scoring import ScoreSubnet
+from fedloom.platform.clients.trainer import Train
+from fedloom.platform.clients.training import Trained
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.distribution import (
+    FEWEST_FOR_SANDWICH,
+    HEURISTICS,
+    NEED_A_FAMILY,
+    SANDWICHES,
+    Handout,
+    count_served,
+    distribute,
+)
+from fedloom.platform.federation.planning import training_budget
+from fedloom.platform.federation.stage import KeptModel, Plan, RoundResult, Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training import (
+    SUPERNET,
+    Round,
+    Slots,
+    Tasks,
+    TrainingStage,
+    fresh_supernet,
+    from_generator,
+    to_all,
+)
+from fedloom.platform.federation.training_config import TrainingConfig, check_training, cohort_size, rules_of
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.method import Method, SharedTraining
+from fedloom.platform.methods.stages.evaluation import (
+    EvaluationConfig,
+    EvaluationJob,
+    EvaluationStage,
+    everybody,
+    kept_model,
+)
+from fedloom.platform.methods.stages.target_search import search_stages
+from fedloom.platform.methods.stages.tier_search import WINNERS
+from fedloom.platform.search.targets import TargetSearchConfig
+from fedloom.platform.seeding import stream
+from fedloom.platform.settings import ONE_OR_MORE, PART, ZERO_OR_MORE, Brought, OneOf
+from fedloom.platform.spaces.offers import with_depths
+from fedloom.platform.spaces.slices import Architecture, Slice, architecture_id, parse_architecture
+
+SEARCHED = "searched"
+"""The model that was found by the search, cut from the supernet as it is."""
+ALONE = "alone"
+"""The model that was trained without a supernet."""
+SERVED = "served"
+"""The counters of who had the largest and the smallest subnet, in the run's state."""
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DistributionConfig:
+    """Which client gets which subnet."""
+
+    heuristic: Annotated[str, Brought("distribution heuristic"), "who gets which subnet"] = "tracking_sandwich"
+    tier_aware: Annotated[bool, "no client gets a subnet above its tier's budget of the round"] = False
+
+
+@dataclass
+class ShrinkingConfig:
+    """Progressive shrinking on the clients, where the whole supernet travels (multi-stage PS+FL)."""
+
+    subnets_per_batch: Annotated[int, ONE_OR_MORE, "random subnets whose gradients a batch adds up"] = 4
+    depth_share: Annotated[float, PART, "the first share of the rounds, in which only depths are drawn"] = 0.5
+
+
+@dataclass
+class ElasticTrainingConfig(TrainingConfig):
+    """Training of an elastic supernet (SuperFed, Sec. 4; plain SGD, clip 1)."""
+
+    rounds: Annotated[int, ZERO_OR_MORE, "rounds"] = 1500
+    clients_per_round: Annotated[int | None, ONE_OR_MORE, "clients of a round; null: all of them"] = 8
+    epochs: Annotated[int, ONE_OR_MORE, "passes of a client over its training data per round"] = 5
+    batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a client's SGD"] = 64
+    momentum: Annotated[float, ZERO_OR_MORE, "momentum of the clients' SGD"] = 0.0
+    clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the gradient's norm, 0 for none"] = 1.0
+    travels: Annotated[
+        str, OneOf(("slices", "supernet")), "slices (each client its subnet) or supernet (all of it; see shrinking)"
+    ] = "slices"
+    distribution: DistributionConfig = field(default_factory=DistributionConfig)
+    shares: SharesConfig = field(default_factory=SharesConfig)
+    shrinking: ShrinkingConfig = field(default_factory=ShrinkingConfig)
+    evaluate: Annotated[list[str], "subnets that are scored on validation data every evaluate_every rounds"] = field(
+        default_factory=lambda: ["smallest", "largest"]
+    )
+
+
+@dataclass
+class SuperFedNASConfig:
+    """Training, search and final evaluation."""
+
+    name: str = "superfednas"
+    family: Annotated[
+        list[str],
+        "subnets (smallest, largest, 'd=1,0,2,1 e=.14') that are evaluated; static and dynamic hand them out",
+    ] = field(default_factory=lambda: ["smallest", "largest"])
+    separately: Annotated[bool, "each of the family is trained alone (iFedAvg; FedAvg of one)"] = False
+    train: ElasticTrainingConfig = field(default_factory=ElasticTrainingConfig)
+    search: TargetSearchConfig = field(default_factory=TargetSearchConfig)
+    evaluation: EvaluationConfig = field(default_factory=lambda: EvaluationConfig(clients_per_tier=0))
+
+
+def _check_training(config: ElasticTrainingConfig, num_clients: int, family: int, *, separately: bool) -> None:
+    """Raises ValueError for values that no training can run with."""
+    key, name = "method.train", config.distribution.heuristic
+    check_training(config, key, num_clients)
+    hands_out = config.travels == "slices" and not separately  # else all clients of a round get the same
+    if hands_out and name in SANDWICHES and cohort_size(config, num_clients) < FEWEST_FOR_SANDWICH:
+        raise ValueError(
+            f"{key}.clients_per_round={config.clients_per_round}: {name} needs at least {FEWEST_FOR_SANDWICH}, one for "
+            "the largest, one for the smallest and one for a random subnet; raise it, or choose another heuristic"
+        )
+    if config.distribution.tier_aware and not hands_out:
+        raise ValueError(
+            f"{key}.distribution.tier_aware=true: where all clients get the same model no budget is looked at; "
+            "use travels=slices and a supernet, or leave it out"
+        )
+    if hands_out and name in NEED_A_FAMILY and family < 1:
+        raise ValueError(f"{key}.distribution.heuristic={name} hands out a fixed family: give method.family")
+
+
+def named_subnet(world: World, text: str, key: str) -> Architecture:
+    """The subnet of a configured text; ValueError naming the configuration key and the field outside the space."""
+    try:
+        return world.space.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+# -- what a client trains where the whole supernet travels ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shrinking:
+    """The whole supernet, of which random subnets are trained; `widest` ones differ in depth alone."""
+
+    subnets_per_batch: int = 4
+    widest: bool = False
+
+    def on(self, worker: Worker, assignment: Assignment) -> Network:
+        """The supernet module, called along another subnet in every pass."""
+        module, draws, spent_macs = worker.supernet, self._draws(worker, assignment), [0.0]
+
+        def forward(x_B: Tensor) -> Tensor:
+            architecture = next(draws)
+            spent_macs[0] += worker.spec.macs_table.cost(architecture) * len(x_B)
+            return cast(Tensor, module(x_B, architecture))
+
+        whole = {name: Slice(name) for name in worker.tensors_of(module)}
+        return ShrinkingNetwork(module, forward, whole, 0.0, passes=self.subnets_per_batch, spent_macs=spent_macs)
+
+    def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
+        """The same subnets are drawn for the same batches."""
+        draws, macs_of = self._draws(worker, assignment), worker.spec.macs_table.cost
+        macs = 0.0
+        for size in batches:
+            for _ in range(self.subnets_per_batch):
+                macs += macs_of(next(draws)) * size
+        tables = (worker.space.cost_table(measure) for measure in ("bytes", "parameters"))
+        size_bytes, parameters = (table.cost(worker.space.largest) for table in tables)
+        return Account(macs, size_bytes, int(parameters))
+
+    def _draws(self, worker: Worker, assignment: Assignment) -> Iterator[Architecture]:
+        rng = stream(worker.spec.training_seed, "subnets", *places_of(assignment))
+        sample = with_depths(worker.space, "travels=supernet").sample_depth if self.widest else worker.space.sample
+        while True:
+            yield sample(rng)
+
+
+@dataclass(frozen=True)
+class ShrinkingNetwork(Network):
+    """Counts what its subnets cost."""
+
+    spent_macs: list[float] = field(default_factory=lambda: [0.0])
+
+    def macs_of(self, figures: Trained) -> float:
+        """Those of the subnets that were drawn."""
+        del figures
+        return self.spent_macs[0]
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Architecture, ...]) -> TrainingStage:
+    """Trains the supernet: who gets what, and what it counts."""
+    space, slices = world.space, config.travels == "slices"
+    rules = rules_of(
+        config,
+        "method.train",
+        {
+            "distribution.heuristic": (HEURISTICS, config.distribution.heuristic),
+            "shares.rule": (SHARES_RULES, config.shares.rule),
+        },
+    )
+    clients = cohort_size(config, world.num_clients)
+
+    def hand_out(round_: Round) -> list[Architecture]:
+        client_ids, aware = tuple(sorted(round_.client_ids)), config.distribution.tier_aware
+        budgets = tuple(training_budget(world, c, round_.stage, round_.index) if aware else inf for c in client_ids)
+        rng = stream(world.config.seed_for("training"), "distribution", round_.stage, round_.index)
+        served = round_.state.data[SERVED]
+        handout = Handout(space, world.cost_table, round_.index, client_ids, budgets, family, served, rng)
+        given = distribute(rules.more["distribution.heuristic"], handout)
+        return [given[client_id] for client_id in round_.client_ids]
+
+    def share_out(round_: Round, architectures: Sequence[Architecture]) -> Shares:
+        is_largest = tuple(architecture == space.largest for architecture in architectures)
+        sharing = Sharing(config.shares, round_.index, config.rounds, clients, is_largest)
+        return shares_of(rules.more["shares.rule"], sharing)
+
+    def give(round_: Round) -> Tasks:
+        architectures = hand_out(round_)
+        shares = share_out(round_, architectures)
+        tasks = [
+            Train(Subnet(architecture), round_.local, rules.weighting, share, rules.local)
+            for architecture, share in zip(architectures, shares.values, strict=True)
+        ]
+        return Tasks(tasks, shares.schedules)
+
+    def whole(round_: Round) -> Train:
+        widest = round_.index < config.shrinking.depth_share * config.rounds
+        network = Shrinking(config.shrinking.subnets_per_batch, widest)
+        return Train(network, round_.local, rules.weighting, rule=rules.local)
+
+    def after(state: RunState, plan: Plan, _result: RoundResult) -> RunState:
+        return state.with_data(SERVED, count_served(state.data[SERVED], given_in(plan), space))
+
+    evaluated = [Subnet(named_subnet(world, text, "method.train.evaluate")) for text in config.evaluate]
+    slots = Slots(
+        initial=fresh_supernet(world),
+        assign=give if slices else to_all(whole),
+        score=lambda _state: [ScoreSubnet(subnet, SUPERNET, "validation") for subnet in evaluated],
+        after=after,
+        # Any subnet can be cut from the supernet later, without training.
+        keep=lambda state: [_kept(world, state, SUPERNET, space.largest)],
+        data={SERVED: {}},
+    )
+    return TrainingStage(world, config, rules, slots, name=SUPERNET)
+
+
+def alone_stage(world: World, config: ElasticTrainingConfig, architecture: Architecture) -> TrainingStage:
+    """Trains one subnet from fresh weights of its own (FedAvg; iFedAvg's members)."""
+    bag, subnet = bag_of(architecture), Subnet(architecture, stand_alone=True)
+    rules = rules_of(config, "method.train")
+    slots = Slots(
+        initial=from_generator(world, lambda g: world.space.initial_subnet_weights(architecture, g), bag),
+        assign=to_all(lambda round_: Train(subnet, round_.local, rules.weighting, rule=rules.local)),
+        score=lambda _state: [ScoreSubnet(subnet, ALONE, "validation")],
+        keep=lambda state: [_kept(world, state, bag, architecture)],
+    )
+    return TrainingStage(world, config, rules, slots, name=f"{ALONE}/{architecture_id(architecture)}", bag=bag)
+
+
+def bag_of(architecture: Architecture) -> str:
+    """The bag of a subnet that is trained alone."""
+    return f"{ALONE}-{architecture_id(architecture)}"
+
+
+def _kept(world: World, state: RunState, bag: str, architecture: Architecture) -> KeptModel:
+    return kept_model(world, bag, architecture, tensors=state.weights(bag))
+
+
+def given_in(plan: Plan) -> Mapping[int, Architecture]:
+    """The subnet that each client of a plan was given, whatever became of it."""
+    return {
+        a.client_id: a.task.network.architecture
+        for a in plan.assignments
+        if a.client_id is not None and isinstance(a.task, Train) and isinstance(a.task.network, Subnet)
+    }
+
+
+def parse_family(config: SuperFedNASConfig, world: World) -> tuple[Architecture, ...]:
+    """The family's subnets; ValueError naming the field that is outside the space, or a subnet named twice."""
+    family: list[Architecture] = []
+    for text in config.family:
+        architecture = named_subnet(world, text, "method.family")
+        if architecture in family:
+            raise ValueError(f"method.family: {text!r} is named twice: {world.space.label(architecture)}")
+        family.append(architecture)
+    return tuple(family)
+
+
+def stages(config: SuperFedNASConfig, world: World) -> list[Stage]:
+    """Training, search and final evaluation; or every member of the family by itself."""
+    family = parse_family(config, world)
+    _check_training(config.train, world.num_clients, len(family), separately=config.separately)
+    if config.separately:
+        return _alone(world, config, family)
+    sequence: list[Stage] = [supernet_stage(world, config.train, family), *search_stages(world, config.search)]
+    jobs = [EvaluationJob("", SUPERNET, Subnet(member), SUPERNET, everybody(world)) for member in family]
+    return [*sequence, EvaluationStage(world, config.evaluation, lambda state: [*jobs, *_winners(world, state)])]
+
+
+def _alone(world: World, config: SuperFedNASConfig, family: tuple[Architecture, ...]) -> list[Stage]:
+    if not family:
+        raise ValueError("method.separately=true trains the members of method.family, which is empty: name some")
+    training: list[Stage] = [alone_stage(world, config.train, member) for member in family]
+    jobs = [
+        EvaluationJob("", ALONE, Subnet(member, stand_alone=True), bag_of(member), everybody(world))
+        for member in family
+    ]
+    return [*training, EvaluationStage(world, config.evaluation, lambda _state: jobs)]
+
+
+def _winners(world: World, state: RunState) -> list[EvaluationJob]:
+    """The winner of every tier (scored on its clients) or target."""
+    jobs: list[EvaluationJob] = []
+    tiers = {tier.name: index for index, tier in enumerate(world.tiers)}
+    for name, text in state.data.get(WINNERS, {}).items():
+        own: Sequence[int] | np.ndarray = everybody(world)
+        if name in tiers:
+            own = np.flatnonzero(world.tier_of_client == tiers[name])
+        jobs.append(EvaluationJob(name, SEARCHED, Subnet(parse_architecture(text)), SUPERNET, own))
+    return jobs
+
+
+def _shared_training(config: SuperFedNASConfig) -> SharedTraining | None:
+    """The supernet's training; None where the subnets are trained alone.
+
+    The family belongs to what comes later unless it is handed out; a heuristic of the user's own may do so.
+    """
+    if config.separately:
+        return None
+    name = config.train.distribution.heuristic
+    hands_out = name in NEED_A_FAMILY or name not in HEURISTICS.known
+    return SharedTraining(later=("search", "evaluation") if hands_out else ("search", "evaluation", "family"))
+
+
+METHOD = Method(
+    SuperFedNASConfig,
+    stages,
+    kind="subnets",
+    searchable=lambda config: not config.separately,
+    shared_training=_shared_training,
+)

@@ -1,0 +1,88 @@
+"""Ditto (Li et al. 2021, Alg. 1): FedAvg, and beside it every silo's own model, pulled towards the shared one.
+
+Settings of SPIDER, App. B.1.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from fedloom.platform.clients.execution import Assignment, Outcome
+from fedloom.platform.clients.local_rules import pull_towards
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import PERSONAL
+from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.training import Round, Slots, TrainingStage, to_all
+from fedloom.platform.federation.training_config import Rules
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.method import Method
+from fedloom.platform.methods.silo.personal import Personal, begun
+from fedloom.platform.methods.silo.scoring import ScoreOwn
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, fresh_subnet, pair_outcome
+from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.methods.stages.given import given_architecture
+from fedloom.platform.settings import ZERO_OR_MORE
+from fedloom.platform.spaces.slices import Weights
+
+
+@dataclass
+class DittoTrainingConfig(SiloTrainingConfig):
+    """Training of the silos."""
+
+    pull: Annotated[float, ZERO_OR_MORE, "lambda: the pull towards the shared model; 0: every silo alone"] = 0.1
+
+
+@dataclass
+class DittoConfig:
+    """FedAvg, and beside it every silo's own model."""
+
+    name: str = "ditto"
+    architecture: Annotated[str | None, "options such as 0-0-3; null: the space's first"] = None
+    train: DittoTrainingConfig = field(default_factory=DittoTrainingConfig)
+
+
+@dataclass(frozen=True)
+class TrainDitto:
+    """One round of a silo; `pull` is lambda, towards the weights that were received."""
+
+    subnet: Subnet
+    local: LocalSGD
+    pull: float
+    rules: Rules
+    joined: bool = True
+    scored: bool = False
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The update holds the shared model alone; the silo's own stays in its state."""
+        silo = begun(assignment.state, weights)
+        network = self.subnet.on(worker)
+        data = client_samples(worker, assignment, joined=self.joined)
+
+        shared = train_network(worker, assignment, network, weights, data, self.local, rule=self.rules.local).copied()
+        pull = pull_towards(self.pull, received(worker, network, weights))
+        own = train_network(
+            worker, assignment, network, silo.weights, data, self.local, correct=pull, momentum=silo.momentum
+        )
+        unseen = self.scored and not self.joined
+        scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
+        own = own.copied()
+        kept = Personal(own.tensors, own.momentum)
+        return replace(pair_outcome(shared, own, data, self.rules.weighting, kept), measurements=scores)
+
+
+def stages(config: DittoConfig, world: World) -> list[Stage]:
+    """Two models per silo, then the evaluation of the silos' own."""
+    train, rules = config.train, checked_silos(world, config.train)
+    subnet = Subnet(given_architecture(world, config.architecture), stand_alone=True)
+
+    def client(round_: Round) -> TrainDitto:
+        return TrainDitto(subnet, round_.local, train.pull, rules, train.use_validation, round_.scored)
+
+    slots = Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))
+    training = TrainingStage(world, train, rules, slots, name=config.name)
+    return [training, ClientEvaluation(world, lambda _state: ScoreOwn(subnet))]
+
+
+METHOD = Method(DittoConfig, stages, kind="silos", lacks=("candidates", "models"))

@@ -1,0 +1,116 @@
+"""FedNAS (He et al. 2020): architecture parameters are trained and averaged like weights.
+
+while the search goes on: every silo trains weights and architecture parameters (MiLeNAS), both are averaged
+after it:                 the largest operator of every edge stays, and is trained on by FedAvg
+"""
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from fedloom.platform.clients.execution import Assignment, Outcome, Task
+from fedloom.platform.clients.networks import Kept
+from fedloom.platform.clients.trainer import (
+    client_samples,
+    train_network,
+    trained_outcome,
+    update_of,
+    validation_scores,
+    with_more,
+)
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.stage import Plan, RoundResult, Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training import SUPERNET, Round, Slots, Tasks, TrainingStage, fresh_supernet
+from fedloom.platform.federation.training_config import Rules
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.method import Method
+from fedloom.platform.methods.silo.personal import ALPHAS, Personal
+from fedloom.platform.methods.silo.perturbation import is_settled
+from fedloom.platform.methods.silo.scoring import ScoreShared
+from fedloom.platform.methods.silo.searchers import (
+    ArchitectureSearchConfig,
+    Milenas,
+    by_magnitude,
+    first_alphas,
+    only_by,
+    own_network,
+    searched_space,
+)
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
+from fedloom.platform.methods.silo.whole_federation import KEPT, kept_of, restricted_bag, train_kept
+from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
+
+
+@dataclass
+class FedNasConfig:
+    """FedAvg of weights and architecture parameters, then FedAvg of what was chosen."""
+
+    name: str = "fednas"
+    train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
+    search: ArchitectureSearchConfig = field(default_factory=lambda: ArchitectureSearchConfig("milenas"))
+
+
+@dataclass(frozen=True)
+class TrainMixed:
+    """A silo's round: weights and architecture parameters are trained, and both are sent."""
+
+    kept: Subspace
+    local: LocalSGD
+    search: Milenas
+    rules: Rules
+    scored: bool = False
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The update holds the supernet and the architecture parameters, both by the silo's samples."""
+        alphas = weights[ALPHAS].clone().to(worker.device)
+        silo = Personal(weights, {}, self.kept, alphas)
+        data = client_samples(worker, assignment)
+        network = own_network(worker, silo)
+        step = self.search.step(worker, assignment, silo)
+        shared = train_network(worker, assignment, network, weights, data, self.local, rule=self.rules.local, step=step)
+        scores = validation_scores(worker, assignment, network) if self.scored else ()
+        update = with_more(update_of(shared, len(data[1]), self.rules.weighting), {ALPHAS: alphas.detach()})
+        outcome = trained_outcome(shared, len(data[1]), update)
+        return replace(outcome, macs=self.search.passes * outcome.macs, measurements=scores)
+
+
+def stages(config: FedNasConfig, world: World) -> list[Stage]:
+    """Search and FedAvg, then the shared model on every silo's test data."""
+    train, search, rules = config.train, config.search, checked_silos(world, config.train)
+    only_by("milenas", search, config.name)
+    space = searched_space(world, search, train.rounds, config.name)
+    milenas = Milenas(False, search.lr, search.validation_weight)
+    fedavg = train_kept(train, rules, lambda kept: is_settled(space, kept, prune_edges=search.prune_edges))
+    fresh = fresh_supernet(world)
+
+    def initial(state: RunState) -> dict[str, Tensor]:
+        return {**(fresh(state) or {}), ALPHAS: first_alphas(space)}
+
+    def give(round_: Round) -> Tasks:
+        if ALPHAS not in round_.state.weights(SUPERNET):
+            return fedavg(round_)
+        task: Task = TrainMixed(kept_of(round_.state), round_.local, milenas, rules, round_.scored)
+        return Tasks([task] * len(round_.client_ids))
+
+    def choose(state: RunState, _plan: Plan, _result: RoundResult) -> RunState:
+        """The largest are chosen after the last round of the search, or of the training if that is earlier."""
+        alphas = state.weights(SUPERNET).get(ALPHAS)
+        if alphas is None or state.round + 1 < min(search.rounds, train.rounds):
+            return state
+        return restricted_bag(state.with_data(KEPT, subspace_id(by_magnitude(alphas, kept_of(state)))), space)
+
+    slots = Slots(
+        initial=initial,
+        assign=give,
+        after=choose,
+        parameters=world.space.parameter_names | {ALPHAS},
+        data={KEPT: subspace_id(space.largest_subspace)},
+    )
+    training = TrainingStage(world, train, rules, slots, name=config.name)
+    return [training, ClientEvaluation(world, lambda state: ScoreShared(Kept(kept_of(state))))]
+
+
+METHOD = Method(FedNasConfig, stages, kind="silos", lacks=("candidates", "models"))

@@ -1,0 +1,215 @@
+"""FedPNAS (Hoang & Kingsford 2021), in SPIDER's setting: a shared base is averaged, the rest is every silo's own.
+
+in every round a silo
+    decides one edge of its own part, if the round searches (by perturbation; the base keeps all operators),
+    trains base and own part as one network,
+    sends the base, and keeps its own part, its momentum and its architecture
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, cast
+
+from torch import Tensor
+
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.clients.execution import Assignment, Outcome, client_of
+from fedloom.platform.clients.networks import Network
+from fedloom.platform.clients.scoring import PERSONAL, own_test_data, score_network
+from fedloom.platform.clients.trainer import (
+    client_samples,
+    train_network,
+    trained_outcome,
+    update_of,
+    validation_scores,
+)
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.training import Round, Slots, TrainingStage, fresh_supernet, to_all
+from fedloom.platform.federation.training_config import Rules
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.method import Method
+from fedloom.platform.methods.silo.personal import Personal, begun
+from fedloom.platform.methods.silo.scoring import final_measurements, scored_outcome
+from fedloom.platform.methods.silo.searchers import (
+    ArchitectureSearchConfig,
+    Perturbation,
+    Searched,
+    only_by,
+    restricted,
+    searched,
+    searched_space,
+    searcher_of,
+)
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
+from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.settings import ONE_OR_MORE
+from fedloom.platform.spaces.darts_network import CELL_TYPES
+from fedloom.platform.spaces.offers import HasCells, HasSubspaces, with_cells
+from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class FedPnasConfig:
+    """A shared base, and every silo's own rest."""
+
+    name: str = "fedpnas"
+    base_cells: Annotated[int | None, ONE_OR_MORE, "cells of the shared base; null: the first third"] = None
+    train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
+    search: ArchitectureSearchConfig = field(default_factory=ArchitectureSearchConfig)
+
+
+def split_network(worker: Worker, kept: Subspace, base_cells: int) -> Network:
+    """The first cells with all operators, the others with those that are kept."""
+    space, module = with_cells(worker.space, "fedpnas"), worker.supernet
+    everything = space.subspace_slices(space.largest_subspace)
+    slices = {**space.subspace_slices(kept), **{name: everything[name] for name in space.base_tensors(base_cells)}}
+    return Network(
+        module,
+        lambda x: cast(Tensor, module(x, kept, None, base_cells)),
+        slices,
+        space.cost_of_cells("macs", kept, base_cells),
+        subspace=subspace_id(kept),
+        kept=kept,
+    )
+
+
+@dataclass(frozen=True)
+class TrainSplit:
+    """One round of a silo: base and own part are trained as one network."""
+
+    local: LocalSGD
+    search: Perturbation
+    base_cells: int
+    rules: Rules
+    scored: bool = False
+    use_validation: bool = True
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The update holds the base alone; the silo's own part and architecture stay in its state."""
+        space = with_cells(worker.space, "fedpnas")
+        base = frozenset(space.base_tensors(self.base_cells))
+        begun_with = own_part(space, assignment, weights, base)
+        before = self._before(worker, assignment, begun_with, _joined(weights, begun_with, base))
+        silo = before.silo
+        joined = self.use_validation and self.search.is_over(space, silo.kept)
+        data = client_samples(worker, assignment, joined=joined)
+
+        network, received = split_network(worker, silo.kept, self.base_cells), _joined(weights, silo, base)
+        trained = train_network(worker, assignment, network, received, data, self.local, momentum=silo.momentum)
+        unseen = self.scored and not joined
+        scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
+        trained = trained.copied()
+        kept = Personal(without(trained.tensors, base), without(trained.momentum, base), silo.kept)
+        update = _only(update_of(trained, len(data[1]), self.rules.weighting), base)
+        return replace(
+            trained_outcome(trained, len(data[1]), update),
+            macs=trained.macs + before.macs,
+            forward_macs=before.macs,
+            measurements=scores,
+            state=kept.packed(),
+        )
+
+    def _before(self, worker: Worker, assignment: Assignment, silo: Personal, weights: Weights) -> Searched:
+        """One step of the search with `weights`, base and own part together."""
+        space = with_cells(worker.space, "fedpnas")
+        if not self.search.due or self.search.is_over(space, silo.kept):
+            return Searched(silo)
+        kept, macs = searched(
+            worker,
+            assignment,
+            split_network(worker, silo.kept, self.base_cells),
+            weights,
+            worker.client_data(client_of(assignment), "validation"),
+            prune_edges=self.search.prune_edges,
+            base_cells=self.base_cells,
+        )
+        return Searched(restricted(space, silo, kept), macs)
+
+
+def own_part(space: HasSubspaces, assignment: Assignment, weights: Weights, base: frozenset[str]) -> Personal:
+    """The silo's own part; one that never took part keeps everything, with the weights that came first."""
+    return begun(assignment.state, without(weights, base), space.largest_subspace)
+
+
+def without(tensors: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
+    """The tensors that are not among these."""
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def _only(update: Update, names: frozenset[str]) -> Update:
+    sent = [name for name in update.tensors if name in names]
+    return Update(
+        {name: update.tensors[name] for name in sent},
+        {name: update.slices[name] for name in sent},
+        {name: update.weights[name] for name in sent},
+    )
+
+
+def _joined(weights: Weights, silo: Personal, base: frozenset[str]) -> Weights:
+    return {**silo.weights, **{name: weights[name] for name in base}}
+
+
+@dataclass(frozen=True)
+class ScoreSplit:
+    """Scores the shared base with a silo's own part on the silo's test data."""
+
+    base_cells: int
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The rows of `personal`."""
+        space = with_cells(worker.space, "fedpnas")
+        base = frozenset(space.base_tensors(self.base_cells))
+        silo = own_part(space, assignment, weights, base)
+        network = split_network(worker, silo.kept, self.base_cells)
+        data = own_test_data(worker, assignment)
+        score = score_network(worker, assignment, network, _joined(weights, silo, base), data)
+        return scored_outcome(worker, network, score, final_measurements(worker, PERSONAL, network, score))
+
+
+def _warn_of_idle_cells(space: HasCells, base_cells: int) -> None:
+    own = {space.cell_type(cell) for cell in range(base_cells, space.num_cells)}
+    for cell_type in set(CELL_TYPES) - own:
+        logger.warning(
+            "the silos' own part has no %s cell: what is searched of its edges means nothing; choose a smaller "
+            "method.base_cells or more space.cells",
+            cell_type,
+        )
+
+
+def _base_cells(config: FedPnasConfig, space: HasCells) -> int:
+    cells = space.num_cells
+    base_cells = cells // 3 if config.base_cells is None else config.base_cells
+    if not 1 <= base_cells < cells:
+        raise ValueError(
+            f"method.base_cells={base_cells}: must leave a base and an own part of the {cells} cells, 1 to {cells - 1}"
+        )
+    _warn_of_idle_cells(space, base_cells)
+    return base_cells
+
+
+def stages(config: FedPnasConfig, world: World) -> list[Stage]:
+    """Training with the search in it, then base and own part on every silo's test data."""
+    train, search, rules = config.train, config.search, checked_silos(world, config.train)
+    only_by("perturbation", search, config.name)
+    if train.local_rule != "sgd":
+        raise ValueError(
+            f"method.train.local_rule={train.local_rule}: base and own part are trained as one network, by sgd alone"
+        )
+    base_cells = _base_cells(config, searched_space(world, search, train.rounds, config.name))
+
+    def client(round_: Round) -> TrainSplit:
+        searcher = searcher_of(search, round_.index)
+        assert isinstance(searcher, Perturbation), "checked before"
+        return TrainSplit(round_.local, searcher, base_cells, rules, round_.scored, train.use_validation)
+
+    slots = Slots(initial=fresh_supernet(world), assign=to_all(client))
+    training = TrainingStage(world, train, rules, slots, name=config.name)
+    return [training, ClientEvaluation(world, lambda _state: ScoreSplit(base_cells))]
+
+
+METHOD = Method(FedPnasConfig, stages, kind="silos", lacks=("candidates", "models"))

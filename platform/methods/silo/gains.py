@@ -1,0 +1,66 @@
+"""Personalisation gains (SPIDER, Eq. 6, Fig. 3): every silo's architecture is trained on every silo's data."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from fedloom.platform.federation.stage import Plan
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training import SUPERNET
+from fedloom.platform.federation.training_config import local_sgd
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.silo.personal import begun
+from fedloom.platform.methods.silo.scoring import TrainAndScore
+from fedloom.platform.methods.silo.searchers import by_magnitude
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig
+from fedloom.platform.methods.stages.evaluation import ClientEvaluation, as_measured
+from fedloom.platform.settings import POSITIVE, ZERO_OR_MORE, OneOf, Range
+from fedloom.platform.spaces.offers import HasSubspaces
+
+
+@dataclass
+class GainConfig:
+    """How gains are measured.
+
+    `start` shared begins with the shared weights of the architecture's operators for all alike, p_ii as well, so that
+    architectures are compared; own with the weights of the silo that found it. Training is on training and validation
+    data; what counts is the accuracy after the last epoch (the paper's best epoch would be chosen on test data).
+    """
+
+    epochs: Annotated[int, ZERO_OR_MORE, "epochs of training; 0: no gains are measured"] = 0
+    clients: Annotated[int | None, Range(least=2), "only the first so many silos; null: all of them"] = None
+    lr: Annotated[float, POSITIVE, "learning rate"] = 0.01
+    start: Annotated[str, OneOf(("shared", "own")), "the weights that training begins with"] = "shared"
+
+
+def check_gains(config: GainConfig, num_clients: int) -> None:
+    """Raises ValueError for more silos than there are."""
+    if config.clients is not None and config.clients > num_clients:
+        raise ValueError(
+            f"method.gains.clients={config.clients}: must be between 2 and the {num_clients} silos there are"
+        )
+
+
+class GainStage(ClientEvaluation):
+    """One round per silo: its architecture is trained and scored by all silos."""
+
+    name = "gains"
+
+    def __init__(self, world: World, config: GainConfig, train: SiloTrainingConfig, space: HasSubspaces) -> None:
+        self.world, self.config, self.space = world, config, space
+        self.silos = range(world.num_clients if config.clients is None else config.clients)
+        self.local = replace(local_sgd(train, 0, world.augment), lr=config.lr, epochs=config.epochs)
+
+    def rounds_left(self, state: RunState) -> int:
+        """One for every silo's architecture."""
+        return len(self.silos) - state.round
+
+    def plan(self, state: RunState) -> Plan:
+        """Architecture of silo `state.round`, on the data of every silo."""
+        of = state.round
+        silo = begun(state.client_state(of), state.weights(SUPERNET), self.space.largest_subspace)
+        kept = silo.kept if silo.alphas is None else by_magnitude(silo.alphas, silo.kept)
+        task = TrainAndScore(kept, f"silo-{of}", self.local)
+        planned = [a for a in self.planned(of, task) if a.client_id in self.silos]
+        # Given explicitly, so that no silo's own state takes its place.
+        begin = silo.packed() if self.config.start == "own" else {}
+        return Plan([replace(a, state=begin) for a in as_measured(planned)], SUPERNET)

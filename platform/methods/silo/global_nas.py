@@ -1,0 +1,91 @@
+"""Global search by perturbation (SPIDER, App. D.1): one architecture for all, decided by the server's validation data.
+
+in every round: all silos train what is kept of the supernet (FedAvg);
+                in rounds that search, the server decides one edge of each cell with the weights that the round
+                began with; from the next round on its decision holds
+"""
+
+from dataclasses import dataclass, field
+
+from fedloom.platform.clients.execution import Assignment, Outcome, Task
+from fedloom.platform.clients.networks import Kept
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.stage import Plan, RoundResult, Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training import Slots, TrainingStage, fresh_supernet
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.method import Method
+from fedloom.platform.methods.silo.perturbation import is_settled
+from fedloom.platform.methods.silo.scoring import ScoreShared
+from fedloom.platform.methods.silo.searchers import (
+    ArchitectureSearchConfig,
+    Perturbation,
+    only_by,
+    searched,
+    searched_space,
+    searcher_of,
+)
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
+from fedloom.platform.methods.silo.whole_federation import KEPT, kept_of, restricted_bag, train_kept
+from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
+from fedloom.tiers.clock import EVALUATION_FACTOR
+
+
+@dataclass
+class GlobalNasConfig:
+    """FedAvg of a supernet that the server searches; what it finds is trained on by FedAvg."""
+
+    name: str = "global_nas"
+    train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
+    search: ArchitectureSearchConfig = field(default_factory=ArchitectureSearchConfig)
+
+
+@dataclass(frozen=True)
+class DecideCentrally:
+    """The server's step of the search: on all validation data, with the weights as they are."""
+
+    kept: Subspace
+    prune_edges: bool = False
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The column `subspace` of the outcome is what is kept now."""
+        data = worker.central_data("validation")
+        network = Kept(self.kept).on(worker)
+        kept, macs = searched(worker, assignment, network, weights, data, prune_edges=self.prune_edges)
+        return Outcome(samples=len(data[1]), macs=macs, subspace=subspace_id(kept), clock_factor=EVALUATION_FACTOR)
+
+
+def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
+    """Search and FedAvg, then the shared model on every silo's test data."""
+    train, search, rules = config.train, config.search, checked_silos(world, config.train)
+    only_by("perturbation", search, config.name)
+    # A decision holds from the round after it.
+    space = searched_space(world, search, train.rounds - 1, config.name)
+
+    def settled(kept: Subspace) -> bool:
+        return is_settled(space, kept, prune_edges=search.prune_edges)
+
+    def decide(state: RunState) -> list[Task]:
+        kept, searcher = kept_of(state), searcher_of(search, state.round)
+        last = state.round == train.rounds - 1  # what is found now would never be trained
+        if last or not isinstance(searcher, Perturbation) or not searcher.due or searcher.is_over(space, kept):
+            return []
+        return [DecideCentrally(kept, searcher.prune_edges)]
+
+    def take_over(state: RunState, _plan: Plan, result: RoundResult) -> RunState:
+        decided = [r.subspace for r in result.reports if r.client_id is None and r.subspace is not None]
+        return restricted_bag(state.with_data(KEPT, decided[0]), space) if decided else state
+
+    slots = Slots(
+        initial=fresh_supernet(world),
+        assign=train_kept(train, rules, settled),
+        beside=decide,
+        after=take_over,
+        data={KEPT: subspace_id(space.largest_subspace)},
+    )
+    training = TrainingStage(world, train, rules, slots, name=config.name)
+    return [training, ClientEvaluation(world, lambda state: ScoreShared(Kept(kept_of(state))))]
+
+
+METHOD = Method(GlobalNasConfig, stages, kind="silos", lacks=("candidates", "models"))

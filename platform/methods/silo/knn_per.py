@@ -1,0 +1,167 @@
+"""kNN-Per (Marfoq et al. 2022): FedAvg, then each silo mixes in the predictions of its own nearest samples.
+
+Settings of SPIDER, App. B.1.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.platform.clients.execution import Assignment, Measurement, Outcome, client_of, places_of
+from fedloom.platform.clients.networks import Network, Subnet
+from fedloom.platform.clients.scoring import GLOBAL, PERSONAL
+from fedloom.platform.clients.training import Score
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.method import Method
+from fedloom.platform.methods.silo.scoring import final_measurements, scored_outcome
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, check_validation, checked_silos, fedavg_stage
+from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.methods.stages.given import given_architecture
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.settings import ONE_OR_MORE, POSITIVE
+from fedloom.platform.spaces.slices import Weights
+
+SHARES = tuple(i / 10 for i in range(11))
+"""Mixing weights of the neighbours that are tried (SPIDER, App. B.1)."""
+BATCH = 256
+
+
+@dataclass(frozen=True)
+class ScoreNearest:
+    """Scores the mixture share * neighbours + (1 - share) * shared model on a silo's test data.
+
+    The data store is the silo's training data, by its features; the share is the one that is best on its validation
+    data, the smallest of equals.
+
+    Attributes:
+        neighbours: k; all samples of a silo with fewer.
+        scale: sigma in exp(-distance / sigma), in units of the mean distance to the neighbours.
+    """
+
+    subnet: Subnet
+    neighbours: int = 10
+    scale: float = 1.0
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The rows of `global`, of `personal`, and of the share that was chosen."""
+        network, client_id = self.subnet.on(worker), client_of(assignment)
+        worker.load(network.module, weights, network.slices)
+        worker.set_mode(network.module, training=False)
+        generator = torch_stream(worker.spec.training_seed, "score", *places_of(assignment))
+        with worker.randomness(network.module, generator):
+            return self._scored(worker, network, client_id)
+
+    def _scored(self, worker: Worker, network: Network, client_id: int) -> Outcome:
+        store_x, store_y = worker.client_data(client_id, "train")
+        features, _ = features_and_logits(network, store_x)
+
+        def mixture(split: str) -> tuple[Tensor, Tensor, Tensor]:
+            x, y = worker.client_data(client_id, split)
+            queries, logits = features_and_logits(network, x)
+            near = nearest_labels(queries, features, store_y, logits.shape[1], self.neighbours, self.scale)
+            return near, logits.double().softmax(dim=1), y
+
+        share = best_share(*mixture("validation"))
+        near, predicted, y = mixture("test")
+        own = score_of(share * near + (1 - share) * predicted, y)
+        rows = (
+            *final_measurements(worker, GLOBAL, network, score_of(predicted, y)),
+            *final_measurements(worker, PERSONAL, network, own),
+            Measurement(PERSONAL, network.name, None, "neighbour_share", share, 0),
+        )
+        return scored_outcome(worker, network, own, rows)
+
+
+@torch.no_grad()
+def features_and_logits(network: Network, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What enters the last linear layer (n, d), and the logits (n, classes)."""
+    kept: list[Tensor] = []
+    with _inputs_of(_last_linear(network.module), kept):
+        logits = [network.forward(x_B) for x_B in torch.split(x, BATCH)]
+    return torch.cat(kept), torch.cat(logits)
+
+
+def _last_linear(module: nn.Module) -> nn.Linear:
+    found = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    if not found:
+        raise ValueError("kNN-Per reads the features before a linear classifier, and this network has none")
+    return found[-1]
+
+
+@contextmanager
+def _inputs_of(layer: nn.Linear, kept: list[Tensor]) -> Iterator[None]:
+    handle = layer.register_forward_pre_hook(lambda _layer, args: kept.append(args[0]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def nearest_labels(
+    queries: Tensor, features: Tensor, labels: Tensor, num_classes: int, neighbours: int, scale: float
+) -> Tensor:
+    """Probabilities (n, classes) by the labels of the nearest features, each weighing exp(-distance / sigma).
+
+    Source: Marfoq et al. 2022, Eq. 7; sigma is `scale` times a query's mean distance to its neighbours, so that it
+    means the same for any network.
+    """
+    k = min(neighbours, len(features))
+    distances, places = torch.cdist(queries.double(), features.double()).topk(k, largest=False)
+    sigma = scale * distances.mean(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    weights = (-distances / sigma).softmax(dim=1)
+    return torch.zeros((len(queries), num_classes), dtype=torch.float64, device=queries.device).scatter_add_(
+        1, labels[places], weights
+    )
+
+
+def best_share(near: Tensor, predicted: Tensor, y: Tensor) -> float:
+    """The share with the highest accuracy; the smallest of equals, 0 without samples."""
+    if len(y) == 0:
+        return 0.0
+    accuracies = [score_of(share * near + (1 - share) * predicted, y).metric for share in SHARES]
+    return SHARES[accuracies.index(max(accuracies))]
+
+
+def score_of(probabilities: Tensor, y: Tensor) -> Score:
+    """Mean negative log-likelihood and accuracy of predicted probabilities."""
+    if len(y) == 0:
+        return Score(torch.nan, torch.nan, 0)
+    loss = F.nll_loss(probabilities.clamp_min(1e-12).log(), y).item()
+    return Score(loss, (probabilities.argmax(dim=1) == y).double().mean().item(), len(y))
+
+
+@dataclass
+class KnnPerConfig:
+    """FedAvg, then every silo mixes in its own nearest samples.
+
+    The mixing weight is chosen on validation data, so that data never joins the training data here.
+    """
+
+    name: str = "knn_per"
+    architecture: Annotated[str | None, "options such as 0-0-3; null: the space's first"] = None
+    train: SiloTrainingConfig = field(default_factory=lambda: SiloTrainingConfig(use_validation=False))
+    neighbours: Annotated[int, ONE_OR_MORE, "nearest samples that are mixed in"] = 10
+    scale: Annotated[float, POSITIVE, "sigma, in units of the mean distance to the neighbours"] = 1.0
+
+
+def stages(config: KnnPerConfig, world: World) -> list[Stage]:
+    """FedAvg, then neighbours."""
+    if len(world.space.input_shape) != 3:
+        raise ValueError(f"method=knn_per classifies images, and {world.config.data.dataset} is text")
+    train, rules = config.train, checked_silos(world, config.train)
+    if train.use_validation:
+        raise ValueError("method.train.use_validation: kNN-Per chooses its mixing weight on validation data; set false")
+    check_validation(world, "choose the mixing weight")
+    subnet = Subnet(given_architecture(world, config.architecture), stand_alone=True)
+    task = ScoreNearest(subnet, config.neighbours, config.scale)
+    return [fedavg_stage(world, train, rules, subnet, config.name), ClientEvaluation(world, lambda _state: task)]
+
+
+METHOD = Method(KnnPerConfig, stages, kind="silos", lacks=("candidates", "models"))

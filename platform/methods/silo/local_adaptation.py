@@ -1,0 +1,44 @@
+"""Local adaptation (Cheng et al. 2021): FedAvg, then every silo fine-tunes the shared model on its own data.
+
+Settings of SPIDER, App. B.1.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.method import Method
+from fedloom.platform.methods.silo.scoring import AdaptAndScore
+from fedloom.platform.methods.silo.silos import (
+    AdaptationConfig,
+    SiloTrainingConfig,
+    adaptation,
+    checked_silos,
+    fedavg_stage,
+)
+from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.methods.stages.given import given_architecture
+
+
+@dataclass
+class LocalAdaptationConfig:
+    """FedAvg, then adaptation."""
+
+    name: str = "local_adaptation"
+    architecture: Annotated[str | None, "options such as 0-0-3; null: the space's first"] = None
+    train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
+    adapt: AdaptationConfig = field(default_factory=AdaptationConfig)
+
+
+def stages(config: LocalAdaptationConfig, world: World) -> list[Stage]:
+    """FedAvg; then the shared model as it is and adapted, on every silo's test data."""
+    train, rules = config.train, checked_silos(world, config.train)
+    subnet = Subnet(given_architecture(world, config.architecture), stand_alone=True)
+    task = AdaptAndScore(subnet, adaptation(world, config.adapt, train, train.lr), train.use_validation)
+    training = fedavg_stage(world, train, rules, subnet, config.name)
+    return [training, ClientEvaluation(world, lambda _state: task)]
+
+
+METHOD = Method(LocalAdaptationConfig, stages, kind="silos", lacks=("candidates", "models"))

@@ -1,0 +1,137 @@
+"""perFedAvg, first order (Fallah et al. 2020, Alg. 1; Finn et al. 2017): a model that is one step from good ones.
+
+Settings of SPIDER, App. B.1.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from fedloom.platform.clients.execution import Assignment, Outcome, places_of
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.objectives import Objective
+from fedloom.platform.clients.trainer import (
+    client_samples,
+    train_network,
+    trained_outcome,
+    update_of,
+    validation_scores,
+)
+from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, endless_batches, gradient_of
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.training import Round, Slots, TrainingStage, to_all
+from fedloom.platform.federation.training_config import Rules
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.method import Method
+from fedloom.platform.methods.silo.scoring import AdaptAndScore
+from fedloom.platform.methods.silo.silos import (
+    AdaptationConfig,
+    SiloTrainingConfig,
+    adaptation,
+    checked_silos,
+    fresh_subnet,
+)
+from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.methods.stages.given import given_architecture
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.settings import POSITIVE
+from fedloom.platform.spaces.slices import Weights
+
+BATCHES_PER_STEP = 2
+
+
+@dataclass
+class PerFedAvgTrainingConfig(SiloTrainingConfig):
+    """Training of the silos."""
+
+    local_factor: Annotated[float, POSITIVE, "the inner step's rate (alpha) in units of lr; it does not decay"] = 1.0
+
+
+@dataclass
+class PerFedAvgConfig:
+    """First-order MAML over the silos, then every silo adapts the shared model."""
+
+    name: str = "per_fedavg"
+    architecture: Annotated[str | None, "options such as 0-0-3; null: the space's first"] = None
+    train: PerFedAvgTrainingConfig = field(default_factory=PerFedAvgTrainingConfig)
+    adapt: AdaptationConfig = field(default_factory=lambda: AdaptationConfig(epochs=1, lr=None))
+
+
+@dataclass(frozen=True)
+class TrainMeta:
+    """Trains the received network to be one step away from a good one; `inner_lr` is that step's rate (alpha)."""
+
+    subnet: Subnet
+    local: LocalSGD
+    inner_lr: float
+    rules: Rules
+    joined: bool = True
+    scored: bool = False
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The update holds all that was trained."""
+        network = self.subnet.on(worker)
+        data = client_samples(worker, assignment, joined=self.joined)
+        generator = torch_stream(worker.spec.training_seed, "meta_batches", *places_of(assignment))
+        batches, objective = endless_batches(data, self.local, generator), worker.objective.for_client(data[1])
+
+        def meta(sgd: SGD) -> Step:
+            return MetaStep(sgd, network.forward, batches, self.inner_lr, objective)
+
+        shared = train_network(worker, assignment, network, weights, data, self.local, rule=self.rules.local, step=meta)
+        unseen = self.scored and not self.joined
+        scores = validation_scores(worker, assignment, network) if unseen else ()
+        outcome = trained_outcome(shared, len(data[1]), update_of(shared, len(data[1]), self.rules.weighting))
+        return replace(outcome, macs=BATCHES_PER_STEP * outcome.macs, measurements=scores)
+
+
+class MetaStep:
+    """w' = w - alpha * grad(w; one batch), then w <- w - beta * grad(w'; another batch): beta is SGD's own rate."""
+
+    def __init__(
+        self,
+        sgd: SGD,
+        forward: Callable[[Tensor], Tensor],
+        batches: Iterator[Samples],
+        inner_lr: float,
+        objective: Objective,
+    ) -> None:
+        self.sgd, self.forward, self.batches = sgd, forward, batches
+        self.inner_lr, self.objective = inner_lr, objective
+
+    def step(self) -> None:
+        """Uses up the gradients of the first batch, and draws the second."""
+        reached = [p for p in self.sgd.parameters if p.grad is not None]
+        before = [p.detach().clone() for p in reached]
+        with torch.no_grad():
+            for parameter in reached:
+                parameter.sub_(gradient_of(parameter), alpha=self.inner_lr)
+                parameter.grad = None
+        x, y = next(self.batches)
+        self.objective.loss(self.forward(x), y).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for parameter, value in zip(reached, before, strict=True):
+                parameter.copy_(value)
+        self.sgd.step()
+
+
+def stages(config: PerFedAvgConfig, world: World) -> list[Stage]:
+    """MAML, then adaptation."""
+    train, rules = config.train, checked_silos(world, config.train)
+    subnet = Subnet(given_architecture(world, config.architecture), stand_alone=True)
+    inner_lr = train.local_factor * train.lr
+
+    def client(round_: Round) -> TrainMeta:
+        return TrainMeta(subnet, round_.local, inner_lr, rules, train.use_validation, round_.scored)
+
+    slots = Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))
+    task = AdaptAndScore(subnet, adaptation(world, config.adapt, train, inner_lr), train.use_validation)
+    training = TrainingStage(world, train, rules, slots, name=config.name)
+    return [training, ClientEvaluation(world, lambda _state: task)]
+
+
+METHOD = Method(PerFedAvgConfig, stages, kind="silos", lacks=("candidates", "models"))

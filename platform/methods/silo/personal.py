@@ -1,0 +1,71 @@
+"""What a silo keeps to itself between rounds: its own weights, their momentum, the operators left to it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedloom.platform.spaces.slices import Subspace, Weights
+
+KEPT = "kept"
+ALPHAS = "alphas"
+WEIGHTS = "weights/"
+MOMENTUM = "momentum/"
+
+
+@dataclass(frozen=True)
+class Personal:
+    """A silo's own model; nothing of it is ever sent.
+
+    Attributes:
+        weights: its tensors, by the names that they have in the shared model.
+        momentum: SGD's buffers of those that have one.
+        kept: the operators of every edge, one each when a search has ended; empty for a network of fixed architecture.
+        alphas: architecture parameters (decisions, options) of a search by gradients while it goes on.
+    """
+
+    weights: Mapping[str, Tensor]
+    momentum: Mapping[str, Tensor]
+    kept: Subspace = ()
+    alphas: Tensor | None = None
+
+    def packed(self) -> dict[str, Tensor]:
+        """The state as a bag of tensors."""
+        width = max((max(row, default=-1) for row in self.kept), default=-1) + 1
+        mask = torch.zeros((len(self.kept), width), dtype=torch.bool)
+        for decision, row in enumerate(self.kept):
+            mask[decision, list(row)] = True
+        own = {f"{WEIGHTS}{name}": tensor for name, tensor in self.weights.items()}
+        momentum = {f"{MOMENTUM}{name}": tensor for name, tensor in self.momentum.items()}
+        return {KEPT: mask, **own, **momentum, **({} if self.alphas is None else {ALPHAS: self.alphas})}
+
+
+def unpacked(state: Weights) -> Personal:
+    """The inverse of `Personal.packed`."""
+    kept = tuple(tuple(row.nonzero().flatten().tolist()) for row in state[KEPT])
+    return Personal(_under(state, WEIGHTS), _under(state, MOMENTUM), kept, state.get(ALPHAS))
+
+
+def begun(state: Weights | None, weights: Weights, kept: Subspace = ()) -> Personal:
+    """A silo's state; one that never took part keeps everything, with the shared weights as they are."""
+    return Personal(dict(weights), {}, kept) if state is None else unpacked(state)
+
+
+def _under(state: Weights, prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
+def is_decided(kept: Subspace) -> bool:
+    """Whether no edge has a choice left."""
+    return all(len(row) <= 1 for row in kept)
+
+
+def undecided(kept: Subspace, decisions: Sequence[int]) -> list[int]:
+    """The decisions among these that still have more than one operator."""
+    return [decision for decision in decisions if len(kept[decision]) > 1]
+
+
+def with_row(kept: Subspace, decision: int, row: tuple[int, ...]) -> Subspace:
+    """The subspace with other operators for one decision."""
+    return (*kept[:decision], row, *kept[decision + 1 :])

@@ -1,0 +1,105 @@
+"""Perturbation-based selection: what a network is worth without an operator, or an edge (SPIDER; Wang et al. 2021)."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from fedloom.platform.clients.training import Score
+from fedloom.platform.methods.silo.personal import is_decided, undecided, with_row
+from fedloom.platform.spaces.darts_network import CELL_TYPES
+from fedloom.platform.spaces.offers import HasCells
+from fedloom.platform.spaces.slices import Subspace
+
+ScoreOf = Callable[[Subspace], Score]
+"""The validation score of the network that holds these operators."""
+
+EDGES_KEPT = 2
+"""Incoming edges that a node keeps when edges are pruned, as in DARTS."""
+
+
+def masked_scores(score: ScoreOf, kept: Subspace, decision: int) -> dict[int, Score]:
+    """For every operator of an edge the validation score of the network without it."""
+
+    def without(option: int) -> Score:
+        return score(with_row(kept, decision, tuple(o for o in kept[decision] if o != option)))
+
+    return {option: without(option) for option in kept[decision]}
+
+
+def masked_edge_scores(score: ScoreOf, kept: Subspace, edges: Iterable[int]) -> dict[int, Score]:
+    """For every edge the validation score of the network without it."""
+    return {edge: score(with_row(kept, edge, ())) for edge in edges}
+
+
+def by_pain(scores: dict[int, Score]) -> list[int]:
+    """Those whose removal hurts most first: the lowest masked accuracy, then the largest masked loss, then the first.
+
+    What breaks the network by its absence (no finite loss) comes before all.
+    SPIDER's listing says highest; its prose, the method that it cites and the authors' code say lowest.
+    """
+
+    def key(index: int) -> tuple[float, float, int]:
+        score = scores[index]
+        # A network that breaks down without it has no finite loss, and predicts the first class: nothing hurts more.
+        return (score.metric, -score.loss, index) if math.isfinite(score.loss) else (-math.inf, -math.inf, index)
+
+    return sorted(scores, key=key)
+
+
+def most_missed(scores: dict[int, Score]) -> int:
+    """The operator whose removal hurts most."""
+    return by_pain(scores)[0]
+
+
+def decide(space: HasCells, score: ScoreOf, kept: Subspace, rng: np.random.Generator, *, prune_edges: bool) -> Subspace:
+    """One search step: an undecided edge of each cell type keeps the operator that is missed most.
+
+    When all edges are decided, and `prune_edges`, a node of each cell type keeps its two most missed incoming edges.
+    """
+    step = _prune_node if prune_edges and is_decided(kept) else _decide_edge
+    for cell_type in CELL_TYPES:
+        kept = step(space, score, kept, cell_type, rng)
+    return kept
+
+
+def is_settled(space: HasCells, kept: Subspace, *, prune_edges: bool) -> bool:
+    """Whether the search has ended: nothing is left to be decided or pruned."""
+    return is_decided(kept) and not (prune_edges and any(crowded_nodes(space, kept, t) for t in CELL_TYPES))
+
+
+def search_steps(space: HasCells, *, prune_edges: bool) -> int:
+    """How many search steps there are until nothing is left to be searched."""
+    steps = max(len(undecided(space.largest_subspace, space.decisions(t))) for t in CELL_TYPES)
+    return steps + (max(len(crowded_nodes(space, space.largest_subspace, t)) for t in CELL_TYPES) if prune_edges else 0)
+
+
+def crowded_nodes(space: HasCells, kept: Subspace, cell_type: str) -> dict[int, list[int]]:
+    """The nodes of a cell type that have more incoming edges than they may keep, with the decisions of those edges."""
+    incoming: dict[int, list[int]] = {}
+    for decision, (_source, node) in zip(space.decisions(cell_type), space.edges(cell_type), strict=True):
+        if kept[decision]:
+            incoming.setdefault(node, []).append(decision)
+    return {node: edges for node, edges in incoming.items() if len(edges) > EDGES_KEPT}
+
+
+def _decide_edge(space: HasCells, score: ScoreOf, kept: Subspace, cell_type: str, rng: np.random.Generator) -> Subspace:
+    left = undecided(kept, space.decisions(cell_type))
+    if not left:
+        return kept
+    decision = _drawn(left, rng)
+    return with_row(kept, decision, (most_missed(masked_scores(score, kept, decision)),))
+
+
+def _prune_node(space: HasCells, score: ScoreOf, kept: Subspace, cell_type: str, rng: np.random.Generator) -> Subspace:
+    crowded = crowded_nodes(space, kept, cell_type)
+    if not crowded:
+        return kept
+    edges = crowded[_drawn(sorted(crowded), rng)]
+    for edge in by_pain(masked_edge_scores(score, kept, edges))[EDGES_KEPT:]:
+        kept = with_row(kept, edge, ())
+    return kept
+
+
+def _drawn(values: Sequence[int], rng: np.random.Generator) -> int:
+    return values[int(rng.integers(len(values)))]

@@ -1,0 +1,136 @@
+"""How silos score models in the end: their own, the shared one, and the shared one after some training of their own."""
+
+from dataclasses import dataclass, replace
+
+from fedloom.platform.clients.execution import Assignment, Measurement, Outcome
+from fedloom.platform.clients.networks import Described, Kept, Network, Subnet
+from fedloom.platform.clients.scoring import (
+    GLOBAL,
+    PERSONAL,
+    measurements_of,
+    own_test_data,
+    score_loaded,
+    score_network,
+)
+from fedloom.platform.clients.trainer import TrainedNetwork, client_samples, train_network
+from fedloom.platform.clients.training import LocalSGD, Samples, Score
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.methods.silo.personal import begun, unpacked
+from fedloom.platform.methods.silo.searchers import own_network
+from fedloom.platform.spaces.offers import summing_options
+from fedloom.platform.spaces.slices import Subspace, Weights
+from fedloom.tiers.clock import EVALUATION_FACTOR, TRAINING_FACTOR
+
+
+def final_measurements(worker: Worker, model: str, network: Network, score: Score) -> tuple[Measurement, ...]:
+    """A final evaluation's rows: the score on test data, and what the network costs."""
+    costs = {"macs": network.macs, "parameters": network.parameters(worker)}
+    of_costs = (Measurement(model, network.name, None, name, value, 0) for name, value in costs.items())
+    return (*measurements_of(model, network.name, "test", score), *of_costs)
+
+
+def scored_outcome(worker: Worker, network: Network, score: Score, measurements: tuple[Measurement, ...]) -> Outcome:
+    """The row of a measurement."""
+    return Outcome(
+        samples=score.samples,
+        macs=network.macs * score.samples,
+        parameters=network.parameters(worker),
+        measurements=measurements,
+        clock_factor=EVALUATION_FACTOR,
+        architecture=network.architecture,
+        subspace=network.subspace,
+    )
+
+
+@dataclass(frozen=True)
+class ScoreOwn:
+    """Scores a silo's own model on its own test data; `subnet` is its architecture if that is not searched."""
+
+    subnet: Subnet | None = None
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The rows of `personal`; a silo that never took part in a round has the shared model."""
+        if self.subnet is None:
+            silo = begun(assignment.state, weights, summing_options(worker.space, "a search").largest_subspace)
+            network = own_network(worker, silo)
+        else:
+            silo = begun(assignment.state, weights)
+            network = self.subnet.on(worker)
+        score = score_network(worker, assignment, network, silo.weights, own_test_data(worker, assignment))
+        return scored_outcome(worker, network, score, final_measurements(worker, PERSONAL, network, score))
+
+
+@dataclass(frozen=True)
+class ScoreShared:
+    """Scores the shared model on a silo's own test data."""
+
+    network: Described
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The rows of the model `global`."""
+        network = self.network.on(worker, assignment)
+        score = score_network(worker, assignment, network, weights, own_test_data(worker, assignment))
+        return scored_outcome(worker, network, score, final_measurements(worker, GLOBAL, network, score))
+
+
+@dataclass(frozen=True)
+class AdaptAndScore:
+    """Trains the shared model on a silo's own data (local adaptation), and scores it before and after."""
+
+    subnet: Subnet
+    local: LocalSGD
+    use_validation: bool = True
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The rows of `global`, before, and of `personal`, after."""
+        data = client_samples(worker, assignment, joined=self.use_validation)
+        return adapted_outcome(worker, assignment, self.subnet.on(worker), weights, data, self.local)
+
+
+def adapted_outcome(
+    worker: Worker, assignment: Assignment, network: Network, weights: Weights, data: Samples, local: LocalSGD
+) -> Outcome:
+    """The network on test data as it is (`global`), and after training on these data (`personal`)."""
+    test = own_test_data(worker, assignment)
+    before = score_network(worker, assignment, network, weights, test)
+    adapted = train_network(worker, assignment, network, weights, data, local)
+    after = score_loaded(worker, assignment, network, test)
+    models = ((GLOBAL, before), (PERSONAL, after))
+    rows = tuple(row for model, score in models for row in final_measurements(worker, model, network, score))
+    return trained_and_scored(worker, adapted, after, rows, passes=2)
+
+
+def trained_and_scored(
+    worker: Worker, trained: TrainedNetwork, score: Score, measurements: tuple[Measurement, ...], passes: int = 1
+) -> Outcome:
+    """The row of a network that was trained only to be scored, `passes` times."""
+    forward_macs = passes * trained.network.macs * score.samples
+    return replace(
+        scored_outcome(worker, trained.network, score, measurements),
+        steps=trained.figures.steps,
+        macs=trained.macs + forward_macs,
+        forward_macs=forward_macs,
+        clock_factor=TRAINING_FACTOR,
+    )
+
+
+@dataclass(frozen=True)
+class TrainAndScore:
+    """Trains silo J's architecture on another silo's data and scores it there (SPIDER's p_ij, Fig. 3).
+
+    It begins with the shared weights of its operators, for all silos alike, or with the model in its state.
+    """
+
+    kept: Subspace
+    model: str
+    local: LocalSGD
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The rows of `model`; the silo's own state is not touched."""
+        network = Kept(self.kept).on(worker)
+        begin = unpacked(assignment.state).weights if assignment.state else weights
+        data = client_samples(worker, assignment, joined=True)
+        trained = train_network(worker, assignment, network, begin, data, self.local)
+        score = score_loaded(worker, assignment, network, own_test_data(worker, assignment))
+        rows = measurements_of(self.model, network.name, "test", score)
+        return trained_and_scored(worker, trained, score, rows)

@@ -1,0 +1,126 @@
+"""What cross-silo methods share: how silos are trained, and the rounds in which each has a state of its own.
+
+A silo is a client that keeps something between rounds. Where `clients_per_round` is not given, every silo takes part in
+every round.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from fedloom.platform.clients.execution import Outcome
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.trainer import Train, TrainedNetwork, trained_outcome, update_of
+from fedloom.platform.clients.training import LocalSGD, Samples
+from fedloom.platform.federation.training import SUPERNET, Initial, Round, Slots, TrainingStage, from_generator, to_all
+from fedloom.platform.federation.training_config import (
+    SCHEDULE_NAMES,
+    Rules,
+    TrainingConfig,
+    check_training,
+    local_sgd,
+    rules_of,
+)
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.silo.personal import Personal
+from fedloom.platform.plugins import Chosen
+from fedloom.platform.settings import ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE, OneOf
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SiloTrainingConfig(TrainingConfig):
+    """Training of silos (SPIDER, App. B.1)."""
+
+    rounds: Annotated[int, ONE_OR_MORE, "rounds"] = 1000
+    clients_per_round: Annotated[int | None, ONE_OR_MORE, "silos of a round; null: all of them"] = None
+    batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a silo's SGD"] = 32
+    lr: Annotated[float, POSITIVE, "learning rate of the silos' SGD"] = 0.03
+    momentum: Annotated[float, ZERO_OR_MORE, "momentum of the silos' SGD"] = 0.9
+    clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the gradient's norm, 0 for none"] = 5.0
+    schedule: Annotated[str, OneOf(SCHEDULE_NAMES), "lr over rounds"] = "cosine"
+    final_lr_share: Annotated[float, PART, "cosine: the share of lr that is left in the last round"] = 0.0
+    use_validation: Annotated[
+        bool,
+        "validation data joins the training data as soon as no search needs it, as in the paper; no curve from then on",
+    ] = True
+
+
+def checked_silos(world: World, train: SiloTrainingConfig) -> Rules:
+    """The stage's rules; ValueError for settings that cannot run, and a warning of tiers, which are not used."""
+    if len(world.tiers) > 1:
+        logger.warning(
+            "tiers.count=%d: silos train whole networks whatever their tier may spend; set tiers.count=1",
+            len(world.tiers),
+        )
+    if world.config.tiers.unsupported:
+        raise ValueError(
+            "tiers.unsupported: silos train every operator of their space; leave them out of space.operators"
+        )
+    check_training(train, "method.train", world.num_clients)
+    return rules_of(train, "method.train")
+
+
+def check_validation(world: World, why: str) -> None:
+    """Raises ValueError if a silo has no validation samples; `why` says what they are needed for."""
+    if not world.data.sizes("validation").all():
+        raise ValueError(
+            f"data.validation_share={world.config.data.validation_share:g} leaves a silo without validation samples to "
+            f"{why} with: raise it, or give each silo more samples"
+        )
+
+
+def fresh_subnet(world: World, subnet: Subnet) -> Initial:
+    """Fresh weights of one architecture, which all silos share."""
+    return from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), SUPERNET)
+
+
+@dataclass
+class AdaptationConfig:
+    """What a silo does with the shared model before it uses it: SGD over its own data."""
+
+    epochs: Annotated[int, ONE_OR_MORE, "passes over the silo's data"] = 5
+    lr: Annotated[float | None, POSITIVE, "learning rate; null: the rate that training began with"] = 0.01
+
+
+def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig, rate: float) -> LocalSGD:
+    """The silos' training before the final evaluation, at `rate` if the configuration gives none."""
+    lr = rate if config.lr is None else config.lr
+    return replace(local_sgd(train, 0, world.augment), epochs=config.epochs, lr=lr)
+
+
+def pair_outcome(
+    shared: TrainedNetwork, own: TrainedNetwork, data: Samples, weighting: Chosen, silo: Personal
+) -> Outcome:
+    """A round that trains both: the row tells of the silo's own model, the update holds nothing of it."""
+    samples = len(data[1])
+    outcome = trained_outcome(shared, samples, update_of(shared, samples, weighting))
+    return replace(
+        outcome,
+        steps=shared.figures.steps + own.figures.steps,
+        macs=shared.macs + own.macs,
+        loss=own.figures.loss,
+        metric=own.figures.accuracy,
+        parameters=own.parameters,
+        state={**silo.packed(), **shared.state},
+        architecture=own.network.architecture,
+        subspace=own.network.subspace,
+    )
+
+
+def fedavg_stage(world: World, train: SiloTrainingConfig, rules: Rules, subnet: Subnet, name: str) -> TrainingStage:
+    """FedAvg of one architecture by the silos, each of which sends all that it trained."""
+
+    def client(round_: Round) -> Train:
+        return Train(
+            subnet,
+            round_.local,
+            rules.weighting,
+            rule=rules.local,
+            joined=train.use_validation,
+            scored=round_.scored,
+        )
+
+    slots = Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))
+    return TrainingStage(world, train, rules, slots, name=name)

@@ -1,0 +1,129 @@
+"""SPIDER: every silo searches an architecture of its own while all of them train a shared supernet (Mushtaq et al.).
+
+in every round a silo
+    decides one edge of its own network, if the round searches (Alg. 2; or by gradients, MiLeNAS),
+    trains the shared supernet on its data, and sends it,
+    trains its own network on the same batches, pulled towards the shared weights of the operators that it has (Alg. 1)
+the server averages the shared supernet; what a silo keeps stays in its state
+in the end every silo's network is scored on the silo's own test data; and, if asked for, on all others' (gains)
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from fedloom.platform.clients.execution import Assignment, Outcome
+from fedloom.platform.clients.local_rules import pull_towards
+from fedloom.platform.clients.networks import Kept
+from fedloom.platform.clients.scoring import PERSONAL
+from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.training import Round, Slots, TrainingStage, fresh_supernet, to_all
+from fedloom.platform.federation.training_config import Rules
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.method import Method
+from fedloom.platform.methods.silo.gains import GainConfig, GainStage, check_gains
+from fedloom.platform.methods.silo.personal import begun
+from fedloom.platform.methods.silo.scoring import ScoreOwn
+from fedloom.platform.methods.silo.searchers import (
+    ArchitectureSearchConfig,
+    Searcher,
+    own_network,
+    searched_space,
+    searcher_of,
+)
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, pair_outcome
+from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.settings import ZERO_OR_MORE
+from fedloom.platform.spaces.offers import with_cells
+from fedloom.platform.spaces.slices import Weights
+
+
+@dataclass
+class SpiderTrainingConfig(SiloTrainingConfig):
+    """Training of the silos."""
+
+    pull: Annotated[float, ZERO_OR_MORE, "lambda: the pull towards the shared weights; 0: every silo alone"] = 0.01
+
+
+@dataclass
+class SpiderConfig:
+    """Training with the search in it, every silo's own test data, and, if asked for, personalisation gains."""
+
+    name: str = "spider"
+    train: SpiderTrainingConfig = field(default_factory=SpiderTrainingConfig)
+    search: ArchitectureSearchConfig = field(default_factory=ArchitectureSearchConfig)
+    gains: GainConfig = field(default_factory=GainConfig)
+
+
+@dataclass(frozen=True)
+class TrainSpider:
+    """One round of a silo.
+
+    The two models take turns batch by batch in the paper; as the pull is towards the weights that were received, not
+    towards their copy in training, one after the other over the same batches gives the same.
+
+    Attributes:
+        pull: lambda; 0 leaves the silo's model to itself.
+        scored: whether the silo's model is scored on its validation data after training.
+        use_validation: whether validation data joins the training data once nothing is left to be searched.
+    """
+
+    local: LocalSGD
+    pull: float
+    search: Searcher
+    rules: Rules
+    scored: bool = False
+    use_validation: bool = True
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The update holds the shared model alone; the silo's own stays in its state."""
+        space = with_cells(worker.space, "spider")
+        searched = self.search.before(worker, assignment, begun(assignment.state, weights, space.largest_subspace))
+        silo = searched.silo
+        joined = self.use_validation and self.search.is_over(space, silo.kept)
+        data = client_samples(worker, assignment, joined=joined)
+
+        supernet = Kept().on(worker)
+        shared = train_network(worker, assignment, supernet, weights, data, self.local, rule=self.rules.local).copied()
+        network = own_network(worker, silo)
+        own = train_network(
+            worker,
+            assignment,
+            network,
+            silo.weights,
+            data,
+            self.local,
+            correct=pull_towards(self.pull, received(worker, network, weights)),
+            momentum=silo.momentum,
+            step=self.search.step(worker, assignment, silo),
+        )
+        unseen = self.scored and not joined  # what has joined the training data says nothing about new data
+        scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
+        own = own.copied()
+        alphas = None if silo.alphas is None else silo.alphas.detach()
+        silo = replace(silo, weights=own.tensors, momentum=own.momentum, alphas=alphas)
+        passes = 1 if self.search.is_over(space, silo.kept) else self.search.passes
+        macs = shared.macs + passes * own.macs + searched.macs
+        outcome = pair_outcome(shared, own, data, self.rules.weighting, silo)
+        return replace(outcome, macs=macs, forward_macs=searched.macs, measurements=scores)
+
+
+def stages(config: SpiderConfig, world: World) -> list[Stage]:
+    """Training with the search in it, the evaluation, and the gains if there are to be any."""
+    train, rules = config.train, checked_silos(world, config.train)
+    space = searched_space(world, config.search, train.rounds, "spider")
+    check_gains(config.gains, world.num_clients)
+
+    def client(round_: Round) -> TrainSpider:
+        searcher = searcher_of(config.search, round_.index)
+        return TrainSpider(round_.local, train.pull, searcher, rules, round_.scored, train.use_validation)
+
+    slots = Slots(initial=fresh_supernet(world), assign=to_all(client))
+    training = TrainingStage(world, train, rules, slots, name=config.name)
+    sequence: list[Stage] = [training, ClientEvaluation(world, lambda _state: ScoreOwn())]
+    return [*sequence, GainStage(world, config.gains, train, space)] if config.gains.epochs else sequence
+
+
+METHOD = Method(SpiderConfig, stages, kind="silos", lacks=("candidates", "models"))

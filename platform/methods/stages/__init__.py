@@ -1,0 +1,1 @@
+"""Stages that several methods have: searches and final evaluations."""

@@ -1,0 +1,30 @@
+"""Scored candidates of a search as rows of the table `candidates`."""
+
+from collections.abc import Container, Iterable
+
+from fedloom.platform.federation.stage import Row
+from fedloom.platform.federation.world import World
+from fedloom.platform.search.base import Scored
+from fedloom.platform.spaces.slices import Architecture, architecture_id
+
+
+def candidate_rows(world: World, tier: str, scored: Iterable[Scored], front: Container[Architecture]) -> list[Row]:
+    """One row per candidate; `tier` is the tier or target that was searched for."""
+    macs, parameters = world.macs_table, world.space.cost_table("parameters")
+    return [
+        (
+            "candidates",
+            {
+                "tier": tier,
+                "generation": s.generation,
+                "architecture": architecture_id(s.architecture),
+                "macs": macs.cost(s.architecture),
+                "parameters": int(parameters.cost(s.architecture)),
+                "loss": s.loss,
+                "metric": s.metric,
+                "feasible": s.feasible,
+                "on_front": s.architecture in front,
+            },
+        )
+        for s in scored
+    ]

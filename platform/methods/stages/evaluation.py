@@ -1,0 +1,160 @@
+"""The final evaluation: the only stages that read test data."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import numpy as np
+
+from fedloom.platform.clients.execution import Assignment, Task
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import ScoreSubnet
+from fedloom.platform.federation.planning import assign, for_server, in_plan_order
+from fedloom.platform.federation.selection import Cohort
+from fedloom.platform.federation.stage import KeptModel, Merged, Plan, RoundResult, Row, Stage, evaluation_rows
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training import SUPERNET
+from fedloom.platform.federation.world import SERVER, World
+from fedloom.platform.settings import ZERO_OR_MORE
+from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, extract
+
+
+@dataclass
+class EvaluationConfig:
+    """On whose own test data models are scored, beside the whole test set."""
+
+    clients_per_tier: Annotated[
+        int | None, ZERO_OR_MORE, "clients per tier (or of all) whose own test data is used; null: all of them"
+    ] = None
+
+
+@dataclass(frozen=True)
+class EvaluationJob:
+    """One model to be scored.
+
+    Attributes:
+        name: the tier or target that the model is for; empty if for none.
+        model: what it is called in the tables.
+        subnet: its architecture, and whether its tensors are its own or a supernet's.
+        bag: where its tensors are.
+        client_ids: whose own test data it is scored on, too.
+        kept: the name under which it is stored; empty if it is not.
+    """
+
+    name: str
+    model: str
+    subnet: Subnet
+    bag: str
+    client_ids: Sequence[int] | np.ndarray
+    kept: str = ""
+
+
+def everybody(world: World) -> Sequence[int]:
+    """All clients, without a list of them."""
+    return range(world.num_clients)
+
+
+def as_measured(planned: Sequence[Assignment]) -> list[Assignment]:
+    """The assignments as a final evaluation: they read test data.
+
+    It is a measurement, not a round of the simulated federation: no device drops out of it.
+    """
+    return [replace(a, dropped="", deadline_s=None, reads_test=True) for a in planned]
+
+
+class EvaluationStage(Stage):
+    """Scores every model on the whole test set, and on the test share of its clients; one round per model.
+
+    Fairness (FedorAS, Tab. 7) is read off the per-client rows.
+    """
+
+    name = "evaluation"
+
+    def __init__(
+        self, world: World, config: EvaluationConfig, jobs: Callable[[RunState], Sequence[EvaluationJob]]
+    ) -> None:
+        self.world, self.config, self.jobs = world, config, jobs
+
+    def rounds_left(self, state: RunState) -> int:
+        """One round per model."""
+        return len(self.jobs(state)) - state.round
+
+    def plan(self, state: RunState) -> Plan:
+        """The server scores validation and test data, each client its own test share."""
+        job = self.jobs(state)[state.round]
+        on_validation, on_test = (ScoreSubnet(job.subnet, job.model, split) for split in ("validation", "test"))
+        central = [
+            for_server(self.name, state.round, on_validation),
+            for_server(self.name, state.round, on_test, reads_test=True),
+        ]
+        own = job.client_ids[: self.config.clients_per_tier]
+        cohort = Cohort(tuple(int(c) for c in own), 1.0, "all of the tier")
+        clients = [assign(self.world, self.name, state.round, cohort, c, on_test) for c in cohort.client_ids]
+        return Plan([*central, *as_measured(clients)], job.bag)
+
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+        """The state stays; the measurements and the model are kept."""
+        job = self.jobs(state)[state.round]
+        rows = [*evaluation_rows(result.reports, job.name or None), *self._cost_rows(job)]
+        return Merged(state, rows, [self._kept(state, job)] if job.kept else [])
+
+    def _cost_rows(self, job: EvaluationJob) -> list[Row]:
+        """What a model costs that is not kept, and so has no row in `models`."""
+        if job.kept:
+            return []
+        architecture = job.subnet.architecture
+        costs = {"macs": self.world.macs_table, "parameters": self.world.space.cost_table("parameters")}
+        place = {"model": job.model, "tier": job.name or SERVER, "architecture": architecture_id(architecture)}
+        return [
+            ("evaluations", {**place, "metric": measure, "value": table.cost(architecture)})
+            for measure, table in costs.items()
+        ]
+
+    def _kept(self, state: RunState, job: EvaluationJob) -> KeptModel:
+        weights, space, architecture = state.weights(job.bag), self.world.space, job.subnet.architecture
+        return kept_model(
+            self.world,
+            job.kept,
+            architecture,
+            tier=job.name,
+            tensors=weights if job.subnet.stand_alone else extract(weights, space.slices(architecture)),
+        )
+
+
+def kept_model(world: World, name: str, architecture: Architecture, *, tensors: Weights, tier: str = "") -> KeptModel:
+    """A model with what its architecture costs."""
+    return KeptModel(
+        name=name,
+        tier=tier,
+        architecture=architecture_id(architecture),
+        macs=world.macs_table.cost(architecture),
+        parameters=int(world.space.cost_table("parameters").cost(architecture)),
+        tensors=tensors,
+    )
+
+
+class ClientEvaluation(Stage):
+    """Every client does the same task on its own test data: one round."""
+
+    name = "evaluation"
+
+    def __init__(self, world: World, task: Callable[[RunState], Task]) -> None:
+        self.world, self.task = world, task
+
+    def rounds_left(self, state: RunState) -> int:
+        """One."""
+        return 1 - state.round
+
+    def plan(self, state: RunState) -> Plan:
+        """All clients, in plan order."""
+        return Plan(as_measured(self.planned(state.round, self.task(state))), SUPERNET)
+
+    def planned(self, round_: int, task: Task) -> list[Assignment]:
+        """The task for every client."""
+        cohort = Cohort(tuple(everybody(self.world)), 1.0, "all")
+        ordered = in_plan_order(self.world, cohort.client_ids)
+        return [assign(self.world, self.name, round_, cohort, c, task) for c in ordered]
+
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+        """The clients' scores; a network that was trained only to be scored is not kept."""
+        return Merged(state, evaluation_rows(result.reports))

@@ -1,0 +1,110 @@
+"""Winners for new targets from the weights of a trained supernet, without a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fedloom.platform.clients.execution import Executor, SharedWeights, make_chunks
+from fedloom.platform.federation.loop import merge_chunks
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training import SUPERNET
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.stages.target_search import (
+    FINALISTS,
+    SAMPLES,
+    SampleStage,
+    VerifyStage,
+    costs_of,
+    samples_in,
+    targets_of,
+)
+from fedloom.platform.search.targets import Sample, TargetSearchConfig, check_reachable, check_target_search, choose
+from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found for a target: the winner and its real scores on validation data."""
+
+    target: str
+    architecture: Architecture
+    macs: float
+    parameters: int
+    predicted: float
+    metric: float
+    loss: float
+    latency_s: float | None
+
+
+def search_supernet(
+    world: World,
+    config: TargetSearchConfig,
+    weights: Weights,
+    samples: Sequence[Sample],
+    executor: Executor,
+) -> list[Found]:
+    """Winners for the configured targets from trained weights: the stages of a run, without one.
+
+    `samples` are measured afresh if there are none, and so is their latency, which belongs to a machine. Raises
+    ValueError for targets outside the space, and if a predictor falls short of `min_tau`.
+    """
+    check_target_search(config, "search")
+    targets = targets_of(world, config)
+    for target in targets:
+        check_reachable(target, costs_of(world), world.config.seed_for("search"))
+    state = RunState().with_bag(SUPERNET, weights)
+    if samples:
+        state = state.with_data(SAMPLES, {architecture_id(s.architecture): _plain(s) for s in samples})
+        if config.latency_s:
+            stage = SampleStage(world, config, targets, [s.architecture for s in samples])
+            state = run_rounds(stage, replace(state, round=1), executor)
+    else:
+        state = run_stage(SampleStage(world, config, targets), state, executor)
+    state = run_stage(VerifyStage(world, config, targets), state, executor)
+    value = state.data[FINALISTS]
+    if value["refused"]:
+        raise ValueError(value["refused"])
+    verified = {architecture_id(s.architecture): s for s in samples_in(value["measured"])}
+    parameters = world.space.cost_table("parameters")
+    found = []
+    for target in targets:
+        predicted = value["found"][target.name]
+        own = [verified[name] for name in predicted if name in verified]
+        won = choose(target, own, {s.architecture: world.macs_table.cost(s.architecture) for s in own})
+        if won is None:
+            continue
+        a = won.architecture
+        found.append(
+            Found(
+                target.name,
+                a,
+                world.macs_table.cost(a),
+                int(parameters.cost(a)),
+                predicted[architecture_id(a)],
+                won.metric,
+                won.loss,
+                won.latency_s,
+            )
+        )
+    return found
+
+
+def run_stage(stage: SampleStage | VerifyStage, state: RunState, executor: Executor) -> RunState:
+    """The stage's rounds on a state in memory, without its end: no rows, no checkpoints."""
+    return run_rounds(stage, stage.begin(replace(state, round=0)), executor)
+
+
+def run_rounds(stage: SampleStage | VerifyStage, state: RunState, executor: Executor) -> RunState:
+    """The rounds that are left."""
+    while stage.rounds_left(state) > 0:
+        plan = stage.plan(state)
+        shared = SharedWeights(state.weights(plan.bag), state.version(plan.bag))
+        result = merge_chunks(executor.run(make_chunks(plan.assignments, 1), shared))
+        for report in result.reports:
+            if report.error:
+                raise ValueError(f"{stage.name}: {report.error}")
+        state = replace(stage.merge(state, plan, result).state, round=state.round + 1)
+    return state
+
+
+def _plain(sample: Sample) -> dict[str, float | None]:
+    return {"loss": sample.loss, "accuracy": sample.metric}

@@ -1,0 +1,316 @@
+"""SuperFedNAS's search: subnets are measured, predictors fitted, and each target's best candidates verified."""
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedloom.platform.clients.execution import Report, Task
+from fedloom.platform.clients.scoring import MeasureLatency, ScoreSubnets
+from fedloom.platform.federation.planning import for_server
+from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Row, Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training import SUPERNET
+from fedloom.platform.federation.world import SERVER, World
+from fedloom.platform.methods.stages.candidates import candidate_rows
+from fedloom.platform.methods.stages.tier_search import (
+    WINNERS,
+    Goal,
+    TierSearchConfig,
+    TierSearchStage,
+    check_validation_data,
+)
+from fedloom.platform.search.base import Interval, Scored, pareto_front
+from fedloom.platform.search.predictors import FEWEST_SAMPLES
+from fedloom.platform.search.targets import (
+    Predictors,
+    Sample,
+    SearchSpaceCosts,
+    Target,
+    TargetSearchConfig,
+    check_reachable,
+    check_target_search,
+    choose,
+    draw_samples,
+    finalists,
+    fit_predictors,
+    front_finalists,
+    parse_target,
+)
+from fedloom.platform.spaces.slices import Architecture, architecture_id, parse_architecture
+
+logger = logging.getLogger(__name__)
+
+SAMPLES = "samples"
+"""The measured subnets, in the run's state; their rows in `candidates` have this as their tier."""
+FINALISTS = "finalists"
+FRONT = "front"
+"""The name under which NSGA-II's front over the whole space is verified."""
+
+
+def targets_of(world: World, config: TargetSearchConfig) -> list[Target]:
+    """The configured targets, or one per tier: its budget. ValueError for one outside the space, or named twice."""
+    texts = [f"macs={value!r}" for value in config.macs] + [f"latency_s={value!r}" for value in config.latency_s]
+    if not texts:
+        return [Target(t.name, "budget", Interval(t.lower, t.upper)) for t in world.tiers]
+    targets: list[Target] = []
+    for text in texts:
+        try:
+            target = parse_target(text, config.tolerance, world.macs_table)
+        except ValueError as error:
+            raise ValueError(f"method.search: {error}") from error
+        if target.name in [t.name for t in targets]:
+            raise ValueError(f"method.search: target {text!r} is given twice")
+        targets.append(target)
+    return targets
+
+
+def costs_of(world: World) -> SearchSpaceCosts:
+    """The tables that a search needs."""
+    return SearchSpaceCosts(world.space.genome, world.macs_table, world.cost_table)
+
+
+def search_stages(world: World, config: TargetSearchConfig) -> list[Stage]:
+    """Measuring and verifying; or, without predictors, a real search per target."""
+    check_target_search(config, "method.search")
+    if config.samples == 0 and config.predictor == "mlp":
+        return []
+    targets = targets_of(world, config)
+    for target in targets:
+        check_reachable(target, costs_of(world), world.config.seed_for("search"))
+    check_validation_data(world)
+    if config.predictor == "none":
+        return [*_real_searches(world, config, targets)]
+    return [SampleStage(world, config, targets), VerifyStage(world, config, targets)]
+
+
+def _real_searches(world: World, config: TargetSearchConfig, targets: Sequence[Target]) -> list[Stage]:
+    """An evolution per target that scores every candidate for real."""
+    if any(t.measure == "latency_s" for t in targets):
+        raise ValueError("method.search.latency_s: a latency target needs method.search.predictor=mlp")
+    search = TierSearchConfig(
+        searcher="evolution",
+        population=min(config.population, config.budget),
+        parents=config.parents,
+        mutation=config.mutation,
+        budget=config.budget,
+        validation_share=config.validation_share,
+        candidates_per_task=config.candidates_per_task,
+    )
+    genome, everybody = world.space.genome, world.eligible_by_tier[0]
+    tables = {"macs": world.macs_table, "budget": world.cost_table}
+    goals = [Goal(t.name, t.interval, tables[t.measure], everybody, config.budget) for t in targets]
+    return [TierSearchStage(world, search, goal, genome) for goal in goals]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How subnets of the shared supernet are scored: on validation data, and, if asked for, their latency."""
+
+    world: World
+    config: TargetSearchConfig
+    targets: Sequence[Target]
+    stage: str
+
+    @property
+    def rounds(self) -> int:
+        """Latency has a round of its own: nothing else runs on the machine meanwhile."""
+        return 2 if any(t.measure == "latency_s" for t in self.targets) else 1
+
+    def plan(self, state: RunState, architectures: Sequence[Architecture]) -> Plan:
+        """The round's work for the server."""
+        tasks: list[Task] = [MeasureLatency(tuple(architectures), self.config.latency_repeats)]
+        if state.round == 0:
+            size, version = self.config.candidates_per_task, state.version(SUPERNET)
+            groups = [tuple(architectures[i : i + size]) for i in range(0, len(architectures), size)]
+            tasks = [ScoreSubnets(group, version, share=self.config.validation_share) for group in groups]
+        return Plan([for_server(self.stage, state.round, task) for task in tasks], SUPERNET, chunk_size=1)
+
+
+def _values(reports: Iterable[Report]) -> dict[str, dict[str, float]]:
+    """Per architecture its measured values by name."""
+    values: dict[str, dict[str, float]] = {}
+    for report in reports:
+        for m in report.measurements:
+            values.setdefault(m.architecture, {})[m.metric] = m.value
+    return values
+
+
+def _merged(known: Any, reports: Iterable[Report]) -> Any:
+    """Values of an earlier round and of this one, in the state's form."""
+    merged = {name: dict(values) for name, values in known.items()}
+    for name, values in _values(reports).items():
+        merged.setdefault(name, {}).update({k: None if math.isnan(v) else v for k, v in values.items()})
+    return merged
+
+
+def samples_in(measured: Any) -> list[Sample]:
+    """The measured subnets of a run's state."""
+    return [
+        Sample(parse_architecture(name), _number(v.get("loss")), _number(v.get("accuracy")), v.get("latency_s"))
+        for name, v in measured.items()
+    ]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+class SampleStage(Stage):
+    """Scores `samples` subnets for the predictors."""
+
+    name = "search/samples"
+
+    def __init__(
+        self,
+        world: World,
+        config: TargetSearchConfig,
+        targets: Sequence[Target],
+        architectures: Sequence[Architecture] | None = None,
+    ) -> None:
+        self.world, self.config = world, config
+        self.scoring = Scoring(world, config, targets, self.name)
+        seed = world.config.seed_for("search")
+        drawn = draw_samples(world.space.genome, world.macs_table, config.samples, seed)
+        self.architectures = drawn if architectures is None else architectures
+
+    def begin(self, state: RunState) -> RunState:
+        """Nothing measured."""
+        return state.with_data(SAMPLES, {})
+
+    def rounds_left(self, state: RunState) -> int:
+        """One, and one for latencies."""
+        return self.scoring.rounds - state.round
+
+    def plan(self, state: RunState) -> Plan:
+        """The samples in groups, to the server's workers."""
+        return self.scoring.plan(state, self.architectures)
+
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+        """Collects what was measured."""
+        return Merged(state.with_data(SAMPLES, _merged(state.data[SAMPLES], result.reports)))
+
+    def end(self, state: RunState) -> Merged:
+        """Every sample as a row."""
+        rows = sample_rows(self.world, SAMPLES, 0, samples_in(state.data[SAMPLES]))
+        return Merged(state, [*rows, *_latency_rows(SAMPLES, state.data[SAMPLES])])
+
+
+class VerifyStage(Stage):
+    """Searches every target with the predictors, verifies the best for real, and names the winners."""
+
+    name = "search/winners"
+
+    def __init__(self, world: World, config: TargetSearchConfig, targets: Sequence[Target]) -> None:
+        self.world, self.config, self.targets = world, config, targets
+        self.scoring = Scoring(world, config, targets, self.name)
+
+    def begin(self, state: RunState) -> RunState:
+        """Predictors are fitted and searched; what they found is kept, they are not.
+
+        Where they must not be used there are no winners: the run goes on to evaluate what it trained.
+        """
+        seed, costs = self.world.config.seed_for("search"), costs_of(self.world)
+        samples = samples_in(state.data[SAMPLES])
+        sound = sum(math.isfinite(s.loss) for s in samples)
+        if sound < FEWEST_SAMPLES:
+            return self._refuse(state, {}, f"only {sound} of {len(samples)} samples could be scored")
+        latency = any(t.measure == "latency_s" for t in self.targets)
+        predictors = fit_predictors(costs.genome, samples, self.config, seed, latency)
+        if predictors.refused:
+            return self._refuse(state, fit_figures(predictors), predictors.refused)
+        found = {t.name: _ids(finalists(t, costs, predictors, self.config, seed)) for t in self.targets}
+        if self.config.front:
+            found[FRONT] = _ids(front_finalists(costs, predictors, self.config, seed))
+        value = {"found": found, "fit": fit_figures(predictors), "measured": {}, "refused": ""}
+        return state.with_data(FINALISTS, value)
+
+    def _refuse(self, state: RunState, fit: dict[str, float], reason: str) -> RunState:
+        found: dict[str, Any] = {t.name: {} for t in self.targets}
+        return state.with_data(FINALISTS, {"found": found, "fit": fit, "measured": {}, "refused": reason})
+
+    def rounds_left(self, state: RunState) -> int:
+        """One, and one for latencies; none without a finalist."""
+        anything = any(state.data[FINALISTS]["found"].values())
+        return self.scoring.rounds - state.round if anything else 0
+
+    def plan(self, state: RunState) -> Plan:
+        """Every finalist once, whatever number of targets it stands for."""
+        found = state.data[FINALISTS]["found"]
+        names = dict.fromkeys(name for candidates in found.values() for name in candidates)
+        return self.scoring.plan(state, [parse_architecture(name) for name in names])
+
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+        """Collects what was measured."""
+        value = state.data[FINALISTS]
+        measured = _merged(value["measured"], result.reports)
+        return Merged(state.with_data(FINALISTS, {**value, "measured": measured}))
+
+    def end(self, state: RunState) -> Merged:
+        """The winners, every finalist as a row, and how good the predictors are."""
+        value = state.data[FINALISTS]
+        verified = {architecture_id(s.architecture): s for s in samples_in(value["measured"])}
+        if value["refused"]:
+            logger.warning(
+                "no subnet was searched: %s (afterwards: fedloom search RUN --samples N --min-tau X)", value["refused"]
+            )
+        rows: list[Row] = [_figure(name, figure) for name, figure in value["fit"].items()]
+        winners: dict[str, str] = {}
+        for target in self.targets:
+            own = [verified[name] for name in value["found"][target.name] if name in verified]
+            won = choose(target, own, {s.architecture: self.world.macs_table.cost(s.architecture) for s in own})
+            rows += sample_rows(self.world, target.name, 1, own, won)
+            if won is None and not value["refused"]:
+                logger.warning("%s: no subnet was found for this target, or none could be scored", target.name)
+            if won is not None:
+                winners[target.name] = architecture_id(won.architecture)
+        if FRONT in value["found"]:
+            own = [verified[name] for name in value["found"][FRONT] if name in verified]
+            rows += sample_rows(self.world, FRONT, 1, own)
+        rows += _latency_rows("finalists", value["measured"])
+        # The rows hold everything from here on; every further checkpoint would carry it along.
+        return Merged(state.with_data(WINNERS, winners).without_data(FINALISTS, SAMPLES), rows)
+
+
+def _ids(found: dict[Architecture, float]) -> dict[str, float]:
+    return {architecture_id(architecture): metric for architecture, metric in found.items()}
+
+
+def fit_figures(predictors: Predictors) -> dict[str, float]:
+    """How good the predictors are on held-out samples, by the names that the rows give them."""
+    figures: dict[str, float] = {}
+    for what, fitted in (("accuracy", predictors.metric), ("latency_s", predictors.latency)):
+        if fitted is not None:
+            figures[f"predictor_kendall_tau_{what}"] = fitted.tau
+            figures[f"predictor_mae_{what}"] = fitted.mae
+            figures[f"predictor_held_out_{what}"] = float(fitted.held_out)
+    return figures
+
+
+def _figure(name: str, value: float) -> Row:
+    return "evaluations", {"model": "predictor", "tier": SERVER, "split": "validation", "metric": name, "value": value}
+
+
+def _latency_rows(tier: str, measured: Any) -> list[Row]:
+    """Measured latencies as rows: medians and interquartile ranges in seconds."""
+    names = ("latency_s", "latency_spread_s")
+    return [
+        ("evaluations", {"model": SUPERNET, "tier": tier, "architecture": a, "metric": name, "value": values[name]})
+        for a, values in measured.items()
+        for name in names
+        if values.get(name) is not None
+    ]
+
+
+def sample_rows(
+    world: World, tier: str, generation: int, samples: Sequence[Sample], won: Sample | None = None
+) -> list[Row]:
+    """Scored subnets as rows of `candidates`; on the front is the winner or, without one, what is not dominated."""
+    cost_of = world.macs_table.cost
+    scored = [
+        Scored(s.architecture, s.metric, s.loss, cost_of(s.architecture), generation, math.isfinite(s.loss))
+        for s in samples
+    ]
+    front = {won.architecture} if won else {s.architecture for s in pareto_front(scored)}
+    return candidate_rows(world, tier, scored, front)

@@ -1,0 +1,251 @@
+"""Stage 2 of FedorAS: per tier, a search over paths of the trained supernet; scored centrally or by clients."""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+
+from fedloom.platform.clients.execution import Assignment, Measurement, Report
+from fedloom.platform.clients.scoring import ScoreSubnets
+from fedloom.platform.federation.planning import assign, choose_cohort, for_server, in_plan_order
+from fedloom.platform.federation.selection import Cohort
+from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Row, Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training import SUPERNET
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.stages.candidates import candidate_rows
+from fedloom.platform.plugins import Chosen
+from fedloom.platform.search.base import Interval, Searcher, pareto_front, winner
+from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher
+from fedloom.platform.search.ranking import kendall_tau
+from fedloom.platform.settings import ONE_OR_MORE, OneOf
+from fedloom.platform.spaces.genome import Genome
+from fedloom.platform.spaces.offers import with_subspaces
+from fedloom.platform.spaces.slices import Architecture, architecture_id, bytes_of, extract, parse_architecture
+from fedloom.tiers.costs import CostTable
+
+logger = logging.getLogger(__name__)
+
+WINNERS = "winners"
+CLIENT_SCORES = "client_scores"
+UNIFORM = Chosen("uniform")
+
+
+@dataclass
+class TierSearchConfig(SearchConfig):
+    """Stage 2: the searcher and who scores its candidates.
+
+    With `scoring` federated (FedorAS, App. K.2) a generation is scored by `scoring_rounds` cohorts of
+    `clients_per_round` distinct eligible clients on their own validation data.
+    """
+
+    budgets: Annotated[list[int] | None, ONE_OR_MORE, "models to be scored per tier, where they differ"] = None
+    scoring: Annotated[str, OneOf(("central", "federated")), "who scores: the server or clients"] = "central"
+    scoring_rounds: Annotated[int, ONE_OR_MORE, "federated: cohorts that score a generation"] = 4
+    clients_per_round: Annotated[int, ONE_OR_MORE, "federated: clients of a cohort"] = 10
+    compare_with_central: Annotated[bool, "federated: the server scores, too, to report Kendall's tau"] = True
+    candidates_per_task: Annotated[int, ONE_OR_MORE, "candidates that are scored in one call"] = 8
+
+
+def winner_of(state: RunState, tier: str) -> Architecture | None:
+    """The architecture that the tier's search chose, None if the tier holds no model."""
+    name = state.data.get(WINNERS, {}).get(tier)
+    return None if name is None else parse_architecture(name)
+
+
+def check_validation_data(world: World) -> None:
+    """Raises ValueError if there is no validation data to search with."""
+    if not world.data.sizes("validation").any():
+        raise ValueError(
+            f"data.validation_share={world.config.data.validation_share:g} leaves no validation samples to search "
+            "with: raise it, or give each client more samples"
+        )
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is searched for: the models of a cost interval, and the clients that may score them.
+
+    `table` gives the costs in the interval's unit, `budget` the number of models to be scored.
+    """
+
+    name: str
+    interval: Interval
+    table: CostTable
+    eligible: np.ndarray
+    budget: int
+
+
+def tier_goals(world: World, config: TierSearchConfig) -> list[Goal]:
+    """One goal per tier: the models between its bounds."""
+    budgets = config.budgets if config.budgets is not None else [config.budget] * len(world.tiers)
+    if len(budgets) != len(world.tiers):
+        raise ValueError(f"method.search.budgets has {len(budgets)} values for {len(world.tiers)} tiers")
+    return [
+        Goal(tier.name, Interval(tier.lower, tier.upper), world.cost_table, eligible, budget)
+        for tier, eligible, budget in zip(world.tiers, world.eligible_by_tier, budgets, strict=True)
+    ]
+
+
+class TierSearchStage(Stage):
+    """Asks the searcher for a generation of the tier's models, has them scored, and tells it."""
+
+    def __init__(self, world: World, config: TierSearchConfig, goal: "Goal", genome: Genome | None = None) -> None:
+        check_validation_data(world)
+        self.world, self.config, self.goal, self.genome = world, config, goal, genome
+        self.name = f"search/{goal.name}"
+        self.federated = config.scoring == "federated"
+        self.budget = goal.budget
+        self._live = self._fresh()  # a cache: `_searcher` rebuilds it from the state whenever it does not fit
+
+    def _fresh(self) -> Searcher:
+        space, goal = self.world.space, self.goal
+        seed = self.world.config.seed_for("search")
+        genome = space.genome if self.genome is None else self.genome
+        return build_searcher(
+            SearchProblem(space.options, genome, goal.table, goal.interval, seed, self.budget, self.config)
+        )
+
+    def _searcher(self, state: RunState) -> Searcher:
+        saved = state.data[self.name]
+        if self._live.state() != saved:
+            self._live = self._fresh()
+            self._live.restore(saved)
+        return self._live
+
+    def begin(self, state: RunState) -> RunState:
+        """A searcher that was told nothing."""
+        return state.with_data(self.name, self._fresh().state())
+
+    def rounds_left(self, state: RunState) -> int:
+        """At least one more while the searcher asks for candidates."""
+        return 1 if self._searcher(state).ask() else 0
+
+    def plan(self, state: RunState) -> Plan:
+        """The generation's candidates, to the server's workers or to a cohort of clients."""
+        candidates = self._searcher(state).ask()
+        if not self.federated:
+            return Plan(self._central(state, candidates), SUPERNET, chunk_size=1)
+        pending = state.data.get(self._pending, [])
+        assignments = self._clients(state, candidates, len(pending))
+        if self.config.compare_with_central and len(pending) == 0:
+            assignments += self._central(state, candidates)
+        return Plan(assignments, SUPERNET, chunk_size=1)
+
+    @property
+    def _pending(self) -> str:
+        return f"{self.name}/{CLIENT_SCORES}"
+
+    def _central(self, state: RunState, candidates: Sequence[Architecture]) -> list[Assignment]:
+        size, version = self.config.candidates_per_task, state.version(SUPERNET)
+        groups = [tuple(candidates[i : i + size]) for i in range(0, len(candidates), size)]
+        tasks = [ScoreSubnets(group, version, share=self.config.validation_share) for group in groups]
+        return [for_server(self.name, state.round, task) for task in tasks]
+
+    def _clients(self, state: RunState, candidates: Sequence[Architecture], part: int) -> list[Assignment]:
+        cohort = self._cohort(state.round - part, part)
+        sent_bytes = bytes_of(extract(state.weights(SUPERNET), self._union(candidates)))
+        task = ScoreSubnets(tuple(candidates), state.version(SUPERNET), sent_bytes=sent_bytes)
+        ordered = in_plan_order(self.world, cohort.client_ids)
+        return [assign(self.world, self.name, state.round, cohort, c, task) for c in ordered]
+
+    def _cohort(self, first_round: int, part: int) -> Cohort:
+        """The part-th cohort of a generation: one draw for the whole generation keeps its clients distinct."""
+        size = self.config.clients_per_round
+        wanted = size * self.config.scoring_rounds
+        whole = choose_cohort(self.world, self.name, first_round, self.goal.eligible, wanted, UNIFORM, {})
+        own = tuple(c for i, c in enumerate(whole.client_ids) if i % self.config.scoring_rounds == part)
+        return Cohort(own, whole.probability, whole.reason)
+
+    def _union(self, candidates: Iterable[Architecture]) -> Mapping[str, Any]:
+        """Slices of the smallest supernet that holds all candidates: the union of their operators, sent once."""
+        space = with_subspaces(self.world.space, "scoring=federated")
+        kept = tuple(tuple(sorted(set(options))) for options in zip(*candidates, strict=True))
+        return space.subspace_slices(kept)
+
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+        """Tells the searcher once all of a generation's scores are there."""
+        central = [r for r in result.reports if r.client_id is None]
+        if not self.federated:
+            return Merged(self._tell(state, _scores(central)))
+        pending = [*state.data.get(self._pending, []), _scores(r for r in result.reports if r.client_id is not None)]
+        rows: list[Row] = []
+        if central:
+            state = state.with_data(f"{self.name}/central", _scores(central))
+        if len(pending) < self.config.scoring_rounds:
+            return Merged(state.with_data(self._pending, pending))
+        scores = _pooled(pending)
+        if self.config.compare_with_central:
+            rows.append(self._tau_row(scores, state.data[f"{self.name}/central"]))
+        return Merged(self._tell(state.with_data(self._pending, []), scores), rows)
+
+    def _tell(self, state: RunState, scores: "Scores") -> RunState:
+        searcher = self._searcher(state)
+        candidates = searcher.ask()
+        nothing = (float("nan"), float("nan"), 0)
+        values = [scores.get(architecture_id(a), nothing) for a in candidates]
+        # A diverged model has an accuracy, too (that of its first class): without a loss it has failed.
+        metrics = [metric if math.isfinite(loss) else math.nan for loss, metric, _ in values]
+        searcher.tell(candidates, metrics, [loss for loss, _, _ in values])
+        return state.with_data(self.name, searcher.state())
+
+    def _tau_row(self, scores: "Scores", central: "Scores") -> Row:
+        names = [n for n in scores if n in central and all(map(math.isfinite, (*scores[n][:2], *central[n][:2])))]
+        tau = math.nan  # of fewer than two models
+        if len(names) > 1:
+            tau, _ = kendall_tau([scores[n][1] for n in names], [central[n][1] for n in names])
+        values = {"model": "supernet", "tier": self.goal.name, "split": "validation", "metric": "kendall_tau_federated"}
+        return "evaluations", {**values, "value": tau, "samples": len(names)}
+
+    def end(self, state: RunState) -> Merged:
+        """The winner, and every candidate as a row, marked if it is on the final front."""
+        history = self._searcher(state).history
+        feasible = [s for s in history if s.feasible]
+        if len(history) < self.budget:
+            # A small tier, or a sampler that finds nothing new in it: no mistake, but fewer than the figures suggest.
+            logger.warning("%s: the search asked for %d models and found %d", self.goal.name, self.budget, len(history))
+        front = {s.architecture for s in pareto_front(history)}
+        rows = candidate_rows(self.world, self.goal.name, history, front)
+        if feasible:
+            winners = {**state.data.get(WINNERS, {}), self.goal.name: architecture_id(winner(feasible).architecture)}
+            state = state.with_data(WINNERS, winners)
+        # The rows hold the history from here on; every further checkpoint would carry it along.
+        return Merged(state.without_data(self.name, self._pending, f"{self.name}/central"), rows)
+
+
+Scores = dict[str, Any]
+"""Per architecture its loss, metric and number of samples."""
+
+
+def _scores(reports: Iterable[Report]) -> Scores:
+    """Scores pooled over reports, weighted by samples; a failed report gives none."""
+    by_name: dict[str, dict[str, list[Measurement]]] = {}
+    for report in reports:
+        for m in report.measurements:
+            by_name.setdefault(m.architecture, {}).setdefault(m.metric, []).append(m)
+    return {name: _weighted(values["loss"], values["accuracy"]) for name, values in by_name.items()}
+
+
+def _weighted(losses: list[Measurement], metrics: list[Measurement]) -> tuple[float, float, int]:
+    samples = np.array([m.samples for m in losses], dtype=np.float64)
+    total = samples.sum()
+    if total == 0:
+        return (float("nan"), float("nan"), 0)
+    loss = float(sum(m.value * m.samples for m in losses if m.samples) / total)
+    metric = float(sum(m.value * m.samples for m in metrics if m.samples) / total)
+    return (loss, metric, int(total))
+
+
+def _pooled(parts: Sequence[Scores]) -> Scores:
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    pooled: Scores = {}
+    for name in names:
+        values = [part[name] for part in parts if name in part and part[name][2] > 0]
+        samples = sum(v[2] for v in values)
+        if samples:
+            means = [sum(v[i] * v[2] for v in values) / samples for i in (0, 1)]
+            pooled[name] = (means[0], means[1], samples)
+    return pooled

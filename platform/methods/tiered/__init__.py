@@ -1,0 +1,1 @@
+"""Methods that end with a model per tier, or one for all."""

@@ -1,0 +1,58 @@
+"""FedAvg of one architecture (McMahan et al. 2017), and with other rules in its slots FedProx, FedAdam and the like.
+
+weights <- fresh
+in every round: the selected clients train the weights on their data (local rule),
+                the server averages what they send (weighting) and makes its step (server rule)
+in the end: the weights are scored on the test set, and on every client's own test data
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import ScoreSubnet
+from fedloom.platform.clients.trainer import Train
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.training import Round, Slots, TrainingStage, from_generator, to_all
+from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.method import Method
+from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
+from fedloom.platform.methods.stages.given import given_architecture
+
+MODEL = "fedavg"
+"""The stage, its bag, and the model in the tables."""
+
+
+@dataclass
+class FedAvgConfig:
+    """One architecture, trained by all clients from fresh weights."""
+
+    name: str = "fedavg"
+    architecture: Annotated[str | None, "smallest, largest, or options such as 0-0-3; null: the space's first"] = None
+    train: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluate: Annotated[bool, "whether the model is scored and kept in the end"] = True
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+def stages(config: FedAvgConfig, world: World) -> list[Stage]:
+    """Training, then the final evaluation."""
+    check_training(config.train, "method.train", world.num_clients)
+    subnet = Subnet(given_architecture(world, config.architecture), stand_alone=True)
+    rules = rules_of(config.train, "method.train")
+
+    def client(round_: Round) -> Train:
+        return Train(subnet, round_.local, rules.weighting, rule=rules.local)
+
+    slots = Slots(
+        initial=from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), MODEL),
+        assign=to_all(client),
+        score=lambda _state: [ScoreSubnet(subnet, MODEL, "validation")],
+    )
+    training = TrainingStage(world, config.train, rules, slots, name=MODEL, bag=MODEL)
+    job = EvaluationJob("", MODEL, subnet, MODEL, everybody(world), kept=MODEL)
+    evaluation = EvaluationStage(world, config.evaluation, lambda _state: [job])
+    return [training, evaluation] if config.evaluate else [training]
+
+
+METHOD = Method(FedAvgConfig, stages, kind="shared", lacks=("candidates",))

@@ -1,0 +1,300 @@
+"""FedorAS: federated search of an architecture per tier of devices (Dudziak et al., TMLR 2022).
+
+1. train    the supernet: each client receives a random subspace that its communication budget allows, trains one
+            random path of it per batch that its tier affords, and operators are averaged by the samples that went
+            through them (OPA)
+2. search   per tier: the supernet's paths within the tier's bounds, scored with its weights
+3. finetune per tier: FedAvg of the winner, from the supernet's weights, by the clients of that tier and above
+(rand_init) the same from fresh weights, as a baseline
+4. evaluate every tier's models
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, cast
+
+import numpy as np
+from torch import Tensor
+
+from fedloom.platform.clients.execution import Assignment, places_of
+from fedloom.platform.clients.networks import Account, Network, Subnet
+from fedloom.platform.clients.path_samplers import SAMPLERS, PathSampler, path_sampler
+from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
+from fedloom.platform.clients.subspace import UNITS, CommunicationBudget, sample_subspace
+from fedloom.platform.clients.trainer import Train
+from fedloom.platform.clients.training import Trained
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.planning import training_budget
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training import (
+    SUPERNET,
+    Round,
+    Slots,
+    Tasks,
+    TrainingStage,
+    fresh_supernet,
+    from_generator,
+    to_all,
+)
+from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.method import Method, SharedTraining
+from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
+from fedloom.platform.methods.stages.tier_search import TierSearchConfig, TierSearchStage, tier_goals, winner_of
+from fedloom.platform.seeding import stream
+from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, OneOf
+from fedloom.platform.spaces.offers import HasSubspaces, with_subspaces
+from fedloom.platform.spaces.slices import Subspace, Weights, extract, subspace_id
+from fedloom.tiers.costs import size_of
+
+FROM_SUPERNET = "supernet_init"
+"""The model that is cut from the supernet as it is; the others have a bag of their own."""
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CommunicationConfig:
+    """What a client may receive."""
+
+    unit: Annotated[str, OneOf(UNITS), "fraction of the supernet's parameters, a number of parameters, or bytes"] = (
+        "fraction"
+    )
+    value: Annotated[float, POSITIVE, "how much of it"] = 0.5
+
+
+@dataclass
+class SupernetConfig(TrainingConfig):
+    """Stage 1 (FedorAS, Tab. 9)."""
+
+    rounds: Annotated[int, ZERO_OR_MORE, "rounds"] = 500
+    epochs: Annotated[int, ONE_OR_MORE, "passes of a client over its training data per round"] = 50
+    batch_size: Annotated[int, ONE_OR_MORE, "samples per step; a path is drawn for each"] = 128
+    min_contributors: Annotated[int, ONE_OR_MORE, "operators that fewer clients trained keep their weights"] = 2
+    weighting: Annotated[str, "how much a client's tensors count in the mean"] = "opa"
+    paths: Annotated[str, OneOf(SAMPLERS), "how paths within a budget are drawn"] = "greedy"
+    evaluate_paths: Annotated[int, ZERO_OR_MORE, "random paths that are scored on validation data"] = 8
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+
+
+def _finetune() -> TrainingConfig:
+    return TrainingConfig(rounds=100, clients_per_round=6, lr=0.01, schedule="cosine")
+
+
+def _rand_init() -> TrainingConfig:
+    return TrainingConfig(rounds=500, lr=0.1, schedule="cosine")
+
+
+@dataclass
+class FedorASConfig:
+    """The three stages and the rand-init baseline; a stage with `rounds` 0 is passed over."""
+
+    name: str = "fedoras"
+    train: SupernetConfig = field(default_factory=SupernetConfig)
+    search: TierSearchConfig = field(default_factory=TierSearchConfig)
+    finetune: TrainingConfig = field(default_factory=_finetune)
+    rand_init: TrainingConfig = field(default_factory=_rand_init)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+# -- what a client trains ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Paths:
+    """A part of the supernet that is trained along one random path per batch.
+
+    Attributes:
+        kept: the operators that were sent.
+        budget: greatest cost of a path, in the run's cost measure.
+        sampler: the path sampler's name.
+    """
+
+    kept: Subspace
+    budget: float
+    sampler: str = "greedy"
+
+    def on(self, worker: Worker, assignment: Assignment) -> Network:
+        """The supernet module, called along another path for every batch."""
+        space = with_subspaces(worker.space, "fedoras")
+        return PathsNetwork.of(worker, assignment, space, self)
+
+    def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
+        """The same paths are drawn for the same batches."""
+        sampler, rng = self.draws(worker, assignment)
+        macs = sum(worker.spec.macs_table.cost(sampler.sample(rng)) * size for size in batches)
+        size_bytes, parameters = (size_of(worker.space.cost_table(m), self.kept) for m in ("bytes", "parameters"))
+        return Account(macs, size_bytes, int(parameters), subspace=subspace_id(self.kept))
+
+    def draws(self, worker: Worker, assignment: Assignment) -> tuple[PathSampler, np.random.Generator]:
+        """The sampler and the stream of the client's paths."""
+        sampler = path_sampler(self.sampler, worker.spec.cost_table, self.kept, self.budget)
+        return sampler, stream(worker.spec.training_seed, "paths", *places_of(assignment))
+
+
+@dataclass(frozen=True)
+class PathsNetwork(Network):
+    """Counts what goes through each operator, and what that costs."""
+
+    owner_of: Mapping[str, tuple[int, int] | None] = field(default_factory=dict)
+    through: Counter[tuple[int, int]] = field(default_factory=Counter)
+    spent_macs: list[float] = field(default_factory=lambda: [0.0])
+
+    @classmethod
+    def of(cls, worker: Worker, assignment: Assignment, space: HasSubspaces, paths: Paths) -> "PathsNetwork":
+        """The network of one client's training."""
+        module, macs_of = worker.supernet, worker.spec.macs_table.cost
+        sampler, rng = paths.draws(worker, assignment)
+        through: Counter[tuple[int, int]] = Counter()
+        spent_macs = [0.0]
+
+        def forward(x_B: Tensor) -> Tensor:
+            path = sampler.sample(rng)
+            through.update(dict.fromkeys(enumerate(path), len(x_B)))
+            spent_macs[0] += macs_of(path) * len(x_B)
+            return cast(Tensor, module(x_B, path))
+
+        return cls(
+            module,
+            forward,
+            space.subspace_slices(paths.kept),
+            macs=0.0,
+            subspace=subspace_id(paths.kept),
+            owner_of=space.owner_of,
+            through=through,
+            spent_macs=spent_macs,
+        )
+
+    def macs_of(self, figures: Trained) -> float:
+        """Those of the paths that were drawn."""
+        del figures
+        return self.spent_macs[0]
+
+    def seen(self, figures: Trained) -> Mapping[str, int]:
+        """Every sample goes through the fixed part; through an operator those whose path had it."""
+        owners = {name: self.owner_of[name] for name in self.slices}
+        whole, through = figures.seen_samples, self.through
+        return {name: whole if owner is None else through.get(owner, 0) for name, owner in owners.items()}
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
+    """Stage 1: each selected client gets a subspace of its own, and its tier's budget."""
+    with_subspaces(world.space, "fedoras")
+    budget = CommunicationBudget(config.communication.unit, config.communication.value)
+    sizes, limit = budget.resolve(world.space)
+    _check_tiers(world, config, budget)
+    rules = rules_of(config, "method.train")
+
+    def give(round_: Round) -> Tasks:
+        return Tasks([client(round_, c) for c in round_.client_ids])
+
+    def client(round_: Round, client_id: int) -> Train:
+        rng = stream(world.config.seed_for("training"), "subspace", round_.stage, round_.index, client_id)
+        train_budget = training_budget(world, client_id, round_.stage, round_.index)
+        kept = sample_subspace(sizes, limit, rng, world.cost_table, train_budget)
+        return Train(Paths(kept, train_budget, config.paths), round_.local, rules.weighting, rule=rules.local)
+
+    def score(state: RunState) -> list[ScoreSubnets]:
+        rng = stream(world.config.seed_for("search"), "evaluate_paths")
+        paths = tuple(world.space.sample(rng) for _ in range(config.evaluate_paths))
+        return [ScoreSubnets(paths, state.version(SUPERNET))]
+
+    slots = Slots(initial=fresh_supernet(world), assign=give, score=score)
+    return TrainingStage(world, config, rules, slots, name=SUPERNET)
+
+
+def _check_tiers(world: World, config: SupernetConfig, budget: CommunicationBudget) -> None:
+    """Refuses, before anything is written, what no client of a tier could ever do."""
+    table = world.cost_table
+    sizes, limit = budget.resolve(world.space)
+    for tier in world.tiers:
+        if tier.upper < table.smallest:
+            raise ValueError(
+                f"{tier.name} may spend {tier.upper:.6g} {table.measure}, the smallest path costs "
+                f"{table.smallest:.6g}: raise its upper bound"
+            )
+        kept = sample_subspace(sizes, limit, stream(0, "check"), table, tier.upper)
+        path_sampler(config.paths, table, kept, tier.upper)
+
+
+def tier_stage(world: World, config: TrainingConfig, tier: int, model: str, key: str) -> TrainingStage:
+    """Stage 3, or rand-init: FedAvg of a tier's winner by the clients of the tier and above."""
+    name, space = world.tiers[tier].name, world.space
+    rules = rules_of(config, key)
+
+    def subnet(state: RunState) -> Subnet:
+        architecture = winner_of(state, name)
+        assert architecture is not None, "a stage without a winner has no rounds"
+        return Subnet(architecture, stand_alone=True)
+
+    def initial(state: RunState) -> Weights | None:
+        architecture = winner_of(state, name)
+        if architecture is None:  # a tier that holds no model
+            return None
+        if model == "rand_init":
+            draw = from_generator(world, lambda g: space.initial_subnet_weights(architecture, g), model, name)
+            return draw(state)
+        cut = extract(state.weights(SUPERNET), space.slices(architecture))
+        return {tensor_name: tensor.clone() for tensor_name, tensor in cut.items()}
+
+    def client(round_: Round) -> Train:
+        return Train(subnet(round_.state), round_.local, rules.weighting, rule=rules.local)
+
+    slots = Slots(
+        initial=initial,
+        assign=to_all(client),
+        eligible=world.eligible_by_tier[tier],
+        score=lambda state: [ScoreSubnet(subnet(state), model, "validation")],
+        tier=name,
+    )
+    return TrainingStage(world, config, rules, slots, name=f"{model}/{name}", bag=bag_name(name, model))
+
+
+def bag_name(tier: str, model: str) -> str:
+    """The bag of a tier's model."""
+    return f"{tier}-{model}"
+
+
+def tier_jobs(world: World, state: RunState, models: Sequence[str]) -> list[EvaluationJob]:
+    """For every tier with a winner its models: `supernet_init`, or those with a bag of their own."""
+    jobs: list[EvaluationJob] = []
+    for index, tier in enumerate(world.tiers):
+        architecture = winner_of(state, tier.name)
+        if architecture is None:
+            continue
+        own = np.flatnonzero(world.tier_of_client == index)
+        for model in models:
+            cut = model == FROM_SUPERNET
+            bag = SUPERNET if cut else bag_name(tier.name, model)
+            subnet = Subnet(architecture, stand_alone=not cut)
+            jobs.append(EvaluationJob(tier.name, model, subnet, bag, own, f"{tier.name}-{model}"))
+    return jobs
+
+
+def stages(config: FedorASConfig, world: World) -> list[Stage]:
+    """The stages in their order; every tier has its own search, fine-tuning and rand-init run."""
+    for name, stage in (("train", config.train), ("finetune", config.finetune), ("rand_init", config.rand_init)):
+        check_training(stage, f"method.{name}", world.num_clients)
+    tiers = range(len(world.tiers))
+    sequence: list[Stage] = [supernet_stage(world, config.train)]
+    sequence += [TierSearchStage(world, config.search, goal) for goal in tier_goals(world, config.search)]
+    sequence += [tier_stage(world, config.finetune, tier, "fine_tuned", "method.finetune") for tier in tiers]
+    models = [FROM_SUPERNET, "fine_tuned"]
+    if config.rand_init.rounds:
+        sequence += [tier_stage(world, config.rand_init, tier, "rand_init", "method.rand_init") for tier in tiers]
+        models.append("rand_init")
+    sequence.append(EvaluationStage(world, config.evaluation, lambda state: tier_jobs(world, state, models)))
+    return sequence
+
+
+def _shared_training(_config: FedorASConfig) -> SharedTraining:
+    """Stage 1; what comes after it only reads the supernet."""
+    return SharedTraining(later=("search", "finetune", "rand_init", "evaluation"))
+
+
+METHOD = Method(FedorASConfig, stages, kind="tiers", shared_training=_shared_training)

@@ -1,0 +1,204 @@
+"""What a setting may be: ranges and choices beside the field that they belong to, checked in one place.
+
+A field of a configuration says so in its type, and so does a keyword of a function that is chosen by name:
+
+    lr: Annotated[float, Range(above=0), "the clients' learning rate"] = 0.1
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from fedloom.platform.plugins import Chosen, Slot, nearest
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that are allowed: from `least` or `above` (excluded) to `most` or `below` (excluded).
+
+    Of a list every number has to be inside. NaN never is, and infinity only if `infinite`.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    infinite: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether a number is allowed."""
+        if math.isnan(value) or (math.isinf(value) and not self.infinite):
+            return False
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        least, above, most, below = (None if v is None else f"{v:g}" for v in self._bounds)
+        upper = [f"at most {most}"] if most is not None else [f"below {below}"] if below is not None else []
+        if above is not None:
+            return " and ".join([f"above {above}", *upper]) if upper else f"greater than {above}"
+        if least is None:
+            return upper[0] if upper else "finite"
+        if most is not None:
+            return f"between {least} and {most}"
+        if upper:
+            return f"{least} or more and {upper[0]}"
+        return f"{least} or more" if self.least == 0 else f"at least {least}"
+
+    @property
+    def _bounds(self) -> tuple[float | None, ...]:
+        return self.least, self.above, self.most, self.below
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The names that are allowed."""
+
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.names)}"
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A name of something built in, or the import path of a user's own; `kind` says of what, such as `server rule`."""
+
+    kind: str
+
+    def __str__(self) -> str:
+        return f"a {self.kind}, or module:name"
+
+
+POSITIVE = Range(above=0)
+ZERO_OR_MORE = Range(least=0)
+ONE_OR_MORE = Range(least=1)
+SHARE = Range(above=0, most=1)
+PART = Range(least=0, most=1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting as people see it; `allowed` is None where the type says all."""
+
+    key: str
+    kind: str
+    default: Any
+    allowed: Range | OneOf | Brought | None = None
+    help: str = ""
+
+
+def settings_of(config: Any, prefix: str = "") -> Iterator[Setting]:
+    """Every setting of a configuration, nested ones too, by its dotted key and in the order of the fields."""
+    for name, annotation in _annotations(type(config)).items():  # type: ignore[arg-type]  # classes can be hashed
+        value = getattr(config, name)
+        if is_dataclass(value) and not isinstance(value, type):
+            yield from settings_of(value, f"{prefix}{name}.")
+        else:
+            yield described(f"{prefix}{name}", annotation, value)
+
+
+def described(key: str, annotation: Any, default: Any) -> Setting:
+    """A setting from its annotation."""
+    kind, marks = _taken_apart(annotation)
+    allowed = next((m for m in marks if isinstance(m, Range | OneOf | Brought)), None)
+    text = next((m for m in marks if isinstance(m, str)), "")
+    return Setting(key, _type_name(kind), default, allowed, text)
+
+
+def check_settings(config: Any, prefix: str = "") -> None:
+    """Raises ValueError naming the first setting that is out of its range, or a number that is not finite."""
+    for setting in settings_of(config, prefix):
+        check_value(setting, setting.default)
+
+
+def check_value(setting: Setting, value: Any) -> None:
+    """Raises ValueError if the value is not allowed for this setting; null is where its type says so."""
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+    for each in values:
+        if isinstance(each, str) and isinstance(setting.allowed, OneOf) and each not in setting.allowed.names:
+            names = list(setting.allowed.names)
+            raise ValueError(
+                f"{setting.key}={each}: must be one of {', '.join(names)}{nearest(each, names, cutoff=0.75)}"
+            )
+        if isinstance(each, int | float) and not isinstance(each, bool):
+            allowed = setting.allowed if isinstance(setting.allowed, Range) else Range()
+            if not allowed.holds(each):
+                raise ValueError(f"{setting.key}={value}: must be {allowed}")
+
+
+def converted(setting: Setting, annotation: Any, value: Any) -> Any:
+    """A value given for a keyword of this annotation, with its type: whole numbers serve as fractions.
+
+    Raises ValueError for another type, or a value out of range.
+    """
+    kind, _ = _taken_apart(annotation)
+    allowed = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    plain = tuple(get_origin(k) or k for k in allowed)
+    exact = isinstance(value, plain) and not (isinstance(value, bool) and bool not in plain)
+    if Any not in allowed and not exact:
+        raise ValueError(f"{setting.key}={value!r}: must be a {setting.kind}")
+    check_value(setting, value)
+    return value
+
+
+@cache
+def _annotations(config: type) -> Mapping[str, Any]:
+    hints = get_type_hints(config, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(config)}
+
+
+def _taken_apart(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    if get_origin(annotation) is Annotated:
+        kind, *marks = get_args(annotation)
+        return kind, tuple(marks)
+    return annotation, ()
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join("null" if k is NoneType else _type_name(k) for k in get_args(kind))
+    if get_origin(kind) in (list, dict):
+        inner = ", ".join(_type_name(k) for k in get_args(kind))
+        return f"{get_origin(kind).__name__}[{inner}]" if inner else str(get_origin(kind).__name__)
+    names = {str: "text", bool: "true or false", Any: "any", int: "int", float: "float"}
+    return names.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def chosen(slots: Sequence[tuple[Slot[Any], str]], options: Mapping[str, Any], key: str) -> list[Chosen]:
+    """Each slot's choice with those of the options that it has; `key` is the configuration key of the options.
+
+    Raises ValueError for a choice that is not there, an option that none of them has, one that is missing, and a value
+    of the wrong type or out of range.
+    """
+    found = []
+    known: dict[str, str] = {}
+    for slot, name in slots:
+        own = dict(_options(slot, name, options, key))
+        known |= dict.fromkeys(slot.options_of(name), f"{slot.kind} {name}")
+        found.append(Chosen(name, tuple(sorted(own.items()))))
+    for option in options:
+        if option not in known:
+            choices = ", ".join(f"{slot.kind} {name}" for slot, name in slots)
+            there = f"the options are {', '.join(known)}" if known else "they have no options"
+            raise ValueError(f"{key}.{option}: not an option of {choices}; {there}{nearest(option, [*known])}")
+    return found
+
+
+def _options(slot: Slot[Any], name: str, given: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
+    for parameter in slot.options_of(name).values():
+        annotation = Any if parameter.annotation is parameter.empty else parameter.annotation
+        setting = described(f"{key}.{parameter.name}", annotation, parameter.default)
+        if parameter.name in given:
+            yield parameter.name, converted(setting, annotation, given[parameter.name])
+        elif parameter.default is parameter.empty:
+            raise ValueError(f"{setting.key} is missing: {slot.kind} {name} needs it, a {setting.kind}")

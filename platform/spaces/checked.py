@@ -1,0 +1,56 @@
+"""Whether what a user's function returns is a search space: tried on two samples before anything depends on it."""
+
+import torch
+from torch import nn
+
+from fedloom.platform.plugins import PluginError, blaming
+from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.offers import lacking
+from fedloom.platform.spaces.slices import Architecture, extract
+from fedloom.platform.spaces.space_config import SpaceConfig
+
+SAMPLES = 2
+
+
+def check_space(space: SearchSpace, config: SpaceConfig) -> None:
+    """Raises PluginError for something that is no space, and for networks that do not give logits of the classes.
+
+    The smallest and the largest subnet are built, cut from fresh supernet weights, and run on zeros, and so is the
+    supernet.
+    """
+    missing = lacking(space, SearchSpace)
+    if missing:
+        raise PluginError(
+            f"space {config.name!r} returns {type(space).__name__}, which has no {', '.join(missing[:6])}: derive it "
+            "from fedloom.platform.spaces.base.SearchSpace, which works most of that out"
+        )
+    with blaming("space", config.name):
+        extremes = (space.smallest, space.largest)
+        weights = space.initial_weights(torch.Generator().manual_seed(0))
+        x = torch.zeros((SAMPLES, *space.input_shape), dtype=space.input_dtype)
+        supernet = _loaded(space.build_supernet(), weights)
+    for architecture in dict.fromkeys(extremes):
+        with blaming("space", config.name):
+            cut = extract(weights, space.slices(architecture))
+            subnet = _loaded(space.build_subnet(architecture), cut)
+            outputs = {"subnet": subnet(x), "supernet": supernet(x, architecture)}
+        for what, logits in outputs.items():
+            _check_logits(logits, config, what, architecture)
+
+
+def _loaded(module: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:
+    module.load_state_dict({name: tensor.clone() for name, tensor in weights.items()})
+    return module.eval().requires_grad_(False)
+
+
+def _check_logits(logits: object, config: SpaceConfig, what: str, architecture: Architecture) -> None:
+    where = f"space {config.name!r}: the {what} of architecture {'-'.join(map(str, architecture))}"
+    if not isinstance(logits, torch.Tensor):
+        raise PluginError(f"{where} gives {type(logits).__name__}, not logits")
+    if logits.dim() < 2 or tuple(logits.shape[:2]) != (SAMPLES, config.num_classes):
+        raise PluginError(
+            f"{where} gives the shape {tuple(logits.shape)} for {SAMPLES} samples: expected ({SAMPLES}, "
+            f"{config.num_classes}), one logit per class of space.num_classes"
+        )
+    if not bool(torch.isfinite(logits).all()):
+        raise PluginError(f"{where} gives logits that are not finite for inputs of zeros")

@@ -1,0 +1,86 @@
+"""The network of the cells that second-order DARTS found, trained as it is (Liu et al. 2019)."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from fedloom.platform.spaces.darts import DARTS
+from fedloom.platform.spaces.darts_network import DartsDesign, DartsNetwork
+from fedloom.platform.spaces.fixed import FixedSpace
+from fedloom.platform.spaces.slices import Architecture, Subspace
+from fedloom.platform.spaces.space_config import Spaces, from_design
+
+Genotype = tuple[tuple[str, int], ...]
+"""A cell as it is published: (operator, source), two per node, the first node's first."""
+
+DARTS_V2_CELLS: tuple[Genotype, Genotype] = (
+    (
+        ("sep_conv_3x3", 0), ("sep_conv_3x3", 1), ("sep_conv_3x3", 0), ("sep_conv_3x3", 1),
+        ("sep_conv_3x3", 1), ("skip_connect", 0), ("skip_connect", 0), ("dil_conv_3x3", 2),
+    ),
+    (
+        ("max_pool_3x3", 0), ("max_pool_3x3", 1), ("skip_connect", 2), ("max_pool_3x3", 1),
+        ("max_pool_3x3", 0), ("skip_connect", 2), ("skip_connect", 2), ("max_pool_3x3", 1),
+    ),
+)  # fmt: skip
+"""Normal and reduction cell that second-order DARTS found on CIFAR-10 (Liu et al. 2019, Fig. 4 and 5)."""
+
+
+@dataclass(frozen=True)
+class DartsV2Design:
+    """The network of the cells `DARTS_V2_CELLS`, see `DartsDesign` for the sizes.
+
+    Pooling is followed by a norm, as in the search network; Liu et al. evaluate without.
+
+    Raises:
+        ValueError: a size that cannot be built.
+    """
+
+    name: str = "darts_v2"
+    input_shape: tuple[int, int, int] = (3, 32, 32)
+    num_classes: int = 10
+    cells: int = 20
+    channels: int = 36
+
+    def __post_init__(self) -> None:
+        _ = self.darts
+
+    @property
+    def darts(self) -> DartsDesign:
+        """The space that the network is a subspace of."""
+        return DartsDesign(
+            self.name, self.input_shape, self.num_classes, self.cells, self.channels, operators=DARTS, affine=True
+        )
+
+    def build(self) -> nn.Module:
+        """The network, see `FixedDarts`."""
+        return FixedDarts(self.darts, kept_by(self.darts, DARTS_V2_CELLS))
+
+
+def kept_by(design: DartsDesign, cells: tuple[Genotype, Genotype]) -> Subspace:
+    """The subspace of a normal and a reduction cell as they are published: edges that they do not name are pruned."""
+    rows: list[tuple[int, ...]] = []
+    for first, cell in zip((0, len(design.edges)), cells, strict=True):
+        operators = {(source, 2 + place // 2): name for place, (name, source) in enumerate(cell)}
+        for decision, edge in enumerate(design.edges, start=first):
+            names = design.operator_names[decision]
+            rows.append((names.index(operators[edge]),) if edge in operators else ())
+    return tuple(rows)
+
+
+class FixedDarts(DartsNetwork):
+    """A network of cells that always uses all that it holds: `forward(x_NCHW)` gives logits (N, classes)."""
+
+    def forward(  # type: ignore[override]  # there is nothing to choose
+        self,
+        x: Tensor,
+        architecture: Architecture | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        return super().forward(x)
+
+
+DARTS_V2 = DartsV2Design()
+DARTS_V2_SMALL = DartsV2Design("darts_v2_small", cells=5, channels=8)
+
+SPACES: Spaces = {design.name: partial(from_design, FixedSpace, design) for design in (DARTS_V2, DARTS_V2_SMALL)}

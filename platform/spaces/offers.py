@@ -1,0 +1,117 @@
+"""What methods need of a space beyond architectures and slices, and the refusal of one that does not offer it."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace
+
+
+class HasSubspaces(SearchSpace, Protocol):
+    """Options have tensors of their own, so that a part of the supernet can be sent that holds some of them."""
+
+    @property
+    def owner_of(self) -> Mapping[str, tuple[int, int] | None]:
+        """The (decision, option) that each supernet tensor belongs to, None for the fixed part."""
+        ...
+
+    @property
+    def largest_subspace(self) -> Subspace:
+        """Every option of every decision."""
+        ...
+
+    def subspace_slices(self, kept: Subspace) -> SliceMap:
+        """The tensors of the fixed part and of the kept options, as slices of the supernet."""
+        ...
+
+
+class SumsOptions(HasSubspaces, Protocol):
+    """Any options of a decision may be kept, none included, and are added up: `forward(x, kept, mix)`."""
+
+    sums_options: bool
+
+    @property
+    def operator_names(self) -> tuple[tuple[str, ...], ...]:
+        """The options' names per decision."""
+        ...
+
+
+class HasCells(SumsOptions, Protocol):
+    """Decisions are the edges of cells, the same in all cells of a type: `forward(x, kept, mix, base_cells)`."""
+
+    @property
+    def num_cells(self) -> int:
+        """How many cells the network has, one after the other."""
+        ...
+
+    def cell_type(self, cell: int) -> str:
+        """The type of a cell."""
+        ...
+
+    def decisions(self, cell_type: str) -> range:
+        """The decisions of a cell type."""
+        ...
+
+    def edges(self, cell_type: str) -> tuple[tuple[int, int], ...]:
+        """(source, node) per decision of a cell type."""
+        ...
+
+    def base_tensors(self, base_cells: int) -> tuple[str, ...]:
+        """Names of the tensors before the first cell and of the first `base_cells` cells."""
+        ...
+
+    def cost_of_cells(self, measure: str, kept: Subspace, base_cells: int) -> float:
+        """Cost of a network whose first `base_cells` cells keep everything and whose others keep `kept`."""
+        ...
+
+
+class HasDepths(SearchSpace, Protocol):
+    """Subnets differ in depth and width."""
+
+    def sample_depth(self, rng: Any) -> Architecture:
+        """A random depth, everything at its widest."""
+        ...
+
+
+def with_subspaces(space: SearchSpace, who: str) -> HasSubspaces:
+    """The space, if parts of its supernet can be sent; ValueError naming what it lacks."""
+    return cast(HasSubspaces, _offering(space, HasSubspaces, who, "cnn_cifar"))
+
+
+def summing_options(space: SearchSpace, who: str) -> SumsOptions:
+    """The space, if any options of a decision may be kept; ValueError naming what it lacks."""
+    return cast(SumsOptions, _offering(space, SumsOptions, who, "resnet18_modular or darts_s2"))
+
+
+def with_cells(space: SearchSpace, who: str) -> HasCells:
+    """The space, if it is one of cells; ValueError naming what it lacks."""
+    return cast(HasCells, _offering(space, HasCells, who, "darts_s2"))
+
+
+def with_depths(space: SearchSpace, who: str) -> HasDepths:
+    """The space, if its subnets differ in depth and width; ValueError naming what it lacks."""
+    return cast(HasDepths, _offering(space, HasDepths, who, "resnet_elastic"))
+
+
+def _offering(space: SearchSpace, what: type, who: str, such_as: str) -> SearchSpace:
+    missing = lacking(space, what)
+    if missing:
+        needed = (what.__doc__ or "").strip().splitlines()[0]
+        raise ValueError(
+            f"{who} cannot use space {space.name}, which has no {', '.join(missing)}. It needs a space like this: "
+            f"{needed} Choose {such_as}, for instance"
+        )
+    return space
+
+
+def lacking(space: object, what: type) -> list[str]:
+    """The public members of a protocol that an object does not have."""
+    return [name for name in _members(what) if not hasattr(space, name)]
+
+
+def _members(what: type) -> list[str]:
+    own: dict[str, None] = {}
+    for kind in reversed(what.__mro__):
+        if kind.__module__.startswith("fedloom."):
+            own |= dict.fromkeys(name for name in (*vars(kind), *vars(kind).get("__annotations__", {})))
+    return [name for name in own if not name.startswith("_")]
