@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from fedloom.experiments.exit_codes import CONFIGURATION, INFRASTRUCTURE, INTERRUPTED, OK, of_run_end
-from fedloom.experiments.terminal import stop_printing, while_read
+from fedloom.experiments.runs.huge_pages import prefer_huge_pages
+from fedloom.experiments.terminal.exit_codes import CONFIGURATION, INFRASTRUCTURE, INTERRUPTED, OK, of_run_end
+from fedloom.experiments.terminal.reading import stop_printing, while_read
 
 DESCRIPTION = """Federated architecture search across unequal devices.
 
@@ -46,15 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = INTERRUPTED
     sys.exit(code)
-
-
-def prefer_huge_pages() -> None:
-    """Asks torch to take large tensors in huge pages, in this process and the workers that it starts.
-
-    A supernet of 300 MB is 70 000 small pages, and touching each for the first time costs more than averaging does: it
-    makes a round's extraction and averaging a third faster. Torch looks at its first allocation.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class _WhileRead:
@@ -247,7 +239,7 @@ def _command(
 
 
 def _presets(command: str) -> str:
-    from fedloom.experiments.presets import ablations, experiments
+    from fedloom.experiments.runs.presets import ablations, experiments
 
     if command == "ablate":
         return "\nAblations: " + ", ".join(ablations()) + " (the README says which method each is for).\n"
@@ -258,13 +250,13 @@ def _presets(command: str) -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from fedloom.experiments.config import compose_config
+    from fedloom.experiments.runs.configuration import compose_config
 
     return _execute(args, compose_config(args.overrides), None)
 
 
 def _resume(args: argparse.Namespace) -> int:
-    from fedloom.experiments.config import change_stored, stored_config
+    from fedloom.experiments.runs.configuration import change_stored, stored_config
 
     run_id, config = stored_config(args.results, args.run)
     return _execute(args, change_stored(config, args.overrides), run_id)
@@ -274,7 +266,7 @@ def _execute(args: argparse.Namespace, config: Any, resume: str | None) -> int:
     from fedloom.actors.address import stay_on_loopback
 
     stay_on_loopback(config.ray.address)
-    from fedloom.experiments.launch import launch
+    from fedloom.experiments.runs.launch import launch
     from fedloom.experiments.show import RunView
 
     view = _WhileRead(RunView(quiet=args.json))
@@ -286,7 +278,7 @@ def _execute(args: argparse.Namespace, config: Any, resume: str | None) -> int:
 def _ablate(args: argparse.Namespace) -> int:
     from fedloom.actors.address import stay_on_loopback
     from fedloom.experiments.ablation.plan import override_text, plan_ablation
-    from fedloom.experiments.ablation.store import Ablation
+    from fedloom.experiments.store.ablations import Ablation
 
     given = args.resume if args.resume is not None else args.retry_failed
     ablation: Ablation
@@ -306,23 +298,24 @@ def _ablate(args: argparse.Namespace) -> int:
 
 def _describe(args: argparse.Namespace) -> int:
     from fedloom.experiments.describe import describe
-    from fedloom.experiments.show import show_description
+    from fedloom.experiments.terminal.output import show_facts
 
-    show_description(describe(args.overrides), as_json=args.json)
+    show_facts(describe(args.overrides), as_json=args.json)
     return OK
 
 
 def _prepare(args: argparse.Namespace) -> int:
     from fedloom.experiments.prepare import prepare
-    from fedloom.experiments.show import show_facts
+    from fedloom.experiments.terminal.output import show_facts
 
     show_facts(prepare(args.overrides), as_json=args.json)
     return OK
 
 
 def _report(args: argparse.Namespace) -> int:
-    from fedloom.experiments.report import ablation as of_ablation
-    from fedloom.experiments.report.report import report_json, summary_table, write_report
+    from fedloom.experiments.report.pages import ablation as of_ablation
+    from fedloom.experiments.report.pages.runs import summary_table, write_report
+    from fedloom.experiments.report.pages.values import report_json
     from fedloom.experiments.show import show_report
 
     results = _here(args, args.runs or None, tensors=False)
@@ -341,7 +334,7 @@ def _report(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from fedloom.experiments.export.export import export
     from fedloom.experiments.export.selection import Wanted
-    from fedloom.experiments.show import show_facts
+    from fedloom.experiments.terminal.output import show_facts
 
     wanted = Wanted(tier=args.tier, target=args.target, architecture=args.architecture, model=args.model)
     results = _here(args, [args.run], tensors=True)
@@ -379,7 +372,7 @@ def _teller(stream: TextIO) -> Callable[[str], None]:
 
 
 def _search(args: argparse.Namespace) -> int:
-    from fedloom.experiments.search import load_trained, search_trained, show
+    from fedloom.experiments.runs.search import load_trained, search_trained, show
 
     results = _here(args, [args.run], tensors=True)
     trained = load_trained(results, args.run).changed(samples=args.samples, min_tau=args.min_tau)

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.experiments.config import compose_config
-from fedloom.tiers.costs import size_of
+from fedloom.experiments.runs.configuration import compose_config
+from fedloom.platform.clients.subspace import size_of
 from fedloom.platform.federation.costs import measure_costs
 from fedloom.platform.federation.world import genome_of, sampled_costs, split_into_tiers
 from fedloom.platform.spaces.darts import DartsSpace

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fedloom.experiments.config import compose_config
+from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition

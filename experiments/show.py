@@ -1,7 +1,5 @@
 """What the terminal shows: one line per round, tables at the end, or one JSON object."""
 
-import json
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,45 +9,19 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from fedloom.actors.server import RunEnd
-from fedloom.experiments.ablation.store import STATUS as ABLATION_STATUS
-from fedloom.experiments.ablation.store import (
-    Ablation,
-    counted,
-    find_ablation,
-    is_ablation,
-    list_ablations,
-    trial_states,
-)
-from fedloom.experiments.report.report import ReportFiles, report_json, summary_table
+from fedloom.experiments.report.pages.files import ReportFiles
+from fedloom.experiments.report.pages.runs import summary_table
+from fedloom.experiments.report.pages.values import report_json
+from fedloom.experiments.store.ablations import Ablation, find_ablation, is_ablation, list_ablations
+from fedloom.experiments.store.trials import STATUS as ABLATION_STATUS
+from fedloom.experiments.store.trials import counted, trial_states
+from fedloom.experiments.terminal.output import as_bytes, as_time, console, where, write_json
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.status import read_status
 
-LOG_WIDTH = 110
 LONGEST_MESSAGE = 70
-
-
-def console(quiet: bool = False) -> Console:
-    """The terminal; where there is none (a log file), wide enough for a table."""
-    found = Console(highlight=False, soft_wrap=True, quiet=quiet)
-    return found if found.is_terminal else Console(highlight=False, soft_wrap=True, quiet=quiet, width=LOG_WIDTH)
-
-
-def as_bytes(size_bytes: float) -> str:
-    """A size for people, such as 3.2 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.3g} TB"
-
-
-def as_time(seconds: float) -> str:
-    """A duration for people, such as 2:05."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class RunView:
@@ -86,11 +58,6 @@ def _brought(results: str | Path, end: RunEnd) -> Path:
     return fetch(results, [end.run_id], tensors=False)
 
 
-def where(results: str | Path) -> str:
-    """The option that names the results, where they are not in the default folder."""
-    return "" if Path(results) == Path("results") else f" --results {shlex.quote(str(results))}"
-
-
 def round_line(p: RoundProgress) -> str:
     """One finished round in one line."""
     left_s = (p.rounds_total - p.round - 1) * p.wall_s
@@ -115,39 +82,6 @@ def _summary(results: Path, run_id: str) -> dict[str, Any]:
 
 def _print_summary(console: Console, results: Path, run_id: str) -> None:
     console.print(summary_table(results, run_id))
-
-
-def write_json(value: object) -> None:
-    """One JSON object on one line."""
-    sys.stdout.write(json.dumps(value) + "\n")
-
-
-def show_facts(facts: dict[str, Any], as_json: bool) -> None:
-    """Names and values."""
-    if as_json:
-        write_json(facts)
-        return
-    table = Table(show_header=False, box=None)
-    for name, value in facts.items():
-        table.add_row(name.replace("_", " "), _text(value))
-    console().print(table)
-
-
-def _text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.6g}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, dict):
-        return "  ".join(f"{k} {_text(v)}" for k, v in value.items())
-    if isinstance(value, list):
-        return "  ".join(_text(v) for v in value)
-    return str(value)
-
-
-def show_description(description: dict[str, Any], as_json: bool) -> None:
-    """A space in numbers."""
-    show_facts(description, as_json)
 
 
 def show_report(files: ReportFiles, table: RenderableType, figures: dict[str, Any], as_json: bool) -> None:

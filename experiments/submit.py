@@ -18,9 +18,9 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from fedloom.actors.cluster import SET_TOKEN
 from fedloom.experiments.ablation.config import PREFIX, load_ablation_config
-from fedloom.experiments.config import compose_config
-from fedloom.experiments.exit_codes import INFRASTRUCTURE, INTERRUPTED, OK
+from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.shipping import Shipment, plan_shipment, shipped, target_of
+from fedloom.experiments.terminal.exit_codes import INFRASTRUCTURE, INTERRUPTED, OK
 from fedloom.platform.federation.config import GENERATED, RunConfig
 
 Tell = Callable[[str], None]

@@ -16,8 +16,8 @@ from fedloom.platform.methods.fedoras import FedorASConfig
 from fedloom.platform.methods.search_stage import TierSearchConfig
 from fedloom.platform.methods.supernet_stage import SupernetConfig
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 TINY_OPERATORS = ["conv(1)", "ds(3,.5)", "mb(1,2)", "identity"]
 

@@ -84,6 +84,48 @@ def test_the_import_rule_sees_a_violation(tmp_path: Path) -> None:
     assert imported_modules(bad) == {"ray.util", "fedloom.actors"}
 
 
+def imported_files(file: Path) -> set[Path]:
+    """The modules of `experiments/` that a module of it imports, wherever in it."""
+    found: set[Path] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedloom.experiments"):
+            base = ROOT.joinpath(*(node.module or "").split(".")[1:])
+            for alias in node.names:
+                inside = (base / f"{alias.name}.py", base / alias.name / "__init__.py")
+                places = (*inside, base.with_suffix(".py"), base / "__init__.py")
+                found.add(next(place for place in places if place.exists()))
+    return found
+
+
+def circle(imports: dict[Path, set[Path]]) -> list[Path]:
+    """The first circle of imports that is found; empty if there is none."""
+    free: set[Path] = set()
+
+    def search(at: Path, way: list[Path]) -> list[Path]:
+        if at in way:
+            return way[way.index(at) :]
+        for other in sorted(imports.get(at, ())) if at not in free else ():
+            if found := search(other, [*way, at]):
+                return found
+        free.add(at)
+        return []
+
+    return next((found for place in sorted(imports) if (found := search(place, []))), [])
+
+
+def test_no_modules_and_no_folders_of_the_experiments_import_each_other_in_a_circle() -> None:
+    """The commands at the root of `experiments/` may import everything, and nothing imports them."""
+    root = ROOT / "experiments"
+    modules = {file: imported_files(file) for file in source_files("experiments") if EXAMPLES not in file.parents}
+    folders: dict[Path, set[Path]] = {}
+    for file, others in modules.items():
+        folders.setdefault(file.parent, set()).update(other.parent for other in others if other.parent != file.parent)
+    assert circle(modules) == []
+    assert circle(folders) == []
+    assert [folder for folder, others in folders.items() if root in others] == []
+    assert circle({Path("a"): {Path("b")}, Path("b"): {Path("c")}, Path("c"): {Path("b")}}) == [Path("b"), Path("c")]
+
+
 @pytest.mark.slow
 def test_the_wheel_holds_every_module_and_imports(tmp_path: Path) -> None:
     """Builds the wheel, installs it into a clean folder and imports every module from there."""

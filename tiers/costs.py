@@ -62,7 +62,9 @@ class CostTable:
 
 def size_of(table: CostTable, kept: Sequence[Sequence[int]]) -> float:
     """Cost of the fixed part and of all kept options together."""
-    return table.fixed + sum(row[option] for row, options in zip(table.options, kept, strict=True) for option in options)
+    return table.fixed + sum(
+        row[option] for row, options in zip(table.options, kept, strict=True) for option in options
+    )
 
 
 def with_unsupported(table: CostTable, unsupported: Iterable[tuple[int, int]]) -> CostTable:

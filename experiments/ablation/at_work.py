@@ -9,23 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedloom.experiments.ablation.store import (
+from fedloom.experiments.runs.launch import mark_interrupted
+from fedloom.experiments.store.ablations import FOLDER, Ablation, Trial
+from fedloom.experiments.store.trials import (
     BY_INFRASTRUCTURE,
     FAILED,
     FINAL,
-    FOLDER,
     STATUS,
     STOPPED,
-    Ablation,
     End,
-    Trial,
     TrialState,
     read_ends,
     trial_states,
     write_ends,
 )
-from fedloom.experiments.launch import mark_interrupted
-from fedloom.experiments.terminal import while_read
+from fedloom.experiments.terminal.reading import while_read
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.remote import mirror_folder
 from fedloom.platform.results.status import Heartbeat, StatusFile, read_status

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.experiments.ablation.needs import Bundles, Cluster, bundles_of_trial
-from fedloom.experiments.ablation.store import Trial
-from fedloom.experiments.config import config_from_dict
+from fedloom.experiments.runs.configuration import config_from_dict
+from fedloom.experiments.store.ablations import Trial
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.runs.run import planned_stages

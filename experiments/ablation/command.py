@@ -13,10 +13,11 @@ from ray.exceptions import RayError
 from rich.table import Table
 
 from fedloom.experiments.ablation.launch import AblationEnd, resume_ablation, retry_failed, start_ablation
-from fedloom.experiments.ablation.store import FAILED, Ablation, TrialState, counted
 from fedloom.experiments.ablation.view import AblationView
-from fedloom.experiments.exit_codes import INFRASTRUCTURE, OK, of_run_end
-from fedloom.experiments.show import console, where, write_json
+from fedloom.experiments.store.ablations import Ablation
+from fedloom.experiments.store.trials import FAILED, TrialState, counted
+from fedloom.experiments.terminal.exit_codes import INFRASTRUCTURE, OK, of_run_end
+from fedloom.experiments.terminal.output import console, where, write_json
 from fedloom.platform.results.target import is_remote
 
 

@@ -12,13 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from fedloom.experiments.presets import CONF, ablations
+from fedloom.experiments.runs.presets import CONF, ablations
+from fedloom.experiments.store.ablations import FIGURES
 from fedloom.platform.plugins import nearest
 from fedloom.platform.results.files import check_name
 
 PREFIX = "ablation."
-FIGURES = ("macs_by_axis", "stages_by_axis", "tiers_by_axis", "metric_by_axis")
-"""What an ablation may name as its `figures`; drawn by `fedloom.experiments.report.ablation`."""
 NOT_AXES = {
     "seed": "an ablation has several seeds; give ablation.seeds=[1,2]",
     "results": "all trials of an ablation lie in one results folder; give results=FOLDER",
@@ -72,7 +71,7 @@ class AblationConfig:
     """An ablation: each point of its axes is run with every seed, `overrides` holding for all.
 
     `title` is the question that it answers. `figures` names the figures of its report (see
-    `fedloom.experiments.report.ablation`). `attempts` is how often a trial whose process died is begun;
+    `fedloom.experiments.report.pages.ablation`). `attempts` is how often a trial whose process died is begun;
     `concurrent` limits the trials at work at once beyond what the cluster holds.
     """
 

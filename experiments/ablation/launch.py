@@ -24,9 +24,10 @@ from fedloom.experiments.ablation.at_work import (
 )
 from fedloom.experiments.ablation.checks import Checked, checked_trials
 from fedloom.experiments.ablation.needs import Cluster
-from fedloom.experiments.ablation.store import FAILED, FINAL, Ablation, TrialState, trial_states, write_ablation
-from fedloom.experiments.config import config_from_dict
-from fedloom.experiments.terminal import while_read
+from fedloom.experiments.runs.configuration import config_from_dict
+from fedloom.experiments.store.ablations import Ablation, write_ablation
+from fedloom.experiments.store.trials import FAILED, FINAL, TrialState, trial_states
+from fedloom.experiments.terminal.reading import while_read
 from fedloom.platform.federation.config import GENERATED, RayConfig
 from fedloom.platform.results.remote import check_results, fetch
 from fedloom.platform.runs.run import Label

@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedloom.experiments.ablation.config import NOT_AXES, PREFIX, AblationConfig, AxisConfig, load_ablation_config
-from fedloom.experiments.ablation.store import Ablation, Trial, find_ablation, new_ablation_id
-from fedloom.experiments.config import change_stored, check_config, compose_config, config_from_dict
+from fedloom.experiments.runs.configuration import change_stored, check_config, compose_config, config_from_dict
+from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, new_ablation_id
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.target import local_root
 from fedloom.platform.seeding import stream

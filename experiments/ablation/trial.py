@@ -13,8 +13,8 @@ from ray import tune
 
 from fedloom.actors.server import make_pool
 from fedloom.actors.wire import accept_shared_memory
-from fedloom.experiments.ablation.store import UNSENT
-from fedloom.experiments.config import config_from_dict
+from fedloom.experiments.runs.configuration import config_from_dict
+from fedloom.experiments.store.trials import UNSENT
 from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig

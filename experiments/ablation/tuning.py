@@ -17,8 +17,8 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from fedloom.experiments.ablation.at_work import Told
 from fedloom.experiments.ablation.needs import Bundles
 from fedloom.experiments.ablation.searcher import Pending, PlanSearcher
-from fedloom.experiments.ablation.store import STOPPED, End
 from fedloom.experiments.ablation.trial import END, MESSAGE, STAGE_ROUND, TRIAL, Job, TrialActor
+from fedloom.experiments.store.trials import STOPPED, End
 
 MOST_ROUNDS = 1_000_000_000
 NODE_SHARE = 0.001

@@ -8,8 +8,9 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from fedloom.experiments.ablation.store import WAITING, Ablation, End, Trial, TrialState
-from fedloom.experiments.show import as_time, console
+from fedloom.experiments.store.ablations import Ablation, Trial
+from fedloom.experiments.store.trials import WAITING, End, TrialState
+from fedloom.experiments.terminal.output import as_time, console
 
 MOST_LINES = 40
 """Trials that a terminal shows at once; those at work come first."""

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedloom.experiments.ablation.store import Ablation, Trial, find_ablation, short
 from fedloom.experiments.analysis.compare import difference
 from fedloom.experiments.analysis.frames import METRIC
 from fedloom.experiments.analysis.intervals import estimate
 from fedloom.experiments.analysis.reused import with_training
-from fedloom.experiments.analysis.summary import MODEL_KEY, by_model, by_seed, per_model
+from fedloom.experiments.analysis.seeds import by_seed
+from fedloom.experiments.analysis.summary import MODEL_KEY, by_model, per_model
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load_paths
+from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, short
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.remote import fetch
 

@@ -11,12 +11,12 @@ import pandas as pd
 
 from fedloom.experiments.analysis.frames import METRIC
 from fedloom.experiments.analysis.intervals import CONFIDENCE, estimate
-from fedloom.experiments.analysis.settings import differences, essential, flat
-from fedloom.experiments.analysis.summary import MEASURES, MODEL_KEY, by_model, by_seed, per_model
+from fedloom.experiments.analysis.seeds import by_seed
+from fedloom.experiments.analysis.settings import NOT_SET, alike, differing, essential, flat, names_apart
+from fedloom.experiments.analysis.summary import MEASURES, MODEL_KEY, by_model, per_model
 from fedloom.experiments.analysis.tables import Tables, configuration
 
 EXPERIMENT, SEED = "experiment", "seed"
-NOT_SET = "(not set)"
 _ROUNDING = 1e-12
 _KEYS_SHOWN = 8
 
@@ -112,31 +112,21 @@ def _runs(
     runs = []
     for run_id, values in keys.items():
         value = experiments[run_id] if by == EXPERIMENT else _text(values[by]) if by in values else NOT_SET
-        rest = {k: v for k, v in essential(configs[run_id]).items() if not _is_below(k, free)}
-        runs.append(Run(run_id, value, rest))
+        runs.append(Run(run_id, value, essential(configs[run_id], free)))
     return _one_setting_each(runs) if by == EXPERIMENT else runs
-
-
-def _is_below(key: str, prefixes: Sequence[str]) -> bool:
-    return any(key == p or key.startswith(f"{p}.") for p in prefixes)
 
 
 def _one_setting_each(runs: list[Run]) -> list[Run]:
     """Experiments may differ in anything; the runs of one may not."""
     rests = {run.value: run.rest for run in runs}
     for run in runs:
-        keys = _differing([run.rest, rests[run.value]])
+        keys = differing([run.rest, rests[run.value]])
         if keys:
             raise ValueError(
                 f"the runs of experiment {run.value!r} differ in {_some(keys)}: load some of them, compare by it, "
                 "or name it in ignore="
             )
     return [Run(run.run_id, run.value, {}) for run in runs]
-
-
-def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    keys = sorted({key for config in configs for key in config})
-    return [k for k in keys if any(c.get(k, NOT_SET) != configs[0].get(k, NOT_SET) for c in configs)]
 
 
 def _some(keys: Sequence[str]) -> str:
@@ -147,7 +137,7 @@ def _some(keys: Sequence[str]) -> str:
 def _baseline(runs: Sequence[Run], by: str, given: Any) -> str:
     values = list(dict.fromkeys(run.value for run in sorted(runs, key=lambda r: r.run_id)))
     if len(values) == 1:
-        keys = _differing([run.rest for run in runs])
+        keys = differing([run.rest for run in runs])
         others = f"; they differ in {_some(keys)}" if keys else ""
         raise ValueError(f"all runs have {by}={values[0]}, so there is nothing to compare{others}")
     if given is None:
@@ -159,7 +149,7 @@ def _baseline(runs: Sequence[Run], by: str, given: Any) -> str:
 
 def _check_comparable(runs: Sequence[Run], by: str) -> None:
     if all(len({run.value for run in group}) == 1 for _, group in _groups(runs)):
-        keys = _differing([run.rest for run in runs])
+        keys = differing([run.rest for run in runs])
         raise ValueError(
             f"runs that differ in {by} differ in other keys, too: {_some(keys)}; name in ignore= those that belong to "
             "it, or compare by='experiment'"
@@ -167,14 +157,10 @@ def _check_comparable(runs: Sequence[Run], by: str) -> None:
 
 
 def _groups(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(json.dumps(sorted(run.rest.items()), default=str), []).append(run)
-    rests = [group[0].rest for group in groups.values()]
-    names = [", ".join(differences(rest, rests)) for rest in rests]
-    # Keys that only some versions know name nothing; a run's id does.
-    unique = [n if names.count(n) == 1 else f"{n}, {g[0].run_id}" for n, g in zip(names, groups.values(), strict=True)]
-    return list(zip(unique, groups.values(), strict=True))
+    by_id = {run.run_id: run for run in runs}
+    groups = [[by_id[run_id] for run_id in group] for group in alike({run.run_id: run.rest for run in runs})]
+    names = names_apart([group[0].rest for group in groups], [group[0].run_id for group in groups])
+    return list(zip(names, groups, strict=True))
 
 
 def _pair_of(seeds: str, config: Mapping[str, Any], pair: str | None, by: str) -> str | None:

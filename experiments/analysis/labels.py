@@ -55,8 +55,8 @@ def _elastic(config: Mapping[str, Any]) -> "ElasticSpace | None":
 def space_of(config: Mapping[str, Any]) -> "SearchSpace | None":
     """The space that a stored configuration describes; None for none, or one that this version cannot build."""
     # Here, because torch takes seconds to load and other reports do without.
-    from fedloom.platform.spaces.space_config import SpaceConfig
     from fedloom.platform.spaces.registry import build_space
+    from fedloom.platform.spaces.space_config import SpaceConfig
 
     stored = config.get("space")
     if stored is None or not set(stored) <= {f.name for f in fields(SpaceConfig)}:

@@ -1,28 +1,70 @@
-"""Which runs belong together: those of one configuration, whatever their seeds and the machine."""
+"""Which runs belong together: those of one configuration, whatever their seeds and the machine.
+
+Every report, table, figure and comparison asks here what a setting is.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
+
+from fedloom.experiments.analysis.seeds import SEEDS, seeds_of
 from fedloom.experiments.analysis.tables import Tables, configuration
 
 DATA_PLACES = ("data.root", "data.cache", "data.download")
 FREE = ("seed", "seeds", "results", "reuse_supernet", "tensorboard", "executor", "ray", "checkpoint", *DATA_PLACES)
 """Keys, and the beginnings of keys, that do not say what is trained: seeds, and where and how it is computed."""
 
+NOT_SET = "(not set)"
+"""Stands for the value of a key that a run's version did not know."""
+
 MOST_KEYS = 4
 """Differences that a setting's name shows."""
+
+LONGEST_VALUE = 32
+"""Letters of a value that a setting's name shows."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs of one experiment that differ in seeds alone; `config` is the first run's."""
+    """Runs of one experiment that differ in seeds alone.
+
+    Attributes:
+        name: the experiment, and what sets the setting apart from the experiment's others.
+        run_ids: in the order in which the runs were asked for.
+        seeds: all seeds of each of these runs, as JSON text.
+        config: the first run's configuration.
+        differences: by dotted key the value wherever the experiment's settings differ; empty if there is only one.
+    """
 
     name: str
     experiment: str
     run_ids: tuple[str, ...]
+    seeds: tuple[str, ...]
     config: Mapping[str, Any]
+    differences: Mapping[str, Any]
+
+    @property
+    def num_seeds(self) -> int:
+        """Distinct seeds: runs that repeat one are no further sample."""
+        return len(set(self.seeds))
+
+    @property
+    def repeats_seeds(self) -> bool:
+        """Whether some of its runs have the same seeds."""
+        return self.num_seeds < len(self.run_ids)
+
+    @property
+    def seeds_by_run(self) -> dict[str, str]:
+        """By run all of its seeds."""
+        return dict(zip(self.run_ids, self.seeds, strict=True))
+
+    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The rows of its runs, with the column `seeds`."""
+        own = frame[frame["run_id"].isin(self.run_ids)]
+        return own.assign(**{SEEDS: own["run_id"].map(self.seeds_by_run).astype(object)})
 
 
 def settings_of(tables: Tables) -> list[Setting]:
@@ -30,18 +72,39 @@ def settings_of(tables: Tables) -> list[Setting]:
 
     A setting is named after its experiment; where an experiment has several, the keys in which they differ follow.
     """
-    groups: dict[str, list[int]] = {}
-    configs = [configuration(tables, p.run_id) for p in tables.paths]
-    for i, (paths, config) in enumerate(zip(tables.paths, configs, strict=True)):
-        key = json.dumps([paths.experiment, sorted(essential(config).items())], default=str)
-        groups.setdefault(key, []).append(i)
-    firsts = [group[0] for group in groups.values()]
-    found = [(tables.paths[i].experiment, essential(configs[i])) for i in firsts]
-    names = _names(found, [tables.paths[i].run_id for i in firsts])
+    run_ids = [p.run_id for p in tables.paths]
+    experiments = {p.run_id: p.experiment for p in tables.paths}
+    configs = {run_id: configuration(tables, run_id) for run_id in run_ids}
+    # Runs that did not get so far as to store their configuration may differ in anything.
+    unlike = {r: experiments[r] if config else f"{experiments[r]}/{r}" for r, config in configs.items()}
+    groups = alike({run_id: essential(config) for run_id, config in configs.items()}, unlike)
+    firsts = [group[0] for group in groups]
+    values = [essential(configs[run_id]) for run_id in firsts]
+    heads = [experiments[run_id] for run_id in firsts]
     return [
-        Setting(name, tables.paths[g[0]].experiment, tuple(tables.paths[i].run_id for i in g), configs[g[0]])
-        for name, g in zip(names, groups.values(), strict=True)
+        Setting(
+            name=name,
+            experiment=head,
+            run_ids=tuple(group),
+            seeds=tuple(seeds_of(tables, run_id) for run_id in group),
+            config=configs[group[0]],
+            differences={key: own.get(key, NOT_SET) for key in differing(_of_head(head, heads, values))},
+        )
+        for name, head, group, own in zip(names_apart(values, firsts, heads), heads, groups, values, strict=True)
     ]
+
+
+def _of_head(head: str, heads: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [value for other, value in zip(heads, values, strict=True) if other == head]
+
+
+def alike(values: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, str] | None = None) -> list[list[str]]:
+    """The runs in groups of the same values (and the same of `kinds`), in the order of each group's first run."""
+    groups: dict[str, list[str]] = {}
+    for run_id, own in values.items():
+        key = json.dumps([kinds[run_id] if kinds else None, sorted(own.items())], default=str)
+        groups.setdefault(key, []).append(run_id)
+    return list(groups.values())
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -53,28 +116,54 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def essential(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The dotted keys and values that say what is trained: all but the `FREE` ones."""
-    return {k: v for k, v in flat(config) if not any(k == f or k.startswith(f"{f}.") for f in FREE)}
+def essential(config: Mapping[str, Any], ignore: Sequence[str] = ()) -> dict[str, Any]:
+    """The dotted keys and values that say what is trained: all but the `FREE` ones, and those of `ignore`."""
+    free = (*FREE, *ignore)
+    return {k: v for k, v in flat(config) if not any(k == f or k.startswith(f"{f}.") for f in free)}
 
 
-def _names(found: list[tuple[str, dict[str, Any]]], run_ids: list[str]) -> list[str]:
-    names = [_name(experiment, values, [v for e, v in found if e == experiment]) for experiment, values in found]
-    # What one of two versions did not know yet tells nobody anything; the run's id does.
-    return [name if names.count(name) == 1 else f"{name}, {run}" for name, run in zip(names, run_ids, strict=True)]
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys in which these configurations differ, or which only some of them have."""
+    keys = sorted({key for config in configs for key in config})
+    return [k for k in keys if any(c.get(k, NOT_SET) != configs[0].get(k, NOT_SET) for c in configs)]
 
 
-def _name(experiment: str, values: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    return ", ".join([experiment, *differences(values, others)])
+def names_apart(
+    configs: Sequence[Mapping[str, Any]], run_ids: Sequence[str], heads: Sequence[str] | None = None
+) -> list[str]:
+    """A name for each configuration: its head, and what sets it apart from the others of the same head.
 
-
-def differences(values: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What sets this configuration apart from the others, as "key=value" by the keys that all of them know."""
-    keys = [
-        key for key in sorted(values) if all(key in o for o in others) and any(o[key] != values[key] for o in others)
+    `run_ids` names a run of each: what one of two versions did not know yet tells nobody anything, the run's id does.
+    """
+    of = heads if heads is not None else [""] * len(configs)
+    names = [
+        ", ".join([*([head] if head else []), *_differences(own, _of_head(head, of, configs))])
+        for head, own in zip(of, configs, strict=True)
     ]
-    more = [f"and {len(keys) - MOST_KEYS} more"] if len(keys) > MOST_KEYS else []
-    return [*(f"{_brief(key, values)}={_short(values[key])}" for key in keys[:MOST_KEYS]), *more]
+    return [
+        name if names.count(name) == 1 else ", ".join([*([name] if name else []), run_id])
+        for name, run_id in zip(names, run_ids, strict=True)
+    ]
+
+
+def _differences(values: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What sets this configuration apart from the others, as "key=value" by the keys that all of them know."""
+    keys = [key for key in differing(others) if all(key in o for o in others)]
+    shown = sorted(_telling(values, others, keys)[:MOST_KEYS])
+    more = [f"and {len(keys) - len(shown)} more"] if len(keys) > len(shown) else []
+    return [*(f"{_brief(key, values)}={_short(values[key])}" for key in shown), *more]
+
+
+def _telling(values: Mapping[str, Any], others: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
+    """The keys, first those that tell this configuration from the most others that are not yet told apart."""
+    ordered: list[str] = []
+    left, same = list(keys), [o for o in others if o is not values]
+    while left:
+        best = max(left, key=lambda k: sum(o[k] != values[k] for o in same))
+        left.remove(best)
+        ordered.append(best)
+        same = [o for o in same if o[best] == values[best]]
+    return ordered
 
 
 def _brief(key: str, values: Mapping[str, Any]) -> str:
@@ -88,4 +177,10 @@ def _brief(key: str, values: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":")).replace('"', "")
+    text = value_text(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+
+
+def value_text(value: Any) -> str:
+    """A configuration's value as names and tables write it."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":")).replace('"', "")

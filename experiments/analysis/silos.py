@@ -8,8 +8,9 @@ from typing import Any
 import pandas as pd
 
 from fedloom.experiments.analysis.frames import METRIC
-from fedloom.experiments.analysis.intervals import Estimate, estimate
-from fedloom.experiments.analysis.kinds import silo_run_ids
+from fedloom.experiments.analysis.intervals import Estimate
+from fedloom.experiments.analysis.kinds import is_silo, silo_run_ids
+from fedloom.experiments.analysis.seeds import estimate_by_seed
 from fedloom.experiments.analysis.settings import Setting, settings_of
 from fedloom.experiments.analysis.tables import Tables, configuration, only
 
@@ -44,7 +45,7 @@ _KEY = ["experiment", "run_id"]
 
 @dataclass(frozen=True)
 class SiloSummary:
-    """One setting over its runs.
+    """One setting over its seeds.
 
     `values` holds an estimate, or None, for: accuracy, std and worst (of the silos' own test accuracies);
     global_accuracy (the shared model's mean, where silos have one of their own beside it); gain (mean
@@ -62,6 +63,11 @@ class SiloSummary:
 def silos(tables: Tables) -> Tables:
     """The tables of the runs of cross-silo methods."""
     return only(tables, silo_run_ids(tables))
+
+
+def silo_settings(tables: Tables) -> list[Setting]:
+    """The settings of cross-silo methods, named among all that are there."""
+    return [s for s in settings_of(tables) if is_silo(s.config)]
 
 
 def training(frame: pd.DataFrame) -> pd.DataFrame:
@@ -123,13 +129,13 @@ def _in_order(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
 
 
 def silo_summaries(tables: Tables) -> list[SiloSummary]:
-    """Per setting what its silos reached and what that cost, over its runs; a setting without any is left out."""
+    """Per setting what its silos reached and what that cost, over its seeds; a setting without any is left out."""
     own = silos(tables)
     measured, values = per_silo(own), {p.run_id: _run_values(only(own, [p.run_id])) for p in own.paths}
     found = []
-    for setting in settings_of(own):
+    for setting in silo_settings(tables):
         runs = [values[run_id] for run_id in setting.run_ids]
-        estimates = {name: estimate(run[name] for run in runs) for name in MEASURED}
+        estimates = {name: estimate_by_seed([run[name] for run in runs], setting.seeds) for name in MEASURED}
         models = measured.loc[measured["run_id"].isin(setting.run_ids), "model"]
         if any(estimates.values()):
             model = str(models.iloc[0]) if len(models) else PERSONAL
@@ -367,19 +373,3 @@ def in_short(architecture: str) -> str:
     marks = [p or "." if "," not in p else "{" + p.replace(",", "") + "}" for p in pieces]
     half = len(marks) // 2
     return " ".join(("".join(marks[:half]), "".join(marks[half:])))
-
-
-def summary_as_dict(summary: SiloSummary) -> dict[str, Any]:
-    """The summary as JSON values: null where a value is not known."""
-    values = {
-        name: None if v is None else {"mean": v.mean, "half_width": v.half_width, "runs": v.runs}
-        for name, v in summary.values.items()
-    }
-    return {
-        "setting": summary.setting.name,
-        "experiment": summary.setting.experiment,
-        "run_ids": list(summary.setting.run_ids),
-        "method": summary.method,
-        "model": summary.model,
-        **values,
-    }

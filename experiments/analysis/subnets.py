@@ -1,17 +1,17 @@
-"""The evaluated subnets of SuperFedNAS runs: what each costs and reaches, over the runs of a configuration."""
+"""The evaluated subnets of SuperFedNAS runs: what each costs and reaches, over the seeds of a setting."""
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pandas as pd
 
-from fedloom.experiments.analysis.intervals import Estimate, estimate, is_absent
+from fedloom.experiments.analysis.intervals import Estimate
 from fedloom.experiments.analysis.kinds import elastic_run_ids
 from fedloom.experiments.analysis.labels import Labels
+from fedloom.experiments.analysis.seeds import SEEDS, estimate_by_seed
 from fedloom.experiments.analysis.settings import Setting, settings_of
-from fedloom.experiments.analysis.tables import Tables, configuration, only
+from fedloom.experiments.analysis.tables import Tables, configuration
 
 SUPERNET, SEARCHED, ALONE = "supernet", "searched", "alone"
 SAMPLES, FRONT = "samples", "front"
@@ -23,7 +23,7 @@ MEASURED = (*COSTS, *(f"{split}_{quality}" for split in ("validation", "test") f
 
 @dataclass(frozen=True)
 class Subnet:
-    """One subnet, or one target's winners, over the runs of a setting.
+    """One subnet, or one target's winners, over the seeds of a setting.
 
     `target` is empty but for the winners of a search; `architecture` is None where the runs found different ones.
     `values` holds an estimate, or None, for macs, parameters, and SPLIT_accuracy, SPLIT_perplexity and SPLIT_loss of
@@ -98,13 +98,14 @@ def _with_known_costs(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
 
 
 def subnet_summaries(tables: Tables, labels: Labels) -> list[SubnetSummary]:
-    """Per setting its subnets with means and intervals over its runs; settings without any are left out."""
+    """Per setting its subnets with means and intervals over its seeds; settings without any are left out."""
     frame = subnets(tables, labels)
     found = []
-    for setting in settings_of(only(tables, elastic_run_ids(tables))):
-        rows = frame[frame["run_id"].isin(setting.run_ids)]
+    for setting in settings_of(tables):
+        rows = setting.rows(frame)
         if len(rows):
-            found.append(SubnetSummary(setting, tuple(_subnets(rows)), tuple(_predictors(tables, setting.run_ids))))
+            predictors = _predictors(setting.rows(tables.evaluations))
+            found.append(SubnetSummary(setting, tuple(_subnets(rows)), tuple(predictors)))
     return found
 
 
@@ -115,14 +116,14 @@ def _subnets(rows: pd.DataFrame) -> Iterable[Subnet]:
         names = list(dict.fromkeys(group["architecture"]))
         same = len(names) == 1
         label = str(group["label"].iloc[0]) if same else "differs"
-        values = {name: estimate(group[name]) for name in MEASURED}
+        values = {name: estimate_by_seed(group[name], group[SEEDS]) for name in MEASURED}
         yield Subnet(str(model), str(group["target"].iloc[0]), str(names[0]) if same else None, label, values)
 
 
-def _predictors(tables: Tables, run_ids: Sequence[str]) -> Iterable[Predictor]:
-    rows = tables.evaluations[(tables.evaluations["model"] == "predictor").fillna(False).astype(bool)]
-    rows = rows[rows["run_id"].isin(run_ids)]
-    values = {str(name): estimate(group) for name, group in rows.groupby("metric", sort=False)["value"]}
+def _predictors(evaluations: pd.DataFrame) -> Iterable[Predictor]:
+    rows = evaluations[(evaluations["model"] == "predictor").fillna(False).astype(bool)]
+    groups = rows.groupby("metric", sort=False)
+    values = {str(name): estimate_by_seed(group["value"], group[SEEDS]) for name, group in groups}
     for measure in ("accuracy", "latency_s"):
         if f"predictor_kendall_tau_{measure}" in values:
             figures = (values.get(f"predictor_{name}_{measure}") for name in ("kendall_tau", "mae", "held_out"))
@@ -156,21 +157,3 @@ def targets_of(tables: Tables, run_id: str) -> list[str]:
         return named
     recorded = tables.runs.loc[tables.runs["run_id"] == run_id, "tiers"].dropna()
     return [str(tier["tier"]) for text in recorded for tier in json.loads(text)]
-
-
-def summary_as_dict(summary: SubnetSummary) -> dict[str, Any]:
-    """The summary as JSON values: null where a value is not known."""
-
-    def plain(value: Estimate | None) -> dict[str, Any] | None:
-        return None if value is None or is_absent(value.mean) else asdict(value)
-
-    return {
-        "setting": summary.setting.name,
-        "experiment": summary.setting.experiment,
-        "run_ids": list(summary.setting.run_ids),
-        "subnets": [
-            {**{k: v for k, v in vars(s).items() if k != "values"}, **{k: plain(v) for k, v in s.values.items()}}
-            for s in summary.subnets
-        ],
-        "predictors": [asdict(p) for p in summary.predictors],
-    }

@@ -1,7 +1,5 @@
 """What the models of the runs reach and cost: per run, and per setting with mean and interval over seeds."""
 
-import json
-from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -16,10 +14,11 @@ from fedloom.experiments.analysis.frames import (
 )
 from fedloom.experiments.analysis.intervals import estimate
 from fedloom.experiments.analysis.kinds import elastic_run_ids, silo_run_ids
+from fedloom.experiments.analysis.seeds import by_seed, seeds_of
 from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.silos import GLOBAL, PERSONAL, per_silo
 from fedloom.experiments.analysis.subnets import SEARCHED
-from fedloom.experiments.analysis.tables import Tables, configuration, requires
+from fedloom.experiments.analysis.tables import Tables, requires
 
 MEASURES = (METRIC, "loss", "macs", "parameters", "total_bytes", "simulated_s", "wall_s")
 """What `summary` and `compare` know of a model: see `per_model`."""
@@ -48,17 +47,6 @@ def per_model(tables: Tables) -> pd.DataFrame:
     numbers = dict.fromkeys(MEASURES, "float64")
     whole = frame[[*_RUN, "seeds", *MODEL_KEY, "architecture", *MEASURES]]
     return whole.assign(**{m: pd.to_numeric(whole[m]) for m in MEASURES}).astype(numbers)
-
-
-def seeds_of(tables: Tables, run_id: str) -> str:
-    """All seeds of a run as JSON text; the run's id if it did not record them."""
-    config, recorded = configuration(tables, run_id), tables.recorded(run_id, "seeds")
-    if recorded is not None:
-        return json.dumps(recorded, sort_keys=True)
-    if "seed" not in config:
-        return json.dumps({"run_id": run_id})
-    follow = {"seed": config["seed"], **{k: v for k, v in config.get("seeds", {}).items() if v is not None}}
-    return json.dumps(follow, sort_keys=True)
 
 
 def _of_server(tables: Tables) -> pd.DataFrame:
@@ -144,13 +132,8 @@ def by_model(rows: pd.DataFrame) -> list[tuple[dict[str, str | None], pd.DataFra
     return [(dict(zip(MODEL_KEY, key, strict=True)), group) for key, group in groups]
 
 
-def by_seed(rows: pd.DataFrame, measures: Sequence[str] = MEASURES) -> pd.DataFrame:
-    """The measures per distinct seeds: a run that repeats another's seeds is no further sample."""
-    return rows.groupby("seeds", sort=True)[list(measures)].mean()
-
-
 def _over_seeds(rows: pd.DataFrame) -> dict[str, Any]:
-    seeds = by_seed(rows)
+    seeds = by_seed(rows, MEASURES)
     architectures = set(rows["architecture"].dropna()) - {""}
     values: dict[str, Any] = {
         "architecture": architectures.pop() if len(architectures) == 1 else None,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.experiments.cli import prefer_huge_pages
+from fedloom.experiments.runs.huge_pages import prefer_huge_pages
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.resnet import ResnetDesign
@@ -39,7 +39,7 @@ def one_round(space: ElasticSpace, weights: dict[str, Tensor], seed: int) -> int
         update = {name: tensor.clone() for name, tensor in extract(weights, slices).items()}
         sums.add(Update(update, slices, dict.fromkeys(update, 100.0)))
         touched += (2 + 3) * bytes_of(update)
-    new = sums.finish(weights).weights
+    new = sums.finish(weights)
     return touched + 2 * bytes_of(new)
 
 

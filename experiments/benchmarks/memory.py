@@ -16,7 +16,7 @@ import tempfile
 
 import torch
 
-from fedloom.experiments.config import compose_config
+from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.execution import Assignment, SharedWeights, run_assignment
 from fedloom.platform.clients.memory import peak_memory_bytes

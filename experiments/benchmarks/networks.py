@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpace
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 Layers = Sequence[Callable[[Tensor], Tensor]]
 

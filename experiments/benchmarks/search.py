@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedloom.experiments.search import Trained, load_trained
-from fedloom.platform.clients.subnets import scored_subnet
+from fedloom.experiments.runs.search import Trained, load_trained
 from fedloom.platform.clients.training import Score, evaluate
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.methods.target_search import costs_of
@@ -36,6 +35,7 @@ from fedloom.platform.search.targets import (
 )
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.slices import Architecture
+from fedloom.platform.subnets import scored_subnet
 
 TARGETS = 20
 

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.experiments.config import stored_config
 from fedloom.experiments.export.card import Card, model_card, with_files
 from fedloom.experiments.export.comparison import check_agreement, compare
 from fedloom.experiments.export.formats import FORMATS, Forward, check_formats, encode
 from fedloom.experiments.export.selection import Chosen, Wanted, check_wanted, choose
-from fedloom.platform.clients.subnets import scored_subnet
+from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.costs import load_costs
 from fedloom.platform.federation.world import World, build_world
@@ -26,6 +25,7 @@ from fedloom.platform.results.files import check_writable, sync_file, sync_folde
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import COSTS
+from fedloom.platform.subnets import scored_subnet
 
 LONGEST_NAME = 100
 CARD = "json"

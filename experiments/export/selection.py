@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedloom.experiments.search import search_trained, trained_of
+from fedloom.experiments.runs.search import search_trained, trained_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic_stage import bag_of
 from fedloom.platform.methods.silo_stage import SiloTrainingConfig

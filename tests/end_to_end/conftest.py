@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from fedloom.actors.address import LOOPBACK_SWITCH
-from fedloom.experiments.config import compose_config
+from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run

@@ -14,7 +14,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from fedloom.experiments.ablation.store import Ablation, find_ablation, trial_states
+from fedloom.experiments.store.ablations import Ablation, find_ablation
+from fedloom.experiments.store.trials import trial_states
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
 

@@ -16,8 +16,8 @@ import pytest
 
 from fedloom.actors.address import LOOPBACK_SWITCH
 from fedloom.experiments.ablation.plan import plan_ablation
-from fedloom.experiments.ablation.store import list_ablations, write_ablation
 from fedloom.experiments.cli import main
+from fedloom.experiments.store.ablations import list_ablations, write_ablation
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.tables import read_table

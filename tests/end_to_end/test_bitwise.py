@@ -19,7 +19,7 @@ from fedloom.actors.client import About
 from fedloom.actors.placement import plan_lanes, resident_lane
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
-from fedloom.experiments.launch import NoView, launch
+from fedloom.experiments.runs.launch import NoView, launch
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.tables import read_table

@@ -12,7 +12,7 @@ import torch
 from fedloom.actors.placement import Lane
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
-from fedloom.experiments.config import compose_config
+from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.clients.execution import Assignment, Executor, Outcome, SerialExecutor
 from fedloom.platform.clients.worker import Worker, WorkerSpec
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig

@@ -222,7 +222,7 @@ def pool(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory, own_cache:
 
 
 def small_run(folder: Path) -> RunConfig:
-    from fedloom.experiments.config import compose_config
+    from fedloom.experiments.runs.configuration import compose_config
 
     few = ["tiers.count=2", "tiers.paths=1000", "space.stem_channels=8", "data.num_clients=8"]
     return compose_config(["experiment=fedoras_digits", f"results={folder}", *few])

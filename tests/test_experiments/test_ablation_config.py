@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.experiments.ablation.config import AblationConfig, AxisConfig, check_ablation, load_ablation_config
-from fedloom.experiments.presets import CONF, ablations
+from fedloom.experiments.runs.presets import CONF, ablations
 
 Written = Callable[[str | bytes], str]
 

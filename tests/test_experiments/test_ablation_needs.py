@@ -14,8 +14,8 @@ from fedloom.actors.placement import bundles_of, lanes_of_run, total
 from fedloom.experiments.ablation import checks
 from fedloom.experiments.ablation.checks import checked_trials
 from fedloom.experiments.ablation.needs import Bundles, Cluster, bundles_of_trial, check_fits
-from fedloom.experiments.ablation.store import Trial
-from fedloom.experiments.config import compose_config
+from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.store.ablations import Trial
 from fedloom.platform.federation.config import ExecutorConfig, RunConfig
 from fedloom.tiers.tier import Tier, make_tiers
 

@@ -15,9 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fedloom.experiments.ablation.plan import override_text, plan_ablation, planned_ablation
-from fedloom.experiments.ablation.store import Ablation, Trial, write_ablation
-from fedloom.experiments.config import compose_config
-from fedloom.experiments.presets import ablations
+from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.presets import ablations
+from fedloom.experiments.store.ablations import Ablation, Trial, write_ablation
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.files import check_name
 from fedloom.platform.results.paths import LONGEST_RUN_ID

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from fedloom.experiments.benchmarks.generated_ablation import Fates, write_planned
-from fedloom.experiments.report.ablation import write_ablation_report
+from fedloom.experiments.report.pages.ablation import write_ablation_report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 INSTALL = (

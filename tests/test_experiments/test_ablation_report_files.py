@@ -14,19 +14,18 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from fedloom.experiments.ablation.store import Ablation
 from fedloom.experiments.benchmarks.generated_ablation import Fates, write_planned
 from fedloom.experiments.cli import main
-from fedloom.experiments.report.ablation import (
-    FIGURES,
+from fedloom.experiments.report.pages.ablation import (
     ablation_json,
     ablation_table,
     chosen_ablation,
     write_ablation_report,
 )
-from fedloom.experiments.report.latex import LONG, escaped, latex_table, latex_tables
-from fedloom.experiments.report.report import ReportFiles
-from fedloom.experiments.report.table import Block
+from fedloom.experiments.report.pages.files import ReportFiles
+from fedloom.experiments.report.pages.latex import LONG, escaped, latex_table, latex_tables
+from fedloom.experiments.report.parts.block import Block
+from fedloom.experiments.store.ablations import FIGURES, Ablation
 
 BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]
 BUDGET = ["ablation=comm_budget", "experiment=fedoras_digits"]

@@ -9,11 +9,12 @@ import pandas as pd
 import pytest
 
 from fedloom.experiments import analysis
-from fedloom.experiments.ablation.store import Ablation
 from fedloom.experiments.analysis.ablation import held, is_grid
+from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.steps import steps
 from fedloom.experiments.analysis.tables import Tables
 from fedloom.experiments.benchmarks.generated_ablation import Fates, write_planned
+from fedloom.experiments.store.ablations import Ablation
 
 BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]
 BUDGET = ["ablation=comm_budget", "experiment=fedoras_digits"]
@@ -214,3 +215,11 @@ def test_lists_and_nulls_are_text(tmp_path: Path) -> None:
     assert frame["shares"].cat.categories.tolist() == ["null", "[0.4,0.3,0.2,0.1]"]
     assert analysis.references(ablation) == {"shares": "null"}
     assert len(analysis.marginal(frame, ablation, "shares")) == 2 * 3 * 4
+
+
+def test_the_points_of_an_ablation_are_the_settings_of_its_runs(beta: Any) -> None:
+    ablation, tables, frame = beta
+    points = frame.groupby(list(ablation.axes), observed=True)["run_id"].agg(lambda ids: frozenset(ids))
+    settings = settings_of(tables)
+    assert {frozenset(s.run_ids) for s in settings} == set(points)
+    assert {s.num_seeds for s in settings} == {2}

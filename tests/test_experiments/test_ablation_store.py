@@ -15,23 +15,19 @@ from typing import Any
 import pytest
 
 from fedloom.experiments.ablation import launch
-from fedloom.experiments.ablation.store import (
-    FINAL,
+from fedloom.experiments.ablation.view import AblationView
+from fedloom.experiments.store.ablations import (
     Ablation,
-    End,
     Trial,
     find_ablation,
     is_ablation,
     list_ablations,
     new_ablation_id,
     read_ablation,
-    read_ends,
     short,
-    trial_states,
     write_ablation,
-    write_ends,
 )
-from fedloom.experiments.ablation.view import AblationView
+from fedloom.experiments.store.trials import FINAL, End, read_ends, trial_states, write_ends
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import StatusFile, read_status
 

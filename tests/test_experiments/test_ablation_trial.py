@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fedloom.experiments.ablation import trial as module
-from fedloom.experiments.ablation.store import UNSENT
 from fedloom.experiments.ablation.trial import END, MESSAGE, STAGE_ROUND, Job, Running
-from fedloom.experiments.config import compose_config
+from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.store.trials import UNSENT
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.mirror import MirrorError
 from fedloom.platform.results.tables import read_table

@@ -9,9 +9,17 @@ import pytest
 
 from fedloom.experiments import cli
 from fedloom.experiments.cli import build_parser, main
-from fedloom.experiments.exit_codes import CLIENTS_FAILED, CONFIGURATION, INFRASTRUCTURE, INTERRUPTED, OK, of_run_end
-from fedloom.experiments.presets import experiments
-from fedloom.experiments.show import as_bytes, as_time, round_line
+from fedloom.experiments.runs.presets import experiments
+from fedloom.experiments.show import round_line
+from fedloom.experiments.terminal.exit_codes import (
+    CLIENTS_FAILED,
+    CONFIGURATION,
+    INFRASTRUCTURE,
+    INTERRUPTED,
+    OK,
+    of_run_end,
+)
+from fedloom.experiments.terminal.output import as_bytes, as_time
 from fedloom.platform.federation.loop import RoundProgress
 
 COMMANDS = ("run", "resume", "search", "describe", "prepare", "report", "export", "status")
@@ -139,7 +147,7 @@ def test_what_the_machine_refuses_is_one_line_and_an_exit_code(
 
 def test_a_run_that_nobody_reads_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     silenced: list[int] = []
-    monkeypatch.setattr("fedloom.experiments.terminal.stop_printing", lambda: silenced.append(1))
+    monkeypatch.setattr("fedloom.experiments.terminal.reading.stop_printing", lambda: silenced.append(1))
 
     class Closed:
         def started(self, run_id: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fedloom.experiments.config import change_stored, compose_config, config_from_dict
-from fedloom.experiments.presets import CONF, experiments
+from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict
+from fedloom.experiments.runs.presets import CONF, experiments
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import CONFIGS
 from fedloom.platform.runs.run import what_is_computed

@@ -38,8 +38,8 @@ from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import start_run
 from fedloom.platform.search.targets import TargetSearchConfig
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.slices import parse_architecture
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 ALL = ("safetensors", "pt2", "onnx")
 MIDDLE = "d=0,1 e=.5"

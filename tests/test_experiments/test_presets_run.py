@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.experiments.config import compose_config
-from fedloom.experiments.presets import experiments
+from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.presets import experiments
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.runs.run import planned_stages
 

@@ -11,9 +11,11 @@ import pytest
 
 from fedloom.experiments.analysis import frames
 from fedloom.experiments.analysis.intervals import Estimate, estimate
+from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.tables import Tables, latest_run, load
-from fedloom.experiments.report.table import cell, columns_of, records, summarise
-from fedloom.experiments.report.words import percent, seconds, si
+from fedloom.experiments.report.pages.values import records
+from fedloom.experiments.report.parts.numbers import percent, seconds, si
+from fedloom.experiments.report.tables.tiers import cell, columns_of, summarise
 from fedloom.platform.results.writer import RunWriter
 
 CONFIG = {"tiers": {"count": 3, "upper_bounds": None, "cost": "macs"}, "method": {"name": "fedoras", "search": {}}}
@@ -182,13 +184,13 @@ def test_failures_group_causes_that_differ_in_numbers_only(tables: Tables) -> No
     assert (row["client_id"], row["stage"], row["round"]) == (5, "fine_tuned/tier1", 3)
 
 
-def test_summaries_give_student_intervals_over_the_runs_of_an_experiment(tmp_path: Path) -> None:
+def test_summaries_give_student_intervals_over_the_seeds_of_a_setting(tmp_path: Path) -> None:
     for run_id, value in (("r1", 0.7), ("r2", 0.8), ("r3", 0.9)):
         write_run(tmp_path, run_id, value)
     write_run(tmp_path, "r4", 0.1, experiment="other")
     tables = load(tmp_path, ["r1", "r2", "r3", "r4"])
-    first, other = summarise(frames.per_tier(tables), frames.fairness(tables))
-    assert (first.experiment, first.run_ids) == ("demo", ("r1", "r2", "r3"))
+    first, other = summarise(frames.per_tier(tables), frames.fairness(tables), settings_of(tables))
+    assert (first.setting.name, first.setting.run_ids) == ("demo", ("r1", "r2", "r3"))
     tier = first.tiers[0]
     tuned = tier.values["test_fine_tuned"]
     # t(0.975; 2 degrees of freedom) = 4.302653; standard deviation 0.1.

@@ -15,11 +15,13 @@ from rich.console import Console
 
 from fedloom.experiments.analysis.bounds import upper_bounds
 from fedloom.experiments.analysis.tables import load
-from fedloom.experiments.report.content import Content, RunFacts
-from fedloom.experiments.report.page import html_page, markdown_page
-from fedloom.experiments.report.picture import Picture
-from fedloom.experiments.report.report import report_json, summary_table, write_report
-from fedloom.experiments.report.table import Block
+from fedloom.experiments.report.pages.content import Content, RunFacts
+from fedloom.experiments.report.pages.html import html_page
+from fedloom.experiments.report.pages.markdown import markdown_page
+from fedloom.experiments.report.pages.runs import summary_table, write_report
+from fedloom.experiments.report.pages.values import report_json
+from fedloom.experiments.report.parts.block import Block
+from fedloom.experiments.report.parts.picture import Picture
 from fedloom.platform.results.writer import RunWriter
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
@@ -64,7 +66,7 @@ def write_run(root: Path, run_id: str, *, tiers: int = 2, stages: str = "all", s
     writer = RunWriter.create(root, "demo", run_id)
     bounds = json.dumps([{"tier": f"tier{i + 1}", "upper": 100.0 * (i + 1), "clients": 2} for i in range(tiers)])
     writer.update_run(
-        config=json.dumps(config), status="running", method="fedoras", seeds='{"training": 1}', tiers=bounds
+        config=json.dumps(config), status="running", method="fedoras", seeds=f'{{"training": {seed}}}', tiers=bounds
     )
     rng = np.random.default_rng(seed)
     if stages == "none":
@@ -207,7 +209,7 @@ def test_the_summary_fits_a_narrow_terminal(tmp_path: Path) -> None:
 def test_the_summary_does_without_matplotlib(tmp_path: Path) -> None:
     write_run(tmp_path, "r1").close()
     code = (
-        "import sys; from pathlib import Path; from fedloom.experiments.report.report import summary_table\n"
+        "import sys; from pathlib import Path; from fedloom.experiments.report.pages.runs import summary_table\n"
         f"summary_table(Path({str(tmp_path)!r}), 'r1')\n"
         "assert 'matplotlib' not in sys.modules"
     )

@@ -31,12 +31,14 @@ from fedloom.experiments.analysis.silos import (
     silo_summaries,
 )
 from fedloom.experiments.analysis.tables import load
-from fedloom.experiments.report import cells
-from fedloom.experiments.report.cells import Cell, CellEdge, cell_edges, darts_space_of, dot_source, parse
-from fedloom.experiments.report.report import report_json, summary_table, write_report
-from fedloom.experiments.report.silo_blocks import missing_of_silos
-from fedloom.experiments.report.silo_plots import curves_figure, gains_figure, spans_of
-from fedloom.experiments.report.style import png
+from fedloom.experiments.report.figures import cells
+from fedloom.experiments.report.figures.cells import Cell, CellEdge, cell_edges, darts_space_of, dot_source, parse
+from fedloom.experiments.report.figures.gains import gains_figure
+from fedloom.experiments.report.figures.silos import accuracy_figure, curves_figure, spans_of
+from fedloom.experiments.report.figures.style import png
+from fedloom.experiments.report.pages.runs import summary_table, write_report
+from fedloom.experiments.report.pages.silo_gaps import missing_of_silos
+from fedloom.experiments.report.pages.values import report_json
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.silos.perturbation import is_settled
 from fedloom.platform.spaces.slices import subspace_id
@@ -211,6 +213,22 @@ def test_seeds_are_one_setting_with_intervals_and_methods_are_rows_of_one_table(
     assert costs.split() == ["knn_per", "200", "2.00", "k", "3.00", "kB", "30", "B", "3", "s"]
     assert "(fednas: the shared one)" in " ".join(text.split())
     assert "gain" not in text
+
+
+def test_a_repeated_seed_is_one_sample_with_its_mean(tmp_path: Path) -> None:
+    for run_id, better, seed in (("r1", 0.0, 1), ("r2", 0.1, 1), ("r3", 0.25, 2)):
+        write_spider(tmp_path, run_id, better - 0.1, gains=False, seed=seed)
+    (found,) = silo_summaries(load(tmp_path, ["r1", "r2", "r3"]))
+    accuracy = found.values["accuracy"]
+    assert accuracy is not None
+    # Of seeds 1 and 2: 0.65 and 0.85.
+    assert (accuracy.mean, accuracy.runs) == (pytest.approx(0.75), 2)
+    assert accuracy.half_width == pytest.approx(12.7062 * 0.1, rel=1e-4)
+    text = " ".join(shown(summary_table(tmp_path, ["r1", "r2", "r3"])).split())
+    assert "over 2 seeds of a setting; a repeated seed counts once, with its mean." in text
+    text = " ".join(shown(summary_table(tmp_path, ["r1", "r2"])).split())
+    assert "Mean over the runs of one seed, which give no interval." in text
+    assert "±" not in text
 
 
 def test_several_data_sets_have_a_column_that_tells_them_apart(tmp_path: Path) -> None:
@@ -423,6 +441,27 @@ def test_phases_are_named_where_they_agree_and_bars_where_they_do_not(tmp_path: 
         assert bool(texts_of(figure)) == named, runs
         assert figure is not None
         assert [len(axes.lines) for axes in figure.axes] == [lines, lines]  # a curve, and a bar, per setting
+
+
+def test_figures_draw_the_silos_of_a_repeated_seed_once_and_the_phases_of_all_seeds(tmp_path: Path) -> None:
+    for run_id, better, seed in (("r1", 0.0, 1), ("r2", 0.1, 1), ("r3", 0.0, 2)):
+        write_spider(tmp_path, run_id, better, gains=False, seed=seed)
+    writer = begin(tmp_path, "r4", "spider_tiny", seed=3)
+    add_training(writer, [(s,) * 3 for s in (UNDECIDED, HALF, HALF, DECIDED)])
+    writer.close()
+    tables = load(tmp_path, ["r1", "r2", "r3", "r4"])
+    figure = accuracy_figure(per_silo(tables), settings_of(tables))
+    assert figure is not None
+    dots = figure.axes[0].collections[0].get_offsets()
+    # Seeds 1 (its runs have 50 and 60, 70 and 80, 90 and 100 %) and 2.
+    assert sorted(np.asarray(dots)[:, 0]) == pytest.approx([50, 55, 70, 75, 90, 95])
+    figure = curves_figure(curves(tables), phases(tables), settings_of(tables))
+    assert figure is not None
+    # The search ends after 2, 2 and 3 rounds.
+    ends = [patch.get_extents().x1 for patch in figure.axes[0].patches]
+    inside = figure.axes[0].transData.inverted().transform([(end, 0) for end in ends])[:, 0]
+    assert inside == pytest.approx([1, 7 / 3, 4])
+    assert "(3 seeds, 4 runs)" in figure.legends[0].get_texts()[0].get_text()
 
 
 def test_the_heat_map_shows_points_and_gains_and_leaves_gaps_empty(tmp_path: Path) -> None:

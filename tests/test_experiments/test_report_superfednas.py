@@ -13,14 +13,15 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from fedloom.experiments.analysis.costs import Cost, cost_comparisons
 from fedloom.experiments.analysis.frames import fairness, per_tier
 from fedloom.experiments.analysis.intervals import Estimate
 from fedloom.experiments.analysis.labels import labels_of
 from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.subnets import subnet_summaries, subnets, targets_of
 from fedloom.experiments.analysis.tables import load
-from fedloom.experiments.report.costs import Cost, cost_comparisons
-from fedloom.experiments.report.report import report_json, summary_table, write_report
+from fedloom.experiments.report.pages.runs import summary_table, write_report
+from fedloom.experiments.report.pages.values import report_json
 from fedloom.platform.results.writer import RunWriter
 
 SMALLEST, MIDDLE, LARGEST = "0-0", "5-5", "11-11"
@@ -238,6 +239,30 @@ def test_seeds_of_a_configuration_are_one_setting_and_other_values_another(tmp_p
     assert winners is not None
     assert winners.mean == 575
     assert second.subnets[2].values["macs"] == Estimate(250.0, None, 1)
+
+
+def test_a_repeated_seed_is_one_sample_of_subnets_predictors_and_costs(tmp_path: Path) -> None:
+    for run_id, better, seed in (("r1", 0.0, 1), ("r2", 0.1, 1), ("r3", 0.25, 2)):
+        write_supernet(tmp_path, run_id, better=better, seed=seed)
+    for run_id, sent, seed in (("r4", 20, 1), ("r5", 40, 1), ("r6", 60, 2)):
+        write_alone(tmp_path, run_id, [(SMALLEST, sent, 300)], seed=seed)
+    tables = load(tmp_path, [f"r{i}" for i in range(1, 7)])
+    (summary, _) = subnet_summaries(tables, labels_of(tables))
+    # Of seeds 1 and 2: 0.55 and 0.75.
+    test = summary.subnets[0].values["test_accuracy"]
+    assert test is not None
+    assert (test.mean, test.runs, test.half_width) == (pytest.approx(0.65), 2, pytest.approx(12.7062 * 0.1, rel=1e-4))
+    tau = summary.predictors[0].kendall_tau
+    assert tau is not None
+    assert tau.runs == 2
+    (comparison,) = cost_comparisons(tables, labels_of(tables))
+    # Two rounds of twice 30 and 60 bytes.
+    assert comparison.steps[0].total == Cost(180.0, 600.0)
+    text = " ".join(shown(summary_table(tmp_path, ["r1", "r2", "r3"])).split())
+    assert "over 2 seeds (3 runs; a repeated seed counts once, with its mean)." in text
+    text = " ".join(shown(summary_table(tmp_path, ["r1", "r2"])).split())
+    assert "Mean over 2 runs of one seed, which give no interval." in text
+    assert "±" not in text
 
 
 def test_settings_that_only_newer_versions_tell_apart_are_named_after_their_runs(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fedloom.experiments import analysis
 from fedloom.experiments.cli import main
-from fedloom.experiments.config import stored_config
+from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig

@@ -146,7 +146,7 @@ def test_the_shipped_copy_wins_over_an_editable_install_and_a_wheel(project: Pat
             package_folder(part), site / "fedloom" / part, ignore=shutil.ignore_patterns("__pycache__", "conf")
         )
     code = (
-        "import sys, pathlib, fedloom.actors.pool, fedloom.experiments.config\n"
+        "import sys, pathlib, fedloom.actors.pool, fedloom.experiments.runs.configuration\n"
         "from fedloom.platform.runs.run import source_hash\n"
         "own = [m.__file__ for n, m in sys.modules.items() if n.startswith('fedloom.') and getattr(m, '__file__', 0)]\n"
         "print(source_hash(), len(own), all(f.startswith(str(pathlib.Path.cwd())) for f in own))\n"

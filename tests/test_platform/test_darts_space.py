@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.tiers.costs import size_of
 from fedloom.platform.clients.worker import Worker, WorkerSpec
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.darts import DARTS, DartsSpace, as_subspace
 from fedloom.platform.spaces.darts_network import DartsDesign, DartsNetwork, plan_cells
 from fedloom.platform.spaces.darts_operators import OPERATORS
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Subspace, Weights, bytes_of, extract
+from fedloom.platform.spaces.space_config import SpaceConfig
+from fedloom.tiers.costs import size_of
 from fedloom.tiers.measure import MEASURES, activation_bytes_of, macs_of, parameters_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

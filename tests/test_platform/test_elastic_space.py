@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.elastic import ElasticSpace, leading
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.resnet import RESNET_SMALL, ResnetDesign, in_eights
 from fedloom.platform.spaces.slices import Architecture, Slice, architecture_id, bytes_of, extract
+from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.measure import activation_bytes_of, macs_of, parameters_of
 
 NORMS = ("none", "batch", "group")

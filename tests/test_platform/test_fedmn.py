@@ -18,7 +18,6 @@ from fedloom.platform.clients.execution import (
     make_chunks,
     run_assignment,
 )
-from fedloom.tiers.costs import size_of
 from fedloom.platform.clients.training import SGD, LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig, TiersConfig
@@ -46,10 +45,11 @@ from fedloom.platform.silos.router import (
     received_router,
     straight_through,
 )
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.kept import KeptSpace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import bytes_of, parse_subspace
+from fedloom.platform.spaces.space_config import SpaceConfig
+from fedloom.tiers.costs import size_of
 
 Make = Callable[..., RunConfig]
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.tiers.costs import size_of
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.fixed import Resnet18Design
 from fedloom.platform.spaces.kept import KeptSpace
 from fedloom.platform.spaces.modular import ModularDesign, ModularSpace
 from fedloom.platform.spaces.operator_choice import SpaceSizes
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Subspace, Weights, bytes_of, extract
+from fedloom.platform.spaces.space_config import SpaceConfig
+from fedloom.tiers.costs import size_of
 from fedloom.tiers.measure import activation_bytes_of, macs_of, parameters_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -34,9 +34,9 @@ from fedloom.platform.silos.scoring import ScoreOwn
 from fedloom.platform.silos.search import ArchitectureSearchConfig, Perturbation
 from fedloom.platform.silos.spider import TrainSpider
 from fedloom.platform.silos.state import Personal, unpacked, with_row
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import Weights, subspace_id
+from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.devices import DeviceTable, write_device_table
 
 SILOS = (0, 1, 2)

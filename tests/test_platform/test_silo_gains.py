@@ -21,9 +21,9 @@ from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.silos.search import ArchitectureSearchConfig
 from fedloom.platform.silos.state import Personal, unpacked
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 Make = Callable[..., RunConfig]
 Run = Callable[[RunConfig], tuple[World, Any, RunState]]

@@ -53,9 +53,9 @@ from fedloom.platform.silos.search import (
 )
 from fedloom.platform.silos.spider import TrainSpider
 from fedloom.platform.silos.state import ALPHAS, Personal, is_decided, unpacked, with_row
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.darts import DARTS_S2, DARTS_S2_SMALL, DartsSpace
 from fedloom.platform.spaces.slices import Slice, Subspace, Weights, bytes_of, parse_subspace, subspace_id
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 Make = Callable[..., RunConfig]
 Run = Callable[[RunConfig], tuple[World, Any, RunState]]

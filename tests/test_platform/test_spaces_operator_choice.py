@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Architecture, bytes_of, extract
+from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.measure import MEASURES, activation_bytes_of, macs_of, parameters_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -25,8 +25,8 @@ from fedloom.platform.silos.perturbation import masked_scores, most_missed
 from fedloom.platform.silos.search import ArchitectureSearchConfig, Perturbation
 from fedloom.platform.silos.spider import TrainSpider
 from fedloom.platform.silos.state import Personal, is_decided, undecided, unpacked, with_row
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.darts import DartsSpace
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 Make = Callable[..., RunConfig]
 

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from fedloom.platform.clients.path_samplers import GreedyPaths
 from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspace
-from fedloom.tiers.costs import size_of
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.registry import build_space
-from fedloom.tiers.costs import CostTable
+from fedloom.platform.spaces.space_config import SpaceConfig
+from fedloom.tiers.costs import CostTable, size_of
 
 
 def table_of(measure: str, fixed: float, rows: list[list[float]], reduce: str = "sum") -> CostTable:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from fedloom.experiments.config import compose_config
+from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World, build_world

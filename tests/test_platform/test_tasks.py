@@ -22,7 +22,6 @@ from fedloom.platform.data.guard import TestReadError
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.slices import (
     Architecture,
@@ -32,6 +31,7 @@ from fedloom.platform.spaces.slices import (
     parse_architecture,
     subspace_id,
 )
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 LOCAL = LocalSGD(epochs=2, batch_size=16, lr=0.05, momentum=0.9)
 KEPT = ((0, 3), (1, 2), (0, 1, 2, 3))

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from fedloom.platform.clients.training import LocalSGD, own_randomness, train_locally
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import bytes_of, extract
+from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.platform.spaces.tcn import CausalConv, TcnDesign
 from fedloom.tiers.measure import macs_of, parameters_of
 

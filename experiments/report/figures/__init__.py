@@ -1,0 +1,1 @@
+"""The figures of reports; the only part that needs matplotlib."""

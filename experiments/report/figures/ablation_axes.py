@@ -1,0 +1,267 @@
+"""The figures of an ablation that show what was evaluated: against MACs, against an axis' values, per tier."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from textwrap import fill
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from fedloom.experiments.analysis.ablation import held, holding, is_grid, marginal, over_seeds, references, values_of
+from fedloom.experiments.analysis.frames import METRIC, natural, shown_models
+from fedloom.experiments.report.figures.style import COUNTS, INK, LEGEND, MARKERS, SERIES, model_colours, quiet
+from fedloom.experiments.report.figures.subnets import LOGARITHMIC_FROM
+from fedloom.experiments.report.parts.numbers import si_scale
+from fedloom.experiments.report.parts.words import model_name
+from fedloom.experiments.store.ablations import Ablation, short
+
+DECADE = 10.0
+"""The ratio of an axis' greatest to its least positive value from which its scale is logarithmic."""
+_PANEL, _MOST_COLUMNS = 4.1, 3
+_MOST_TICKS = 5
+"""Numbers that are named on an axis each; of more the scale has ticks of its own."""
+
+
+@dataclass(frozen=True)
+class Studied:
+    """What figures are drawn of: the plan, its frame (see `ablation_frame`), and how subnets are called."""
+
+    ablation: Ablation
+    frame: pd.DataFrame
+    names: Mapping[str, str]
+
+
+def looks(values: Sequence[Any]) -> dict[Any, tuple[str, str]]:
+    """Per value of an axis its colour and marker."""
+    return dict(zip(values, zip(cycle(SERIES), cycle(MARKERS), strict=False), strict=False))
+
+
+def held_text(ablation: Ablation, *axes: str) -> str:
+    """The values of the other axes, as "a=1, b=2"; empty if none is held."""
+    return ", ".join(f"{axis}={short(value)}" for axis, value in held(ablation, *axes).items())
+
+
+def title_of(ablation: Ablation, *axes: str) -> str:
+    """What varies, and below it what is held."""
+    given = held_text(ablation, *axes)
+    return "\n".join([", ".join(axes), *([fill(f"at {given}", 44)] if given else [])])
+
+
+def values_legend(axes: Axes, title: str, handles: Sequence[Line2D | Patch], below: float = 0.17) -> None:
+    """Below the panel, by this share of its height: inside it would cover points."""
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    columns = max(1, min(len(handles), 52 // (longest + 5)))
+    axes.legend(
+        handles=handles,
+        title=title,
+        title_fontsize=9,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -below),
+        ncols=columns,
+        **LEGEND,
+    )
+
+
+def limit(panels: Sequence[Axes], rows: Sequence[pd.DataFrame]) -> None:
+    """One range for all panels: two seeds' intervals may be many times longer than all differences."""
+    means = 100 * pd.concat([r["mean"] for r in rows])
+    halves = 100 * pd.concat([r["half_width"] for r in rows]).fillna(0.0)
+    low, high = float(means.min()), float(means.max())
+    spread = max(high - low, 1.0)
+    pad = min(float(halves.max()), spread) + 0.1 * spread
+    for axes in panels:
+        axes.set_ylim(max(low - pad, -1.0), min(high + pad, 101.0))
+
+
+def _grid(count: int, height: float) -> tuple[Figure, list[Axes]]:
+    columns = min(count, _MOST_COLUMNS)
+    lines = -(-count // columns)
+    figure = Figure(figsize=(0.8 + _PANEL * max(columns, 1.3), height * lines), layout="constrained")
+    panels = list(figure.subplots(lines, columns, squeeze=False).ravel())
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    return figure, panels[:count]
+
+
+def macs_figure(studied: Studied) -> Figure | None:
+    """Test accuracy against MACs, a panel per axis and a line per value, the other axes at their references.
+
+    Of a supernet's family the evaluated subnets, else the tiers' final models; bars are 95 % intervals over seeds.
+    None without any. Source: SuperFed, Fig. 5.
+    """
+    frame = _compared(studied.frame)
+    ablation = studied.ablation
+    found = {axis: _with_macs(frame, ablation, axis) for axis in ablation.axes}
+    found = {axis: rows for axis, rows in found.items() if len(rows)}
+    if not found:
+        return None
+    figure, panels = _grid(len(found), 4.6)
+    macs = pd.concat([rows["macs"] for rows in found.values()])
+    scale, prefix = si_scale(float(macs.max()))
+    logarithmic = bool(macs.max() >= LOGARITHMIC_FROM * macs.min())
+    for i, (axes, (axis, rows)) in enumerate(zip(panels, found.items(), strict=True)):
+        _lines(axes, rows, axis, values_of(ablation, axis), scale, logarithmic)
+        label = "" if i % _MOST_COLUMNS else "test accuracy (%)"
+        quiet(axes, title=title_of(ablation, axis), xlabel=f"MACs of one forward pass{COUNTS[prefix]}", ylabel=label)
+    limit(panels, list(found.values()))
+    return figure
+
+
+def _compared(frame: pd.DataFrame) -> pd.DataFrame:
+    """The family's subnets where there are any, else the models that the method ends with."""
+    known = frame.dropna(subset=[METRIC, "model"])
+    family = known[known["subnet"] != ""]
+    return family if len(family) else known[known["model"] == final_model(known)]
+
+
+def final_model(frame: pd.DataFrame) -> str:
+    """The model that stands for the method: fine-tuned where there is one, else the first that is shown."""
+    models = shown_models([str(m) for m in frame["model"].dropna()])
+    return "fine_tuned" if "fine_tuned" in models else next(iter(models), "")
+
+
+def _with_macs(frame: pd.DataFrame, ablation: Ablation, axis: str) -> pd.DataFrame:
+    rows, macs = (marginal(frame, ablation, axis, measure) for measure in (METRIC, "macs"))
+    key = [axis, "model", "tier", "subnet"]
+    return rows.merge(macs[[*key, "mean"]].rename(columns={"mean": "macs"}), on=key)
+
+
+def _lines(axes: Axes, rows: pd.DataFrame, axis: str, values: Sequence[Any], scale: float, logarithmic: bool) -> None:
+    drawn = looks(values)
+    width = float(rows["macs"].max() - rows["macs"].min()) or 1.0
+    for i, value in enumerate(values):
+        own = rows[rows[axis] == value].sort_values("macs")
+        aside = i - (len(values) - 1) / 2  # the lines' bars beside each other
+        x = own["macs"] * 1.02**aside if logarithmic else own["macs"] + 0.009 * width * aside
+        colour, marker = drawn[value]
+        _points(axes, x / scale, own, colour, marker)
+    if logarithmic:
+        axes.set_xscale("log")
+    handles = [Line2D([], [], color=c, marker=m, markersize=5, label=short(v)) for v, (c, m) in drawn.items()]
+    values_legend(axes, axis, handles)
+
+
+def _points(axes: Axes, x: "pd.Series[float]", rows: pd.DataFrame, colour: str, marker: str) -> None:
+    y, half = 100 * rows["mean"], 100 * rows["half_width"]  # one seed has no interval, and no bar
+    style: dict[str, Any] = {"elinewidth": 1.0, "capsize": 2.0, "alpha": 0.55, "linestyle": "none"}
+    axes.errorbar(x, y, yerr=half, color=colour, zorder=2, **style)
+    axes.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3)
+
+
+def metric_figure(studied: Studied) -> Figure | None:
+    """Mean test accuracy against the values of each axis, a line per model; None without any evaluation.
+
+    Tiers and subnets are averaged per seed; bars are 95 % intervals over seeds. The dotted line is the reference.
+    """
+    known, ablation = studied.frame.dropna(subset=[METRIC, "model"]), studied.ablation
+    found = {axis: over_seeds(holding(known, held(ablation, axis)), METRIC, [axis, "model"]) for axis in ablation.axes}
+    found = {axis: rows for axis, rows in found.items() if len(rows)}
+    if not found:
+        return None
+    models = shown_models([str(model) for rows in found.values() for model in rows["model"]])
+    colours = model_colours(models)
+    figure, panels = _grid(len(found), 4.2)
+    for i, (axes, (axis, rows)) in enumerate(zip(panels, found.items(), strict=True)):
+        places = _scale(axes, values_of(ablation, axis))
+        for model, marker in zip(models, cycle(MARKERS), strict=False):
+            own = rows[rows["model"] == model]
+            _points(axes, pd.Series([places[v] for v in own[axis]]), own, colours[model], marker)
+        if is_grid(ablation):
+            axes.axvline(places[references(ablation)[axis]], color="#9A9A9A", linewidth=0.9, linestyle=":", zorder=1)
+        label = "" if i % _MOST_COLUMNS else "mean test accuracy (%)"
+        quiet(axes, title=title_of(ablation, axis), xlabel=axis, ylabel=label)
+        axes.grid(False, axis="x")
+        if not isinstance(next(iter(places)), int | float) and max(map(len, places)) > 30 // len(places):
+            axes.tick_params(axis="x", rotation=25)
+    limit(panels, list(found.values()))
+    handles = [
+        Line2D([], [], color=colours[m], marker=marker, markersize=5, label=model_name(m))
+        for m, marker in zip(models, cycle(MARKERS), strict=False)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), **LEGEND)
+    return figure
+
+
+def _scale(axes: Axes, values: Sequence[Any]) -> dict[Any, float]:
+    """Where the values stand: numbers to scale, logarithmic if they span a decade; names beside each other."""
+    numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) < len(values) or len(values) < 2:
+        places = {value: float(i) for i, value in enumerate(values)}
+        axes.set_xlim(-0.4, len(values) - 0.6)
+    else:
+        places = dict(zip(values, numbers, strict=True))
+        positive = [n for n in numbers if n > 0]
+        if min(numbers) >= 0 and positive and max(positive) >= DECADE * min(positive):
+            # A zero stands a decade before the least positive value.
+            axes.set_xscale("symlog" if min(numbers) == 0 else "log", **_linear_to(min(positive), min(numbers)))
+    if len(values) <= _MOST_TICKS or len(numbers) < len(values):
+        axes.set_xticks(list(places.values()), [short(value) for value in places], minor=False)
+        axes.minorticks_off()
+    return places
+
+
+def _linear_to(least: float, minimum: float) -> dict[str, float]:
+    return {"linthresh": least} if minimum == 0 else {}
+
+
+def tiers_figure(studied: Studied) -> Figure | None:
+    """Test accuracy per tier, a column per model, a row per axis and a bar per value; None without any evaluation."""
+    known, ablation = studied.frame.dropna(subset=[METRIC, "model"]), studied.ablation
+    models = shown_models([str(model) for model in known["model"]])
+    models.sort(key=lambda m: m != final_model(known))  # what the method ends with comes first
+    found = {axis: marginal(known, ablation, axis) for axis in ablation.axes} if models else {}
+    found = {axis: rows for axis, rows in found.items() if len(rows)}
+    if not found:
+        return None
+    figure = Figure(figsize=(1.2 + 4.4 * max(len(models), 1.5), 3.9 * len(found)), layout="constrained")
+    grid = figure.subplots(len(found), len(models), squeeze=False, sharey=True)
+    for line, (axis, rows) in zip(grid, found.items(), strict=True):
+        for axes, model in zip(line, models, strict=True):
+            bars(axes, rows[rows["model"] == model], axis, values_of(ablation, axis), studied.names)
+            title = f"{model_name(model)}: {title_of(ablation, axis)}"
+            quiet(axes, title=title, ylabel="" if axes is not line[0] else "test accuracy (%)")
+            axes.grid(False, axis="x")
+        values_legend(line[0], axis, bar_handles(values_of(ablation, axis)), below=0.08)
+    _bar_limit(list(grid.ravel()), list(found.values()))
+    return figure
+
+
+def bar_handles(values: Sequence[Any]) -> list[Patch]:
+    """A legend's entries for the bars of an axis' values."""
+    return [Patch(color=colour, label=short(value)) for value, (colour, _) in looks(values).items()]
+
+
+def bars(axes: Axes, rows: pd.DataFrame, axis: str, values: Sequence[Any], names: Mapping[str, str]) -> None:
+    """Groups of bars: a group per tier (or subnet), a bar with its interval per value of the axis."""
+    places = [names.get(subnet) or tier for subnet, tier in zip(rows["subnet"], rows["tier"], strict=True)]
+    rows = rows.assign(place=places)
+    groups = list(dict.fromkeys(places))
+    if all(name.startswith("tier") for name in groups):
+        groups.sort(key=natural)
+    width = 0.8 / len(values)
+    for i, (value, (colour, _)) in enumerate(looks(values).items()):
+        own = rows[rows[axis] == value]
+        at = np.array([groups.index(place) for place in own["place"]]) + (i - (len(values) - 1) / 2) * width
+        half = 100 * own["half_width"]
+        style: dict[str, Any] = {"elinewidth": 1.0, "capsize": 1.5, "ecolor": INK}
+        axes.bar(at, 100 * own["mean"], 0.9 * width, color=colour, yerr=half, error_kw=style)
+    axes.set_xticks(range(len(groups)), groups)
+    if max((len(name) for name in groups), default=0) > 36 // max(len(groups), 1):
+        axes.tick_params(axis="x", rotation=20)
+
+
+def bar_floor(rows: Sequence[pd.DataFrame]) -> float:
+    """Where bars begin, in %: 0, or well below the least of them where all are high and would look alike."""
+    least = 100 * min(float(r["mean"].min()) for r in rows if len(r))
+    return 10 * np.floor((least - 10) / 10) if least >= 50 else 0.0
+
+
+def _bar_limit(panels: Sequence[Axes], rows: Sequence[pd.DataFrame]) -> None:
+    for axes in panels:
+        axes.set_ylim(bar_floor(rows), 101)

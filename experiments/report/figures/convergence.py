@@ -1,0 +1,115 @@
+"""Loss and accuracy against rounds."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.lines import Line2D
+
+from fedloom.experiments.analysis.frames import MODELS
+from fedloom.experiments.analysis.seeds import SEEDS, spread
+from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.report.figures.settings import multiples, same_limits
+from fedloom.experiments.report.figures.style import (
+    DASHED,
+    GREY,
+    INK,
+    LEGEND,
+    quiet,
+    tier_colours,
+    tier_markers,
+    tiers_in_order,
+    whole_numbers,
+)
+from fedloom.experiments.report.parts.words import stage_name
+
+KINDS = ("supernet", *MODELS[1:])
+
+LONGEST_SHORT_NAME = 10
+"""Seven tiers' names beside each other; subnets' names are longer."""
+
+
+VALUES = {"metric": "accuracy (%)", "loss": "loss (cross-entropy)"}
+"""What is drawn, and how its axis is called."""
+
+
+def convergence_figure(convergence: pd.DataFrame, settings: Sequence[Setting], values: Sequence[str]) -> Figure | None:
+    """Some of `VALUES` against rounds, one above the other: a column per stage, a colour per tier; None without rounds.
+
+    Several settings stand below each other with the same axes. Over several seeds the line is their mean and the band
+    reaches from the least to the greatest.
+    """
+    shown = [s for s in settings if len(s.rows(convergence))]
+    if not shown:
+        return None
+    found = dict.fromkeys(kind for s in shown for kind in s.rows(convergence)["kind"])
+    kinds = [k for k in KINDS if k in found] + [k for k in found if k not in KINDS]
+    tiers = tiers_in_order(convergence["tier"])
+    width = 1.0 + 3.4 * max(len(kinds), 2)
+    figure, parts = multiples(shown, (width, 0.4 + 2.9 * len(values)), (width, 0.3 + 2.5 * len(values)))
+    grids = [_panels(part, s.rows(convergence), kinds, tiers, values) for part, s in zip(parts, shown, strict=True)]
+    drawn = np.array([[[axes.axison for axes in row] for row in grid] for grid in grids])
+    panels = np.array(grids)
+    for row in range(len(values)):
+        same_limits(panels[:, row][drawn[:, row]].tolist(), y=True)
+    for column in range(len(kinds)):
+        same_limits(panels[:, :, column][drawn[:, :, column]].tolist(), x=True)
+    _convergence_legend(figure, tiers, convergence)
+    return figure
+
+
+def _panels(
+    part: Figure | SubFigure, rows: pd.DataFrame, kinds: Sequence[str], tiers: Sequence[str], values: Sequence[str]
+) -> list[list[Axes]]:
+    """One setting's panels, a line per value and a column per kind of stage; stages that it has not stay empty."""
+    grid = part.subplots(len(values), len(kinds), sharex="col", sharey="row", squeeze=False)
+    own = [kind for kind in kinds if rows["kind"].eq(kind).any()]
+    for column, kind in enumerate(kinds):
+        for line, value in enumerate(values):
+            axes = grid[line][column]
+            if kind not in own:
+                axes.set_axis_off()
+                continue
+            _curves(axes, rows[rows["kind"] == kind], value, tiers, 100.0 if value == "metric" else 1.0)
+            title, xlabel = stage_name(kind) if line == 0 else "", "finished rounds" if line == len(values) - 1 else ""
+            quiet(axes, title=title, xlabel=xlabel, ylabel=VALUES[value] if kind == own[0] else "")
+            axes.tick_params(labelleft=kind == own[0])
+            whole_numbers(axes)
+    return [list(line) for line in grid]
+
+
+def _curves(axes: Axes, rows: pd.DataFrame, value: str, tiers: Sequence[str], scale: float) -> None:
+    colours, markers = tier_colours(tiers), tier_markers(tiers)
+    alone = not (rows["series"].eq("validation") & rows[value].notna()).any()
+    for tier in ("", *tiers):
+        colour = colours.get(tier, INK)
+        for series in ("train", "validation"):
+            of = rows[(rows["tier"] == tier) & (rows["series"] == series) & rows[value].notna()]
+            if of.empty:
+                continue
+            over_seeds = spread(of, ["rounds_done"], value) * scale
+            x = over_seeds.index.to_numpy(dtype=float)
+            # Markers and bands of both series would cover each other.
+            leading = series == "validation" or alone
+            style = {"linewidth": 1.1, "alpha": 0.75} if series == "train" else {"linewidth": 1.5, "linestyle": DASHED}
+            marker, every = (markers.get(tier, "o") if leading else "", max(1, len(x) // 12))
+            y = over_seeds["mean"].to_numpy()
+            axes.plot(x, y, color=colour, marker=marker, markersize=4.5, markevery=every, **style)
+            if of[SEEDS].nunique() > 1 and leading:
+                low, high = over_seeds["min"].to_numpy(), over_seeds["max"].to_numpy()
+                axes.fill_between(x, low, high, color=colour, alpha=0.1, linewidth=0)
+
+
+def _convergence_legend(figure: Figure, tiers: Sequence[str], convergence: pd.DataFrame) -> None:
+    colours, markers = tier_colours(tiers), tier_markers(tiers)
+    handles = []
+    if (convergence["tier"] == "").any():
+        handles.append(Line2D([], [], color=INK, marker="o", markersize=4.5, label="supernet"))
+    handles += [Line2D([], [], color=colours[t], marker=markers[t], markersize=4.5, label=t) for t in tiers]
+    handles.append(Line2D([], [], color=GREY, linewidth=1.1, label="training clients"))
+    if (convergence["series"] == "validation").any():
+        handles.append(Line2D([], [], color=GREY, linestyle=DASHED, label="server's validation data"))
+    columns = 7 if all(len(t) <= LONGEST_SHORT_NAME for t in tiers) else 3
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), columns), **LEGEND)

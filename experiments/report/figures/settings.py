@@ -1,0 +1,84 @@
+"""How settings are told apart in figures: by colours and markers, in legends, and in parts of their own."""
+
+from collections.abc import Sequence
+from itertools import cycle
+from textwrap import fill
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+
+from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.report.figures.style import INK, MARKERS, SERIES
+from fedloom.experiments.report.parts.words import runs_in_brief
+
+TITLE_LETTERS, LEGEND_LETTERS = 11, 13
+"""Letters of a setting's name per inch, in the size of titles and of legends."""
+
+LEGEND_LINE_IN = 0.2
+"""Inches that a line of a legend takes."""
+
+Look = dict[str, tuple[str, str]]
+"""By setting's name its colour and its marker."""
+
+
+def looks(settings: Sequence[Setting], colours: Sequence[str] = SERIES) -> Look:
+    """A colour and a marker per setting; the last marker is left to the winners of searches."""
+    pairs = zip(cycle(colours), cycle(MARKERS[:-1]), strict=False)
+    return {s.name: pair for s, pair in zip(settings, pairs, strict=False)}
+
+
+def legend_text(text: str, width_in: float) -> str:
+    """A setting's name in lines that a figure of this width has room for."""
+    return fill(text, round(LEGEND_LETTERS * (width_in - 0.8)))
+
+
+def legend_height_in(texts: Sequence[str], width_in: float) -> float:
+    """What a legend with these texts below each other takes of a figure's height."""
+    return LEGEND_LINE_IN * sum(1 + legend_text(text, width_in).count("\n") for text in texts)
+
+
+def setting_label(setting: Setting) -> str:
+    """The setting's name, and over how many runs or seeds it is drawn."""
+    return f"{setting.name}{runs_in_brief(setting)}"
+
+
+def line_width(i: int, count: int) -> float:
+    """Thinner from line to line: ablations often share a schedule or a cost, and all must be seen."""
+    return min(6.0, 1.8 + 1.1 * (count - 1 - i))
+
+
+def title_text(text: str, width_in: float) -> str:
+    """A setting's name in lines that a part of this width has room for above it."""
+    return fill(text, round(TITLE_LETTERS * width_in))
+
+
+def multiples(
+    settings: Sequence[Setting], alone: tuple[float, float], each: tuple[float, float], columns: int = 1
+) -> tuple[Figure, Sequence[Figure | SubFigure]]:
+    """A figure, and what each setting is drawn in: one alone in the whole figure, several in parts with their names.
+
+    `alone` and `each` are the sizes in inches (width, height) of the figure of one setting, and of a part.
+    """
+    if len(settings) == 1:
+        figure = Figure(figsize=alone, layout="constrained")
+        return figure, [figure]
+    columns = min(columns, len(settings))
+    lines = -(-len(settings) // columns)
+    figure = Figure(figsize=(columns * each[0], lines * each[1] + 0.5), layout="constrained")
+    parts: list[SubFigure] = list(figure.subfigures(lines, columns, squeeze=False).ravel())[: len(settings)]
+    for part, setting in zip(parts, settings, strict=True):
+        name = title_text(setting.name, each[0])
+        part.suptitle(name, x=0.01, ha="left", fontsize=10.5, fontweight="bold", color=INK)
+    return figure, parts
+
+
+def same_limits(panels: Sequence[Axes], *, x: bool = False, y: bool = False) -> None:
+    """Gives the panels one range, so that they can be compared."""
+    if x and panels:
+        ends = [end for axes in panels for end in axes.get_xlim()]
+        for axes in panels:
+            axes.set_xlim(min(ends), max(ends))
+    if y and panels:
+        ends = [end for axes in panels for end in axes.get_ylim()]
+        for axes in panels:
+            axes.set_ylim(min(ends), max(ends))

@@ -1,0 +1,1 @@
+"""Whole reports: what they say, and their files."""

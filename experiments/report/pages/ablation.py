@@ -1,0 +1,225 @@
+"""The report of an ablation: tables of its trials, settings and axes, and figures of the shape that papers show."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from rich.console import RenderableType
+
+from fedloom.experiments.analysis.ablation import (
+    ablation_frame,
+    against_reference,
+    axis_value,
+    by_setting,
+    is_grid,
+    load_ablation,
+    references,
+)
+from fedloom.experiments.analysis.frames import METRIC
+from fedloom.experiments.analysis.labels import labels_of
+from fedloom.experiments.analysis.tables import ALL_TABLES, Tables
+from fedloom.experiments.report.pages.content import Content, RunFacts
+from fedloom.experiments.report.pages.files import ReportFiles, write_content
+from fedloom.experiments.report.pages.latex import latex_tables
+from fedloom.experiments.report.pages.values import records
+from fedloom.experiments.report.parts.block import rich_block
+from fedloom.experiments.report.parts.picture import Picture
+from fedloom.experiments.report.tables.ablation import axis_blocks, settings_block, subnet_names, trials_block
+from fedloom.experiments.report.tables.failures import failures_block
+from fedloom.experiments.store.ablations import FIGURES, Ablation, find_ablation, is_ablation, short
+from fedloom.experiments.store.trials import FINAL, TrialState, trial_states
+from fedloom.platform.results.files import check_writable, write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedloom.experiments.report.figures.ablation_axes import Studied
+
+
+REFRESH_S = 30
+"""How often a page loads itself again while trials are at work."""
+UNFINISHED = ("waiting", "running", "stalled")
+"""States of trials of which more may be expected without anybody's doing."""
+
+
+def chosen_ablation(results: Path, given: Sequence[str]) -> str | None:
+    """The id of the ablation that a report was asked for; None if it was asked for runs.
+
+    Raises ValueError for several ablations, or one beside runs.
+    """
+    own = [name for name in given if is_ablation(results, name)]
+    if not own:
+        return None
+    if len(given) > 1:
+        raise ValueError(
+            f"{' '.join(given)}: {own[0]} is an ablation, and a report is of one ablation or of runs; give the "
+            "ablation's id alone"
+        )
+    return find_ablation(results, own[0]).ablation_id
+
+
+def write_ablation_report(results: Path, ablation_id: str, out: Path | None = None) -> ReportFiles:
+    """Writes report.html, report.md, tables.tex and the figures (PNG, PDF) of an ablation as it stands now.
+
+    `out` is `results/reports/ABLATION_ID` if not given. Raises ValueError for an unknown ablation, a damaged table, or
+    a folder that cannot be written.
+    """
+    ablation, tables = load_ablation(results, ablation_id)
+    folder = Path(results) / "reports" / ablation.ablation_id if out is None else Path(out)
+    check_writable(folder)
+    content = ablation_content(ablation, trial_states(Path(results), ablation), tables)
+    latex = folder / "tables.tex"
+    files = write_content(content, folder, [p.run_id for p in tables.paths], latex)
+    write_atomically(latex, latex_tables(content.blocks).encode(), durable=False)
+    return files
+
+
+def ablation_content(ablation: Ablation, states: Sequence[TrialState], tables: Tables) -> Content:
+    """Everything that the report of an ablation says."""
+    frame = ablation_frame(tables, ablation)
+    names = subnet_names(frame, labels_of(tables))
+    blocks = [
+        trials_block(ablation, states, tables),
+        settings_block(ablation, frame, names, wide=True),
+        *axis_blocks(ablation, frame, names),
+        failures_block(tables),
+    ]
+    at_work = any(s.state in UNFINISHED for s in states)
+    unknown = [f"There is no figure {n!r}: there are {', '.join(FIGURES)}." for n in _figures(ablation, known=False)]
+    return Content(
+        title=f"{ablation.name} on {ablation.experiment}: {ablation.title}".removesuffix(": "),
+        runs=(_facts(ablation),),
+        missing=(*progress_of(states), *unknown),
+        blocks=tuple(block for block in blocks if block.rows),
+        pictures=tuple(_pictures(ablation, frame, names, tables)),
+        about="Ablation",
+        refresh_s=REFRESH_S if at_work else None,
+        pictures_first=True,
+    )
+
+
+def _figures(ablation: Ablation, *, known: bool) -> list[str]:
+    return [name for name in dict.fromkeys(ablation.figures) if (name in FIGURES) is known]
+
+
+def progress_of(states: Sequence[TrialState]) -> list[str]:
+    """How many of how many trials are done; nothing once all are."""
+    counts = pd.Series([s.state for s in states]).value_counts().to_dict()
+    done = sum(counts.get(state, 0) for state in FINAL)
+    if done == len(states):
+        return []
+    others = ", ".join(f"{count} {state}" for state, count in counts.items() if state != "done")
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return [f"{counts.get('done', 0)} of {len(states)} trials are done at {now}; {others}."]
+
+
+def _facts(ablation: Ablation) -> RunFacts:
+    axes = {axis: ", ".join(short(value) for value in values) for axis, values in ablation.axes.items()}
+    whose = {True: "", False: " (the first value; the experiment has another)"}
+    given = [f"{axis}={short(v)}{whose[axis in ablation.reference]}" for axis, v in references(ablation).items()]
+    facts = [
+        ("ablation", ablation.ablation_id),
+        ("experiment", ablation.experiment),
+        *((f"axis {axis}", text) for axis, text in axes.items()),
+        ("references", ", ".join(given)),
+        ("seeds", ", ".join(map(str, ablation.seeds))),
+        ("trials", f"{len(ablation.trials)} ({'grid' if is_grid(ablation) else 'random search'})"),
+        ("overrides", " ".join(ablation.overrides)),
+        ("scheduler", str(ablation.scheduler.get("kind", "none"))),
+        ("created", ablation.created),
+    ]
+    config = dict(ablation.trials[0].config) if ablation.trials else {}
+    return RunFacts(ablation.ablation_id, tuple(facts), json.dumps(config, indent=1))
+
+
+def _pictures(ablation: Ablation, frame: pd.DataFrame, names: Mapping[str, str], tables: Tables) -> Iterator[Picture]:
+    # Here, because matplotlib takes a second to load and a summary does without.
+    from fedloom.experiments.report.figures import ablation_axes, ablation_rounds
+    from fedloom.experiments.report.figures.style import pdf, png
+
+    makers: dict[str, Callable[[Studied], Figure | None]] = {
+        "macs_by_axis": ablation_axes.macs_figure,
+        "stages_by_axis": lambda studied: ablation_rounds.stages_figure(studied, tables),
+        "tiers_by_axis": ablation_axes.tiers_figure,
+        "metric_by_axis": ablation_axes.metric_figure,
+        "convergence": lambda studied: ablation_rounds.rounds_figure(studied, tables),
+    }
+    for name in (*_figures(ablation, known=True), "convergence"):
+        figure = makers[name](ablation_axes.Studied(ablation, frame, names))
+        if figure is not None:
+            title, caption = CAPTIONS[name]
+            yield Picture(name, title, f"{caption} {_held_caption(ablation)}", png(figure), pdf(figure))
+
+
+def _held_caption(ablation: Ablation) -> str:
+    if len(ablation.axes) == 1:
+        return ""
+    if not is_grid(ablation):
+        return "The other axes vary with what is shown: this is a random search."
+    assumed = [axis for axis in ablation.axes if axis not in ablation.reference]
+    first = f" ({', '.join(assumed)}: the first value, as the experiment's own is not among them)" if assumed else ""
+    return f"Axes that are not shown are at their references{first}."
+
+
+_BARS = "Bars are 95 % intervals (Student's t) over seeds, cut off where they would leave the panel."
+CAPTIONS = {
+    "macs_by_axis": (
+        "Test accuracy against MACs, per axis",
+        f"Each point is a subnet of the family, cut from the trained supernet, or a tier's final model. {_BARS}",
+    ),
+    "stages_by_axis": (
+        "From training to the tiers' models",
+        "Above: dots are paths of the supernet in training (a step is one client's local training; the line is their "
+        "mean), then the candidates of the search in the order of their scoring (a step is one candidate), all on the "
+        "server's validation data. Below: the test accuracy of each tier; the axis need not begin at 0. "
+        f"{_BARS}",
+    ),
+    "tiers_by_axis": (
+        "Test accuracy per tier",
+        f"A bar per value; the axis need not begin at 0. {_BARS}",
+    ),
+    "metric_by_axis": (
+        "Test accuracy along each axis",
+        f"Means over tiers and subnets. The dotted line is the reference. {_BARS}",
+    ),
+    "convergence": (
+        "Convergence",
+        "Accuracy on the server's validation data against finished rounds, mean over seeds; bands reach from the least "
+        "seed to the greatest. Dashed where a stage is not validated: what its clients report while they train.",
+    ),
+}
+
+
+def ablation_table(results: Path, ablation_id: str) -> RenderableType:
+    """The settings of an ablation for the terminal; quick, and without matplotlib."""
+    ablation, tables = load_ablation(results, ablation_id, tables=[t for t in ALL_TABLES if t != "clients"])
+    frame = ablation_frame(tables, ablation)
+    block = settings_block(ablation, frame, subnet_names(frame, labels_of(tables)), wide=False)
+    return rich_block(block, stacked=False)
+
+
+def ablation_json(results: Path, ablation_id: str) -> dict[str, Any]:
+    """The report's numbers as JSON values: ablation, trials, missing; the rows of frame, settings and differences."""
+    ablation, tables = load_ablation(results, ablation_id)
+    frame = ablation_frame(tables, ablation)
+    axes, states = list(ablation.axes), trial_states(Path(results), ablation)
+    plan = {"ablation_id": ablation.ablation_id, "name": ablation.name, "title": ablation.title}
+    compared = [against_reference(frame, ablation, axis) for axis in axes] if is_grid(ablation) else []
+    return {
+        "ablation": {**plan, "experiment": ablation.experiment, "references": references(ablation)},
+        "trials": [_trial_json(state) for state in states],
+        "missing": progress_of(states),
+        "frame": records(frame),
+        "settings": records(by_setting(frame, METRIC, axes)),
+        "differences": [row for rows in compared for row in records(rows)],
+    }
+
+
+def _trial_json(state: TrialState) -> dict[str, Any]:
+    trial = state.trial
+    setting = {axis: axis_value(value) for axis, value in trial.setting.items()}
+    place = {"trial": trial.index, "run_id": trial.run_id, "seed": trial.seed, "setting": setting}
+    return {**place, "state": state.state, "message": state.message}

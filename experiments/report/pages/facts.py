@@ -1,0 +1,62 @@
+"""Who, what, when and with which versions: the facts of every run."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fedloom.experiments.analysis.intervals import is_absent
+from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.tables import Tables, configuration
+from fedloom.experiments.report.pages.content import RunFacts
+from fedloom.experiments.report.parts.numbers import ABSENT
+from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.status import Status, read_status
+
+
+def facts_of(tables: Tables, settings: Sequence[Setting]) -> tuple[RunFacts, ...]:
+    """Who, what, when and with which versions, per run; of several settings also which one."""
+    named = {run_id: s.name for s in settings for run_id in s.run_ids} if len(settings) > 1 else {}
+    return tuple(_facts(tables, paths, named.get(paths.run_id)) for paths in tables.paths)
+
+
+def _facts(tables: Tables, paths: RunPaths, setting: str | None) -> RunFacts:
+    found = tables.runs[tables.runs["run_id"] == paths.run_id].to_dict(orient="records")
+    row: dict[str, Any] = {str(k): v for k, v in found[0].items()} if found else {}
+    facts = [("experiment", paths.experiment), ("run", paths.run_id), ("status", state_of(tables, paths))]
+    facts += [("setting", setting)] if setting is not None else []
+    names = ("method", "space", "dataset", "seeds", "versions", "source_hash", "partition_hash")
+    facts += [(name.replace("_", " "), _plain(row.get(name))) for name in names]
+    facts += [(name, _time(row.get(name))) for name in ("started", "ended")]
+    if not is_absent(row.get("error")):
+        facts.append(("error", str(row["error"])))
+    return RunFacts(paths.run_id, tuple(facts), json.dumps(configuration(tables, paths.run_id), indent=1))
+
+
+def _time(value: Any) -> str:
+    return ABSENT if is_absent(value) else f"{value:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _plain(text: Any) -> str:
+    """JSON objects as "name value, name value"."""
+    if is_absent(text):
+        return ABSENT
+    if not str(text).startswith("{"):
+        return str(text)
+    return ", ".join(f"{name} {value}" for name, value in json.loads(str(text)).items())
+
+
+def status_of(paths: RunPaths) -> Status | None:
+    """What the run's status file says; None without one, as in a copied folder: the table knows enough then."""
+    try:
+        return read_status(paths.status)
+    except ValueError:
+        return None
+
+
+def state_of(tables: Tables, paths: RunPaths) -> str:
+    """The run's state now; what the table says if there is no status file."""
+    status = status_of(paths)
+    if status is not None:
+        return status.state
+    known = tables.runs.loc[tables.runs["run_id"] == paths.run_id, "status"].dropna()
+    return str(known.iloc[0]) if len(known) else "unknown"

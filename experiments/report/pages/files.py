@@ -1,0 +1,39 @@
+"""The files of a report."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedloom.experiments.report.pages.content import Content
+from fedloom.experiments.report.pages.html import html_page
+from fedloom.experiments.report.pages.markdown import markdown_page
+from fedloom.platform.results.files import write_atomically
+
+
+@dataclass(frozen=True)
+class ReportFiles:
+    """Where a report was written, and which runs it is about."""
+
+    run_ids: tuple[str, ...]
+    folder: Path
+    html: Path
+    markdown: Path
+    plots: tuple[Path, ...]
+    missing: tuple[str, ...]
+    """One sentence for everything that the runs do not have (yet)."""
+    latex: Path | None = None
+    """The tables for a paper, which reports of ablations have."""
+
+
+def write_content(content: Content, folder: Path, run_ids: Sequence[str], latex: Path | None = None) -> ReportFiles:
+    """Writes the page, the Markdown and the pictures, each file whole or not at all; `latex` is written by others."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [(p.name, ending, image) for p in content.pictures for ending, image in (("png", p.png), ("pdf", p.pdf))]
+    files = [file for file in files if file[2]]
+    for name, ending, image in files:
+        write_atomically(folder / f"{name}.{ending}", image, durable=False)
+    html, text = folder / "report.html", folder / "report.md"
+    write_atomically(html, html_page(content).encode(), durable=False)
+    write_atomically(text, markdown_page(content).encode(), durable=False)
+    plots = tuple(folder / f"{name}.{ending}" for name, ending, _ in files)
+    return ReportFiles(tuple(run_ids), folder, html, text, plots, content.missing, latex)

@@ -1,0 +1,121 @@
+"""Reports of runs: files in a folder, or tables for the terminal."""
+
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from fedloom.experiments.analysis.bounds import Bounds, upper_bounds
+from fedloom.experiments.analysis.costs import cost_comparisons
+from fedloom.experiments.analysis.frames import ALL_TIERS, fairness, per_tier
+from fedloom.experiments.analysis.kinds import is_dry, with_silo_clients
+from fedloom.experiments.analysis.labels import Labels, labels_of
+from fedloom.experiments.analysis.settings import Setting, settings_of
+from fedloom.experiments.analysis.subnets import subnet_summaries
+from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, latest_run, load
+from fedloom.experiments.report.pages.content import Content
+from fedloom.experiments.report.pages.facts import facts_of
+from fedloom.experiments.report.pages.files import ReportFiles, write_content
+from fedloom.experiments.report.pages.gaps import missing_of, unknown_bounds
+from fedloom.experiments.report.pages.silo_pictures import silo_pictures
+from fedloom.experiments.report.pages.stage_pictures import stage_pictures
+from fedloom.experiments.report.pages.subnet_pictures import subnet_pictures
+from fedloom.experiments.report.parts.block import Block, rich_block
+from fedloom.experiments.report.tables.communication import communication_block, dry_block
+from fedloom.experiments.report.tables.costs import cost_block
+from fedloom.experiments.report.tables.failures import failures_block
+from fedloom.experiments.report.tables.fairness import fairness_block
+from fedloom.experiments.report.tables.settings import settings_block
+from fedloom.experiments.report.tables.silos import silo_blocks
+from fedloom.experiments.report.tables.subnets import subnet_block
+from fedloom.experiments.report.tables.tiers import Summary, narrow_tier_block, summarise, tier_block
+from fedloom.platform.results.files import check_writable
+from fedloom.platform.results.paths import RunPaths
+
+
+def load_chosen(results: Path, run_ids: Sequence[str] | None = None, tables: Iterable[str] = ALL_TABLES) -> Tables:
+    """The tables of these runs (ids or their beginnings), of the latest run if none is given."""
+    return load(results, run_ids or [latest_run(results)], tables=tables)
+
+
+def write_report(results: Path, run_ids: Sequence[str] | None = None, out: Path | None = None) -> ReportFiles:
+    """Writes report.html, report.md and the plots of these runs (ids or their beginnings; the latest run if none).
+
+    `out` is `results/reports/RUN` if not given. Works for runs that are still running, failed, or lack stages: what is
+    missing is said. Raises ValueError for an unknown run, a damaged table, or a folder that cannot be written.
+    """
+    tables = load_chosen(results, run_ids)
+    folder = Path(results) / "reports" / _folder_name(tables.paths) if out is None else Path(out)
+    check_writable(folder)
+    return write_content(report_content(tables), folder, [p.run_id for p in tables.paths])
+
+
+def _folder_name(paths: Sequence[RunPaths]) -> str:
+    first = paths[0].run_id
+    if len(paths) == 1:
+        return first
+    ids = sha256("\n".join(sorted(p.run_id for p in paths)).encode()).hexdigest()[:8]
+    return f"{first}-and-{len(paths) - 1}-more-{ids}"
+
+
+def report_content(tables: Tables) -> Content:
+    """Everything that a report of these runs says."""
+    bounds, labels = upper_bounds(tables), labels_of(tables)
+    settings = settings_of(tables)
+    return Content(
+        title=_title(settings),
+        runs=facts_of(tables, settings),
+        missing=(*missing_of(tables), *unknown_bounds(tables, bounds)),
+        blocks=tuple(block for block in _blocks(tables, settings, bounds, labels) if block.rows),
+        pictures=(
+            *subnet_pictures(tables, labels),
+            *silo_pictures(tables),
+            *stage_pictures(tables, bounds, labels),
+        ),
+    )
+
+
+def _title(settings: Sequence[Setting]) -> str:
+    experiments = dict.fromkeys(s.experiment for s in settings)
+    run_ids = [run_id for setting in settings for run_id in setting.run_ids]
+    runs = f"run {run_ids[0]}" if len(run_ids) == 1 else f"{len(run_ids)} runs"
+    return f"{', '.join(experiments)}: {runs}{f' of {len(settings)} settings' if len(settings) > 1 else ''}"
+
+
+def _blocks(tables: Tables, settings: Sequence[Setting], bounds: Bounds, labels: Labels) -> list[Block]:
+    return [
+        settings_block(settings),
+        *(tier_block(summary) for summary in tier_summaries(tables, bounds)),
+        *(subnet_block(summary, wide=True) for summary in subnet_summaries(tables, labels)),
+        *(cost_block(comparison) for comparison in cost_comparisons(tables, labels)),
+        *silo_blocks(tables, wide=True),
+        fairness_block(tables, settings),
+        communication_block(tables, settings, labels),
+        failures_block(tables, settings),
+    ]
+
+
+def tier_summaries(tables: Tables, bounds: Bounds) -> list[Summary]:
+    """The tiers of the runs, per setting."""
+    return summarise(per_tier(tables, bounds), fairness(tables), settings_of(tables))
+
+
+def summary_table(results: Path, run_ids: str | Sequence[str] | None = None) -> RenderableType:
+    """The tables of these runs for the terminal, per setting; quick, and without matplotlib.
+
+    Raises ValueError for an unknown run or a damaged table.
+    """
+    ids = [run_ids] if isinstance(run_ids, str) else run_ids
+    tables = with_silo_clients(load_chosen(results, ids, [t for t in ALL_TABLES if t != "clients"]))
+    summaries, labels = tier_summaries(tables, upper_bounds(tables)), labels_of(tables)
+    blocks = [
+        *(narrow_tier_block(summary) for summary in summaries),
+        *(subnet_block(summary, wide=False) for summary in subnet_summaries(tables, labels)),
+        *(dry_block(tables, p.run_id, labels) for p in tables.paths if is_dry(tables, p.run_id)),
+        *(cost_block(comparison) for comparison in cost_comparisons(tables, labels)),
+        *silo_blocks(tables, wide=False),
+    ]
+    shown = [rich_block(block, apart=ALL_TIERS) for block in blocks if block.rows]
+    return Group(*shown, *(Text(line, style="yellow") for line in missing_of(tables)))

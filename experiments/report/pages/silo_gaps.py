@@ -1,0 +1,127 @@
+"""What a cross-silo run lacks of its silos: scores, pairs of the personalisation gains, and training itself."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from fedloom.experiments.analysis.frames import METRIC
+from fedloom.experiments.analysis.silos import (
+    EVALUATION,
+    GAINS,
+    p_matrix,
+    per_silo,
+    training,
+    undecided_silos,
+    was_heard,
+)
+from fedloom.experiments.analysis.tables import Tables, configuration, only
+
+
+def missing_of_silos(tables: Tables, run_id: str, state: str) -> list[str]:
+    """What a run of a cross-silo method lacks: silos' scores and training, gains, or decisions of its search."""
+    rows = tables.evaluations[tables.evaluations["run_id"] == run_id]
+    rows = rows[(rows["stage"] == EVALUATION) & (rows["split"] == "test") & (rows["metric"] == METRIC)]
+    yet = "" if state == "done" else " yet"
+    none = f"nothing was measured on test data{yet}: no accuracy of silos"
+    lines = gaps_of_scores(tables, run_id) if len(rows) else [none]
+    if covered_silos(tables, run_id):
+        if p_matrix(only(tables, [run_id])).empty:
+            lines.append(f"personalisation gains were not measured{yet}")
+        elif state != "running":
+            lines += gaps_of_gains(tables, run_id)
+    searches = configuration(tables, run_id)["method"].get("search")
+    if state == "done" and searches and (left := undecided_silos(tables, run_id)):
+        lines.append(f"the search ended with edges left to be searched in {silo_names(tables, run_id, left)}")
+    return lines
+
+
+WITH_AN_OWN_STATE = ("spider", "ditto")
+"""Methods whose silos score what they keep, which is the shared model where they keep nothing."""
+
+MOST_PAIRS = 6
+
+
+def num_silos(tables: Tables, run_id: str) -> int:
+    """How many silos the run was configured with."""
+    return int(configuration(tables, run_id)["data"]["num_clients"])
+
+
+def silo_names(tables: Tables, run_id: str, silos: Sequence[int]) -> str:
+    """These silos in a sentence."""
+    if len(silos) == num_silos(tables, run_id):
+        return "every silo"
+    return f"silo{'' if len(silos) == 1 else 's'} {', '.join(map(str, silos))}"
+
+
+def unscored_silos(tables: Tables, run_id: str) -> list[int]:
+    """The silos that the final evaluation has no accuracy of; those without test samples aside."""
+    rows = per_silo(only(tables, [run_id]))
+    known = rows[rows["accuracy"].notna() | rows["samples"].eq(0)]
+    return _others(known["client_id"], num_silos(tables, run_id))
+
+
+def unheard_silos(tables: Tables, run_id: str) -> list[int]:
+    """The silos of which no training round counted: failed, dropped or late every time."""
+    rows = training(only(tables, [run_id]).clients)
+    if rows.empty:
+        return []
+    return _others(rows.loc[was_heard(rows), "client_id"], num_silos(tables, run_id))
+
+
+def _others(known: "pd.Series[Any]", count: int) -> list[int]:
+    there = {int(c) for c in known.dropna()}
+    return [silo for silo in range(count) if silo not in there]
+
+
+def unmeasured_pairs(tables: Tables, run_id: str) -> list[tuple[int, int]]:
+    """The (i, j) without p_ij among the silos that the gains cover; silos i without test samples aside."""
+    run, covered = only(tables, [run_id]), range(covered_silos(tables, run_id))
+    matrix = p_matrix(run)
+    measured = {(int(i), int(j)) for i, j in zip(matrix["client_id"], matrix["silo"], strict=True)}
+    rows = run.evaluations
+    tested = rows[rows["stage"].isin([GAINS, EVALUATION]) & (rows["split"] == "test") & (rows["metric"] == METRIC)]
+    untested = {int(c) for c in tested.loc[tested["samples"].eq(0), "client_id"].dropna()}
+    return [(i, j) for i in covered if i not in untested for j in covered if (i, j) not in measured]
+
+
+def covered_silos(tables: Tables, run_id: str) -> int:
+    """How many silos, the first ones, the gains cover; 0 if they were not asked for."""
+    gains = configuration(tables, run_id)["method"].get("gains", {})
+    if not gains.get("epochs", 0):
+        return 0
+    given = gains.get("clients")
+    return num_silos(tables, run_id) if given is None else int(given)
+
+
+def gaps_of_scores(tables: Tables, run_id: str) -> list[str]:
+    """Sentences on silos without a score, and on those that are scored without ever having been trained."""
+    lines = []
+    unscored = unscored_silos(tables, run_id)
+    if unscored:
+        which = silo_names(tables, run_id, unscored)
+        lines.append(f"no accuracy on test data of {which}: mean, std and worst are over the others")
+    if unheard := [silo for silo in unheard_silos(tables, run_id) if silo not in unscored]:
+        which = silo_names(tables, run_id, unheard)
+        method = str(configuration(tables, run_id)["method"]["name"])
+        lines.append(f"no training round of {which} counted (failed, dropped or late every time): {_scored(method)}")
+    return lines
+
+
+def _scored(method: str) -> str:
+    if method in WITH_AN_OWN_STATE:
+        return "what is scored as personal there is the shared model"
+    if method == "fedpnas":
+        return "what is scored as personal there is the shared base with cells that were never trained"
+    return "the shared model has learned nothing from the data there"
+
+
+def gaps_of_gains(tables: Tables, run_id: str) -> list[str]:
+    """A sentence on the pairs of silos whose p_ij is missing."""
+    missing = unmeasured_pairs(tables, run_id)
+    if not missing:
+        return []
+    named = ", ".join(f"({i}, {j})" for i, j in missing[:MOST_PAIRS]) + (", ..." if len(missing) > MOST_PAIRS else "")
+    which = silo_names(tables, run_id, sorted({i for i, _ in missing}))
+    share = f"{len(missing)} of {covered_silos(tables, run_id) ** 2}"
+    return [f"personalisation gains of {which} are incomplete: {share} p_ij were not measured, (i, j) = {named}"]

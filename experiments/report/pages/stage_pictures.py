@@ -1,0 +1,143 @@
+"""The figures of runs with stages and tiers, and what they say."""
+
+from collections.abc import Iterator, Sequence
+
+import pandas as pd
+
+from fedloom.experiments.analysis.bounds import Bounds
+from fedloom.experiments.analysis.frames import (
+    by_stage,
+    client_metrics,
+    communication,
+    communication_by_kind,
+    convergence,
+    pareto,
+)
+from fedloom.experiments.analysis.kinds import elastic_run_ids, is_silo, silo_run_ids
+from fedloom.experiments.analysis.labels import Labels
+from fedloom.experiments.analysis.settings import Setting, settings_of
+from fedloom.experiments.analysis.subnets import ALONE
+from fedloom.experiments.analysis.tables import Tables
+from fedloom.experiments.report.parts.picture import Picture
+from fedloom.experiments.report.parts.words import REPEATED, sentence
+
+CAPTIONS = {
+    "convergence": (
+        "Convergence per stage",
+        "Loss and accuracy against finished rounds. Solid: what the round's clients report on their own training data "
+        "while they train. Dashed: the server's validation data after so many rounds; for the supernet the mean over "
+        "its evaluated paths. Fine-tuning starts from the supernet's weights at round 0.",
+    ),
+    "pareto": (
+        "Pareto front per tier",
+        "Every candidate of the search, scored on validation data with the supernet's weights. Lines join the models "
+        "that no other of the tier beats in accuracy and cost; the star is the tier's winner.",
+    ),
+    "communication": (
+        "Bytes per stage",
+        "Bytes that all clients together received and sent. The cumulative curves leave out the final evaluation; the "
+        "rand-init baseline is counted on its own.",
+    ),
+    "clients": (
+        "Accuracy per client",
+        "Each dot is a client's accuracy on its own test data with its tier's model; the triangle marks the worst "
+        "client of the tier. Clients without test samples are left out.",
+    ),
+}
+LOSS = "convergence-loss"
+"""With several settings loss and accuracy have a figure each, so that settings stand close to each other."""
+
+COMMUNICATION_OF_SILOS = (
+    "Bytes that all silos together received and sent. The cumulative curves leave out the final evaluation and "
+    "personalisation gains."
+)
+"""What stands under that figure where no run has a baseline to be counted on its own."""
+
+OVER_RUNS = {
+    "convergence": "Lines are means over the runs, bands reach from the least to the greatest.",
+    "pareto": "Every run has its own front and winner.",
+    "communication": "Bars are means over the runs; every run has its own curve.",
+    "clients": "The clients of all runs are shown together.",
+}
+OVER_SETTINGS = "Each part is a setting, with the axes of the others."
+
+
+def stage_pictures(tables: Tables, bounds: Bounds, labels: Labels) -> Iterator[Picture]:
+    """The figures of every experiment, in which each of its settings has a part of its own."""
+    settings = settings_of(tables)
+    experiments = list(dict.fromkeys(s.experiment for s in settings))
+    for experiment in experiments:
+        own = [s for s in settings if s.experiment == experiment]
+        for picture in _pictures(tables, own, bounds, labels):
+            yield picture.named(experiment) if len(experiments) > 1 else picture
+
+
+def _pictures(tables: Tables, settings: Sequence[Setting], bounds: Bounds, labels: Labels) -> Iterator[Picture]:
+    # Here, because matplotlib takes a second to load and a run's summary does without.
+    from fedloom.experiments.report.figures.clients import clients_figure
+    from fedloom.experiments.report.figures.communication import communication_figure
+    from fedloom.experiments.report.figures.convergence import convergence_figure
+    from fedloom.experiments.report.figures.fronts import pareto_figure
+    from fedloom.experiments.report.figures.style import png
+
+    kinds = communication_by_kind(communication(tables))
+    curves = _labelled(_tier_convergence(tables), labels)
+    values = (
+        {"convergence": ("loss", "metric")} if len(settings) == 1 else {"convergence": ("metric",), LOSS: ("loss",)}
+    )
+    figures = {
+        **{name: convergence_figure(curves, settings, shown) for name, shown in values.items()},
+        "pareto": pareto_figure(_tier_candidates(tables), settings, _macs_bounds(settings, bounds)),
+        "communication": communication_figure(kinds, by_stage(tables.rounds), settings),
+        "clients": clients_figure(client_metrics(tables), settings),
+    }
+    for name, figure in figures.items():
+        if figure is not None:
+            yield Picture(name, _title(name, settings), _caption(name, settings), png(figure))
+
+
+def _title(name: str, settings: Sequence[Setting]) -> str:
+    if name == LOSS or (name == "convergence" and len(settings) > 1):
+        return f"{CAPTIONS['convergence'][0]}: {'loss' if name == LOSS else 'accuracy'}"
+    return CAPTIONS[name][0]
+
+
+def _caption(name: str, settings: Sequence[Setting]) -> str:
+    key = "convergence" if name == LOSS else name
+    of_silos = name == "communication" and all(is_silo(s.config) for s in settings)
+    lines = [COMMUNICATION_OF_SILOS if of_silos else CAPTIONS[key][1]]
+    if any(len(s.run_ids) > 1 for s in settings):
+        lines.append(OVER_RUNS[key])
+    if key != "pareto" and any(s.repeats_seeds for s in settings):
+        lines.append(sentence(REPEATED))
+    return " ".join([*lines, *([OVER_SETTINGS] if len(settings) > 1 else [])])
+
+
+def _labelled(frame: pd.DataFrame, labels: Labels) -> pd.DataFrame:
+    """Subnets that are trained alone by their labels; tiers stay tiers."""
+    names = zip(frame["run_id"], frame["kind"], frame["tier"], strict=True)
+    shown = [labels.of(str(run), str(tier)) if kind == ALONE else tier for run, kind, tier in names]
+    return frame.assign(tier=pd.Series(shown, frame.index, dtype=object))
+
+
+def _tier_candidates(tables: Tables) -> pd.DataFrame:
+    """Candidates of searches for tiers; SuperFedNAS has a figure of its own for its targets, silos have no tiers."""
+    frame = pareto(tables)
+    return frame[~frame["run_id"].isin([*elastic_run_ids(tables), *silo_run_ids(tables)])]
+
+
+def _tier_convergence(tables: Tables) -> pd.DataFrame:
+    """Curves of all runs but those of cross-silo methods, whose curves are those of the silos' own models."""
+    frame = convergence(tables)
+    return frame[~frame["run_id"].isin(silo_run_ids(tables))]
+
+
+def _macs_bounds(settings: Sequence[Setting], bounds: Bounds) -> dict[str, dict[str, float]]:
+    """By setting's name the bounds of its first run, if they are in MACs and the same in all of its runs."""
+    found = {}
+    for setting in settings:
+        runs = [{tier: bound for (of, tier), bound in bounds.items() if of == run_id} for run_id in setting.run_ids]
+        same = all(run == runs[0] for run in runs)
+        if same and setting.config.get("tiers", {}).get("cost") == "macs":
+            found[setting.name] = runs[0]
+    return found

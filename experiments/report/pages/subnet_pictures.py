@@ -1,0 +1,62 @@
+"""The figures of SuperFedNAS runs, and what they say."""
+
+from collections.abc import Iterator
+
+from fedloom.experiments.analysis.costs import cost_comparisons
+from fedloom.experiments.analysis.kinds import elastic_run_ids, is_elastic
+from fedloom.experiments.analysis.labels import Labels
+from fedloom.experiments.analysis.settings import settings_of
+from fedloom.experiments.analysis.subnets import scored, subnets
+from fedloom.experiments.analysis.tables import Tables, only
+from fedloom.experiments.report.parts.picture import Picture
+from fedloom.experiments.report.parts.words import REPEATED, sentence
+
+CAPTIONS = {
+    "accuracy-macs": (
+        "Test accuracy against MACs",
+        "Every point is a subnet on the server's whole test set. Lines join a family: subnets cut from one supernet as "
+        "it is, or each trained alone. Stars are winners of the search, cut without any training. Over several runs of "
+        "a configuration points are means, and bands and bars reach from the least to the greatest.",
+    ),
+    "search": (
+        "What the search saw",
+        "Subnets of the trained supernet, scored on the server's validation data. Grey: the samples that the "
+        "predictors learn from. The line joins what no other of NSGA-II's verified front beats, paler dots are its "
+        "rest. Coloured dots were scored for a target; the star is its winner.",
+    ),
+    "beta": (
+        "Share of the largest subnet",
+        "beta, the weight in the average of the client that was assigned the largest subnet, in every round; the other "
+        "clients share the rest.",
+    ),
+    "cost": (
+        "Cost of k models",
+        "Bytes both ways and MACs of training, over all clients. Marked: iFedAvg, which trains each member of the "
+        "family alone, added up in the family's order. Level: one supernet for all of them. Dashed: FedAvg on the "
+        "largest member alone. The number is iFedAvg's cost in units of the supernet's.",
+    ),
+}
+
+
+def subnet_pictures(tables: Tables, labels: Labels) -> Iterator[Picture]:
+    """The figures of all SuperFedNAS runs together; none if there is no such run."""
+    elastic = only(tables, elastic_run_ids(tables))
+    if not elastic.paths:
+        return
+    # Here, because matplotlib takes a second to load and a run's summary does without.
+    from fedloom.experiments.report.figures.costs import cost_figure
+    from fedloom.experiments.report.figures.style import png
+    from fedloom.experiments.report.figures.subnets import accuracy_figure, beta_figure, search_figure
+
+    settings = [s for s in settings_of(tables) if is_elastic(s.config)]
+    repeated = f" {sentence(REPEATED)}" if any(s.repeats_seeds for s in settings) else ""
+    figures = {
+        "accuracy-macs": accuracy_figure(subnets(elastic, labels), settings),
+        "search": search_figure(scored(elastic), settings),
+        "beta": beta_figure(elastic.rounds, settings),
+        "cost": cost_figure(cost_comparisons(tables, labels)),
+    }
+    for name, figure in figures.items():
+        if figure is not None:
+            title, caption = CAPTIONS[name]
+            yield Picture(name, title, f"{caption}{repeated}", png(figure))

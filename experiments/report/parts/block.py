@@ -1,0 +1,37 @@
+"""A table on its way to the page, to LaTeX or to the terminal."""
+
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Block:
+    """A table with its title, sentences before it, heads and cells; `labels` columns on the left are text."""
+
+    title: str
+    text: tuple[str, ...]
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    labels: int = 2
+
+
+def rich_block(block: Block, *, stacked: bool = True, apart: str | None = None) -> Table:
+    """The block for the terminal, its sentences below it.
+
+    `stacked` has intervals below their means: side by side they would not fit. A row that begins with `apart` stands
+    apart from those above it.
+    """
+    caption = Text("\n".join(block.text), style="dim")
+    table = Table(title=Text(block.title), caption=caption, box=box.SIMPLE_HEAD)
+    table.title_justify = table.caption_justify = "left"
+    table.show_edge, table.padding = False, (0, 1, 0, 0)
+    for i, head in enumerate(block.heads):
+        table.add_column(Text(head), justify="left" if i < block.labels else "right", no_wrap=True)
+    for row in block.rows:
+        if row[0] == apart:
+            table.add_section()
+        table.add_row(*(Text(text.replace(" ± ", "\n± ") if stacked else text) for text in row))
+    return table

@@ -1,0 +1,90 @@
+"""Numbers as people read them, the same in every output."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+
+from fedloom.experiments.analysis.intervals import Estimate, is_absent
+from fedloom.experiments.analysis.seeds import SEEDS, estimate_by_seed
+
+Write = Callable[[Any], str]
+
+ABSENT = "–"
+_SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def si_scale(largest: float) -> tuple[float, str]:
+    """The divisor and the prefix with which a number of this size is read best: (1e6, "M")."""
+    return next(((scale, prefix) for scale, prefix in _SI if abs(largest) >= scale), (1.0, ""))
+
+
+def si(value: Any, unit: str = "") -> str:
+    """Three significant digits with a decimal prefix: 182376 is "182 k", with unit B 1.2e9 is "1.20 GB"."""
+    if is_absent(value):
+        return ABSENT
+    scale, prefix = si_scale(_three_digits(float(value)))
+    number = _three_digits(float(value)) / scale
+    digits = 0 if scale == 1.0 and float(value).is_integer() else max(0, 2 - _magnitude(number))
+    return f"{number:.{digits}f} {prefix}{unit}".rstrip()
+
+
+def _magnitude(number: float) -> int:
+    return math.floor(math.log10(abs(number))) if number else 0
+
+
+def _three_digits(value: float) -> float:
+    # Rounded first: 999 999 is 1.00 M, not 1000 k.
+    return float(f"{value:.3g}") if abs(value) >= 1e3 else value
+
+
+def percent(value: Any, *, sign: bool = False) -> str:
+    """A share as percent with one decimal, without the sign %."""
+    if is_absent(value):
+        return ABSENT
+    return f"{100 * float(value):{'+' if sign else ''}.1f}"
+
+
+def times(value: Any) -> str:
+    """A ratio with two decimals, such as "10.38×"."""
+    return ABSENT if is_absent(value) else f"{float(value):.2f}×"
+
+
+def seconds(value: Any) -> str:
+    """A duration: "0.25 s", "83 s", "12 min", "3.4 h"."""
+    if is_absent(value):
+        return ABSENT
+    number = float(value)
+    if number < 120:
+        return f"{number:.3g} s" if number < 100 else f"{number:.0f} s"
+    return f"{number / 60:.0f} min" if number < 7200 else f"{number / 3600:.1f} h"
+
+
+def points(value: Any) -> str:
+    """A difference of shares in percentage points, with its sign."""
+    return percent(value, sign=True)
+
+
+def size(value: Any) -> str:
+    """A number of bytes."""
+    return si(value, "B")
+
+
+def count(value: Any) -> str:
+    """A number of things, with one decimal where it is a mean."""
+    return f"{float(value):.0f}" if float(value).is_integer() else f"{float(value):.1f}"
+
+
+def with_interval(value: Estimate | None, write: Write, *, is_cost: bool = False) -> str:
+    """The mean with its interval where several seeds give one; a cost that no seed changes has none."""
+    if value is None:
+        return ABSENT
+    if value.half_width is None or (is_cost and value.half_width == 0):
+        return write(value.mean)
+    return f"{write(value.mean)} ± {write(value.half_width).removeprefix('+')}"
+
+
+def mean_over_seeds(rows: pd.DataFrame, column: str, write: Write) -> str:
+    """The mean of a column over the rows' `seeds`, with its interval."""
+    return with_interval(estimate_by_seed(rows[column], rows[SEEDS]), write)

@@ -1,0 +1,73 @@
+"""Stages, models and settings in words, the same in every output."""
+
+from collections.abc import Sequence
+
+from fedloom.experiments.analysis.settings import Setting
+
+STAGE_NAMES = {
+    "supernet": "supernet training",
+    "search": "search",
+    "fine_tuned": "fine-tuning",
+    "rand_init": "rand-init training",
+    "evaluation": "final evaluation",
+    "alone": "trained alone",
+    "method": "method in total",
+}
+MODEL_NAMES = {"supernet_init": "supernet init", "fine_tuned": "fine-tuned", "rand_init": "rand-init"}
+
+REPEATED = "a repeated seed counts once, with its mean"
+
+
+def stage_name(kind: str) -> str:
+    """A kind of stage for people."""
+    return STAGE_NAMES[kind] if kind in STAGE_NAMES else kind.replace("_", " ")
+
+
+def model_name(model: str) -> str:
+    """A model for people."""
+    return MODEL_NAMES[model] if model in MODEL_NAMES else model.replace("_", " ")
+
+
+def sentence(text: str) -> str:
+    """The text with a capital and a full stop; a name such as macs=3000000 is no word to begin with a capital."""
+    first = text.split(maxsplit=1)[0]
+    return (text if "=" in first else text[:1].upper() + text[1:]) + "."
+
+
+def over_runs(setting: Setting) -> str:
+    """What numbers of a setting are: of one run, or means over its seeds."""
+    runs = len(setting.run_ids)
+    if runs == 1:
+        return f"run {setting.run_ids[0]}"
+    if setting.num_seeds == 1:
+        return f"mean over {runs} runs of one seed, which give no interval"
+    return f"mean ± 95 % interval (Student's t) over {_samples(setting.num_seeds, runs)}"
+
+
+def _samples(seeds: int, runs: int) -> str:
+    return f"{runs} runs" if seeds == runs else f"{seeds} seeds ({runs} runs; {REPEATED})"
+
+
+def over_settings(settings: Sequence[Setting]) -> str:
+    """What the numbers of a table with a row per setting are, as a sentence."""
+    if all(len(s.run_ids) == 1 for s in settings):
+        return "One run each." if len(settings) > 1 else f"Run {', '.join(s.run_ids[0] for s in settings)}."
+    counts, repeats = {s.num_seeds for s in settings}, any(s.repeats_seeds for s in settings)
+    if counts == {1}:
+        return "Mean over the runs of one seed, which give no interval."
+    number = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    each = f"{number} seeds of a setting; {REPEATED}" if repeats else f"{number} runs of a setting"
+    return f"Mean ± 95 % interval (Student's t) over {each}."
+
+
+def runs_in_brief(setting: Setting) -> str:
+    """How many runs or seeds a line in a figure is over, for its legend; empty for one run."""
+    runs, seeds = len(setting.run_ids), setting.num_seeds
+    if runs == 1:
+        return ""
+    return f" ({runs} runs)" if seeds == runs else f" ({seeds} seed{'s' if seeds > 1 else ''}, {runs} runs)"
+
+
+def setting_head(settings: Sequence[Setting]) -> str:
+    """The head over the settings' names: where every experiment has one, their names are the experiments'."""
+    return "experiment" if all(s.name == s.experiment for s in settings) else "setting"

@@ -1,0 +1,1 @@
+"""The tables of reports, as blocks of text."""

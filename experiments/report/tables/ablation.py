@@ -1,0 +1,181 @@
+"""The tables of an ablation's report: its trials, its settings over seeds, and every axis against its reference."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from fedloom.experiments.analysis.ablation import (
+    against_reference,
+    by_setting,
+    is_grid,
+    references,
+)
+from fedloom.experiments.analysis.frames import METRIC
+from fedloom.experiments.analysis.intervals import is_absent
+from fedloom.experiments.analysis.labels import Labels
+from fedloom.experiments.analysis.summary import MODEL_KEY
+from fedloom.experiments.analysis.tables import Tables
+from fedloom.experiments.report.parts.block import Block
+from fedloom.experiments.report.parts.numbers import ABSENT, Write, percent, seconds, si, size
+from fedloom.experiments.report.parts.words import model_name
+from fedloom.experiments.store.ablations import Ablation, short
+from fedloom.experiments.store.trials import TrialState
+
+Names = Mapping[str, str]
+"""Subnets by their id as people read them."""
+
+MEASURED: tuple[tuple[str, str, Write], ...] = (
+    (METRIC, "accuracy %", percent),
+    ("macs", "MACs", si),
+    ("parameters", "parameters", si),
+    ("total_bytes", "bytes", size),
+    ("simulated_s", "simulated", seconds),
+)
+"""What the table of settings shows: the measure, its head, and how it is written."""
+
+
+def subnet_names(frame: pd.DataFrame, labels: Labels) -> dict[str, str]:
+    """The labels of the subnets in an ablation's frame."""
+    pairs = frame.dropna(subset=["subnet"]).drop_duplicates("subnet")[["run_id", "subnet"]]
+    return {str(subnet): labels.of(str(run), str(subnet)) for run, subnet in pairs.itertuples(index=False)}
+
+
+def trials_block(ablation: Ablation, states: Sequence[TrialState], tables: Tables) -> Block:
+    """One row per planned trial: its setting and seed, how it stands, and what its run says."""
+    rounds = tables.rounds.groupby("run_id").size().to_dict()
+    rows = [
+        (
+            str(s.trial.index),
+            *(short(s.trial.setting[axis]) for axis in ablation.axes),
+            str(s.trial.seed),
+            s.state,
+            s.trial.run_id,
+            _said(s),
+            str(rounds.get(s.trial.run_id, 0)),
+        )
+        for s in states
+    ]
+    text = ("Every trial is a run of its own. Rounds are those of all stages that are in the tables so far.",)
+    heads = ("trial", *ablation.axes, "seed", "state", "run", "message", "rounds")
+    return Block("Trials", text, heads, tuple(rows), labels=len(heads) - 1)
+
+
+def _said(state: TrialState) -> str:
+    status = state.status
+    if state.message:
+        return state.message
+    if status is None or not status.stage or state.state == "done":
+        return ABSENT
+    return f"in {status.stage}, round {status.round} of {status.rounds_total}"
+
+
+def settings_block(ablation: Ablation, frame: pd.DataFrame, names: Names, *, wide: bool) -> Block:
+    """One row per setting and model, tier or subnet: n, and what it reaches and costs; `wide` with all costs."""
+    axes = list(ablation.axes)
+    chosen = [m for m in MEASURED if wide or m[0] in (METRIC, "macs")]
+    found = [by_setting(frame, measure, axes) for measure, _, _ in chosen]
+    shown = _model_columns(found[0], names)
+    key = [*axes, *MODEL_KEY]
+    cells = [rows.set_index(key) for rows in found]
+    rows = []
+    for place in found[0][key].itertuples(index=False, name=None):
+        settings = tuple(short(value) for value in place[: len(axes)])
+        model = tuple(write(place[len(axes) + i]) for i, _, write in shown)
+        n = str(cells[0].loc[place, "n"])
+        measured = (_estimate(c, place, measure, write) for c, (measure, _, write) in zip(cells, chosen, strict=True))
+        rows.append((*settings, *model, n, *measured))
+    heads = (*axes, *(head for _, head, _ in shown), "n", *(head for _, head, _ in chosen))
+    return Block("Settings", _settings_text(found[0], wide), heads, tuple(rows), labels=len(axes) + len(shown))
+
+
+def _estimate(cells: pd.DataFrame, place: tuple[Any, ...], measure: str, write: Write) -> str:
+    if place not in cells.index:
+        return ABSENT
+    row = cells.loc[place]
+    # What a fixed subnet costs is the same for all seeds: no interval.
+    same = measure != METRIC and row["half_width"] <= 1e-9 * abs(row["mean"])
+    if is_absent(row["half_width"]) or same:
+        return write(row["mean"])
+    return f"{write(row['mean'])} ± {write(row['half_width'])}"
+
+
+def _model_columns(rows: pd.DataFrame, names: Names) -> list[tuple[int, str, Write]]:
+    """Which of model, tier and subnet tell rows apart: place, head and how they are written."""
+    writers: dict[str, Write] = {
+        "model": model_name,
+        "tier": str,
+        "subnet": lambda subnet: names.get(subnet, subnet) or ABSENT,
+    }
+    return [(i, column, writers[column]) for i, column in enumerate(MODEL_KEY) if rows[column].nunique() > 1]
+
+
+def _settings_text(rows: pd.DataFrame, wide: bool) -> tuple[str, ...]:
+    if rows.empty:
+        return ("No trial has been evaluated yet.",)
+    same = [
+        f"{column} {model_name(str(rows[column].iloc[0]))}"
+        for column in ("model", "tier")
+        if rows[column].nunique() == 1
+    ]
+    costs = (
+        " Bytes and simulated time are those of all that the method did, with the training of a supernet that the "
+        "trial shared with others."
+    )
+    return (
+        "Test accuracy in %; MACs of one forward pass; n seeds, mean ± 95 % interval (Student's t)."
+        f"{costs if wide else ''}",
+        *([f"All rows: {', '.join(same)}."] if same else []),
+    )
+
+
+def axis_blocks(ablation: Ablation, frame: pd.DataFrame, names: Names) -> list[Block]:
+    """Per axis its values less the reference in pairs; none in a random search, where no two runs are a pair."""
+    if not is_grid(ablation):
+        return []
+    blocks = [_axis_block(ablation, frame, names, axis) for axis in ablation.axes]
+    return [block for block in blocks if block.rows]
+
+
+def _axis_block(ablation: Ablation, frame: pd.DataFrame, names: Names, axis: str) -> Block:
+    found = against_reference(frame, ablation, axis)
+    shown = _model_columns(found, names)
+    rows = [
+        (
+            f"{short(row['value'])} – {short(row['reference'])}",
+            *(write(row[head]) for _, head, write in shown),
+            str(row["n"]),
+            str(row["seeds"]),
+            percent(row["mean"], sign=True),
+            _interval(row["low"], row["high"]),
+            _probability(row["p_value"]),
+        )
+        for row in found.to_dict("records")
+    ]
+    heads = (axis, *(head for _, head, _ in shown), "n", "seeds", "difference", "95 % interval", "p")
+    return Block(f"{axis} against {reference_text(ablation, axis)}", _PAIRS, heads, tuple(rows), 1 + len(shown))
+
+
+_PAIRS = (
+    "Differences of test accuracy in percentage points. A pair is two runs of one seed that differ in this axis alone; "
+    "n pairs, mean difference, 95 % interval and two-sided p of the paired t test, not corrected for the number of "
+    "rows. Pairs of one seed share data and initialisation: where there are more pairs than seeds, interval and p are "
+    "narrower than new seeds would make them.",
+)
+
+
+def reference_text(ablation: Ablation, axis: str) -> str:
+    """The reference of an axis in words, saying where it comes from."""
+    value = short(references(ablation)[axis])
+    whose = "" if axis in ablation.reference else ", the first value"
+    return f"{value}{whose}"
+
+
+def _interval(low: Any, high: Any) -> str:
+    return ABSENT if is_absent(low) else f"{percent(low, sign=True)} to {percent(high, sign=True)}"
+
+
+def _probability(p: Any) -> str:
+    if is_absent(p):
+        return ABSENT
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"

@@ -1,0 +1,90 @@
+"""What the stages sent and computed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from fedloom.experiments.analysis.frames import (
+    communication,
+    communication_by_kind,
+)
+from fedloom.experiments.analysis.kinds import is_elastic, silo_run_ids
+from fedloom.experiments.analysis.labels import Labels
+from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.silos import GAINS
+from fedloom.experiments.analysis.subnets import ALONE
+from fedloom.experiments.analysis.tables import Tables, only
+from fedloom.experiments.report.parts.block import Block
+from fedloom.experiments.report.parts.numbers import count, mean_over_seeds, seconds, si, size
+from fedloom.experiments.report.parts.words import setting_head, stage_name
+
+
+def communication_block(tables: Tables, settings: Sequence[Setting], labels: Labels) -> Block:
+    """One row per setting and stage, and per setting all that the method itself needs."""
+    stages = communication(tables)
+    kinds = communication_by_kind(stages)
+    rows = [row for s in settings for row in _communication_rows(s, s.rows(stages), s.rows(kinds), labels)]
+    heads = (setting_head(settings), "stage", "rounds", "client tasks", "down", "up", "MACs", "simulated", "wall")
+    return Block("Communication and work per stage", (_communication_text(tables),), heads, tuple(rows))
+
+
+def _communication_rows(
+    setting: Setting, stages: pd.DataFrame, kinds: pd.DataFrame, labels: Labels
+) -> Iterator[tuple[str, ...]]:
+    """Per kind of stage its tiers and their sum, and the method in total."""
+    # The parts of a SuperFedNAS stage are subnets, or the steps of a search.
+    every = "in all" if is_elastic(setting.config) else "all tiers"
+    for kind in dict.fromkeys(stages["kind"]):
+        of_kind = stages[stages["kind"] == kind]
+        tiers = list(dict.fromkeys(of_kind["tier"]))
+        for tier in tiers:
+            stage = _stage_label(setting.run_ids[0], kind, tier, labels)
+            yield (setting.name, stage, *_work(of_kind[of_kind["tier"] == tier]))
+        if len(tiers) > 1:
+            yield (setting.name, f"{stage_name(kind)}, {every}", *_work(kinds[kinds["kind"] == kind]))
+    if len(stages):
+        yield (setting.name, stage_name("method"), *_work(kinds[kinds["kind"] == "method"]))
+
+
+def _communication_text(tables: Tables) -> str:
+    of_silos = set(silo_run_ids(tables))
+    others = any(p.run_id not in of_silos for p in tables.paths)
+    left_out = ["the rand-init baseline (where there is a supernet)"] if others else []
+    left_out += ["the final evaluation", *(["personalisation gains"] if tables.rounds["stage"].eq(GAINS).any() else [])]
+    return (
+        f"Sums over all clients that took part. The method in total is without {' and without '.join(left_out)}. "
+        f"{'A central search sends nothing. ' if others else ''}"
+        "Simulated time is that of the virtual clock, wall time that of this machine."
+    )
+
+
+def _work(rows: pd.DataFrame) -> Sequence[str]:
+    counts = [mean_over_seeds(rows, c, count) for c in ("rounds", "clients")]
+    sizes = [mean_over_seeds(rows, c, size) for c in ("bytes_down", "bytes_up")]
+    times = [mean_over_seeds(rows, c, seconds) for c in ("simulated_s", "wall_s")]
+    return (*counts, *sizes, mean_over_seeds(rows, "macs", si), *times)
+
+
+def dry_block(tables: Tables, run_id: str, labels: Labels) -> Block:
+    """What a dry run counted, per stage and in total."""
+    stages = communication(only(tables, [run_id]))
+    sums = {name: stages[name].sum() for name in ("rounds", "clients", "bytes_down", "bytes_up", "macs", "simulated_s")}
+    rows = [
+        (_stage_label(run_id, str(row["kind"]), str(row["tier"]), labels), *_counted(row))
+        for row in stages.to_dict(orient="records")
+    ]
+    if len(rows) > 1:
+        rows.append(("in total", *_counted(sums)))
+    heads = ("stage", "rounds", "client\ntasks", "\ndown", "\nup", "\nMACs", "simulated\ntime")
+    return Block(f"Dry run {run_id}", ("Counted over all clients; nothing was trained.",), heads, tuple(rows), labels=1)
+
+
+def _stage_label(run_id: str, kind: str, tier: str, labels: Labels) -> str:
+    """A stage and its tier, or the subnet that it trained alone, for people."""
+    return f"{stage_name(kind)} {labels.of(run_id, tier) if kind == ALONE else tier}".strip()
+
+
+def _counted(row: Mapping[Any, Any]) -> Sequence[str]:
+    sizes = (size(row["bytes_down"]), size(row["bytes_up"]))
+    return (f"{row['rounds']:.0f}", f"{row['clients']:.0f}", *sizes, si(row["macs"]), seconds(row["simulated_s"]))

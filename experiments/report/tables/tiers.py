@@ -1,0 +1,155 @@
+"""The tables of tiers: one per setting, for the terminal, the page, and as plain values."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from fedloom.experiments.analysis.frames import ALL_TIERS, natural, shown_models
+from fedloom.experiments.analysis.intervals import Estimate, is_absent
+from fedloom.experiments.analysis.seeds import SEEDS, estimate_by_seed
+from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.report.parts.block import Block
+from fedloom.experiments.report.parts.numbers import ABSENT, Write, percent, points, si, with_interval
+from fedloom.experiments.report.parts.words import model_name, over_runs, sentence
+
+FAIRNESS = ("mean", "std", "worst")
+COSTS = ("upper_bound", "macs", "parameters")
+
+
+@dataclass(frozen=True)
+class TierSummary:
+    """One tier of one setting, over the setting's seeds.
+
+    `architecture` is None where the runs chose different ones. `values` holds an estimate, or None, for upper_bound,
+    macs, parameters, search_metric, test_MODEL, gain, kendall_tau and MODEL_mean, MODEL_std, MODEL_worst (fairness
+    over the tier's clients); tier "all" knows the latter only.
+    """
+
+    tier: str
+    architecture: str | None
+    values: dict[str, Estimate | None]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One setting and its tiers."""
+
+    setting: Setting
+    tiers: tuple[TierSummary, ...]
+
+
+def summarise(per_tier: pd.DataFrame, fairness: pd.DataFrame, settings: Sequence[Setting]) -> list[Summary]:
+    """Per setting and tier, means and intervals over seeds of the frames' numbers; settings without tiers have none."""
+    both = per_tier.merge(_wide(fairness), on=["experiment", "run_id", "tier"], how="outer", sort=False)
+    summaries = []
+    for setting in settings:
+        if len(setting.rows(per_tier)):
+            rows = setting.rows(both)
+            tiers = sorted(dict.fromkeys(rows["tier"]), key=lambda t: (t == ALL_TIERS, natural(t)))
+            summaries.append(Summary(setting, tuple(_tier(t, rows[rows["tier"] == t]) for t in tiers)))
+    return summaries
+
+
+def _wide(fairness: pd.DataFrame) -> pd.DataFrame:
+    key = ["experiment", "run_id", "tier"]
+    if fairness.empty:
+        return pd.DataFrame(columns=key, dtype=object)
+    pieces = [fairness.pivot(index=key, columns="model", values=what).add_suffix(f"_{what}") for what in FAIRNESS]
+    wide = pd.concat(pieces, axis=1).rename_axis(columns=None)
+    return wide.reset_index().astype(dict.fromkeys(key, object))
+
+
+def _tier(tier: str, rows: pd.DataFrame) -> TierSummary:
+    names = {str(a) for a in rows["architecture"] if not is_absent(a)}
+    numbers = [c for c in rows.columns if c not in ("experiment", "run_id", "tier", "architecture", SEEDS)]
+    values = {c: estimate_by_seed(rows[c], rows[SEEDS]) for c in numbers}
+    return TierSummary(tier, names.pop() if len(names) == 1 else None, values)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: its head, a head for narrow terminals, and how its value is written."""
+
+    head: str
+    short: str
+    key: str
+    write: Write
+
+
+def columns_of(summary: Summary) -> list[Column]:
+    """The columns for which the setting has any value."""
+    keys = {key for tier in summary.tiers for key, value in tier.values.items() if value is not None}
+    models = shown_models([key.removeprefix("test_") for key in keys if key.startswith("test_")])
+    columns = [
+        Column("upper bound", "upper\nbound", "upper_bound", si),
+        Column("MACs", "MACs", "macs", si),
+        Column("parameters", "params", "parameters", si),
+        Column("search, validation %", "search", "search_metric", percent),
+        *(Column(f"{model_name(m)}, test %", _narrow(model_name(m)), f"test_{m}", percent) for m in models),
+        Column("gain over rand-init", "gain", "gain", points),
+        Column("Kendall tau", "Kendall\ntau", "kendall_tau", _tau),
+    ]
+    last = final_model(keys)
+    heads = {"mean": "client\nmean", "std": "\nstd", "worst": "\nworst"}
+    columns += [Column(f"clients' test %, {what}", heads[what], f"{last}_{what}", percent) for what in FAIRNESS]
+    return [c for c in columns if c.key in keys]
+
+
+def final_model(keys: Iterable[str]) -> str:
+    """The model whose fairness the table shows: fine_tuned, or the last that was measured on clients."""
+    measured = {key.removesuffix("_mean") for key in keys if key.endswith("_mean")}
+    return next((m for m in ("fine_tuned", *reversed(shown_models(list(measured)))) if m in measured), "")
+
+
+def _narrow(name: str) -> str:
+    return name.replace("supernet", "super").replace(" ", "\n", 1).replace("-", "-\n", 1)
+
+
+def _tau(value: Any) -> str:
+    return ABSENT if is_absent(value) else f"{float(value):.2f}"
+
+
+def cell(column: Column, tier: TierSummary) -> str:
+    """The value, with its interval where several seeds give one."""
+    return with_interval(tier.values.get(column.key), column.write, is_cost=column.key in COSTS)
+
+
+def legend(summary: Summary) -> tuple[str, ...]:
+    """What the narrow table's columns mean."""
+    keys = {key for tier in summary.tiers for key, value in tier.values.items() if value is not None}
+    lines = []
+    if "search_metric" in keys:
+        lines.append("search: validation accuracy in %, with the supernet's weights")
+    tested = [model_name(m) for m in shown_models([k.removeprefix("test_") for k in keys if k.startswith("test_")])]
+    if tested:
+        lines.append(f"{', '.join(tested)}: accuracy in % on the whole test set")
+    if "gain" in keys:
+        lines.append("gain: fine-tuned less rand-init, in percentage points")
+    if last := final_model(keys):
+        lines.append(f"clients: {model_name(last)}, accuracy in % on each client's own test data")
+    return tuple(lines)
+
+
+def tier_block(summary: Summary) -> Block:
+    """One row per tier with its architecture, for the page."""
+    columns = columns_of(summary)
+    heads = ("tier", "architecture", *(c.head for c in columns))
+    rows = tuple((t.tier, _architecture(t, summary), *(cell(c, t) for c in columns)) for t in summary.tiers)
+    return Block(f"Tiers: {summary.setting.name}", (sentence(over_runs(summary.setting)),), heads, rows)
+
+
+def narrow_tier_block(summary: Summary) -> Block:
+    """One row per tier, narrow enough for 80 columns where one run has four tiers."""
+    columns = columns_of(summary)
+    heads = ("tier", *(c.short for c in columns))
+    rows = tuple((t.tier, *(cell(c, t) for c in columns)) for t in summary.tiers)
+    return Block(f"{summary.setting.name}: {over_runs(summary.setting)}", legend(summary), heads, rows, labels=1)
+
+
+def _architecture(tier: TierSummary, summary: Summary) -> str:
+    if tier.architecture is not None:
+        return tier.architecture
+    known = tier.values.get("macs") is not None and len(summary.setting.run_ids) > 1
+    return "differs" if known else ABSENT

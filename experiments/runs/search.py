@@ -1,0 +1,123 @@
+"""`fedloom search`: winners for new targets from a trained supernet, without training."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from fedloom.experiments.runs.configuration import stored_config
+from fedloom.experiments.terminal.output import console, write_json
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.costs import load_costs
+from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.methods.elastic_stage import elastic_space
+from fedloom.platform.methods.superfednas import SuperFedNASConfig
+from fedloom.platform.methods.supernet_stage import SUPERNET
+from fedloom.platform.methods.target_search import SAMPLES, Found, search_supernet
+from fedloom.platform.results.models import list_models, load_model
+from fedloom.platform.results.paths import RunPaths, find_run
+from fedloom.platform.results.tables import read_table
+from fedloom.platform.runs.run import COSTS
+from fedloom.platform.search.targets import Sample, TargetSearchConfig
+from fedloom.platform.spaces.slices import Weights, architecture_id, parse_architecture
+
+DEFAULT_SAMPLES = 200
+"""Subnets that are measured where the run measured none."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained supernet with what its run measured."""
+
+    run_id: str
+    world: World
+    config: TargetSearchConfig
+    weights: Weights
+    samples: tuple[Sample, ...]
+
+    def changed(self, **settings: float | None) -> "Trained":
+        """The same with other settings of the search; None keeps the run's own."""
+        given = {name: value for name, value in settings.items() if value is not None}
+        return replace(self, config=replace(self.config, **given))  # type: ignore[arg-type]
+
+
+def search_trained(trained: Trained, macs: Sequence[float], latency_s: Sequence[float]) -> list[Found]:
+    """The winner for every target, verified on validation data.
+
+    The accuracies that the run measured are used again, unless more samples are asked for; latencies are measured here
+    and now. Raises ValueError in one line for targets outside the space, and if a predictor falls short of `min_tau`.
+    """
+    if not macs and not latency_s:
+        raise ValueError("give at least one target: --macs 1e9 or --latency-s 0.02")
+    config = replace(trained.config, macs=list(macs), latency_s=list(latency_s), front=0, predictor="mlp")
+    executor = SerialExecutor(Worker(trained.world.spec))
+    samples = trained.samples if len(trained.samples) >= config.samples else ()
+    return search_supernet(trained.world, config, trained.weights, samples, executor)
+
+
+def load_trained(results: Path, run: str) -> Trained:
+    """The supernet of a run and what was measured of it; raises ValueError for an unknown run, and as `trained_of`."""
+    run_id, config = stored_config(results, run)
+    paths = find_run(results, run_id)
+    _check_method(config, run_id)
+    return trained_of(paths, build_world(config, load_costs(paths.artifacts / COSTS)))
+
+
+def trained_of(paths: RunPaths, world: World) -> Trained:
+    """The supernet of a run whose world is there; ValueError for another method's, or one still in training."""
+    config = _check_method(world.config, paths.run_id)
+    if SUPERNET not in list_models(paths):
+        if world.config.dry_run:
+            raise ValueError(f"run {paths.run_id} was a dry run: it trained nothing that could be searched")
+        raise ValueError(f"run {paths.run_id} keeps no supernet yet: wait until its training has ended, or resume it")
+    weights, _ = load_model(paths, SUPERNET)
+    wanted = config.search if config.search.samples else replace(config.search, samples=DEFAULT_SAMPLES)
+    return Trained(paths.run_id, world, wanted, weights, tuple(measured_samples(paths)))
+
+
+def _check_method(config: RunConfig, run_id: str) -> SuperFedNASConfig:
+    method = config.method
+    if not isinstance(method, SuperFedNASConfig) or method.separately:
+        raise ValueError(f"run {run_id} trained no elastic supernet: choose a run of method superfednas")
+    return method
+
+
+def measured_samples(paths: RunPaths) -> list[Sample]:
+    """The subnets that the run measured for its predictors."""
+    rows = read_table(paths.root, "candidates", run_id=paths.run_id)
+    rows = rows[rows["tier"] == SAMPLES]
+    return [
+        Sample(parse_architecture(name), loss, metric)
+        for name, loss, metric in zip(rows["architecture"], rows["loss"], rows["metric"], strict=True)
+    ]
+
+
+def found_json(found: Sequence[Found], world: World) -> list[dict[str, Any]]:
+    """The winners as JSON values, with labels that people read."""
+    space = elastic_space(world)
+    return [
+        {**asdict(f), "architecture": architecture_id(f.architecture), "label": space.label(f.architecture)}
+        for f in found
+    ]
+
+
+def show(trained: Trained, found: Sequence[Found], asked: int, as_json: bool) -> None:
+    """Prints the winners, one per line, or one JSON object; and how many targets have none."""
+    values = found_json(found, trained.world)
+    if as_json:
+        write_json({"run_id": trained.run_id, "found": values, "not_found": asked - len(found)})
+        return
+    table = Table(box=None)
+    for column in ("target", "subnet", "MACs", "params", "predicted", "validation", "latency ms"):
+        table.add_column(column, justify="left" if column in ("target", "subnet") else "right")
+    for v in values:
+        latency = "" if v["latency_s"] is None else f"{1000 * v['latency_s']:.2f}"
+        figures = (f"{v['macs']:.4g}", f"{v['parameters']:.4g}", f"{v['predicted']:.4f}", f"{v['metric']:.4f}", latency)
+        table.add_row(v["target"], v["label"], *figures)
+    console().print(table)
+    if asked > len(found):
+        console().print(f"{asked - len(found)} of {asked} targets have no subnet: no latency near them was predicted")

@@ -1,0 +1,1 @@
+"""What ablations leave on disk beside the results of their runs."""

@@ -1,0 +1,67 @@
+"""Text, tables and JSON for the terminal."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+LOG_WIDTH = 110
+
+
+def console(quiet: bool = False) -> Console:
+    """The terminal; where there is none (a log file), wide enough for a table."""
+    found = Console(highlight=False, soft_wrap=True, quiet=quiet)
+    return found if found.is_terminal else Console(highlight=False, soft_wrap=True, quiet=quiet, width=LOG_WIDTH)
+
+
+def as_bytes(size_bytes: float) -> str:
+    """A size for people, such as 3.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.3g} TB"
+
+
+def as_time(seconds: float) -> str:
+    """A duration for people, such as 2:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def where(results: str | Path) -> str:
+    """The option that names the results, where they are not in the default folder."""
+    return "" if Path(results) == Path("results") else f" --results {shlex.quote(str(results))}"
+
+
+def write_json(value: object) -> None:
+    """One JSON object on one line."""
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+def show_facts(facts: dict[str, Any], as_json: bool) -> None:
+    """Names and values."""
+    if as_json:
+        write_json(facts)
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), _text(value))
+    console().print(table)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return "  ".join(f"{k} {_text(v)}" for k, v in value.items())
+    if isinstance(value, list):
+        return "  ".join(_text(v) for v in value)
+    return str(value)
