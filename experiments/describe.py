@@ -6,13 +6,8 @@ from typing import Any
 import numpy as np
 
 from fedloom.experiments.runs.configuration import compose_config
-from fedloom.platform.clients.subspace import size_of
 from fedloom.platform.federation.costs import measure_costs
-from fedloom.platform.federation.world import genome_of, sampled_costs, split_into_tiers
-from fedloom.platform.spaces.darts import DartsSpace
-from fedloom.platform.spaces.elastic import ElasticSpace
-from fedloom.platform.spaces.kept import KeptSpace
-from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
+from fedloom.platform.federation.world import sampled_costs, split_into_tiers
 from fedloom.platform.spaces.registry import build_space
 from fedloom.tiers.bounds import share_of_models
 
@@ -32,7 +27,7 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
     macs, cost = measured.macs, measured.budget
     tiers = split_into_tiers(config, space, cost)
     uppers = [t.upper for t in tiers]
-    costs = sampled_costs(genome_of(space), cost, config.tiers.paths)
+    costs = sampled_costs(space.genome, cost, config.tiers.paths)
     description: dict[str, Any] = {
         "space": config.space.name,
         "input_shape": list(space.input_shape),
@@ -43,22 +38,6 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
         "tier_upper_bounds": uppers,
         "share_of_models": [float(s) for s in np.round(share_of_models(costs, uppers), 6)],
     }
-    if isinstance(space, ElasticSpace):
-        description["parameters"] = {"smallest": int(parameters.smallest), "largest": int(parameters.largest)}
-        description["state_bytes"] = int(space.cost_table("bytes").largest)
-        description["smallest"], description["largest"] = space.label(space.smallest), space.label(space.largest)
-    if isinstance(space, (OperatorChoiceSpace, KeptSpace)):
-        sizes = space.num_parameters
-        description["parameters"] = {
-            "supernet": sizes.supernet,
-            "fixed": sizes.fixed,
-            "largest": sizes.largest_path,
-        }
-        description["edges" if isinstance(space, DartsSpace) else "layers"] = len(space.options)
-        description["operators"] = sorted({name for names in space.operator_names for name in names})
-    if isinstance(space, OperatorChoiceSpace):
-        description["operators"] = list(space.operator_names[0])
-    if isinstance(space, KeptSpace):
-        everything = (size_of(table, space.largest_subspace) for table in (macs, space.cost_table("bytes")))
-        description["macs"]["supernet"], description["state_bytes"] = map(int, everything)
+    for name, figures in space.figures().items():
+        description[name] = {**description["macs"], **figures} if name == "macs" else figures
     return description

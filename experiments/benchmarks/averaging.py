@@ -39,7 +39,7 @@ def one_round(space: ElasticSpace, weights: dict[str, Tensor], seed: int) -> int
         update = {name: tensor.clone() for name, tensor in extract(weights, slices).items()}
         sums.add(Update(update, slices, dict.fromkeys(update, 100.0)))
         touched += (2 + 3) * bytes_of(update)
-    new = sums.finish(weights)
+    new = sums.finish(weights).weights
     return touched + 2 * bytes_of(new)
 
 

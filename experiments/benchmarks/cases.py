@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from fedloom.platform.clients.training import TrainingConfig
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.config import ExecutorConfig, RayConfig, RunConfig, TiersConfig
-from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.spaces.space_config import SpaceConfig
 
 

@@ -20,16 +20,19 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.execution import Assignment, SharedWeights, run_assignment
 from fedloom.platform.clients.memory import peak_memory_bytes
+from fedloom.platform.clients.networks import Countable, Kept, Subnet
+from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training import SUPERNET, TrainingStage
+from fedloom.platform.federation.training_config import local_sgd
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.silo_stage import SiloStage
-from fedloom.platform.methods.supernet_stage import SUPERNET
-from fedloom.platform.silos.fedavg import TrainShared
-from fedloom.platform.spaces.kept import KeptSpace
+from fedloom.platform.spaces.slices import Architecture
 
-ALONE = {"supernet": "spider", "resnet18": "ditto"}
+ONLY: Architecture = (0,)
+ALONE: dict[str, tuple[str, Countable]] = {"supernet": ("spider", Kept()), "resnet18": ("ditto", Subnet(ONLY))}
+"""Cases of one model, trained alone, each with the method whose configuration it takes."""
 CASES = {"supernet": "darts_s2", "spider": "darts_s2", "resnet18": "resnet18", "ditto": "resnet18"}
 """What is measured, and its space."""
 
@@ -39,7 +42,7 @@ def peak_of(case: str, space: str, batch_size: int, extra: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = compose_config(
             [
-                f"method={ALONE.get(case, case)}",
+                f"method={ALONE[case][0] if case in ALONE else case}",
                 f"space.name={space}",
                 "data.dataset=synthetic",
                 "data.num_clients=1",
@@ -55,16 +58,15 @@ def peak_of(case: str, space: str, batch_size: int, extra: list[str]) -> int:
         )
         world = build_world(config)
         stage = build_stages(world)[0]
-        assert isinstance(stage, SiloStage), "the cases are cross-silo methods"
+        assert isinstance(stage, TrainingStage), "the cases begin with training"
         worker = Worker(world.spec)
         torch.set_num_threads(1)
         worker.client_data(0, "train")
         before = peak_memory_bytes(worker.device)
         state = stage.begin(RunState())
-        task = stage.task(state)
+        task = stage.plan(state).assignments[0].task
         if case in ALONE:
-            of = world.space.largest_subspace if isinstance(world.space, KeptSpace) else (0,)
-            task = TrainShared(of, stage.local(0))
+            task = Train(ALONE[case][1], local_sgd(stage.config, 0, world.augment))
         weights = SharedWeights(state.weights(SUPERNET), state.version(SUPERNET))
         kept = None
         for round_ in range(2):

@@ -19,9 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from fedloom.experiments.runs.search import Trained, load_trained
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import scored_subnet
 from fedloom.platform.clients.training import Score, evaluate
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.methods.target_search import costs_of
+from fedloom.platform.methods.stages.target_search import costs_of
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.constraint import TableConstraint
 from fedloom.platform.search.targets import (
@@ -35,7 +37,6 @@ from fedloom.platform.search.targets import (
 )
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.slices import Architecture
-from fedloom.platform.subnets import scored_subnet
 
 TARGETS = 20
 
@@ -51,9 +52,11 @@ class Judge:
     def score(self, architecture: Architecture, split: str = "validation") -> Score:
         """Loss and accuracy on a split of the server's data."""
         if (architecture, split) not in self.known:
-            module = scored_subnet(self.worker, architecture, self.trained.weights, stand_alone=False)
+            module = scored_subnet(self.worker, Subnet(architecture), self.trained.weights)
             with self.worker.data.reading_test():
-                self.known[architecture, split] = evaluate(module, self.worker.central_data(split))
+                self.known[architecture, split] = evaluate(
+                    module, self.worker.central_data(split), self.worker.objective
+                )
         return self.known[architecture, split]
 
     def samples(self, architectures: Sequence[Architecture]) -> list[Sample]:

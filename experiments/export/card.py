@@ -20,8 +20,6 @@ from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.tensor_files import content_hash
 from fedloom.platform.runs.run import what_is_computed
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.elastic import ElasticSpace
-from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.slices import Architecture, architecture_id, bytes_of
 from fedloom.tiers.measure import latency_s_of
 
@@ -61,19 +59,13 @@ def model_card(
 
 def describe_architecture(space: SearchSpace, architecture: Architecture) -> Card:
     """The choices, and what they mean: depths and expansions, or the operator of every layer."""
-    described: Card = {
+    choices = [int(option) for option in architecture]
+    return {
         "space": space.name,
         "id": architecture_id(architecture),
-        "choices": [int(c) for c in architecture],
+        "choices": choices,
+        **space.meaning(architecture),
     }
-    if isinstance(space, ElasticSpace):
-        contents = space.contents(architecture)
-        described["label"] = space.label(architecture)
-        described["depths"] = [len(content) for content in contents]
-        described["expansions"] = [[space.design.expansions[w] for w in content] for content in contents]
-    elif isinstance(space, OperatorChoiceSpace):
-        described["operators"] = [names[c] for names, c in zip(space.operator_names, architecture, strict=True)]
-    return described
 
 
 def preprocessing(dataset: Dataset) -> Card:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedloom.experiments.export.formats import Forward
-from fedloom.platform.clients.training import IGNORED
+from fedloom.platform.clients.objectives import IGNORED
 
 LARGEST_DIFFERENCE = 1e-4
 """Of two outputs, in units of the largest output but at least absolute: sums in another order differ by less."""

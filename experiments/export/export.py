@@ -18,6 +18,8 @@ from fedloom.experiments.export.comparison import check_agreement, compare
 from fedloom.experiments.export.formats import FORMATS, Forward, check_formats, encode
 from fedloom.experiments.export.selection import Chosen, Wanted, check_wanted, choose
 from fedloom.experiments.runs.configuration import stored_config
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import scored_subnet
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.costs import load_costs
 from fedloom.platform.federation.world import World, build_world
@@ -25,7 +27,6 @@ from fedloom.platform.results.files import check_writable, sync_file, sync_folde
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import COSTS
-from fedloom.platform.subnets import scored_subnet
 
 LONGEST_NAME = 100
 CARD = "json"
@@ -80,7 +81,7 @@ def export(
 
 def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats: Sequence[str]) -> Exported:
     worker = Worker(world.spec)
-    module = scored_subnet(worker, chosen.architecture, chosen.weights, chosen.stand_alone)
+    module = scored_subnet(worker, Subnet(chosen.architecture, chosen.stand_alone), chosen.weights)
     data = _validation(worker)
     sample = data[0][:2]
     encoded = encode(module, sample, formats)
@@ -96,8 +97,7 @@ def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats
 
 def _reference(worker: Worker, chosen: Chosen, module: nn.Module) -> Forward:
     """The supernet itself, run through the architecture; the model as it was trained or scored where there is none."""
-    own_statistics = getattr(worker.space, "keeps_statistics", False)
-    if chosen.stand_alone or own_statistics:
+    if chosen.stand_alone or worker.space.keeps_statistics:
         return module
     supernet = worker.load_whole(chosen.weights, None)
     worker.set_mode(supernet, training=False)

@@ -4,18 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedloom.experiments.runs.search import search_trained, trained_of
+from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.elastic_stage import bag_of
-from fedloom.platform.methods.silo_stage import SiloTrainingConfig
-from fedloom.platform.methods.superfednas import SEARCHED
-from fedloom.platform.methods.supernet_stage import SUPERNET
+from fedloom.platform.methods.elastic.superfednas import SEARCHED, bag_of
+from fedloom.platform.methods.registry import method_of
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.models import list_models, load_model
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.search.targets import MEASURES
-from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, parse_architecture
 
 OF_A_TIER = ("fine_tuned", "supernet_init", "rand_init")
@@ -75,7 +73,7 @@ def check_wanted(wanted: Wanted) -> None:
 def choose(paths: RunPaths, world: World, wanted: Wanted) -> Chosen:
     """The wanted model; ValueError saying what there is, if the run has no such model (yet)."""
     check_wanted(wanted)
-    if isinstance(getattr(world.config.method, "train", None), SiloTrainingConfig):
+    if method_of(world.config.method).kind == "silos":
         raise ValueError(
             f"run {paths.run_id} trained networks that stay with their silos (method {world.config.method.name}); they "
             "lie in its checkpoint, client by client, and are not exported"
@@ -85,24 +83,11 @@ def choose(paths: RunPaths, world: World, wanted: Wanted) -> Chosen:
     if wanted.model is not None:
         return _named(paths, world, wanted.model, wanted.tier)
     if wanted.architecture is not None:
-        return _of_architecture(paths, world, parse(world, wanted.architecture))
+        return _of_architecture(paths, world, world.space.parse(wanted.architecture))
     if wanted.tier is not None and not _is_searched(paths, world):
         return _of_tier(paths, world, wanted.tier)
     label = wanted.tier if wanted.tier is not None else target_label(wanted.target or "")
     return _cut(paths, _searched(paths, world, label), label.replace("=", "-"))
-
-
-def parse(world: World, text: str) -> Architecture:
-    """The architecture as people or tables write it; ValueError naming what is outside the space."""
-    if isinstance(world.space, ElasticSpace):
-        return world.space.parse(text)
-    try:
-        architecture = parse_architecture(text)
-    except ValueError:
-        example = architecture_id(tuple(n - 1 for n in world.space.options))
-        raise ValueError(f"{text!r} is no architecture of {world.space.name}: give options such as {example}") from None
-    world.space.validate(architecture)
-    return architecture
 
 
 def target_label(text: str) -> str:
@@ -122,7 +107,7 @@ def _check_tier(world: World, tier: str) -> None:
 
 def _is_searched(paths: RunPaths, world: World) -> bool:
     """Whether tiers' models are cut from a supernet that was kept whole."""
-    return isinstance(world.space, ElasticSpace) and SUPERNET in list_models(paths)
+    return method_of(world.config.method).kind == "subnets" and SUPERNET in list_models(paths)
 
 
 def _named(paths: RunPaths, world: World, model: str, tier: str | None) -> Chosen:
@@ -206,7 +191,7 @@ def _searched(paths: RunPaths, world: World, label: str) -> Architecture:
     own = rows[[name == label for name in labels]]
     if not len(own):
         return _search_now(paths, world, label, labels)
-    return parse(world, str(own["architecture"].iloc[-1]))
+    return world.space.parse(str(own["architecture"].iloc[-1]))
 
 
 def _search_now(paths: RunPaths, world: World, label: str, known: Sequence[str]) -> Architecture:
@@ -225,4 +210,4 @@ def _search_now(paths: RunPaths, world: World, label: str, known: Sequence[str])
     return found[0].architecture
 
 
-__all__ = ["Chosen", "Wanted", "check_wanted", "choose", "parse", "target_label"]
+__all__ = ["Chosen", "Wanted", "check_wanted", "choose", "target_label"]

@@ -12,17 +12,26 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from fedloom.experiments.runs.presets import CONF, experiments
-from fedloom.platform.data.config import check as check_data
+from fedloom.experiments.runs.presets import CONF, experiments, of_method
+from fedloom.platform.data.checks import check as check_data
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.methods.registry import CONFIGS
-from fedloom.platform.plugins import nearest
+from fedloom.platform.methods.registry import METHODS, find_method
+from fedloom.platform.plugins import PluginError, is_import_path, nearest
 from fedloom.platform.results.checkpoint import check_same_config
+from fedloom.platform.results.files import check_name
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import FREE_ON_RESUME, free_on_resume
+from fedloom.platform.settings import check_settings
+
+PRESET, METHOD = "experiment=", "method="
+FREE = ("options", "cost_weights")
+"""Mappings of the configuration that take keys of the user's own."""
+OWN_PRESETS = "own"
+"""The folder of the group of presets in which a user's own appear."""
 
 
 def compose_config(overrides: Sequence[str]) -> RunConfig:
@@ -39,11 +48,12 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
 
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     """The configuration that a run stored (its `config.json`)."""
-    method = values["method"]["name"]
-    if method not in CONFIGS:
-        raise ValueError(f"the run's method {method!r} is unknown: known are {', '.join(CONFIGS)}")
+    try:
+        method = find_method(values["method"]["name"])
+    except PluginError as error:
+        raise ValueError(f"the run's method cannot be used: {error}") from error
     schema = OmegaConf.structured(RunConfig)
-    schema.method = OmegaConf.structured(CONFIGS[method])
+    schema.method = OmegaConf.structured(method.config)
     try:
         return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(schema, dict(values))))
     except OmegaConfBaseException as error:
@@ -88,39 +98,68 @@ def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 def _compose(overrides: Sequence[str]) -> DictConfig:
     store = ConfigStore.instance()
     store.store(name="run_schema", node=RunConfig)
-    for name, method in CONFIGS.items():
-        store.store(group="method", name=name, node=method)
+    for name, method in METHODS.items():
+        store.store(group="method", name=name, node=method.config)
+    ready = [_own_preset(o, store) if o.startswith(PRESET) else o for o in overrides]
+    for name in (o.removeprefix(METHOD) for o in ready if o.startswith(METHOD)):
+        _register_method(name, store)
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONF), version_base=None):
-        return compose(config_name="config", overrides=list(overrides))
+        return compose(config_name="config", overrides=[_addable(override) for override in ready])
+
+
+def _addable(override: str) -> str:
+    """Options of code that a configuration names are added to free mappings: Hydra's mark for that is set here."""
+    key = override.partition("=")[0]
+    free = any(f"{name}." in key for name in FREE)
+    return f"++{override}" if free and "=" in override and not override.startswith(("+", "~")) else override
+
+
+def _register_method(name: str, store: ConfigStore) -> None:
+    """A method of the user's own becomes a choice, by its import path."""
+    if is_import_path(name):
+        store.store(group="method", name=name, node=find_method(name).config(name=name))
+
+
+def _own_preset(override: str, store: ConfigStore) -> str:
+    """`experiment=./mine.yaml` becomes a choice; a preset that it begins with (`defaults: [fedoras_digits]`) stays."""
+    given = override.removeprefix(PRESET)
+    if not given.endswith((".yaml", ".yml")):
+        return override
+    path = Path(given)
+    try:
+        preset = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ValueError(f"experiment={given}: there is no such file") from None
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"experiment={given}: cannot be read as YAML: {_first_line(error)}") from error
+    if not isinstance(preset, DictConfig):
+        raise ValueError(f"experiment={given}: holds no keys; write a preset like fedloom's own")
+    name = check_name("experiment", path.stem)
+    preset.setdefault("experiment", name)
+    for default in preset.get("defaults", ()):
+        chosen = default.get("override /method") if isinstance(default, DictConfig) else None
+        _register_method(str(chosen or ""), store)
+    store.store(group=f"experiment/{OWN_PRESETS}", name=name, node=_relative(preset), package="_global_")
+    return f"{PRESET}{OWN_PRESETS}/{name}"
+
+
+def _relative(preset: DictConfig) -> DictConfig:
+    """Presets that it begins with are fedloom's own."""
+    defaults = [
+        f"/experiment/{d}@_global_" if isinstance(d, str) and d != "_self_" else d for d in preset.get("defaults", ())
+    ]
+    if defaults and "_self_" not in defaults:
+        defaults.append("_self_")
+    preset.defaults = defaults
+    return preset
 
 
 def check_config(config: RunConfig) -> None:
     """Raises ValueError for values that no run can have."""
+    check_settings(config)
+    check_name("experiment", config.experiment)
     check_data(config.data)
-    allowed = {
-        "executor.kind": (config.executor.kind, ("ray", "serial")),
-        "executor.failures.policy": (config.executor.failures.policy, ("stop", "retry", "tolerate")),
-    }
-    for key, (value, names) in allowed.items():
-        if value not in names:
-            raise ValueError(f"{key}={value}: must be one of {', '.join(names)}")
-    least = {
-        "executor.chunk_size": config.executor.chunk_size,
-        "executor.threads": config.executor.threads,
-        "checkpoint.every": config.checkpoint.every,
-        "executor.failures.attempts": config.executor.failures.attempts,
-        "executor.failures.actor_attempts": config.executor.failures.actor_attempts,
-        "tiers.count": config.tiers.count,
-        "tiers.paths": config.tiers.paths,
-    }
-    for key, number in least.items():
-        if number < 1:
-            raise ValueError(f"{key}={number}: must be at least 1")
-    if not config.executor.client_timeout_s > 0:
-        raise ValueError(f"executor.client_timeout_s={config.executor.client_timeout_s}: must be greater than 0")
-    if not 0 <= config.executor.failures.max_share <= 1:
-        raise ValueError(f"executor.failures.max_share={config.executor.failures.max_share}: must be between 0 and 1")
     if config.executor.resident and config.executor.chunk_size != 1:
         raise ValueError(f"executor.chunk_size={config.executor.chunk_size}: resident clients take chunks of 1")
 
@@ -147,16 +186,16 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line: what was given and what is allowed."""
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        for choice, kind, there in (("experiment", "preset", experiments()), ("method", "method", [*CONFIGS])):
-            if key == choice and value not in there:
+        own = is_import_path(value) or value.endswith((".yaml", ".yml"))
+        for choice, kind, there in (("experiment", "preset", experiments()), ("method", "method", [*METHODS])):
+            if key == choice and value not in there and not own:
                 return f"{key}={value}: no such {kind}{nearest(value, there)}; there are {_some(value, there)}"
     if isinstance(error, OverrideParseException) and "=" in error.override:
         return f"{error.override} cannot be read ({_first_line(error)}): give key=value, a list as [1,2]"
     try:
         known = list(_keys(_defaults(overrides)))
     except (HydraException, OmegaConfBaseException) as clash:
-        key = _first_line(clash).partition(":")[0]
-        return f"{' and '.join(_choices(overrides))} do not go together, the preset sets {key}: choose another preset"
+        return _clash(_choices(overrides), _first_line(clash))
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
         if "=" not in override:
@@ -164,6 +203,18 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         if key not in (*known, "experiment", "method"):
             return _unknown(key, known)
     return _first_line(error)
+
+
+def _clash(choices: list[str], problem: str) -> str:
+    key, together = problem.partition(":")[0], " and ".join(choices)
+    method = next((choice.removeprefix(METHOD) for choice in choices if choice.startswith(METHOD)), "")
+    fitting = of_method(method)
+    if method and fitting and key.startswith("method."):
+        return (
+            f"{together} do not go together: the preset sets {key}, which {method} does not have; choose a preset of "
+            f"{method} ({', '.join(fitting[:MOST_NAMES])})"
+        )
+    return f"{together} do not go together: {problem}; choose another preset"
 
 
 MOST_NAMES = 8

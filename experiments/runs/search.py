@@ -13,11 +13,11 @@ from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import load_costs
+from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World, build_world
-from fedloom.platform.methods.elastic_stage import elastic_space
-from fedloom.platform.methods.superfednas import SuperFedNASConfig
-from fedloom.platform.methods.supernet_stage import SUPERNET
-from fedloom.platform.methods.target_search import SAMPLES, Found, search_supernet
+from fedloom.platform.methods.registry import method_of
+from fedloom.platform.methods.stages.supernet_search import Found, search_supernet
+from fedloom.platform.methods.stages.target_search import SAMPLES
 from fedloom.platform.results.models import list_models, load_model
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table
@@ -69,21 +69,23 @@ def load_trained(results: Path, run: str) -> Trained:
 
 def trained_of(paths: RunPaths, world: World) -> Trained:
     """The supernet of a run whose world is there; ValueError for another method's, or one still in training."""
-    config = _check_method(world.config, paths.run_id)
+    search = _check_method(world.config, paths.run_id)
     if SUPERNET not in list_models(paths):
         if world.config.dry_run:
             raise ValueError(f"run {paths.run_id} was a dry run: it trained nothing that could be searched")
         raise ValueError(f"run {paths.run_id} keeps no supernet yet: wait until its training has ended, or resume it")
     weights, _ = load_model(paths, SUPERNET)
-    wanted = config.search if config.search.samples else replace(config.search, samples=DEFAULT_SAMPLES)
+    wanted = search if search.samples else replace(search, samples=DEFAULT_SAMPLES)
     return Trained(paths.run_id, world, wanted, weights, tuple(measured_samples(paths)))
 
 
-def _check_method(config: RunConfig, run_id: str) -> SuperFedNASConfig:
+def _check_method(config: RunConfig, run_id: str) -> TargetSearchConfig:
+    """How the run searched; ValueError if there is nothing that can be searched."""
     method = config.method
-    if not isinstance(method, SuperFedNASConfig) or method.separately:
+    search = getattr(method, "search", None)
+    if not method_of(method).searchable(method) or not isinstance(search, TargetSearchConfig):
         raise ValueError(f"run {run_id} trained no elastic supernet: choose a run of method superfednas")
-    return method
+    return search
 
 
 def measured_samples(paths: RunPaths) -> list[Sample]:
@@ -98,9 +100,8 @@ def measured_samples(paths: RunPaths) -> list[Sample]:
 
 def found_json(found: Sequence[Found], world: World) -> list[dict[str, Any]]:
     """The winners as JSON values, with labels that people read."""
-    space = elastic_space(world)
     return [
-        {**asdict(f), "architecture": architecture_id(f.architecture), "label": space.label(f.architecture)}
+        {**asdict(f), "architecture": architecture_id(f.architecture), "label": world.space.label(f.architecture)}
         for f in found
     ]
 

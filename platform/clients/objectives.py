@@ -1,13 +1,14 @@
 """What is minimised and measured: the loss of a batch, its metric, and which targets count."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.plugins import Chosen, Slot
+from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming, is_import_path
 from fedloom.platform.settings import ONE_OR_MORE
 
 IGNORED = -100
@@ -18,7 +19,7 @@ class Objective:
     """Cross entropy and accuracy over the targets that count: one per image, one per position of a text.
 
     Outputs are logits (B, classes) or (B, classes, T), targets (B,) or (B, T). A subclass changes what it needs to;
-    keyword parameters of its constructor are options (`data.options.NAME`).
+    keyword parameters of its constructor are options (`objective.options.NAME`).
     """
 
     def for_client(self, targets: Tensor) -> "Objective":
@@ -63,7 +64,7 @@ class LastPosition(Objective):
 
     def targets(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if targets.dim() != 2:
-            raise ValueError("data.objective=last_position is for texts, whose targets are one per position")
+            raise ValueError("objective.name=last_position is for texts, whose targets are one per position")
         last = (targets != IGNORED).sum(dim=1).clamp_min(1) - 1
         rows = torch.arange(len(targets), device=targets.device)
         return outputs[rows, :, last], targets[rows, last]
@@ -113,3 +114,30 @@ OBJECTIVES: Slot[Objective] = Slot(
     made=True,
 )
 CLASSIFICATION = Chosen("classification")
+
+
+def check_objective(choice: Chosen, targets: Tensor, num_classes: int) -> None:
+    """Tries an objective on these targets and made-up logits.
+
+    Raises ValueError for one that does not fit the data, PluginError for a user's own that does not do its work.
+    """
+    objective = OBJECTIVES.make(choice)
+    own = is_import_path(choice.name)
+    blame = f"objective {choice.name!r}"
+    if not isinstance(objective, Objective):
+        kind = type(objective).__name__
+        raise PluginError(f"{blame} is {kind}: derive its class from fedloom.platform.clients.objectives.Objective")
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(targets), num_classes, *targets.shape[1:])
+    outputs = torch.randn(shape, generator=generator).requires_grad_()
+    with blaming("objective", choice.name) if own else nullcontext():
+        local = objective.for_client(targets)
+        loss = local.loss(outputs, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses, counted = objective.losses(outputs, targets), int(objective.counted(outputs, targets))
+        figures = {"loss": loss, "loss_sum": objective.loss_sum(outputs, targets), "losses": losses}
+        figures |= {"metric_sum": objective.metric_sum(outputs, targets), **objective.more(outputs, targets)}
+        finite = {name: bool(torch.isfinite(torch.as_tensor(value)).all()) for name, value in figures.items()}
+    if loss.dim() or not all(finite.values()) or counted < 0:
+        wrong = next((name for name, ok in finite.items() if not ok), f"loss of shape {tuple(loss.shape)}")
+        raise PluginError(f"{blame} gives a {wrong} that is no finite number on samples of the data")

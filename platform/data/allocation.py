@@ -31,6 +31,8 @@ def describe(config: DataConfig, dataset: Dataset, seed: int) -> Fields:
 
 def check_enough(config: DataConfig, dataset: Dataset) -> None:
     """Raises ValueError if there are more clients than the data set has training samples, or clients, for."""
+    if config.partition == "lda" and dataset.labels("train").ndim > 1:
+        raise ValueError(f"data.partition=lda: {dataset.name} has no class labels to draw by; use iid or natural")
     if config.partition == "natural":
         _check_natural(config, dataset)
         return
@@ -43,6 +45,12 @@ def check_enough(config: DataConfig, dataset: Dataset) -> None:
 
 
 def _check_natural(config: DataConfig, dataset: Dataset) -> None:
+    if not dataset.knows_clients("train"):
+        raise ValueError(f"data.partition=natural: {dataset.name} has no clients of its own; use lda or iid")
+    if config.test_share is None and not dataset.knows_clients("test"):
+        raise ValueError(
+            f"data.partition=natural: whose the test samples of {dataset.name} are is not known: set data.test_share"
+        )
     there = len(_natural_clients(dataset))
     if config.num_clients > there:
         raise ValueError(
@@ -105,7 +113,7 @@ def _uniformly(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, Any
 def _equal_pieces(dataset: Dataset, part: str, num_clients: int, seed: int) -> list[IntArray]:
     """All samples, in pieces whose sizes differ by one at most: of text consecutive ones, of images random ones."""
     order = np.arange(dataset.num_samples(part))
-    if dataset.kind == "image":
+    if dataset.kind != "tokens":
         order = stream(seed, "partition", part).permutation(order)
     return [np.sort(piece) for piece in np.array_split(order, num_clients)]
 

@@ -51,7 +51,11 @@ def augmentation(choice: Chosen) -> Augmentation | None:
 def check_augmentation(choice: Chosen, x_B: Tensor) -> None:
     """Raises PluginError for an augmentation that is not there, or that changes the shape or type of this batch."""
     augment = augmentation(choice)
-    if augment is None or not is_import_path(choice.name):
+    if augment is None:
+        return
+    if not is_import_path(choice.name):
+        if x_B.dim() != 4:
+            raise ValueError(f"data.augment={choice.name} is for images: the data set has none; use none")
         return
     result = augment(x_B.clone(), torch.Generator().manual_seed(0))
     if not isinstance(result, Tensor) or result.shape != x_B.shape or result.dtype != x_B.dtype:

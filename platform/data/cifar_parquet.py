@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedloom.platform.data.artefact import ByteArray, Fields, IntArray, hash_of_file
-from fedloom.platform.data.decode import decode_rgb
+from fedloom.platform.data.decode import decode_image
+from fedloom.platform.data.source import Source
 
 LABEL_COLUMNS = {"cifar10": "label", "cifar100": "fine_label"}
 NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
-IMAGE_SHAPE_HWC = (32, 32, 3)
+IMAGE_SHAPE = (32, 32)
 
 
 def find_parquet(folder: Path, dataset: str) -> "ParquetSource | None":
@@ -63,16 +64,16 @@ def _decode(image: Any, file: Path, row: int) -> ByteArray:
     encoded = image["bytes"] if image else None
     if not encoded:
         raise ValueError(f"{file}: row {row} has no image; expected PNG or JPEG bytes in img")
-    return decode_rgb(encoded, f"{file}: row {row}", IMAGE_SHAPE_HWC)
+    return decode_image(encoded, f"{file}: row {row}", IMAGE_SHAPE)
 
 
 @dataclass(frozen=True, slots=True)
-class ParquetSource:
+class ParquetSource(Source):
     """One or more `train-*.parquet` and `test-*.parquet`, rows in the order of the file names."""
 
     dataset: str
     files: dict[str, tuple[Path, ...]]
-    scale: int = 255
+    scale: float = 255
 
     @property
     def label(self) -> str:
@@ -108,7 +109,7 @@ class ParquetSource:
             raise ValueError(f"{file}: labels {y.min()}..{y.max()}; expected 0..{NUM_CLASSES[self.dataset] - 1}")
         return y
 
-    def images(self, part: str, rows: IntArray) -> ByteArray:
+    def inputs(self, part: str, rows: IntArray) -> ByteArray:
         wanted = np.sort(rows)
         decoded = np.stack(list(self._decoded(part, wanted)))
         return decoded if np.array_equal(wanted, rows) else decoded[np.searchsorted(wanted, rows)]

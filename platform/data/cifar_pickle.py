@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.platform.data.artefact import ByteArray, Fields, IntArray, hash_of_file
+from fedloom.platform.data.source import Source
 
 _UNREADABLE = (
     pickle.UnpicklingError,
@@ -92,12 +93,12 @@ def _read_batch(path: Path, labels_key: str, num_classes: int) -> tuple[ByteArra
 
 
 @dataclass(frozen=True, slots=True)
-class PickleSource:
+class PickleSource(Source):
     """The authors' `cifar-10-batches-py` or `cifar-100-python`; files are read when they are asked for."""
 
     folder: Path
     layout: Layout
-    scale: int = 255
+    scale: float = 255
 
     def missing_files(self) -> list[str]:
         """Names of the published files that are not in the folder."""
@@ -118,7 +119,7 @@ class PickleSource:
     def labels(self, part: str) -> IntArray:
         return np.concatenate([y for _, y in self._batches(part)])
 
-    def images(self, part: str, rows: IntArray) -> ByteArray:
+    def inputs(self, part: str, rows: IntArray) -> ByteArray:
         x: ByteArray = np.concatenate([x for x, _ in self._batches(part)])[rows]
         return x
 

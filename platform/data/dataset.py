@@ -37,16 +37,16 @@ class Dataset:
     hash: str
     """SHA-256 (hex) of the content and its description."""
     kind: str
-    """image or tokens."""
+    """image, features or tokens."""
     input_shape: tuple[int, ...]
-    """Of one sample: (C, H, W) of images, (T,) of tokens."""
+    """Of one sample: (C, H, W) of images, any of features, (T,) of tokens."""
     num_classes: int
     """For tokens the size of the vocabulary."""
     class_names: tuple[str, ...]
     """For tokens the vocabulary."""
     client_names: tuple[str, ...]
     """The clients that the data set was published with, sorted; empty if there are none."""
-    scale: int
+    scale: float
     """The pixel value that stands for 1.0; 1 for tokens."""
     mean: tuple[float, ...]
     """Per channel, of the training images in [0, 1]; empty for tokens."""
@@ -65,7 +65,7 @@ class Dataset:
         path = Path(path)
         manifest = read_manifest(path / MANIFEST)
         arrays = open_arrays(path, manifest)
-        described = {**(_TOKEN_FIELDS if "kind" in manifest else _IMAGE_FIELDS), **manifest}
+        described = {**(_TOKEN_FIELDS if manifest.get("kind") == "tokens" else _IMAGE_FIELDS), **manifest}
         return cls(
             path=path,
             name=manifest["name"],
@@ -105,15 +105,19 @@ class Dataset:
         Raises TestReadError for a guarded test part, ValueError for a data set without clients of its own.
         """
         self._guard.check(part)
-        if not self.client_names:
+        if not self.knows_clients(part):
             raise ValueError(f"{self.name} has no clients of its own; use another data.partition than natural")
         return self._array(part, "client")
+
+    def knows_clients(self, part: str) -> bool:
+        """Whether it is known whose the samples of the part are."""
+        return f"{part}_client" in self._arrays
 
     def tensors(self, part: str, indices: IntArray) -> tuple[Tensor, Tensor]:
         """Inputs and labels of the samples at `indices`.
 
-        Images: normalised (n, C, H, W), float32, and labels (n,), int64. Tokens: sequences (n, T) and, one token on,
-        labels (n, T), both int64; labels of padding are -100, which torch's losses ignore.
+        Images and features: normalised (n, C, ...), float32, and labels (n,), int64. Tokens: sequences (n, T) and, one
+        token on, labels (n, T), both int64; labels of padding are -100, which torch's losses ignore.
         Raises TestReadError for a guarded test part.
         """
         self._guard.check(part)
@@ -121,8 +125,8 @@ class Dataset:
             return self._tokens(part, "x", indices), self._tokens(part, "y", indices)
         x = torch.from_numpy(self._array(part, "x")[indices]).to(torch.float32)
         y = torch.from_numpy(self._array(part, "y")[indices])
-        std = torch.tensor(self.std).view(-1, 1, 1)
-        mean = torch.tensor(self.mean).view(-1, 1, 1)
+        per_channel = (-1,) + (1,) * (x.dim() - 2)
+        std, mean = torch.tensor(self.std).view(per_channel), torch.tensor(self.mean).view(per_channel)
         # ((x / scale) - mean) / std with one product and one difference per value, in place.
         return x.mul_(1 / (self.scale * std)).sub_(mean / std), y
 

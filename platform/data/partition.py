@@ -19,7 +19,8 @@ from fedloom.platform.data.artefact import (
     verify_arrays,
     write_artefact,
 )
-from fedloom.platform.data.config import DataConfig, cache_root, check
+from fedloom.platform.data.checks import check
+from fedloom.platform.data.config import DataConfig, cache_root
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.guard import SPLITS, TestGuard, check_split
 

@@ -1,5 +1,6 @@
 """Preparation: from a published data set to memory-mappable arrays in the cache, once."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,14 +17,17 @@ from fedloom.platform.data.artefact import (
     hash_of,
     write_artefact,
 )
-from fedloom.platform.data.config import TEXTS, DataConfig, cache_root, check
+from fedloom.platform.data.checks import check
+from fedloom.platform.data.config import DataConfig, cache_root
 from fedloom.platform.data.dataset import MANIFEST, PARTS, Dataset
-from fedloom.platform.data.sources import FIXED_SEED, Source, find_source, find_text
+from fedloom.platform.data.source import Source
+from fedloom.platform.data.sources import FIXED_SEED, find_source
 from fedloom.platform.data.stratify import stratified_rows, uniform_rows
 from fedloom.platform.data.tokens import TokenSource, compact
 from fedloom.platform.seeding import stream
 
 KEY_LENGTH = 16
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.]+")
 CHUNK = 4096
 
 
@@ -40,48 +44,52 @@ def prepare_dataset(config: DataConfig, *, verify: bool = False) -> Path:
     Raises ValueError for bad options, missing or foreign originals, and a damaged cache.
     """
     check(config)
-    if config.dataset in TEXTS:
-        text = find_text(config)
-        folder = _prepare(config, text.identity(), lambda: _tokens(config, text))
-    else:
-        source = find_source(config)
-        folder = _prepare(config, source.identity(), lambda: _images(config, source))
+    source = find_source(config)
+    folder = _prepare(config, source)
     dataset = Dataset.open(folder)
     if verify:
         dataset.verify()
     return folder
 
 
-def _prepare(config: DataConfig, source: Fields, make: Callable[[], Content]) -> Path:
+def _prepare(config: DataConfig, source: Source | TokenSource) -> Path:
     identity = {
         "format": FORMAT,
-        "source": source,
+        "source": source.identity(),
         "train_samples": config.train_samples,
         "test_samples": config.test_samples,
     }
-    folder = cache_root(config) / f"{config.dataset}-{hash_of(identity)[:KEY_LENGTH]}"
+    name = _NOT_IN_NAMES.sub("-", config.dataset)
+    folder = cache_root(config) / f"{name}-{hash_of(identity)[:KEY_LENGTH]}"
     if not folder.is_dir():
-        fields, arrays = make()
+        fields, arrays = _tokens(config, source) if isinstance(source, TokenSource) else _labelled(config, source)
         with atomic_folder(folder) as temporary:
-            write_artefact(temporary, MANIFEST, {"name": config.dataset, **fields, "source": source}, arrays)
+            write_artefact(temporary, MANIFEST, {"name": name, **fields, "source": identity["source"]}, arrays)
     return folder
 
 
-def _images(config: DataConfig, source: Source) -> Content:
+def _labelled(config: DataConfig, source: Source) -> Content:
     arrays: dict[str, AnyArray] = {}
     for part, samples in _parts(config):
-        y = source.labels(part)
+        y, clients = source.labels(part), source.clients(part)
         rows = _rows(config.dataset, part, len(y), samples, partial(stratified_rows, y))
-        arrays[f"{part}_x"] = np.ascontiguousarray(source.images(part, rows))
+        arrays[f"{part}_x"] = np.ascontiguousarray(source.inputs(part, rows))
         arrays[f"{part}_y"] = y[rows]
-    mean, std = mean_and_std(arrays["train_x"], source.scale)
+        if clients is not None:
+            arrays[f"{part}_client"] = clients[rows]
+    of_training = mean_and_std if source.kind == "image" else mean_and_std_of_floats
+    mean, std = source.normalisation or of_training(arrays["train_x"], source.scale)
     fields: Fields = {
         "num_classes": len(source.class_names),
         "class_names": list(source.class_names),
         "scale": source.scale,
-        "mean": mean,
-        "std": std,
+        "mean": list(mean),
+        "std": list(std),
     }
+    if source.kind != "image":
+        fields["kind"] = source.kind
+    if source.client_names:
+        fields["client_names"] = list(source.client_names)
     return fields, arrays
 
 
@@ -120,7 +128,7 @@ def _rows(
     return draw(samples, stream(FIXED_SEED, "sub-sample", dataset, part))
 
 
-def mean_and_std(x_NCHW: ByteArray, scale: int) -> tuple[list[float], list[float]]:
+def mean_and_std(x_NCHW: ByteArray, scale: float) -> tuple[list[float], list[float]]:
     """Mean and standard deviation per channel of the values divided by `scale`.
 
     Summed in integers, hence exact and the same on every machine. A constant channel has standard deviation 1.
@@ -134,6 +142,19 @@ def mean_and_std(x_NCHW: ByteArray, scale: int) -> tuple[list[float], list[float
         mean.append(total / (n * scale))
         std.append(variance**0.5 / scale if variance > 0 else 1.0)
     return mean, std
+
+
+def mean_and_std_of_floats(x: AnyArray, scale: float) -> tuple[list[float], list[float]]:
+    """The same of floats (n, channels, ...), summed in double precision and in order."""
+    n, total, squares = 0, np.zeros(x.shape[1]), np.zeros(x.shape[1])
+    others = (0, *range(2, x.ndim))
+    for start in range(0, len(x), CHUNK):
+        values = x[start : start + CHUNK].astype(np.float64) / scale
+        n += values.size // x.shape[1]
+        total, squares = total + values.sum(axis=others), squares + np.square(values).sum(axis=others)
+    mean = total / n
+    variance = np.maximum(squares / n - np.square(mean), 0.0)
+    return mean.tolist(), np.where(variance > 0, np.sqrt(variance), 1.0).tolist()
 
 
 def _histograms(x_NCHW: ByteArray) -> IntArray:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from fedloom.platform.data.artefact import Fields, hash_of_file
-from fedloom.platform.data.tokens import TokenPart, cut
+from fedloom.platform.data.tokens import TokenPart, TokenSource, cut
 
 SEQUENCE_LENGTH = 35
 VOCABULARY_SIZE = 10_000
@@ -27,7 +27,7 @@ def make_vocabulary(words: list[str], size: int = VOCABULARY_SIZE) -> tuple[str,
 
 
 @dataclass(frozen=True, eq=False)
-class PtbSource:
+class PtbSource(TokenSource):
     """The words of `ptb.train.txt` and `ptb.test.txt`, `<eos>` at the end of every line, read when they are asked for.
 
     Made by `PtbSource.find`.

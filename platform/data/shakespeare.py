@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.platform.data.artefact import ByteArray, Fields, IntArray, hash_of_file
-from fedloom.platform.data.tokens import TokenPart, cut
+from fedloom.platform.data.tokens import TokenPart, TokenSource, cut
 
 SEQUENCE_LENGTH = 80
 """As in McMahan et al. 2017."""
@@ -43,7 +43,7 @@ def encode(snippets: Iterable[bytes]) -> IntArray:
 
 
 @dataclass(frozen=True, eq=False)
-class ShakespeareSource:
+class ShakespeareSource(TokenSource):
     """The roles' lines of both files, read when they are asked for; made by `ShakespeareSource.find`.
 
     A role's test lines are the later ones of its play. Sequences are in order of the roles' names, then of the text.

@@ -1,86 +1,167 @@
-"""Where data come from: one small reader per published layout, behind one protocol for images and one for text."""
+"""Where data come from: the data sets that can be named, and a user's own."""
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 
+from fedloom.platform.data.arrays import Arrays, source_of
 from fedloom.platform.data.artefact import ByteArray, Fields, IntArray
+from fedloom.platform.data.augment import AUGMENTATIONS
 from fedloom.platform.data.cifar_parquet import find_parquet
 from fedloom.platform.data.cifar_pickle import LAYOUTS, PickleSource
-from fedloom.platform.data.cinic import CinicSource
+from fedloom.platform.data.cinic import find_cinic
 from fedloom.platform.data.config import DataConfig, data_root
+from fedloom.platform.data.folders import OwnFolders, find_folders
+from fedloom.platform.data.npz import read_npz
 from fedloom.platform.data.ptb import PtbSource
 from fedloom.platform.data.shakespeare import ShakespeareSource
+from fedloom.platform.data.source import Source
 from fedloom.platform.data.stratify import stratified_rows
 from fedloom.platform.data.tokens import TokenSource
-from fedloom.platform.plugins import Slot
+from fedloom.platform.data.torchvision_sets import torchvision_datasets, torchvision_set
+from fedloom.platform.plugins import Chosen, Slot
 from fedloom.platform.seeding import stream
+from fedloom.platform.settings import ONE_OR_MORE, chosen
 
 FIXED_SEED = 0
 """Splits and sub-samples belong to the data set, not to the run: no seed of the user's changes them."""
 SYNTHETIC_CLASSES = 10
 SYNTHETIC_SAMPLES = {"train": 10_000, "test": 2_000}
 DIGITS_TEST_SHARE = 0.2
+TORCHVISION = "torchvision:"
+
+DataSet = Callable[..., Source | TokenSource | Arrays | Mapping[str, Any]]
+"""From the configuration `data` to a data set; keyword parameters are options (`data.options.NAME`).
+
+A user's own returns `Arrays`, or a mapping with the fields of one.
+"""
 
 
-class Source(Protocol):
-    """Images and labels as published; parts are "train" and "test"."""
-
-    @property
-    def class_names(self) -> tuple[str, ...]: ...
-
-    @property
-    def scale(self) -> int:
-        """The pixel value that stands for 1.0."""
-        ...
-
-    def identity(self) -> Fields:
-        """What determines the content, without paths of this machine."""
-        ...
-
-    def labels(self, part: str) -> IntArray:
-        """Labels (n,) of all samples of the part."""
-        ...
-
-    def images(self, part: str, rows: IntArray) -> ByteArray:
-        """Images (len(rows), C, H, W) of the given samples of the part."""
-        ...
+def digits(config: DataConfig) -> Source:
+    """The 1797 handwritten digits of scikit-learn, 1x8x8."""
+    del config
+    return DigitsSource.load()
 
 
-def find_source(config: DataConfig) -> Source:
-    """The reader for the images of `config.dataset`, from the folder of the originals where it needs one.
+def synthetic(config: DataConfig) -> Source:
+    """Random images of CIFAR-10's shape, a pattern per class plus noise; as many as are asked for."""
+    samples = SYNTHETIC_SAMPLES
+    return SyntheticSource(config.train_samples or samples["train"], config.test_samples or samples["test"])
 
-    Raises ValueError saying where it looked, or naming the file that is not in the published layout.
+
+def cinic10(config: DataConfig) -> Source:
+    """CINIC-10 from its published folders."""
+    layout = "CINIC-10/ or cinic10/ with train/CLASS/*.png and test/CLASS/*.png"
+    return find_cinic(data_root(config)) or _not_found(config, layout)
+
+
+def cifar10(config: DataConfig) -> Source:
+    """CIFAR-10 from the authors' files or as Parquet; data.download=true fetches it."""
+    return _find_cifar("cifar10", data_root(config), config.download)
+
+
+def cifar100(config: DataConfig) -> Source:
+    """CIFAR-100 from the authors' files or as Parquet; data.download=true fetches it."""
+    return _find_cifar("cifar100", data_root(config), config.download)
+
+
+def shakespeare(config: DataConfig) -> TokenSource:
+    """Shakespeare's plays by character, one client per role, as published for TensorFlow Federated."""
+    layout = "shakespeare/shakespeare_train.h5 and shakespeare_test.h5"
+    return ShakespeareSource.find(data_root(config), config.sequence_length) or _not_found(config, layout)
+
+
+def ptb(config: DataConfig) -> TokenSource:
+    """The Penn Treebank by words."""
+    layout = "ptb.train.txt and ptb.test.txt in ptb/ or simple-examples/data/"
+    return PtbSource.find(data_root(config), config.sequence_length) or _not_found(config, layout)
+
+
+def folder(
+    config: DataConfig,
+    *,
+    path: Annotated[str, "folder with train/CLASS/*.png and test/CLASS/*.png, or with CLASS/*.png"],
+    size: Annotated[int | None, ONE_OR_MORE, "scale images to size x size; null: all are of one size"] = None,
+    grey: Annotated[bool, "one channel instead of three"] = False,
+) -> OwnFolders:
+    """Image files in folders, one folder per class."""
+    return find_folders(_place(config, path), size, grey=grey)
+
+
+def npz(config: DataConfig, *, path: Annotated[str, "the file; arrays train_x, train_y, test_x, test_y"]) -> Arrays:
+    """One .npz file of NumPy."""
+    return read_npz(_place(config, path))
+
+
+def _place(config: DataConfig, path: str) -> Path:
+    """As given, or below the folder of the originals."""
+    given = Path(path).expanduser()
+    below = data_root(config) / given
+    return below if not given.exists() and below.exists() else given
+
+
+class _Known(Mapping[str, DataSet]):
+    """The data sets that have a name, and `torchvision:NAME` for every one of torchvision's."""
+
+    def __init__(self, named: Mapping[str, DataSet]) -> None:
+        self._named = named
+
+    def __getitem__(self, name: str) -> DataSet:
+        if name.startswith(TORCHVISION):
+            return partial(torchvision_set, name.removeprefix(TORCHVISION))
+        return self._named[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._named or (isinstance(name, str) and name.startswith(TORCHVISION))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+
+DATASETS: Slot[DataSet] = Slot(
+    "data set",
+    _Known({f.__name__: f for f in (digits, cifar10, cifar100, synthetic, cinic10, shakespeare, ptb, folder, npz)}),
+    ("config",),
+)
+
+
+def data_choices(config: DataConfig) -> tuple[Chosen, Chosen]:
+    """Data set and augmentation with their options; ValueError naming the key of what is not there."""
+    slots: dict[str, tuple[Slot[Any], str]] = {
+        "dataset": (DATASETS, config.dataset),
+        "augment": (AUGMENTATIONS, config.augment),
+    }
+    for key, (slot, name) in slots.items():
+        try:
+            slot.find(name)
+        except ValueError as error:
+            raise type(error)(f"data.{key}: {error}") from error
+    dataset, augment = chosen([*slots.values()], config.options, "data.options")
+    return dataset, augment
+
+
+def find_source(config: DataConfig) -> Source | TokenSource:
+    """Where the data of `config.dataset` come from, with the folder of the originals where it needs one.
+
+    Raises ValueError saying where it looked, or naming the file that is not in the published layout; PluginError for a
+    user's own function that returns no data set.
     """
-    if config.dataset == "digits":
-        return DigitsSource.load()
-    if config.dataset == "synthetic":
-        samples = SYNTHETIC_SAMPLES
-        return SyntheticSource(config.train_samples or samples["train"], config.test_samples or samples["test"])
-    if config.dataset == "cinic10":
-        layout = "CINIC-10/ or cinic10/ with train/CLASS/*.png and test/CLASS/*.png"
-        return CinicSource.find(data_root(config)) or _not_found(config, layout)
-    return _find_cifar(config.dataset, data_root(config), config.download)
-
-
-def find_text(config: DataConfig) -> TokenSource:
-    """The reader for the text of `config.dataset`; raises ValueError as `find_source`."""
-    root, length = data_root(config), config.sequence_length
-    if config.dataset == "shakespeare":
-        layout = "shakespeare/shakespeare_train.h5 and shakespeare_test.h5"
-        return ShakespeareSource.find(root, length) or _not_found(config, layout)
-    return PtbSource.find(root, length) or _not_found(
-        config, "ptb.train.txt and ptb.test.txt in ptb/ or simple-examples/data/"
-    )
+    dataset, _ = data_choices(config)
+    return source_of(DATASETS.make(dataset)(config), config.dataset)
 
 
 def _not_found(config: DataConfig, layout: str) -> NoReturn:
-    only_cifar = "; data.download=true fetches CIFAR alone" if config.download else ""
+    only = "; data.download=true fetches CIFAR and torchvision's alone" if config.download else ""
     raise ValueError(
         f"{config.dataset} not found under {data_root(config)}: looked for {layout}; "
-        f"set FEDLOOM_DATA or data.root{only_cifar}"
+        f"set FEDLOOM_DATA or data.root{only}"
     )
 
 
@@ -104,7 +185,7 @@ def _find_cifar(dataset: str, root: Path, download: bool) -> Source:
 
 
 def _download(dataset: str, root: Path) -> None:
-    datasets = _torchvision_datasets()
+    datasets = torchvision_datasets()
     root.mkdir(parents=True, exist_ok=True)
     try:
         {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[dataset](root, download=True)
@@ -115,27 +196,15 @@ def _download(dataset: str, root: Path) -> None:
         ) from error
 
 
-def _torchvision_datasets() -> Any:
-    # Here and not at the top: a torchvision built for another torch fails on import, and only downloads need it.
-    try:
-        from torchvision import datasets
-    except (ImportError, RuntimeError, AttributeError) as error:
-        raise ValueError(
-            f"torchvision does not fit the installed torch ({error}); install the torchvision release made for it "
-            "(pip install --upgrade torch torchvision), or set data.download=false and put the files there by hand"
-        ) from error
-    return datasets
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class DigitsSource:
+class DigitsSource(Source):
     """The 1797 handwritten digits of scikit-learn, 1x8x8, values 0..16, split 80/20 once and for all."""
 
     x: ByteArray
     y: IntArray
     rows: dict[str, IntArray]
     class_names: tuple[str, ...] = tuple(str(d) for d in range(10))
-    scale: int = 16
+    scale: float = 16
 
     @classmethod
     def load(cls) -> "DigitsSource":
@@ -155,18 +224,18 @@ class DigitsSource:
     def labels(self, part: str) -> IntArray:
         return self.y[self.rows[part]]
 
-    def images(self, part: str, rows: IntArray) -> ByteArray:
+    def inputs(self, part: str, rows: IntArray) -> ByteArray:
         return self.x[self.rows[part][rows]]
 
 
 @dataclass(frozen=True, slots=True)
-class SyntheticSource:
+class SyntheticSource(Source):
     """Random images of CIFAR's shape: a pattern per class plus noise, so that there is something to learn."""
 
     train_samples: int
     test_samples: int
     class_names: tuple[str, ...] = tuple(f"class {c}" for c in range(SYNTHETIC_CLASSES))
-    scale: int = 255
+    scale: float = 255
 
     def identity(self) -> Fields:
         return {"layout": "synthetic", "train_samples": self.train_samples, "test_samples": self.test_samples}
@@ -175,7 +244,7 @@ class SyntheticSource:
         samples = self.train_samples if part == "train" else self.test_samples
         return stream(FIXED_SEED, "synthetic labels", part).permutation(samples) % SYNTHETIC_CLASSES
 
-    def images(self, part: str, rows: IntArray) -> ByteArray:
+    def inputs(self, part: str, rows: IntArray) -> ByteArray:
         y = self.labels(part)
         patterns = stream(FIXED_SEED, "synthetic patterns").integers(
             0, 128, (SYNTHETIC_CLASSES, 3, 32, 32), dtype=np.uint8
@@ -184,10 +253,3 @@ class SyntheticSource:
         for label, pattern in enumerate(patterns):
             x[y == label] += pattern
         return x if len(rows) == len(y) else x[rows]
-
-
-DATASETS: Slot[Any] = Slot(
-    "data set",
-    dict.fromkeys(("digits", "cifar10", "cifar100", "synthetic", "cinic10", "shakespeare", "ptb")),
-    ("root",),
-)

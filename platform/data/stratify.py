@@ -3,6 +3,10 @@
 import numpy as np
 
 from fedloom.platform.data.artefact import IntArray
+from fedloom.platform.seeding import stream
+
+HELD_OUT_SHARE = 0.2
+"""The share that becomes the test part of a data set that has none."""
 
 
 def stratified_rows(labels: IntArray, samples: int, rng: np.random.Generator) -> IntArray:
@@ -13,6 +17,16 @@ def stratified_rows(labels: IntArray, samples: int, rng: np.random.Generator) ->
         for label, quota in enumerate(_quotas(counts, samples).tolist())
     ]
     return np.sort(np.concatenate(chosen))
+
+
+def held_out(labels: IntArray) -> tuple[IntArray, IntArray]:
+    """Rows that train and rows that test, a fifth of each class, the same whatever the run's seed.
+
+    Labels (n,); those of text (n, T) have no classes to be kept.
+    """
+    count, rng = round(HELD_OUT_SHARE * len(labels)), stream(0, "held out")
+    test = stratified_rows(labels, count, rng) if labels.ndim == 1 else uniform_rows(len(labels), count, rng)
+    return np.setdiff1d(np.arange(len(labels)), test), test
 
 
 def uniform_rows(num_rows: int, samples: int, rng: np.random.Generator) -> IntArray:

@@ -1,7 +1,7 @@
 """Text as a language model reads it: sequences of tokens, and as labels the same sequences one token on."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -20,26 +20,26 @@ class TokenPart:
     client: IntArray | None = None
 
 
-class TokenSource(Protocol):
+class TokenSource(ABC):
     """Text as published; parts are "train" and "test"."""
 
     @property
+    @abstractmethod
     def vocabulary(self) -> tuple[str, ...]:
         """The tokens; their places are their ids."""
-        ...
 
     @property
+    @abstractmethod
     def client_names(self) -> tuple[str, ...]:
         """The clients that the text is published with, sorted; none if there are none."""
-        ...
 
+    @abstractmethod
     def identity(self) -> Fields:
         """What determines the content, without paths of this machine."""
-        ...
 
+    @abstractmethod
     def sequences(self, part: str) -> TokenPart:
         """All sequences of the part, in the order of the text."""
-        ...
 
 
 def cut(tokens: IntArray, length: int, padding: int) -> tuple[IntArray, IntArray]:

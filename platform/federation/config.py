@@ -1,33 +1,42 @@
 """A run's configuration: plain dataclasses, composed and checked in the driver, sent as they are."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.settings import ONE_OR_MORE, PART, POSITIVE, SHARE, ZERO_OR_MORE, Brought, OneOf, Range
 from fedloom.platform.spaces.space_config import SpaceConfig
+
+
+@dataclass
+class ObjectiveConfig:
+    """What clients minimise and what is measured."""
+
+    name: Annotated[str, Brought("objective"), "loss, metric, and which targets count"] = "classification"
+    options: Annotated[dict[str, Any], "the objective's own options, by name"] = field(default_factory=dict)
 
 
 @dataclass
 class SeedsConfig:
     """Separate seeds per purpose; what is not given follows `seed`."""
 
-    partition: int | None = None
-    initialisation: int | None = None
-    selection: int | None = None
-    training: int | None = None
-    search: int | None = None
+    partition: Annotated[int | None, "of who gets which samples, and of devices and tiers"] = None
+    initialisation: Annotated[int | None, "of the first weights"] = None
+    selection: Annotated[int | None, "of who takes part, and of devices that drop out"] = None
+    training: Annotated[int | None, "of what clients draw: order of samples, paths, dropout"] = None
+    search: Annotated[int | None, "of the search"] = None
 
 
 @dataclass
 class BudgetConfig:
-    """How much of a tier's budget its clients have in a round: static, schedule (factors) or trace (states).
+    """How much of a tier's budget its clients have in a round."""
 
-    `states` are rows of name, factor and probability.
-    """
-
-    kind: str = "static"
-    factors: list[float] | None = None
-    states: list[Any] | None = None
+    kind: Annotated[str, Brought("budget"), "static (all of it), schedule (factors by round) or trace (states)"] = (
+        "static"
+    )
+    factors: Annotated[list[float] | None, "schedule: the share of the budget by round, repeated"] = None
+    states: Annotated[list[Any] | None, "trace: rows of name, factor and probability"] = None
+    options: Annotated[dict[str, Any], "the options of a budget of your own, by name"] = field(default_factory=dict)
 
 
 GENERATED = "generated"
@@ -39,120 +48,132 @@ class TiersConfig:
     """How the space is split into tiers, and the clients into them.
 
     Bounds come from `paths` random paths and the shares `rho_low`, `rho_high` (FedorAS, App. E.4), or are given in
-    `upper_bounds` (in units of `cost`). The cost is one measure (macs, parameters, activation_bytes, latency_s) or,
-    with `cost_weights` (+tiers.cost_weights.macs=1), a weighted sum of additive ones; operators named in `unsupported`
-    cost infinity.
-    Clients: `shares` per tier (equal if not given), or `clients` (the tier index of each), or `device_table` (a file,
-    or `generated`: drawn from the partition's seed; see `max_step_s`, `step_batch_size` in fedloom.tiers.assignment).
-    `num_gpus` is a client actor's share of a GPU per tier: 0, 1/k or whole; `num_cpus` its CPUs.
+    `upper_bounds`.
     """
 
-    count: int = 4
-    rho_low: float = 0.0
-    rho_high: float = 0.95
-    upper_bounds: list[float] | None = None
-    paths: int = 100_000
-    cost: str = "macs"
-    cost_weights: dict[str, float] = field(default_factory=dict)
-    unsupported: list[str] | None = None
-    shares: list[float] | None = None
-    clients: list[int] | None = None
-    device_table: str | None = None
-    max_step_s: float = 10.0
-    step_batch_size: int = 32
+    count: Annotated[int, ONE_OR_MORE, "tiers"] = 4
+    rho_low: Annotated[float, PART, "share of random paths below the first inner bound"] = 0.0
+    rho_high: Annotated[float, PART, "share of random paths below the last inner bound"] = 0.95
+    upper_bounds: Annotated[list[float] | None, POSITIVE, "upper bounds in units of cost, instead of rho"] = None
+    paths: Annotated[int, ONE_OR_MORE, "random paths that the bounds are computed from"] = 100_000
+    cost: Annotated[str, "what budgets are given in: one of macs, parameters, activation_bytes, latency_s"] = "macs"
+    cost_weights: Annotated[
+        dict[str, float], ZERO_OR_MORE, "a weighted sum of additive costs instead: tiers.cost_weights.macs=1"
+    ] = field(default_factory=dict)
+    unsupported: Annotated[list[str] | None, "operators that cost infinity"] = None
+    shares: Annotated[list[float] | None, PART, "share of the clients per tier; null: equal"] = None
+    clients: Annotated[list[int] | None, ZERO_OR_MORE, "the tier's index of each client, instead of shares"] = None
+    device_table: Annotated[
+        str | None,
+        "a file of devices (CSV, Parquet) or generated (by the partition's seed), instead of shares",
+    ] = None
+    max_step_s: Annotated[float, POSITIVE, "device tables: seconds that a training step may take in a tier"] = 10.0
+    step_batch_size: Annotated[int, ONE_OR_MORE, "device tables: samples of that step"] = 32
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    num_gpus: list[float] | None = None
-    num_cpus: list[float] | None = None
+    num_gpus: Annotated[
+        list[float] | None, ZERO_OR_MORE, "a client actor's share of a GPU per tier: 0, 1/k or whole; null: none"
+    ] = None
+    num_cpus: Annotated[list[float] | None, ZERO_OR_MORE, "a client actor's CPUs per tier; null: 1"] = None
 
 
 @dataclass
 class DevicesConfig:
-    """The simulated devices, one number for all tiers or one per tier; a device table goes before them.
+    """The simulated devices, one number for all tiers or one per tier; a device table goes before them."""
 
-    Without `macs_per_s` the top tier runs 2e10 MAC/s and the others in proportion to their budgets.
-    `deadline_s` is in simulated seconds: who is later is left out of the round.
-    """
+    macs_per_s: Annotated[
+        list[float] | None, POSITIVE, "speed; null: 2e10 in the top tier, the others in proportion to their budgets"
+    ] = None
+    down_bytes_per_s: Annotated[float, POSITIVE, "speed of receiving"] = 2.5e6
+    up_bytes_per_s: Annotated[float, POSITIVE, "speed of sending"] = 7.5e5
+    availability: Annotated[float, SHARE, "probability that a device can be reached in a round"] = 1.0
+    dropout: Annotated[float, PART, "probability that a device drops out of a round"] = 0.0
+    deadline_s: Annotated[
+        float | None, POSITIVE, "simulated seconds after which a client is left out of its round; null: never"
+    ] = None
 
-    macs_per_s: list[float] | None = None
-    down_bytes_per_s: float = 2.5e6
-    up_bytes_per_s: float = 7.5e5
-    availability: float = 1.0
-    dropout: float = 0.0
-    deadline_s: float | None = None
+
+POLICIES = ("stop", "retry", "tolerate")
 
 
 @dataclass
 class FailuresConfig:
-    """What a failed client means: stop the run, retry it up to `attempts`, or tolerate up to `max_share` of a round.
+    """What a failed client means.
 
     An actor that dies is not a failed client: it is replaced and its work repeated, `actor_attempts` times at most.
     """
 
-    policy: str = "stop"
-    attempts: int = 2
-    max_share: float = 0.2
-    actor_attempts: int = 3
+    policy: Annotated[
+        str, OneOf(POLICIES), "stop the run, retry the client up to attempts, or tolerate up to max_share of a round"
+    ] = "stop"
+    attempts: Annotated[int, ONE_OR_MORE, "retry: times that a client is tried"] = 2
+    max_share: Annotated[float, PART, "tolerate: share of a round's clients that may fail"] = 0.2
+    actor_attempts: Annotated[int, ONE_OR_MORE, "times that the work of an actor that died is tried"] = 3
+
+
+EXECUTORS = ("ray", "serial")
 
 
 @dataclass
 class ExecutorConfig:
-    """Where the work runs: `ray` (client actors) or `serial` (this process).
+    """Where the work runs."""
 
-    `actors` is their number on a machine without GPUs (one per CPU if not given); `chunk_size` consecutive clients go
-    to an actor in one call; `threads` is torch's number per client and changes floating-point results, so it is the
-    same for every executor. `client_timeout_s` is real time: a client that takes longer is reported and dropped.
-    `resident` gives every client an actor of its own (cross-silo).
-    """
-
-    kind: str = "ray"
-    actors: int | None = None
-    resident: bool = False
-    chunk_size: int = 1
-    threads: int = 1
-    client_timeout_s: float = 3600.0
+    kind: Annotated[str, OneOf(EXECUTORS), "ray (client actors) or serial (this process)"] = "ray"
+    actors: Annotated[int | None, ONE_OR_MORE, "client actors on a machine without GPUs; null: one per CPU"] = None
+    resident: Annotated[bool, "every client has an actor of its own (cross-silo)"] = False
+    chunk_size: Annotated[int, ONE_OR_MORE, "consecutive clients that go to an actor in one call"] = 1
+    threads: Annotated[
+        int,
+        ONE_OR_MORE,
+        "torch's threads per client; they change last digits, and so are the same for all executors",
+    ] = 1
+    client_timeout_s: Annotated[
+        float, Range(above=0, infinite=True), "seconds after which a client is reported as failed and left out"
+    ] = 3600.0
     failures: FailuresConfig = field(default_factory=FailuresConfig)
 
 
 @dataclass
 class RayConfig:
-    """How Ray is reached: `address` auto (a running cluster if there is one), local (always our own) or host:port.
+    """How Ray is reached; the limits hold for a cluster of our own."""
 
-    The limits hold for a cluster of our own: CPUs (all that this process may use), GPUs, and the object store (a fifth
-    of the memory that is free).
-    """
-
-    address: str = "auto"
-    num_cpus: int | None = None
-    num_gpus: int = 0
-    object_store_memory_bytes: int | None = None
-    dashboard: bool = False
+    address: Annotated[
+        str, "auto (a running cluster if there is one), local (always a cluster of our own) or host:port"
+    ] = "auto"
+    num_cpus: Annotated[int | None, ONE_OR_MORE, "CPUs; null: all that this process may use"] = None
+    num_gpus: Annotated[int, ZERO_OR_MORE, "GPUs"] = 0
+    object_store_memory_bytes: Annotated[
+        int | None, ONE_OR_MORE, "object store; null: a fifth of the memory that is free"
+    ] = None
+    dashboard: Annotated[bool, "Ray's dashboard"] = False
 
 
 @dataclass
 class CheckpointConfig:
-    """Every how many rounds the state is saved (a crash loses at most the rounds since)."""
+    """How often the state is saved (a crash loses at most the rounds since)."""
 
-    every: int = 1
+    every: Annotated[int, ONE_OR_MORE, "rounds between two checkpoints"] = 1
 
 
 @dataclass
 class RunConfig:
-    """Everything that determines a run.
+    """Everything that determines a run."""
 
-    With `dry_run` nothing is trained: who would do what is planned and counted, over all rounds of the training stages.
-    With `reuse_supernet` a run begins with the trained supernet of an earlier one under the same results, if their
-    configurations are the same up to there, and leaves its own for later ones; the training's rows are those of the run
-    named `supernet_run_id` in table `runs`. `tensorboard` also writes event files, below the run's artefacts.
-    `results` is a folder, or the URL of one on a filesystem that pyarrow reads: s3://bucket/path, gs://bucket/path.
-    """
-
-    experiment: str = "custom"
-    seed: int = 1
-    results: str = "results"
-    dry_run: bool = False
-    reuse_supernet: bool = False
-    tensorboard: bool = False
+    experiment: Annotated[str, "what the run is called; its id begins with it"] = "custom"
+    seed: Annotated[int, ZERO_OR_MORE, "of everything that has none in seeds"] = 1
+    results: Annotated[
+        str, "a folder, or the URL of one on a filesystem that pyarrow reads: s3://bucket/path, gs://bucket/path"
+    ] = "results"
+    dry_run: Annotated[
+        bool, "nothing is trained: who would do what is planned and counted, over all rounds of the training stages"
+    ] = False
+    reuse_supernet: Annotated[
+        bool,
+        "begin with the trained supernet of an earlier run under the same results, if the configurations agree up to "
+        "there, and leave the own one for later runs; its rows are those of the run named supernet_run_id in runs",
+    ] = False
+    tensorboard: Annotated[bool, "write event files, too, below the run's artefacts"] = False
     data: DataConfig = field(default_factory=DataConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     space: SpaceConfig = field(default_factory=SpaceConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)

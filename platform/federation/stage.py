@@ -73,6 +73,11 @@ class Stage(Protocol):
         """Prepares the state for round 0 (first weights, empty histories)."""
         return state
 
+    @property
+    def countable(self) -> bool:
+        """Whether its assignments, and what they cost, are known without training: then a dry run counts them."""
+        return False
+
     @abstractmethod
     def rounds_left(self, state: RunState) -> int:
         """How many rounds are still to come, as far as is known; 0 ends the stage."""

@@ -174,6 +174,14 @@ class TrainingStage(Stage):
         possible = self.bag in state.bags and len(self.eligible) > 0
         return self.config.rounds - state.round if possible else 0
 
+    @property
+    def countable(self) -> bool:
+        """Whether it begins with fresh weights, and its clients' tasks say what they cost."""
+        state = self.begin(RunState())
+        if self.rounds_left(state) <= 0:
+            return False
+        return all(hasattr(a.task, "account") for a in self.plan(state).assignments if a.client_id is not None)
+
     # -- a round ----------------------------------------------------------------------------------------------------
 
     def plan(self, state: RunState) -> Plan:

@@ -2,21 +2,21 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from fedloom.platform.clients.objectives import OBJECTIVES
+from fedloom.platform.clients.objectives import OBJECTIVES, check_objective
 from fedloom.platform.clients.worker import WorkerSpec
-from fedloom.platform.data.augment import AUGMENTATIONS
+from fedloom.platform.data.augment import check_augmentation
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
-from fedloom.platform.data.sources import DATASETS
+from fedloom.platform.data.sources import data_choices
+from fedloom.platform.federation.budgets import configured_budget
 from fedloom.platform.federation.config import GENERATED, RunConfig
 from fedloom.platform.federation.costs import RunCosts, measure_costs
-from fedloom.platform.plugins import Chosen, Slot
+from fedloom.platform.plugins import Chosen
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import chosen
 from fedloom.platform.spaces.base import SearchSpace
@@ -24,7 +24,7 @@ from fedloom.platform.spaces.genome import Genome
 from fedloom.platform.spaces.registry import build_space
 from fedloom.tiers.assignment import by_device_table, by_list, by_shares
 from fedloom.tiers.bounds import check_upper_bounds, tier_upper_bounds
-from fedloom.tiers.budgets import Budget, make_budget
+from fedloom.tiers.budgets import Budget
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.devices import DeviceProfile, DeviceTable, generate_device_table, read_device_table
 from fedloom.tiers.tier import Tier, make_tiers
@@ -34,6 +34,9 @@ SERVER = "server"
 
 TOP_TIER_MACS_PER_S = 2e10
 """A recent phone in training (assumed); lower tiers run in proportion to their budgets."""
+
+TRIED_SAMPLES = 4
+"""Training samples on which augmentation and objective are tried before anything is written."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
 
     Raises ValueError for whatever cannot be: missing data, impossible budgets, shares that do not sum to 1.
     """
-    augment, objective = data_choices(config)
+    _, augment = data_choices(config.data)
+    objective = chosen([(OBJECTIVES, config.objective.name)], config.objective.options, "objective.options")[0]
     dataset_path = prepare_dataset(config.data)
     dataset = Dataset.open(dataset_path)
     space = build_space(config.space)
@@ -88,9 +92,9 @@ def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
     cost_table, macs_table = costs.budget, costs.macs
     tiers = split_into_tiers(config, space, cost_table)
     data = FederatedData.open(dataset_path, partition_path)
+    _try_on_data(data, augment, objective, config.space.num_classes)
     devices = _device_table(config, data.num_clients)
     tier_of_client = _assign_clients(config, tiers, data.num_clients, devices)
-    budget = config.tiers.budget
     spec = WorkerSpec(
         space=config.space,
         dataset_path=str(dataset_path),
@@ -110,7 +114,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
         tiers=tiers,
         tier_of_client=tier_of_client,
         eligible_by_tier=tuple(np.flatnonzero(tier_of_client >= i) for i in range(len(tiers))),
-        budget=make_budget(budget.kind, factors=budget.factors, states=budget.states),
+        budget=configured_budget(config.tiers.budget),
         profiles=_profiles(config, tiers),
         devices=devices,
         augment=augment,
@@ -118,17 +122,11 @@ def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
     )
 
 
-def data_choices(config: RunConfig) -> tuple[Chosen, Chosen]:
-    """Augmentation and objective with their options; ValueError for what is not there."""
-    data = config.data
-    slots: list[tuple[Slot[Any], str]] = [(AUGMENTATIONS, data.augment), (OBJECTIVES, data.objective)]
-    for key, (slot, name) in zip(("augment", "objective"), slots, strict=True):
-        try:
-            slot.find(name)
-        except ValueError as error:
-            raise type(error)(f"data.{key}: {error}") from error
-    _, augment, objective = chosen([(DATASETS, data.dataset), *slots], data.options, "data.options")
-    return augment, objective
+def _try_on_data(data: FederatedData, augment: Chosen, objective: Chosen, num_classes: int) -> None:
+    """Raises ValueError, in one line, for an augmentation or an objective that does not fit the data."""
+    x, y = data.dataset.tensors("train", np.arange(min(TRIED_SAMPLES, data.dataset.num_samples("train"))))
+    check_augmentation(augment, x)
+    check_objective(objective, y, num_classes)
 
 
 def _check_fit(space: SearchSpace, dataset: Dataset, config: RunConfig) -> None:

@@ -17,7 +17,7 @@ from fedloom.platform.results.paths import RunPaths
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Value = int | float | str | bool | datetime
 Row = dict[str, Value]
@@ -39,12 +39,13 @@ def _schema(columns: str) -> pa.Schema:
 
 # Architectures are text such as "3-1-8-0"; `schedules`, `seeds`, `tiers`, `config`, `versions` and `setting` (what an
 # ablation varies in this trial) are JSON text. `supernet` is the key of the trained supernet that a run began with, and
-# `supernet_run_id` the run that trained it; `node` is where a client's work ran.
+# `supernet_run_id` the run that trained it; `traits` is what the method declares of its runs (JSON text); `node` is where
+# a client's work ran.
 TABLES: dict[str, pa.Schema] = {
     "runs": _schema(
         "method:str space:str dataset:str seeds:str tiers:str config:str versions:str source_hash:str "
         "partition_hash:str status:str started:time ended:time error:str ablation:str trial:int setting:str "
-        "supernet:str supernet_run_id:str"
+        "supernet:str supernet_run_id:str traits:str"
     ),
     "rounds": _schema(
         "stage:str round:int clients_planned:int clients_ok:int clients_failed:int loss:float metric:float "
@@ -54,7 +55,7 @@ TABLES: dict[str, pa.Schema] = {
         "stage:str round:int client_id:int tier:str architecture:str subspace:str samples:int steps:int macs:int "
         "parameters:int bytes_down:int bytes_up:int loss:float metric:float wall_s:float overhead_s:float "
         "simulated_s:float peak_memory_bytes:int status:str error:str traceback:str selection_reason:str "
-        "selection_probability:float device:str threads:int attempts:int node:str"
+        "selection_probability:float device:str threads:int attempts:int node:str loss_norm:float"
     ),
     "candidates": _schema(
         "stage:str round:int tier:str generation:int architecture:str macs:int parameters:int loss:float "

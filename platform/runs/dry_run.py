@@ -48,7 +48,7 @@ def _accounted(assignments: Sequence[Assignment]) -> tuple[Assignment, ...]:
     return tuple(replace(a, task=Accounted(cast(AccountableTask, a.task))) for a in assignments)
 
 
-class DryStage:
+class DryStage(Stage):
     """A stage whose weights are left out, and with them the server's own scoring."""
 
     def __init__(self, stage: Stage) -> None:
@@ -60,7 +60,7 @@ class DryStage:
         return replace(begun, bags={name: Bag({}, bag.version) for name, bag in begun.bags.items()})
 
     def rounds_left(self, state: RunState) -> int:
-        """See `Stage.rounds_left`."""
+        """The stage's own."""
         return self.stage.rounds_left(state)
 
     def plan(self, state: RunState) -> Plan:
@@ -82,7 +82,7 @@ def dry_stages(stages: Sequence[Stage]) -> list[Stage]:
 
     Raises ValueError if there is none.
     """
-    dry: list[Stage] = [DryStage(stage) for stage in stages if getattr(stage, "accountable", False)]
+    dry: list[Stage] = [DryStage(stage) for stage in stages if stage.countable]
     if not dry:
         raise ValueError("dry_run=true: this method has no stage that can be counted without training")
     return dry

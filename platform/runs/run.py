@@ -21,7 +21,7 @@ from fedloom.platform.federation.recorder import Recorder, restored_state, save_
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World, build_world
-from fedloom.platform.methods.registry import build_stages, shared_training
+from fedloom.platform.methods.registry import build_stages, method_of, shared_training
 from fedloom.platform.results.checkpoint import Saved, check_same_config, load_checkpoint, stored_bags
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.results.mirror import mirrored
@@ -323,6 +323,7 @@ def _run_row(config: RunConfig, world: World) -> dict[str, str]:
         "versions": json.dumps({p: _version(p) for p in PACKAGES}, sort_keys=True),
         "source_hash": source_hash(),
         "partition_hash": world.data.partition_hash,
+        "traits": json.dumps(method_of(config.method).traits(config.method), sort_keys=True),
     }
 
 

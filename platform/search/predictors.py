@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,15 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming
 from fedloom.platform.search.ranking import kendall_tau
 from fedloom.platform.seeding import Id, torch_stream
 from fedloom.platform.spaces.genome import Floats
 
 FEWEST_SAMPLES = 10
 BATCH = 32
+MLP = Chosen("mlp")
 LR = 3e-3
 WEIGHT_DECAY = 3.0
 """Decoupled (AdamW): with as many features as samples / 4, small ones leave tau at 0.8 where this reaches 0.99."""
+
+
+Predict = Callable[[Floats], Floats]
+"""From features (n, f) to values (n,)."""
+Fit = Callable[[Floats, Floats, torch.Generator], Predict]
+"""From measured features (n, f) and values (n,), with a generator for whatever is drawn, to a predictor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +57,7 @@ class Fitted:
     `relative_error` that error relative to the mean absolute value; `held_out` and `train` count samples.
     """
 
-    predictor: Predictor
+    predictor: Predict
     tau: float
     mae: float
     relative_error: float
@@ -63,24 +71,23 @@ def fit_predictor(
     *,
     seed: int,
     ids: tuple[Id, ...] = (),
-    hidden: int = 128,
-    epochs: int = 100,
+    fit: Chosen = MLP,
     held_out_share: float = 0.2,
 ) -> Fitted:
-    """Fits a predictor of `values` (n,) from `features` (n, f) by AdamW on the squared error.
+    """Fits a predictor of `values` (n,) from `features` (n, f).
 
     A random `held_out_share` of the samples measures it and nothing else; the predictor that was measured is returned.
     All randomness comes from the stream (seed, "predictor", ids).
     Raises ValueError for fewer than ten samples, shapes that do not fit, values that are not finite, or a setting out
-    of range.
+    of range; PluginError for a predictor of the user's own that predicts anything but finite values (n,).
     """
-    _check(features, values, hidden, epochs, held_out_share)
+    _check(features, values, held_out_share)
     generator = torch_stream(seed, "predictor", *ids)
     order = torch.randperm(len(values), generator=generator).numpy()
     num_held_out = min(max(2, round(held_out_share * len(values))), len(values) - 2)
     held_out, train = order[:num_held_out], order[num_held_out:]
-    predictor = _fit(features[train], values[train], hidden, epochs, generator)
-    predicted, measured = predictor(features[held_out]), values[held_out]
+    predictor = PREDICTORS.make(fit)(features[train], values[train], generator)
+    predicted, measured = _checked(predictor, features[held_out], fit.name), values[held_out]
     tau, _ = kendall_tau(predicted, measured)
     mae = float(np.abs(predicted - measured).mean())
     size = float(np.abs(measured).mean())
@@ -97,7 +104,17 @@ def refusal(fitted: Fitted, min_tau: float, what: str) -> str:
     )
 
 
-def _check(features: Floats, values: Floats, hidden: int, epochs: int, held_out_share: float) -> None:
+def _checked(predict: Predict, features: Floats, name: str) -> Floats:
+    with blaming("predictor", name):
+        predicted = np.asarray(predict(features), dtype=np.float64)
+    if predicted.shape != (len(features),) or not np.isfinite(predicted).all():
+        raise PluginError(
+            f"predictor {name!r} gives {predicted.shape} for {len(features)} samples: give a finite value for each"
+        )
+    return predicted
+
+
+def _check(features: Floats, values: Floats, held_out_share: float) -> None:
     if features.ndim != 2 or values.shape != (len(features),):
         raise ValueError(
             f"a predictor needs features (n, f) and values (n,), given shapes {features.shape} and {values.shape}"
@@ -108,12 +125,15 @@ def _check(features: Floats, values: Floats, hidden: int, epochs: int, held_out_
         raise ValueError("a predictor needs finite features and values: leave failed models out")
     if not 0 < held_out_share < 1:
         raise ValueError(f"held_out_share is {held_out_share}, it must lie between 0 and 1")
+
+
+def mlp(
+    features: Floats, values: Floats, generator: torch.Generator, *, hidden: int = 128, epochs: int = 100
+) -> Predict:
+    """A small network on one-hot architectures, by AdamW on the squared error (Cai et al. 2020, OFA)."""
     for name, value in (("hidden", hidden), ("epochs", epochs)):
         if value < 1:
             raise ValueError(f"{name} is {value}, it must be at least 1")
-
-
-def _fit(features: Floats, values: Floats, hidden: int, epochs: int, generator: torch.Generator) -> Predictor:
     mean, scale = float(values.mean()), float(values.std()) or 1.0
     x = torch.as_tensor(features, dtype=torch.float32)
     y = torch.as_tensor((values - mean) / scale, dtype=torch.float32)
@@ -121,6 +141,15 @@ def _fit(features: Floats, values: Floats, hidden: int, epochs: int, generator: 
     with _one_thread(), torch.enable_grad():
         _train(layers, x, y, epochs, generator)
     return Predictor(tuple((w.detach(), b.detach()) for w, b in layers), mean, scale)
+
+
+def unpredicted(features: Floats, values: Floats, generator: torch.Generator) -> Predict:
+    """No predictor: every candidate of the search is scored for real."""
+    del features, values, generator
+    raise ValueError("predictor none predicts nothing")
+
+
+PREDICTORS: Slot[Fit] = Slot("predictor", {"mlp": mlp, "none": unpredicted}, ("features", "values", "generator"))
 
 
 def _initial(widths: tuple[int, ...], generator: torch.Generator) -> tuple[tuple[Tensor, Tensor], ...]:

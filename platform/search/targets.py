@@ -3,52 +3,67 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import numpy as np
 
+from fedloom.platform.plugins import Chosen, PluginError
 from fedloom.platform.search.base import Architecture, Interval
 from fedloom.platform.search.constraint import Constraint, PredictedConstraint, TableConstraint
-from fedloom.platform.search.evolution import check_settings
 from fedloom.platform.search.predicted import predicted_front, search_predicted
-from fedloom.platform.search.predictors import FEWEST_SAMPLES, Fitted, fit_predictor, refusal
+from fedloom.platform.search.predictors import FEWEST_SAMPLES, PREDICTORS, Fitted, fit_predictor, refusal
 from fedloom.platform.seeding import stream
+from fedloom.platform.settings import (
+    ONE_OR_MORE,
+    PART,
+    POSITIVE,
+    SHARE,
+    ZERO_OR_MORE,
+    Brought,
+    Range,
+    check_settings,
+    chosen,
+)
 from fedloom.platform.spaces.genome import Floats, Genome, Ints, as_array
 from fedloom.tiers.costs import CostTable
 
 MEASURES = ("macs", "latency_s")
-PREDICTORS = ("mlp", "none")
 
 
 @dataclass
 class TargetSearchConfig:
     """Search of a trained elastic supernet (SuperFedNAS, stage 2); no client trains.
 
-    Targets are numbers of `macs` and of `latency_s`; without any there is one per tier, its budget. A winner costs at
-    most `tolerance` less than its target. `samples` subnets (0 switches the search off) are scored on the share
-    `validation_share` of the validation data, and predictors are fitted on them (`predictor` mlp), which must reach
-    Kendall tau `min_tau` on held-out samples, or there are no winners. The `verify` best predicted subnets of each
-    target are scored for real. `front` > 0 also verifies so many subnets of NSGA-II's front over the whole space. With
-    predictor none every subnet that the evolution asks for is scored, `budget` per target.
+    Targets are numbers of `macs` and of `latency_s`; without any there is one per tier, its budget.
     """
 
-    macs: list[float] = field(default_factory=list)
-    latency_s: list[float] = field(default_factory=list)
-    tolerance: float = 0.01
-    predictor: str = "mlp"
-    samples: int = 200
-    validation_share: float = 1.0
-    min_tau: float = 0.5
-    hidden: int = 128
-    epochs: int = 100
-    population: int = 100
-    parents: float = 0.25
-    mutation: float = 0.1
-    generations: int = 30
-    verify: int = 5
-    front: int = 0
-    budget: int = 100
-    latency_repeats: int = 20
-    candidates_per_task: int = 8
+    macs: Annotated[list[float], POSITIVE, "targets: at most so many MACs"] = field(default_factory=list)
+    latency_s: Annotated[list[float], POSITIVE, "targets: at most so many seconds per sample here"] = field(
+        default_factory=list
+    )
+    tolerance: Annotated[float, Range(above=0, below=1), "a winner costs at most this share less than its target"] = (
+        0.01
+    )
+    predictor: Annotated[
+        str, Brought("predictor"), "what predicts accuracy and latency; none: score every candidate for real"
+    ] = "mlp"
+    samples: Annotated[int, ZERO_OR_MORE, "subnets that predictors are fitted on; 0 switches the search off"] = 200
+    validation_share: Annotated[float, SHARE, "the part of the validation data that subnets are scored on"] = 1.0
+    min_tau: Annotated[
+        float, Range(least=-1, most=1), "Kendall's tau on held-out samples that a predictor must reach"
+    ] = 0.5
+    hidden: Annotated[int, ONE_OR_MORE, "mlp: units per hidden layer"] = 128
+    epochs: Annotated[int, ONE_OR_MORE, "mlp: passes over the samples"] = 100
+    population: Annotated[int, Range(least=2), "candidates of a generation"] = 100
+    parents: Annotated[float, SHARE, "the share of a generation that breeds the next"] = 0.25
+    mutation: Annotated[float, PART, "probability that a gene changes"] = 0.1
+    generations: Annotated[int, ONE_OR_MORE, "generations of the evolution"] = 30
+    verify: Annotated[int, ONE_OR_MORE, "best predicted subnets of each target that are scored for real"] = 5
+    front: Annotated[int, ZERO_OR_MORE, "verify so many subnets of the front over the whole space, too"] = 0
+    budget: Annotated[int, ONE_OR_MORE, "predictor none: subnets scored per target"] = 100
+    latency_repeats: Annotated[int, ONE_OR_MORE, "measurements of a latency"] = 20
+    candidates_per_task: Annotated[int, ONE_OR_MORE, "subnets that a worker scores in one task"] = 8
+    options: Annotated[dict[str, Any], "options of a predictor of your own, by name"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,27 +107,19 @@ def parse_target(text: str, tolerance: float, macs: CostTable) -> Target:
 
 def check_target_search(config: TargetSearchConfig, key: str) -> None:
     """Raises ValueError for values out of range; `key` is the configuration key."""
-    if config.predictor not in PREDICTORS:
-        raise ValueError(f"{key}.predictor={config.predictor!r}: allowed are {', '.join(PREDICTORS)}")
-    if not 0 < config.tolerance < 1:
-        raise ValueError(f"{key}.tolerance={config.tolerance}: must be above 0 and below 1, a share of the target")
-    for name in ("verify", "budget", "generations", "candidates_per_task", "latency_repeats", "population"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{key}.{name}={getattr(config, name)}: must be at least 1")
-    for name in ("hidden", "epochs"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{key}.{name}={getattr(config, name)}: must be at least 1")
-    if config.front < 0:
-        raise ValueError(f"{key}.front={config.front}: must be 0 or more")
-    if not -1 <= config.min_tau <= 1:
-        raise ValueError(f"{key}.min_tau={config.min_tau}: Kendall's tau lies between -1 and 1")
-    try:
-        check_settings(config.population, config.parents, config.mutation)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
+    check_settings(config, f"{key}.")
+    predictor_of(config, key)
     _check_samples(config, key)
-    if not 0 < config.validation_share <= 1:
-        raise ValueError(f"{key}.validation_share={config.validation_share}: must be above 0 and at most 1")
+
+
+def predictor_of(config: TargetSearchConfig, key: str = "method.search") -> Chosen:
+    """The configured predictor with its options."""
+    if config.predictor == "mlp" and not config.options:
+        return Chosen("mlp", (("epochs", config.epochs), ("hidden", config.hidden)))
+    try:
+        return chosen([(PREDICTORS, config.predictor)], config.options, f"{key}.options")[0]
+    except PluginError as error:
+        raise PluginError(f"{key}.predictor: {error}") from error
 
 
 def _check_samples(config: TargetSearchConfig, key: str) -> None:
@@ -179,9 +186,7 @@ def fit_predictors(
     features = genome.one_hot(as_array([s.architecture for s in sound]))
 
     def fitted(what: str, values: Sequence[float]) -> Fitted:
-        return fit_predictor(
-            features, np.array(values), seed=seed, ids=(what,), hidden=config.hidden, epochs=config.epochs
-        )
+        return fit_predictor(features, np.array(values), seed=seed, ids=(what,), fit=predictor_of(config))
 
     metric = fitted("metric", [s.metric for s in sound])
     seconds = [s.latency_s if s.latency_s is not None else math.nan for s in sound]

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -124,6 +124,15 @@ class SearchSpace(Protocol):
     def label(self, architecture: Architecture) -> str:
         """An architecture as people read it; `parse` understands it."""
         return architecture_id(architecture)
+
+    def meaning(self, architecture: Architecture) -> Mapping[str, Any]:
+        """What the options of an architecture stand for, as JSON values, where that is more than their numbers."""
+        label = self.label(architecture)
+        return {} if label == architecture_id(architecture) else {"label": label}
+
+    def figures(self) -> Mapping[str, Any]:
+        """Figures of the space beside those that all spaces have, as JSON values (`fedloom describe`)."""
+        return {}
 
     # -- tensors ----------------------------------------------------------------------------------------------------
 

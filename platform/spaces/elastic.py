@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -220,6 +220,25 @@ class ElasticSpace(SearchSpace):
         widths = [self.design.expansions[w] for c in contents for w in c]
         shown = sorted(set(widths)) if len(set(widths)) == 1 else widths
         return f"d={depths} e={','.join(f'{w:g}' for w in shown)}"
+
+    def meaning(self, architecture: Architecture) -> Mapping[str, Any]:
+        """Blocks per stage, and the expansion of each."""
+        contents = self.contents(architecture)
+        return {
+            "label": self.label(architecture),
+            "depths": [len(content) for content in contents],
+            "expansions": [[self.design.expansions[w] for w in content] for content in contents],
+        }
+
+    def figures(self) -> Mapping[str, Any]:
+        """Parameters and labels of the smallest and the largest subnet, and the size of the supernet."""
+        parameters = self.cost_table("parameters")
+        return {
+            "parameters": {"smallest": int(parameters.smallest), "largest": int(parameters.largest)},
+            "state_bytes": int(self.cost_table("bytes").largest),
+            "smallest": self.label(self.smallest),
+            "largest": self.label(self.largest),
+        }
 
     # -- modules ----------------------------------------------------------------------------------------------------
 

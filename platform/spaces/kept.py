@@ -5,16 +5,17 @@ module.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.measuring import Measure, cost_of
 from fedloom.platform.spaces.named_operators import NamedOperatorSpace
-from fedloom.tiers.costs import CostTable
+from fedloom.tiers.costs import CostTable, size_of
 from fedloom.tiers.measure import MEASURES
 
 
@@ -42,6 +43,12 @@ class KeptSpace(NamedOperatorSpace):
     @abstractmethod
     def _parts(self, decision: int, option: int) -> Sequence[Part]:
         """The modules of an operator, wherever in the network they are."""
+
+    def figures(self) -> Mapping[str, Any]:
+        """Beside those of named operators what the whole supernet costs, all options kept."""
+        tables = (self.cost_table(measure) for measure in ("macs", "bytes"))
+        macs, state_bytes = (int(size_of(table, self.largest_subspace)) for table in tables)
+        return {**super().figures(), "macs": {"supernet": macs}, "state_bytes": state_bytes}
 
     def _check_row(self, decision: int, row: tuple[int, ...]) -> None:
         if not isinstance(row, tuple):

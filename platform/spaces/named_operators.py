@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -136,6 +136,19 @@ class NamedOperatorSpace(SearchSpace, ABC):
     def _refuse_row(self, decision: int, row: tuple[int, ...]) -> NoReturn:
         where = f"{self.decision_name(decision)} of {self.name}"
         raise ValueError(f"{where} must keep distinct operators in order, given {row}")
+
+    def meaning(self, architecture: Architecture) -> Mapping[str, Any]:
+        """The operator of every decision."""
+        return {"operators": [names[o] for names, o in zip(self.operator_names, architecture, strict=True)]}
+
+    def figures(self) -> Mapping[str, Any]:
+        """Parameters of the supernet, how many decisions there are, and the operators among which they choose."""
+        sizes = self.num_parameters
+        return {
+            "parameters": {"supernet": sizes.supernet, "fixed": sizes.fixed, "largest": sizes.largest_path},
+            f"{self.decision_kind}s": len(self.options),
+            "operators": list(dict.fromkeys(name for names in self.operator_names for name in names)),
+        }
 
     # -- modules ----------------------------------------------------------------------------------------------------
 

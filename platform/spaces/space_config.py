@@ -2,46 +2,45 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
+from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, Brought, Range
 from fedloom.platform.spaces.base import SearchSpace
 
 
 @dataclass
 class SpaceConfig:
-    """A named search space and what to change of it; None keeps the space's own value.
+    """A named search space and what to change of it; null keeps the space's own value.
 
-    `name` is one of the names that `fedloom plugins` lists, or `module:function`, a function of this configuration that
-    returns a search space; `options` are its keyword parameters. What the values mean is
-    said by the space's design (`CnnDesign`, `ResnetDesign`, `TcnDesign`, `DartsDesign`, `Resnet18Design`,
-    `DartsV2Design`, `ModularDesign`); one that it does not have is refused.
+    What the values mean in a space is said by its design (`CnnDesign`, `ResnetDesign`, `TcnDesign`, `DartsDesign`,
+    `Resnet18Design`, `DartsV2Design`, `ModularDesign`); a value that it does not have is refused.
     """
 
-    name: str = "cnn_digits"
-    num_classes: int = 10
-    input_shape: list[int] | None = None
-    stem_channels: int | None = None
-    stage_layers: list[int] | None = None
-    stage_strides: list[int] | None = None
-    depthwise_link: bool | None = None
-    operators: list[str] | None = None
-    stage_widths: list[int] | None = None
-    depths: list[int] | None = None
-    expansions: list[float] | None = None
-    width_multiplier: float | None = None
-    norm: str | None = None
-    channels: int | None = None
-    embedding_size: int | None = None
-    blocks: list[int] | None = None
-    kernel_size: int | None = None
-    dropout: float | None = None
-    tied: bool | None = None
-    cells: int | None = None
-    nodes: int | None = None
-    stem_multiplier: int | None = None
-    affine: bool | None = None
-    modules: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    name: Annotated[str, Brought("space"), "the search space"] = "cnn_digits"
+    num_classes: Annotated[int, Range(least=2), "classes, or the size of the vocabulary"] = 10
+    input_shape: Annotated[list[int] | None, ONE_OR_MORE, "shape of one sample"] = None
+    stem_channels: Annotated[int | None, ONE_OR_MORE, "channels of the stem"] = None
+    stage_layers: Annotated[list[int] | None, ONE_OR_MORE, "layers per stage"] = None
+    stage_strides: Annotated[list[int] | None, ONE_OR_MORE, "stride per stage"] = None
+    depthwise_link: Annotated[bool | None, "cnn: whether stages are linked by a depthwise convolution"] = None
+    operators: Annotated[list[str] | None, "the operators to choose from"] = None
+    stage_widths: Annotated[list[int] | None, ONE_OR_MORE, "channels per stage"] = None
+    depths: Annotated[list[int] | None, ZERO_OR_MORE, "blocks that a stage may have beyond the fewest"] = None
+    expansions: Annotated[list[float] | None, POSITIVE, "widths that a block may have, as shares of its stage's"] = None
+    width_multiplier: Annotated[float | None, POSITIVE, "factor on all channels"] = None
+    norm: Annotated[str | None, "normalisation, such as batch or none"] = None
+    channels: Annotated[int | None, ONE_OR_MORE, "channels of the first cells or blocks"] = None
+    embedding_size: Annotated[int | None, ONE_OR_MORE, "size of a token's embedding"] = None
+    blocks: Annotated[list[int] | None, ONE_OR_MORE, "blocks per stage"] = None
+    kernel_size: Annotated[int | None, ONE_OR_MORE, "of the convolutions over time"] = None
+    dropout: Annotated[float | None, Range(least=0, below=1), "share of units that are dropped in training"] = None
+    tied: Annotated[bool | None, "whether embedding and output share their weights"] = None
+    cells: Annotated[int | None, ONE_OR_MORE, "cells, one after the other"] = None
+    nodes: Annotated[int | None, ONE_OR_MORE, "nodes of a cell"] = None
+    stem_multiplier: Annotated[int | None, ONE_OR_MORE, "channels of the stem as a multiple of the cells'"] = None
+    affine: Annotated[bool | None, "whether batch norms have weights of their own"] = None
+    modules: Annotated[int | None, ONE_OR_MORE, "modules to choose from in every block"] = None
+    options: Annotated[dict[str, Any], "options of a space of your own, by name"] = field(default_factory=dict)
 
 
 SpaceBuilder = Callable[..., SearchSpace]

@@ -149,7 +149,10 @@ def _table_differences(old: Path, new: Path) -> Iterator[str]:
     for table in TABLES:
         frames = [_read(folder / f"{table}.parquet") for folder in (old, new)]
         a, b = frames
-        if len(a) != len(b):
+        if len(a) < len(b) and (places := _places_in(a, b)) is not None:
+            yield f"{table}: {len(a)} rows, now {len(b)}: all old ones in order, and new ones between them"
+            b = b.iloc[places].reset_index(drop=True)
+        elif len(a) != len(b):
             yield f"{table}: {len(a)} rows, now {len(b)}"
         for column in a.columns:
             if column not in b.columns:
@@ -163,6 +166,15 @@ def _table_differences(old: Path, new: Path) -> Iterator[str]:
         more = [c for c in b.columns if c not in a.columns]
         if more:
             yield f"{table}: new columns {', '.join(more)}"
+
+
+def _places_in(a: pd.DataFrame, b: pd.DataFrame) -> list[int] | None:
+    """Where the rows of `a` are among those of `b`, in their order; None if one of them is not."""
+    columns = [c for c in a.columns if c in b.columns]
+    wanted, there = (frame[columns].map(repr).agg("|".join, axis=1).tolist() for frame in (a, b))
+    places = iter(range(len(there)))
+    found = [next((i for i in places if there[i] == row), None) for row in wanted]
+    return None if None in found else [i for i in found if i is not None]
 
 
 def _read(file: Path) -> pd.DataFrame:

@@ -74,7 +74,7 @@ def costs_of(world: World) -> SearchSpaceCosts:
 def search_stages(world: World, config: TargetSearchConfig) -> list[Stage]:
     """Measuring and verifying; or, without predictors, a real search per target."""
     check_target_search(config, "method.search")
-    if config.samples == 0 and config.predictor == "mlp":
+    if config.samples == 0 and config.predictor != "none":
         return []
     targets = targets_of(world, config)
     for target in targets:

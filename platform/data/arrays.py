@@ -1,0 +1,283 @@
+"""A data set as arrays: what a function of your own returns that brings one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from fedloom.platform.data.artefact import AnyArray, Fields, IntArray
+from fedloom.platform.data.source import Source
+from fedloom.platform.data.stratify import held_out
+from fedloom.platform.data.tokens import IGNORED_LABEL, TokenPart, TokenSource
+from fedloom.platform.plugins import PluginError
+
+CHUNK_BYTES = 1 << 26
+FEWEST_TO_HOLD_OUT = 5
+COLOURS = (1, 3, 4)
+"""Numbers of channels by which the channels of an image are told from its height and width."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """A data set: arrays in memory or memory-mapped ones.
+
+    Attributes:
+        train: (x, y), or (x, y, clients).
+            x: images as bytes (n, H, W), (n, C, H, W) or (n, H, W, C); numbers (n, ...), whose first dimension is that
+            of the channels; or tokens (n, T).
+            y: labels (n,) from 0; of tokens the token to be predicted at every position (n, T), -100 where there is
+            none.
+            clients: the name or number of each sample's client (n,), for `data.partition=natural`.
+        test: the same; if it is not given, a fifth of the training samples is set aside, the same whatever the seed.
+        class_names: names of the classes, or the vocabulary of tokens; numbers if not given.
+        mean, std: per channel of the inputs divided by `scale`, by which they are normalised; those of the training
+            samples if not given.
+        scale: the input that stands for 1.0; 255 for bytes and 1 for all else if not given.
+    """
+
+    train: Sequence[Any]
+    test: Sequence[Any] | None = None
+    class_names: Sequence[str] | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    scale: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    x: AnyArray
+    y: AnyArray
+    clients: AnyArray | None
+
+
+def source_of(given: Any, name: str) -> Source | TokenSource:
+    """What a function returned, checked; PluginError that names it and says what is wrong.
+
+    `given` are `Arrays`, a mapping with their fields, or a source.
+    """
+    if isinstance(given, Mapping):
+        known = [f.name for f in fields(Arrays)]
+        unknown = [key for key in given if key not in known]
+        if unknown or "train" not in given:
+            problem = f"has no {unknown[0]!r}" if unknown else "lacks 'train'"
+            raise PluginError(f"data set {name!r} returns a mapping that {problem}: its keys are {', '.join(known)}")
+        given = Arrays(**given)
+    if isinstance(given, Source | TokenSource):
+        return given
+    if not isinstance(given, Arrays):
+        raise PluginError(
+            f"data set {name!r} returns {type(given).__name__}: give Arrays of fedloom.platform.data.arrays"
+        )
+    return _checked(given, f"data set {name!r}")
+
+
+def _checked(given: Arrays, blame: str) -> Source | TokenSource:
+    train = _part(given.train, f"{blame}: train")
+    test = None if given.test is None else _part(given.test, f"{blame}: test")
+    for part in (test,) if test is not None else ():
+        if part.x.shape[1:] != train.x.shape[1:] or part.x.dtype != train.x.dtype or part.y.ndim != train.y.ndim:
+            raise PluginError(
+                f"{blame}: train holds {train.x.dtype} {train.x.shape[1:]} per sample, test {part.x.dtype} "
+                f"{part.x.shape[1:]}; they must be alike"
+            )
+    if test is None:
+        train, test = _held_out(train)
+    names = _class_names(given, (train, test), blame)
+    parts = {"train": train, "test": test}
+    clients, numbers = _clients(parts, blame)
+    if train.y.ndim == 2:
+        return TokenArrays(parts, names, clients, numbers)
+    scale = given.scale if given.scale is not None else 255 if train.x.dtype == np.uint8 else 1
+    return LabelledArrays(parts, names, clients, numbers, scale, _normalisation(given, train, blame))
+
+
+def _part(given: Any, blame: str) -> _Part:
+    if not isinstance(given, Sequence) or len(given) not in (2, 3):
+        raise PluginError(f"{blame} is {type(given).__name__}: give (inputs, labels) or (inputs, labels, clients)")
+    x, y, *rest = (np.asarray(array) for array in given)
+    for array, what in ((y, "labels"), *((r, "clients") for r in rest)):
+        if len(array.shape) < 1 or len(array) != len(x):
+            raise PluginError(f"{blame} has {len(x)} inputs and {array.size} {what}: one for each")
+    if not len(x):
+        raise PluginError(f"{blame} has no samples")
+    if y.dtype.kind not in "iu" or y.ndim not in (1, 2):
+        raise PluginError(f"{blame} labels are {y.dtype} {y.shape}: give whole numbers, one per sample or per token")
+    return _Part(_inputs(x, y, blame), y, rest[0] if rest else None)
+
+
+def _inputs(x: AnyArray, y: AnyArray, blame: str) -> AnyArray:
+    if y.ndim == 2:
+        if x.dtype.kind not in "iu" or x.shape != y.shape:
+            raise PluginError(f"{blame} tokens are {x.dtype} {x.shape} for labels {y.shape}: give whole numbers alike")
+        return x
+    if x.ndim < 2 or x.dtype.kind not in "iufb":
+        raise PluginError(f"{blame} inputs are {x.dtype} {x.shape}: give numbers (n, ...)")
+    if x.dtype == np.uint8 and x.ndim in (3, 4):
+        return _channels_first(x)
+    if not _is_finite(x):
+        raise PluginError(f"{blame} inputs hold NaN or infinity")
+    return x if x.dtype == np.float32 else x.astype(np.float32)
+
+
+def _channels_first(x: AnyArray) -> AnyArray:
+    if x.ndim == 3:
+        return x[:, None]
+    return x.transpose(0, 3, 1, 2) if x.shape[1] not in COLOURS and x.shape[3] in COLOURS else x
+
+
+def _is_finite(x: AnyArray) -> bool:
+    step = max(1, CHUNK_BYTES // max(1, x[:1].nbytes))
+    return all(bool(np.isfinite(x[start : start + step]).all()) for start in range(0, len(x), step))
+
+
+def _held_out(part: _Part) -> tuple[_Part, _Part]:
+    if len(part.y) < FEWEST_TO_HOLD_OUT or (part.y.ndim == 1 and part.y.min() < 0):
+        return part, part  # labels are refused below
+    rest, test = held_out(part.y.astype(np.int64))
+
+    def rows(chosen: IntArray) -> _Part:
+        return _Part(part.x[chosen], part.y[chosen], None if part.clients is None else part.clients[chosen])
+
+    return rows(rest), rows(test)
+
+
+def _class_names(given: Arrays, parts: Sequence[_Part], blame: str) -> tuple[str, ...]:
+    greatest = max(int(p.y.max()) for p in parts)
+    tokens = parts[0].y.ndim == 2
+    if tokens:
+        greatest = max(greatest, *(int(p.x.max()) for p in parts))
+    names = tuple(map(str, given.class_names)) if given.class_names is not None else None
+    count = len(names) if names is not None else greatest + 1
+    for part in parts:
+        labels = part.y[part.y != IGNORED_LABEL] if tokens else part.y
+        for what, values in (("labels", labels), *((("tokens", part.x),) if tokens else ())):
+            if values.size and not (values.min() >= 0 and values.max() < count):
+                raise PluginError(f"{blame} has {what} {values.min()} to {values.max()}: expected 0 to {count - 1}")
+    return names if names is not None else tuple(map(str, range(count)))
+
+
+def _clients(parts: Mapping[str, _Part], blame: str) -> tuple[tuple[str, ...], dict[str, IntArray]]:
+    """The clients' names in order, and by part each sample's place in them."""
+    known = {name: part.clients for name, part in parts.items() if part.clients is not None}
+    if not known:
+        return (), {}
+    if "train" not in known:
+        raise PluginError(f"{blame} names clients of its test part alone: name those of train, too")
+    values = np.unique(np.concatenate([np.asarray(c).reshape(-1) for c in known.values()]))
+    return tuple(map(str, values.tolist())), {name: np.searchsorted(values, c) for name, c in known.items()}
+
+
+def _normalisation(given: Arrays, train: _Part, blame: str) -> tuple[Sequence[float], Sequence[float]] | None:
+    if given.mean is None and given.std is None:
+        return None
+    if given.mean is None or given.std is None:
+        raise PluginError(f"{blame} gives one of mean and std: give both, or neither")
+    mean, std = (np.atleast_1d(np.asarray(v, dtype=np.float64)) for v in (given.mean, given.std))
+    channels = train.x.shape[1]
+    for name, values in (("mean", mean), ("std", std)):
+        sound = np.isfinite(values).all() and (name == "mean" or (values > 0).all())
+        if values.shape != (channels,) or not sound:
+            raise PluginError(
+                f"{blame}: {name}={values.tolist()}: give a finite number for each of {channels} channels"
+            )
+    return mean.tolist(), std.tolist()
+
+
+def _digest(array: AnyArray) -> str:
+    """Of type, shape and content."""
+    digest = sha256(f"{array.dtype.str}{array.shape}".encode())
+    step = max(1, CHUNK_BYTES // max(1, array[:1].nbytes))
+    for start in range(0, len(array), step):
+        digest.update(np.ascontiguousarray(array[start : start + step]).data)
+    return digest.hexdigest()
+
+
+class _Brought:
+    """What both kinds of arrays share: their content is what identifies them."""
+
+    parts: Mapping[str, _Part]
+    numbers: Mapping[str, IntArray]
+
+    @cached_property
+    def _digests(self) -> Fields:
+        arrays = {f"{name}_{k}": a for name, p in self.parts.items() for k, a in (("x", p.x), ("y", p.y))}
+        arrays |= {f"{name}_clients": numbers for name, numbers in self.numbers.items()}
+        return {name: _digest(array) for name, array in arrays.items()}
+
+
+class LabelledArrays(_Brought, Source):
+    """Arrays with one label per sample."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, _Part],
+        class_names: tuple[str, ...],
+        client_names: tuple[str, ...],
+        numbers: Mapping[str, IntArray],
+        scale: float,
+        normalisation: tuple[Sequence[float], Sequence[float]] | None,
+    ) -> None:
+        self.parts, self.numbers, self.client_names = parts, numbers, client_names
+        self._class_names, self.scale, self.normalisation = class_names, scale, normalisation
+        self.kind = "image" if parts["train"].x.dtype == np.uint8 else "features"
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """As brought."""
+        return self._class_names
+
+    def identity(self) -> Fields:
+        """Hashes of the arrays, and what they are called."""
+        described: Fields = {"class_names": list(self.class_names), "scale": self.scale}
+        if self.normalisation is not None:
+            described["mean"], described["std"] = map(list, self.normalisation)
+        return {"layout": "arrays", "sha256": self._digests, **described, "client_names": list(self.client_names)}
+
+    def labels(self, part: str) -> IntArray:
+        """Labels (n,)."""
+        return self.parts[part].y.astype(np.int64)
+
+    def inputs(self, part: str, rows: IntArray) -> AnyArray:
+        """Inputs (len(rows), ...)."""
+        return self.parts[part].x[rows]
+
+    def clients(self, part: str) -> IntArray | None:
+        """Places in `client_names` (n,)."""
+        return self.numbers.get(part)
+
+
+class TokenArrays(_Brought, TokenSource):
+    """Arrays of tokens, with one label per position."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, _Part],
+        vocabulary: tuple[str, ...],
+        client_names: tuple[str, ...],
+        numbers: Mapping[str, IntArray],
+    ) -> None:
+        self.parts, self.numbers = parts, numbers
+        self._vocabulary, self._client_names = vocabulary, client_names
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """As brought."""
+        return self._vocabulary
+
+    @property
+    def client_names(self) -> tuple[str, ...]:
+        """As brought."""
+        return self._client_names
+
+    def identity(self) -> Fields:
+        """Hashes of the arrays, and what they are called."""
+        names: Fields = {"vocabulary": list(self.vocabulary), "client_names": list(self.client_names)}
+        return {"layout": "token arrays", "sha256": self._digests, **names}
+
+    def sequences(self, part: str) -> TokenPart:
+        """All sequences, as brought."""
+        own = self.parts[part]
+        return TokenPart(own.x, own.y, self.numbers.get(part))

@@ -1,0 +1,45 @@
+"""Whether the options of the data go together, as far as that is known before anything is read."""
+
+from fedloom.platform.data.config import PARTITIONS, DataConfig
+from fedloom.platform.data.sources import DATASETS, data_choices
+from fedloom.platform.settings import check_settings
+
+TEXTS = ("shakespeare", "ptb")
+WITH_CLIENTS = ("shakespeare",)
+"""Data sets that are published with clients of their own."""
+OF_ITS_OWN = ("folder", "npz")
+"""What may be in these is seen when they are read, as it is for a user's own."""
+
+
+def check(config: DataConfig) -> None:
+    """Raises ValueError, one line, for the first option that is out of range."""
+    check_settings(config, "data.")
+    data_choices(config)
+    if config.dataset in [*DATASETS.known] and config.dataset not in OF_ITS_OWN:
+        _check_partition(config.partition, config.dataset)
+        _check_kind(config)
+    _check_shares(config)
+
+
+def _check_partition(partition: str, dataset: str) -> None:
+    lacks = {"lda": dataset in TEXTS, "natural": dataset not in WITH_CLIENTS, "iid": False}
+    if lacks[partition]:
+        what = {"lda": "has no class labels to draw by", "natural": "has no clients of its own"}[partition]
+        allowed = ", ".join(p for p in PARTITIONS if not lacks[p])
+        raise ValueError(f"data.partition={partition}: {dataset} {what}; must be one of {allowed}")
+
+
+def _check_kind(config: DataConfig) -> None:
+    if config.dataset not in TEXTS and config.sequence_length is not None:
+        raise ValueError(f"data.sequence_length={config.sequence_length}: {config.dataset} holds images; leave it out")
+    if config.dataset in TEXTS and config.augment == "crop_flip":
+        raise ValueError(f"data.augment={config.augment}: {config.dataset} is text; must be none")
+
+
+def _check_shares(config: DataConfig) -> None:
+    validation, test = config.validation_share, config.test_share
+    if test is not None and not validation + test < 1:
+        raise ValueError(
+            f"data.validation_share={validation} and data.test_share={test}: must sum to less than 1; "
+            "the rest of a client's data trains"
+        )

@@ -1,0 +1,46 @@
+"""How much of a tier's budget a client has in a round: the configured budget, built in or a user's own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedloom.platform.federation.config import BudgetConfig
+from fedloom.platform.plugins import Chosen, PluginError, Slot, is_import_path
+from fedloom.platform.seeding import stream
+from fedloom.platform.settings import chosen
+from fedloom.tiers.budgets import Budget, ScheduleBudget, StaticBudget, TraceBudget, make_budget
+
+BUDGETS: Slot[Callable[[int, np.random.Generator], float]] = Slot(
+    "budget", {"static": StaticBudget, "schedule": ScheduleBudget, "trace": TraceBudget}, ("round", "rng")
+)
+"""A user's own is a function of the round (from 0) and of a generator of that round and client.
+
+It returns the share of the tier's budget that the client has, above 0 and at most 1.
+"""
+
+
+@dataclass(frozen=True)
+class OwnBudget:
+    """A user's function as a budget."""
+
+    choice: Chosen
+
+    def factor(self, round: int, rng: np.random.Generator) -> float:
+        """The share; PluginError for what is none."""
+        share = BUDGETS.make(self.choice)(round, rng)
+        if not (isinstance(share, int | float | np.floating) and 0 < share <= 1):
+            raise PluginError(f"budget {self.choice.name!r} gives {share!r:.60}: give a share above 0 and at most 1")
+        return float(share)
+
+
+def configured_budget(config: BudgetConfig) -> Budget:
+    """The budget of a configuration; ValueError for one that is not there, or whose options do not fit."""
+    if not is_import_path(config.kind):
+        if config.options:
+            raise ValueError(f"tiers.budget.options: a {config.kind} budget has none; use factors or states")
+        return make_budget(config.kind, factors=config.factors, states=config.states)
+    own = OwnBudget(chosen([(BUDGETS, config.kind)], config.options, "tiers.budget.options")[0])
+    for round_ in range(2):
+        own.factor(round_, stream(0, "trial", round_))
+    return own
