@@ -74,21 +74,23 @@ class Slot(Generic[T]):
         """The code of that name; PluginError if there is none, or if it cannot be called as the slot does."""
         found = resolve(self.kind, name, self.known)
         if is_import_path(name):
-            self._check_callable(name, found)
+            self.check_callable(name, found)
         return found
 
     def make(self, chosen: Chosen) -> T:
         """The code with its options; of a user's own, every error names it."""
-        made: T = _made(self, chosen)
+        # By what is found, not by its name alone: a module may be loaded anew in a notebook.
+        made: T = _made(self, chosen, resolve(self.kind, chosen.name, self.known))
         return made
 
     def options_of(self, name: str) -> dict[str, inspect.Parameter]:
         """The keyword-only parameters that are the options of the code of that name."""
         return keyword_options(self.find(name))
 
-    def _check_callable(self, name: str, found: Any) -> None:
+    def check_callable(self, name: str, found: Any) -> None:
+        """Raises PluginError for a user's own that cannot be called as the slot does."""
         if not callable(found):
-            raise PluginError(f"{self.kind} {name!r} is {_a(type(found).__name__)}, not {self._form()}")
+            raise PluginError(f"{self.kind} {name!r} is {an(type(found).__name__)}, not {self._form()}")
         places = () if self.made and inspect.isclass(found) else self.arguments
         try:
             inspect.signature(found).bind(*places)
@@ -104,15 +106,17 @@ class Slot(Generic[T]):
         return f"{form}, or a class of such options" if self.made else form
 
 
-def _a(name: str) -> str:
+def an(name: str) -> str:
+    """A noun with its article."""
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
 @lru_cache(maxsize=256)
-def _made(slot: "Slot[Any]", chosen: Chosen) -> Any:
-    found = slot.find(chosen.name)
+def _made(slot: "Slot[Any]", chosen: Chosen, found: Any) -> Any:
     options = dict(chosen.options)
     own = is_import_path(chosen.name)
+    if own:
+        slot.check_callable(chosen.name, found)
     if slot.made and inspect.isclass(found):
         with blaming(slot.kind, chosen.name) if own else nullcontext():
             return found(**options)
@@ -190,9 +194,9 @@ def imported(kind: str, path: str) -> Any:
         return getattr(module, attribute)
     except AttributeError as error:
         there = [name for name in vars(module) if not name.startswith("_")]
+        place = getattr(module, "__file__", None) or module_name  # one that is compiled into Python has no file
         raise PluginError(
-            f"{kind} {path!r} cannot be imported: {module.__file__ or module_name} has no {attribute!r}"
-            f"{nearest(attribute, there)}"
+            f"{kind} {path!r} cannot be imported: {place} has no {attribute!r}{nearest(attribute, there)}"
         ) from error
 
 

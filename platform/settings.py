@@ -12,7 +12,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from fedloom.platform.plugins import Chosen, Slot, nearest
+from fedloom.platform.plugins import Chosen, Slot, an, nearest
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Brought:
     kind: str
 
     def __str__(self) -> str:
-        return f"a {self.kind}, or module:name"
+        return f"the name of {an(self.kind)}, or module:name"
 
 
 POSITIVE = Range(above=0)
@@ -82,6 +82,7 @@ ZERO_OR_MORE = Range(least=0)
 ONE_OR_MORE = Range(least=1)
 SHARE = Range(above=0, most=1)
 PART = Range(least=0, most=1)
+BELOW_ONE = Range(least=0, below=1)
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ def check_value(setting: Setting, value: Any) -> None:
         if isinstance(each, int | float) and not isinstance(each, bool):
             allowed = setting.allowed if isinstance(setting.allowed, Range) else Range()
             if not allowed.holds(each):
-                raise ValueError(f"{setting.key}={value}: must be {allowed}")
+                null = ", or null" if setting.kind.endswith(" or null") else ""
+                raise ValueError(f"{setting.key}={value}: must be {allowed}{null}")
 
 
 def converted(setting: Setting, annotation: Any, value: Any) -> Any:

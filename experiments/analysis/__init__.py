@@ -15,10 +15,10 @@ from fedloom.experiments.analysis.ablation import (
     references,
 )
 from fedloom.experiments.analysis.compare import compare
+from fedloom.experiments.analysis.convergence import convergence
 from fedloom.experiments.analysis.frames import (
     communication,
     communication_by_kind,
-    convergence,
     failures,
     fairness,
     pareto,

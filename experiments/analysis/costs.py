@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from fedloom.experiments.analysis.frames import communication
-from fedloom.experiments.analysis.kinds import is_elastic
+from fedloom.experiments.analysis.kinds import SUBNETS
 from fedloom.experiments.analysis.labels import Labels
 from fedloom.experiments.analysis.seeds import SEEDS
 from fedloom.experiments.analysis.settings import Setting, flat, settings_of
@@ -74,7 +74,7 @@ def cost_comparisons(tables: Tables, labels: Labels) -> list[CostComparison]:
     Members are taken in the order of the configured family. Stages that did not run all their rounds do not count.
     The search, which trains nothing, and the final evaluation are no part of it.
     """
-    settings = [s for s in settings_of(tables) if is_elastic(s.config)]
+    settings = [s for s in settings_of(tables) if s.kind == SUBNETS]
     stages = _complete(communication(tables), settings)
     costs = {s.name: _stage_costs(s.rows(stages)) for s in settings}
     supernets = [s for s in settings if "supernet" in costs[s.name]]

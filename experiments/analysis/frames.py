@@ -1,4 +1,4 @@
-"""From the result tables to tidy frames: per tier, fairness, convergence, communication, candidates, failures."""
+"""From the result tables to tidy frames: per tier, fairness, communication, candidates, failures."""
 
 import re
 from collections.abc import Sequence
@@ -6,32 +6,25 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.analysis.kinds import elastic_run_ids, is_elastic, is_silo, silo_run_ids
-from fedloom.experiments.analysis.tables import Tables, configuration, requires
+from fedloom.experiments.analysis.kinds import TIERS, elastic_run_ids, kind_of, silo_run_ids
+from fedloom.experiments.analysis.stages import (
+    MEASUREMENTS,
+    TRAINING,
+    by_stage,
+    real_rounds,
+)
+from fedloom.experiments.analysis.tables import RUN_KEY, Tables, configuration, requires
 
 METRIC = "accuracy"
 MODELS = ("supernet_init", "fine_tuned", "rand_init")
 """Models in the order in which they are shown: the supernet's slices, after fine-tuning, and from fresh weights."""
 
 ALL_TIERS = "all"
-MEASUREMENTS = ("evaluation", "gains")
-"""Kinds of stages that are no part of what a method itself sends: they measure what it has trained."""
-
-_KEY = ["experiment", "run_id"]
 
 
 def natural(name: str) -> tuple[Any, ...]:
     """A key that sorts tier10 after tier2."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)
-
-
-def by_stage(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with the stage's `kind` and `stage_tier`: "search/tier2" is of kind search, for tier2."""
-    # There are few stages, and up to millions of rows.
-    parts = {stage: stage.partition("/") for stage in frame["stage"].dropna().unique()}
-    kinds = frame["stage"].map({stage: part[0] for stage, part in parts.items()}).astype(object)
-    tiers = frame["stage"].map({stage: part[2] for stage, part in parts.items()}).astype(object)
-    return frame.assign(kind=kinds, stage_tier=tiers)
 
 
 def shown_models(names: Sequence[str]) -> list[str]:
@@ -45,7 +38,7 @@ def tiers_of(tables: Tables, run_id: str) -> list[str]:
     None for SuperFedNAS, whose subnets are for everybody, and none for cross-silo methods.
     """
     config = configuration(tables, run_id)
-    if is_elastic(config) or is_silo(config):
+    if kind_of(tables, run_id) != TIERS:
         return []
     stages = tables.rounds.loc[tables.rounds["run_id"] == run_id, "stage"].unique()
     found = {str(stage).partition("/")[2] for stage in stages} - {""}
@@ -61,7 +54,7 @@ def tiers_of(tables: Tables, run_id: str) -> list[str]:
 def architectures(tables: Tables) -> dict[tuple[str, str], str]:
     """Per (run, tier) the architecture that was kept, is being trained, or won the search so far."""
     trained = by_stage(tables.clients[["run_id", "stage", "architecture"]].drop_duplicates())
-    measured = tables.evaluations[tables.evaluations["model"] != "supernet"]
+    measured = tables.evaluations[tables.evaluations["model"] != TRAINING]
     frames = [
         tables.models[["run_id", "tier", "architecture"]],
         measured[["run_id", "tier", "architecture"]],
@@ -99,7 +92,7 @@ def per_tier(tables: Tables, upper_bounds: dict[tuple[str, str], float] | None =
             architecture = chosen.get(place)
             cost = costs.get((*place, architecture), (None, None, None))
             rows.append((paths.experiment, *place, bounds.get(place), architecture, *cost))
-    columns = [*_KEY, "tier", "upper_bound", "architecture", "macs", "parameters", "search_metric"]
+    columns = [*RUN_KEY, "tier", "upper_bound", "architecture", "macs", "parameters", "search_metric"]
     frame = pd.DataFrame(rows, columns=columns).astype(
         {"upper_bound": "Float64", "macs": "Int64", "parameters": "Int64", "search_metric": "float64"}
     )
@@ -152,7 +145,7 @@ def client_metrics(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
     several = rows["run_id"].isin(elastic_run_ids(tables)) & (rows["model"] != "searched")
     model = rows["model"].astype(object)
     rows = rows.assign(model=model.where(~several, model + " " + rows["architecture"].astype(object)))
-    return rows[[*_KEY, "model", "tier", "client_id", "value", "samples"]].assign(counts=counts)
+    return rows[[*RUN_KEY, "model", "tier", "client_id", "value", "samples"]].assign(counts=counts)
 
 
 def fairness(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
@@ -164,11 +157,11 @@ def fairness(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
     rows = client_metrics(tables, metric)
     whole = pd.concat([rows, rows.assign(tier=ALL_TIERS)], ignore_index=True)
     out = []
-    for key, group in whole.groupby([*_KEY, "model", "tier"], sort=False):
+    for key, group in whole.groupby([*RUN_KEY, "model", "tier"], sort=False):
         values = group.loc[group["counts"], "value"]
         spread = (values.mean(), values.std(ddof=0), values.min())
         out.append((*key, len(values), int((~group["counts"]).sum()), *spread))
-    columns = [*_KEY, "model", "tier", "clients", "excluded", "mean", "std", "worst"]
+    columns = [*RUN_KEY, "model", "tier", "clients", "excluded", "mean", "std", "worst"]
     return _sorted(pd.DataFrame(out, columns=columns), tables)
 
 
@@ -184,41 +177,6 @@ def _sorted(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
     return frame.loc[sorted(frame.index, key=key)].reset_index(drop=True)
 
 
-def convergence(tables: Tables) -> pd.DataFrame:
-    """Loss and metric against finished rounds of each stage, long over `series`.
-
-    Columns: experiment, run_id, stage, kind, tier (empty for the supernet), series, rounds_done, loss, metric.
-    "train" is what the round's clients report while they train (mean weighted by samples), put at the end of the
-    round. "validation" is the server's, of the weights after so many rounds; for the supernet the mean over its
-    evaluated paths. Weights at the end of a tier's stage come from the final evaluation.
-    """
-    requires(tables, "rounds", "evaluations")
-    rounds = by_stage(tables.rounds)
-    rounds = rounds[rounds["loss"].notna() & ~rounds["kind"].isin(["search", "evaluation"])]
-    train = rounds.assign(series="train", rounds_done=rounds["round"] + 1, tier=rounds["stage_tier"])
-    columns = [*_KEY, "stage", "kind", "tier", "series", "rounds_done", "loss", "metric"]
-    parts = [train[columns], _validation(tables)[columns]]
-    return pd.concat([p.astype({"rounds_done": "int64"}) for p in parts if len(p)] or parts, ignore_index=True)
-
-
-def _validation(tables: Tables) -> pd.DataFrame:
-    rows = by_stage(tables.evaluations)
-    rows = rows[rows["client_id"].isna() & (rows["split"] == "validation") & (rows["kind"] != "search")]
-    totals = tables.rounds.groupby(["run_id", "stage"])["round"].max() + 1
-    final = rows["kind"] == "evaluation"
-    stages = (rows["model"].astype(object) + "/" + rows["tier"].astype(object)).where(
-        final, rows["stage"].astype(object)
-    )
-    done = [totals.get((run, stage)) for run, stage in zip(rows["run_id"], stages, strict=True)]
-    rows = rows.assign(stage=stages, rounds_done=pd.Series(done, rows.index, dtype="Int64").where(final, rows["round"]))
-    # supernet_init has no stage of its own: it is where fine-tuning starts.
-    rows = by_stage(rows[rows["rounds_done"].notna()])
-    index = [*_KEY, "stage", "kind", "stage_tier", "rounds_done"]
-    table = rows.pivot_table(index=index, columns="metric", values="value", aggfunc="mean", sort=False)
-    wide = table.reindex(columns=["loss", METRIC]).reset_index().rename_axis(columns=None)
-    return wide.rename(columns={METRIC: "metric", "stage_tier": "tier"}).assign(series="validation")
-
-
 def communication(tables: Tables) -> pd.DataFrame:
     """One row per (run, stage), in the stages' order: what it sent and computed.
 
@@ -227,8 +185,8 @@ def communication(tables: Tables) -> pd.DataFrame:
     Tab. 17 and 18.
     """
     requires(tables, "rounds")
-    rounds = by_stage(tables.rounds).rename(columns={"stage_tier": "tier"})
-    grouped = rounds.groupby([*_KEY, "stage", "kind", "tier"], sort=False)
+    rounds = by_stage(real_rounds(tables.rounds)).rename(columns={"stage_tier": "tier"})
+    grouped = rounds.groupby([*RUN_KEY, "stage", "kind", "tier"], sort=False)
     sums = {name: (name, "sum") for name in ("bytes_down", "bytes_up", "macs", "simulated_s", "wall_s")}
     return grouped.agg(rounds=("round", "count"), clients=("clients_planned", "sum"), **sums).reset_index()
 
@@ -239,15 +197,15 @@ def communication_by_kind(frame: pd.DataFrame) -> pd.DataFrame:
     The rand-init baseline beside a supernet, the final evaluation and personalisation gains are not part of it.
     """
     values = ["rounds", "clients", "bytes_down", "bytes_up", "macs", "simulated_s", "wall_s"]
-    kinds = frame.groupby([*_KEY, "kind"], sort=False)[values].sum().reset_index()
+    kinds = frame.groupby([*RUN_KEY, "kind"], sort=False)[values].sum().reset_index()
     own = kinds[is_own(kinds)]
-    total = own.groupby(_KEY, sort=False)[values].sum().reset_index().assign(kind="method")
+    total = own.groupby(RUN_KEY, sort=False)[values].sum().reset_index().assign(kind="method")
     return pd.concat([kinds, total[kinds.columns]], ignore_index=True)
 
 
 def is_own(frame: pd.DataFrame) -> "pd.Series[bool]":
     """Which rows belong to the method itself; without a supernet stage, rand_init is the method."""
-    with_supernet = set(frame.loc[frame["kind"] == "supernet", "run_id"])
+    with_supernet = set(frame.loc[frame["kind"] == TRAINING, "run_id"])
     baseline = (frame["kind"] == "rand_init") & frame["run_id"].isin(with_supernet)
     return ~(baseline | frame["kind"].isin(MEASUREMENTS))
 
@@ -263,7 +221,7 @@ def pareto(tables: Tables) -> pd.DataFrame:
     rows = tables.candidates[tables.candidates["feasible"].fillna(False).astype(bool)]
     names = zip(rows["run_id"], rows["tier"], rows["architecture"], strict=True)
     winner = [chosen.get((run, tier)) == architecture for run, tier, architecture in names]
-    columns = [*_KEY, "tier", "generation", "architecture", "macs", "parameters", "loss", "metric"]
+    columns = [*RUN_KEY, "tier", "generation", "architecture", "macs", "parameters", "loss", "metric"]
     front = rows["on_front"].fillna(False).astype(bool)
     return rows[columns].assign(on_front=front, is_winner=pd.Series(winner, rows.index, dtype=bool))
 
@@ -278,7 +236,7 @@ def failures(tables: Tables) -> pd.DataFrame:
     rows = by_stage(tables.clients[tables.clients["status"] != "ok"])
     causes = rows["error"].astype(object).fillna("")
     rows = rows.assign(error=causes, cause=causes.str.replace(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", regex=True))
-    grouped = rows.groupby([*_KEY, "kind", "status", "cause"], sort=False)
+    grouped = rows.groupby([*RUN_KEY, "kind", "status", "cause"], sort=False)
     first = {"stage": ("stage", "first"), "round": ("round", "first"), "client_id": ("client_id", "first")}
     counted = grouped.agg(count=("status", "size"), example=("error", "first"), **first)
     return counted.reset_index().sort_values("count", ascending=False, kind="stable", ignore_index=True)

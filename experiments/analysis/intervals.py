@@ -1,4 +1,4 @@
-"""A mean over runs with its 95 % interval."""
+"""A mean with its 95 % interval."""
 
 import math
 from collections.abc import Iterable
@@ -13,7 +13,10 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of `runs` values; the interval is mean ± half_width, which one run alone does not give."""
+    """The mean of `runs` independent values; the interval is mean ± half_width, which one value alone does not give.
+
+    Runs that repeat a seed are not independent: they count as one, with their mean.
+    """
 
     mean: float
     half_width: float | None

@@ -1,4 +1,7 @@
-"""Which kind of method a run is of: one model per tier, subnets of an elastic supernet, or one model per silo."""
+"""Which kind of method a run is of: one model per tier, subnets of an elastic supernet, or one model per silo.
+
+The only place that knows methods by their names.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,31 +9,47 @@ from typing import Any
 
 from fedloom.experiments.analysis.tables import Tables, configuration, read_table_of
 
-SUPERFEDNAS = "superfednas"
+TIERS, SUBNETS, SILOS = "tiers", "subnets", "silos"
+"""What a method ends with: a model per tier; subnets for targets (SuperFedNAS and its baselines); a model per silo."""
+
+ELASTIC_METHODS = ("superfednas",)
 SILO_METHODS = (
     "spider", "local_adaptation", "ditto", "per_fedavg", "knn_per", "fedmn", "global_nas", "fednas", "fedpnas"
 )  # fmt: skip
 """Cross-silo methods: every silo takes part in every round, and is measured with a model of its own."""
 
+_OWN_MODELS, _OWN_CELLS = ("spider", "ditto"), ("fedpnas",)
 
-def is_elastic(config: Mapping[str, Any]) -> bool:
-    """Whether this is SuperFedNAS or a baseline of it: subnets and targets instead of one model per tier."""
-    return bool(config.get("method", {}).get("name") == SUPERFEDNAS)
+
+def method_of(config: Mapping[str, Any]) -> str:
+    """The name of a stored configuration's method; empty if it has none."""
+    return str(config.get("method", {}).get("name", ""))
+
+
+def kind_of(tables: Tables, run_id: str) -> str:
+    """TIERS, SUBNETS or SILOS; TIERS for a run that stored no configuration."""
+    method = method_of(configuration(tables, run_id))
+    return SUBNETS if method in ELASTIC_METHODS else SILOS if method in SILO_METHODS else TIERS
 
 
 def elastic_run_ids(tables: Tables) -> list[str]:
     """The runs of SuperFedNAS and of its baselines."""
-    return [p.run_id for p in tables.paths if is_elastic(configuration(tables, p.run_id))]
-
-
-def is_silo(config: Mapping[str, Any]) -> bool:
-    """Whether this is SPIDER or another cross-silo method: a model per silo instead of one per tier."""
-    return bool(config.get("method", {}).get("name") in SILO_METHODS)
+    return [p.run_id for p in tables.paths if kind_of(tables, p.run_id) == SUBNETS]
 
 
 def silo_run_ids(tables: Tables) -> list[str]:
     """The runs of cross-silo methods."""
-    return [p.run_id for p in tables.paths if is_silo(configuration(tables, p.run_id))]
+    return [p.run_id for p in tables.paths if kind_of(tables, p.run_id) == SILOS]
+
+
+def keeps_own_models(tables: Tables, run_id: str) -> bool:
+    """Whether silos keep a model of their own from round to round; where one keeps none, the shared one is scored."""
+    return method_of(configuration(tables, run_id)) in _OWN_MODELS
+
+
+def keeps_own_cells(tables: Tables, run_id: str) -> bool:
+    """Whether silos put cells of their own behind a shared base."""
+    return method_of(configuration(tables, run_id)) in _OWN_CELLS
 
 
 def with_silo_clients(tables: Tables) -> Tables:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from fedloom.experiments.analysis.kinds import is_elastic
+from fedloom.experiments.analysis.kinds import elastic_run_ids
 from fedloom.experiments.analysis.tables import Tables, configuration
 
 if TYPE_CHECKING:
@@ -37,11 +37,10 @@ class Labels:
 def labels_of(tables: Tables) -> Labels:
     """The labels of the runs' spaces; a space that this version cannot build has none."""
     spaces: dict[str, ElasticSpace] = {}
-    for paths in tables.paths:
-        config = configuration(tables, paths.run_id)
-        space = _elastic(config) if is_elastic(config) else None
+    for run_id in elastic_run_ids(tables):
+        space = _elastic(configuration(tables, run_id))
         if space is not None:
-            spaces[paths.run_id] = space
+            spaces[run_id] = space
     return Labels(spaces)
 
 

@@ -5,12 +5,9 @@ from dataclasses import replace
 
 import pandas as pd
 
-from fedloom.experiments.analysis.frames import by_stage
+from fedloom.experiments.analysis.stages import TRAINING, by_stage
 from fedloom.experiments.analysis.tables import Tables, read_table_of
 from fedloom.platform.results.paths import RunPaths, list_runs
-
-TRAINING = "supernet"
-"""The kind of the stage that runs share."""
 
 
 def with_training(tables: Tables) -> Tables:

@@ -4,12 +4,13 @@ Every report, table, figure and comparison asks here what a setting is.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from fedloom.experiments.analysis.kinds import kind_of
 from fedloom.experiments.analysis.seeds import SEEDS, seeds_of
 from fedloom.experiments.analysis.tables import Tables, configuration
 
@@ -35,6 +36,7 @@ class Setting:
         name: the experiment, and what sets the setting apart from the experiment's others.
         run_ids: in the order in which the runs were asked for.
         seeds: all seeds of each of these runs, as JSON text.
+        kind: what its method ends with, one of those of `kinds`.
         config: the first run's configuration.
         differences: by dotted key the value wherever the experiment's settings differ; empty if there is only one.
     """
@@ -43,6 +45,7 @@ class Setting:
     experiment: str
     run_ids: tuple[str, ...]
     seeds: tuple[str, ...]
+    kind: str
     config: Mapping[str, Any]
     differences: Mapping[str, Any]
 
@@ -72,30 +75,35 @@ def settings_of(tables: Tables) -> list[Setting]:
 
     A setting is named after its experiment; where an experiment has several, the keys in which they differ follow.
     """
-    run_ids = [p.run_id for p in tables.paths]
     experiments = {p.run_id: p.experiment for p in tables.paths}
-    configs = {run_id: configuration(tables, run_id) for run_id in run_ids}
+    values = {run_id: essential(configuration(tables, run_id)) for run_id in experiments}
     # Runs that did not get so far as to store their configuration may differ in anything.
-    unlike = {r: experiments[r] if config else f"{experiments[r]}/{r}" for r, config in configs.items()}
-    groups = alike({run_id: essential(config) for run_id, config in configs.items()}, unlike)
+    unlike = {r: experiment if values[r] else f"{experiment}/{r}" for r, experiment in experiments.items()}
+    groups = alike(values, unlike)
+    of_experiment: dict[str, list[list[str]]] = {}
+    for group in groups:
+        of_experiment.setdefault(experiments[group[0]], []).append(group)
+    found = {s.run_ids[0]: s for e, own in of_experiment.items() for s in _settings(tables, e, own, values)}
+    return [found[group[0]] for group in groups]
+
+
+def _settings(
+    tables: Tables, experiment: str, groups: Sequence[list[str]], values: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Setting]:
+    """The settings of one experiment."""
     firsts = [group[0] for group in groups]
-    values = [essential(configs[run_id]) for run_id in firsts]
-    heads = [experiments[run_id] for run_id in firsts]
-    return [
-        Setting(
+    keys = differing([values[run_id] for run_id in firsts])
+    names = names_apart([values[run_id] for run_id in firsts], firsts, experiment)
+    for name, group in zip(names, groups, strict=True):
+        yield Setting(
             name=name,
-            experiment=head,
+            experiment=experiment,
             run_ids=tuple(group),
             seeds=tuple(seeds_of(tables, run_id) for run_id in group),
-            config=configs[group[0]],
-            differences={key: own.get(key, NOT_SET) for key in differing(_of_head(head, heads, values))},
+            kind=kind_of(tables, group[0]),
+            config=configuration(tables, group[0]),
+            differences={key: values[group[0]].get(key, NOT_SET) for key in keys},
         )
-        for name, head, group, own in zip(names_apart(values, firsts, heads), heads, groups, values, strict=True)
-    ]
-
-
-def _of_head(head: str, heads: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [value for other, value in zip(heads, values, strict=True) if other == head]
 
 
 def alike(values: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, str] | None = None) -> list[list[str]]:
@@ -128,50 +136,47 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [k for k in keys if any(c.get(k, NOT_SET) != configs[0].get(k, NOT_SET) for c in configs)]
 
 
-def names_apart(
-    configs: Sequence[Mapping[str, Any]], run_ids: Sequence[str], heads: Sequence[str] | None = None
-) -> list[str]:
-    """A name for each configuration: its head, and what sets it apart from the others of the same head.
+def names_apart(configs: Sequence[Mapping[str, Any]], run_ids: Sequence[str], head: str = "") -> list[str]:
+    """A name for each configuration: the head, and as "key=value" what sets it apart from the others.
 
-    `run_ids` names a run of each: what one of two versions did not know yet tells nobody anything, the run's id does.
+    Only keys that all of them know are named: what one of two versions did not know yet tells nobody anything. Where
+    that leaves two without a difference, the id of a run of each follows, from `run_ids`.
     """
-    of = heads if heads is not None else [""] * len(configs)
-    names = [
-        ", ".join([*([head] if head else []), *_differences(own, _of_head(head, of, configs))])
-        for head, own in zip(of, configs, strict=True)
-    ]
+    keys = [key for key in differing(configs) if all(key in config for config in configs)]
+    known = {key for config in configs for key in config}
+    brief = {key: _brief(key, known) for key in keys}
+    names = [", ".join([*([head] if head else []), *_differences(own, configs, brief)]) for own in configs]
     return [
         name if names.count(name) == 1 else ", ".join([*([name] if name else []), run_id])
         for name, run_id in zip(names, run_ids, strict=True)
     ]
 
 
-def _differences(values: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What sets this configuration apart from the others, as "key=value" by the keys that all of them know."""
-    keys = [key for key in differing(others) if all(key in o for o in others)]
-    shown = sorted(_telling(values, others, keys)[:MOST_KEYS])
-    more = [f"and {len(keys) - len(shown)} more"] if len(keys) > len(shown) else []
-    return [*(f"{_brief(key, values)}={_short(values[key])}" for key in shown), *more]
+def _differences(values: Mapping[str, Any], others: Sequence[Mapping[str, Any]], brief: Mapping[str, str]) -> list[str]:
+    """Some keys with their values, those first that tell this configuration from the others; and how many more."""
+    shown = sorted(_telling(values, others, list(brief))[:MOST_KEYS])
+    more = [f"and {len(brief) - len(shown)} more"] if len(brief) > len(shown) else []
+    return [*(f"{brief[key]}={_short(values[key])}" for key in shown), *more]
 
 
 def _telling(values: Mapping[str, Any], others: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
     """The keys, first those that tell this configuration from the most others that are not yet told apart."""
     ordered: list[str] = []
     left, same = list(keys), [o for o in others if o is not values]
-    while left:
+    while left and len(ordered) < MOST_KEYS:
         best = max(left, key=lambda k: sum(o[k] != values[k] for o in same))
         left.remove(best)
         ordered.append(best)
         same = [o for o in same if o[best] == values[best]]
-    return ordered
+    return [*ordered, *left]
 
 
-def _brief(key: str, values: Mapping[str, Any]) -> str:
+def _brief(key: str, known: Collection[str]) -> str:
     """The end of a key that no other key has: legends are narrow."""
     parts = key.split(".")
     for length in range(1, len(parts)):
         end = ".".join(parts[-length:])
-        if not any(other.endswith(f".{end}") or other == end for other in values if other != key):
+        if not any(other.endswith(f".{end}") or other == end for other in known if other != key):
             return end
     return key
 

@@ -2,11 +2,9 @@
 
 import pandas as pd
 
-from fedloom.experiments.analysis.frames import METRIC, by_stage
-from fedloom.experiments.analysis.reused import TRAINING
+from fedloom.experiments.analysis.frames import METRIC
+from fedloom.experiments.analysis.stages import SEARCH, TRAINING, by_stage
 from fedloom.experiments.analysis.tables import Tables, requires
-
-SEARCH = "search"
 
 
 def steps(tables: Tables) -> pd.DataFrame:

@@ -11,9 +11,10 @@ from fedloom.experiments.analysis.kinds import elastic_run_ids
 from fedloom.experiments.analysis.labels import Labels
 from fedloom.experiments.analysis.seeds import SEEDS, estimate_by_seed
 from fedloom.experiments.analysis.settings import Setting, settings_of
+from fedloom.experiments.analysis.stages import ALONE
 from fedloom.experiments.analysis.tables import Tables, configuration
 
-SUPERNET, SEARCHED, ALONE = "supernet", "searched", "alone"
+SUPERNET, SEARCHED = "supernet", "searched"
 SAMPLES, FRONT = "samples", "front"
 """Tiers of the table `candidates` that are no targets: what the predictors learn from, and NSGA-II's front."""
 COSTS = ("macs", "parameters")
@@ -39,7 +40,7 @@ class Subnet:
 
 @dataclass(frozen=True)
 class Predictor:
-    """How good a predictor is on held-out subnets, over the runs of a setting; `measure` is accuracy or latency_s."""
+    """How good a predictor is on held-out subnets, over the seeds of a setting; `measure` is accuracy or latency_s."""
 
     measure: str
     kendall_tau: Estimate | None

@@ -18,14 +18,13 @@ from fedloom.experiments.analysis.seeds import by_seed, seeds_of
 from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.silos import GLOBAL, PERSONAL, per_silo
 from fedloom.experiments.analysis.subnets import SEARCHED
-from fedloom.experiments.analysis.tables import Tables, requires
+from fedloom.experiments.analysis.tables import RUN_KEY, Tables, requires
 
 MEASURES = (METRIC, "loss", "macs", "parameters", "total_bytes", "simulated_s", "wall_s")
 """What `summary` and `compare` know of a model: see `per_model`."""
 
 MODEL_KEY = ["model", "tier", "subnet"]
 _QUALITIES, _COSTS = [METRIC, "loss"], ["macs", "parameters"]
-_RUN = ["experiment", "run_id"]
 
 
 def per_model(tables: Tables) -> pd.DataFrame:
@@ -39,13 +38,13 @@ def per_model(tables: Tables) -> pd.DataFrame:
     """
     requires(tables, "rounds", "evaluations", "candidates", "models")
     parts = [_of_server(tables), _of_silos(tables)]
-    columns = [*_RUN, *MODEL_KEY, "architecture", *_QUALITIES, *_COSTS]
+    columns = [*RUN_KEY, *MODEL_KEY, "architecture", *_QUALITIES, *_COSTS]
     rows = pd.concat([p[columns].astype(object) for p in parts if len(p)] or parts, ignore_index=True)
-    runs = pd.DataFrame([(p.experiment, p.run_id) for p in tables.paths], columns=_RUN, dtype=object)
+    runs = pd.DataFrame([(p.experiment, p.run_id) for p in tables.paths], columns=RUN_KEY, dtype=object)
     runs["seeds"] = [seeds_of(tables, run_id) for run_id in runs["run_id"]]
-    frame = runs.merge(rows, on=_RUN, how="left").merge(_run_costs(tables), on=_RUN, how="left")
+    frame = runs.merge(rows, on=RUN_KEY, how="left").merge(_run_costs(tables), on=RUN_KEY, how="left")
     numbers = dict.fromkeys(MEASURES, "float64")
-    whole = frame[[*_RUN, "seeds", *MODEL_KEY, "architecture", *MEASURES]]
+    whole = frame[[*RUN_KEY, "seeds", *MODEL_KEY, "architecture", *MEASURES]]
     return whole.assign(**{m: pd.to_numeric(whole[m]) for m in MEASURES}).astype(numbers)
 
 
@@ -57,7 +56,7 @@ def _of_server(tables: Tables) -> pd.DataFrame:
     family = rows["run_id"].isin(elastic_run_ids(tables)) & (rows["model"] != SEARCHED)
     names = {name: rows[name].astype(object).fillna("") for name in ("model", "tier", "architecture")}
     rows = rows.assign(**names, subnet=names["architecture"].where(family, ""))
-    key = [*_RUN, *MODEL_KEY]
+    key = [*RUN_KEY, *MODEL_KEY]
     # What was evaluated again counts as it was last.
     values = rows.drop_duplicates([*key, "metric"], keep="last").astype(dict.fromkeys([*key, "metric"], object))
     wide = values.pivot(index=key, columns="metric", values="value").reindex(columns=_QUALITIES)
@@ -79,9 +78,9 @@ def _architecture_costs(tables: Tables) -> pd.DataFrame:
 
 def _of_silos(tables: Tables) -> pd.DataFrame:
     measured = per_silo(tables)
-    key = [*_RUN, "model"]
+    key = [*RUN_KEY, "model"]
     own = measured.groupby(key, sort=False)[[*_QUALITIES, *_COSTS]].mean().reset_index()
-    shared = measured[measured["model"] == PERSONAL].groupby(_RUN, sort=False)["global_accuracy"].mean().dropna()
+    shared = measured[measured["model"] == PERSONAL].groupby(RUN_KEY, sort=False)["global_accuracy"].mean().dropna()
     beside = shared.rename(METRIC).reset_index().assign(model=GLOBAL)
     frame = pd.concat([own, beside], ignore_index=True) if len(beside) else own
     return frame.assign(tier=ALL_TIERS, subnet="", architecture=None)
@@ -91,9 +90,9 @@ def _run_costs(tables: Tables) -> pd.DataFrame:
     kinds = communication_by_kind(communication(tables))
     rows = kinds[kinds["kind"] == "method"]
     sums = rows.assign(total_bytes=rows["bytes_down"] + rows["bytes_up"])[
-        [*_RUN, "total_bytes", "simulated_s", "wall_s"]
+        [*RUN_KEY, "total_bytes", "simulated_s", "wall_s"]
     ]
-    return sums.astype(dict.fromkeys(_RUN, object))
+    return sums.astype(dict.fromkeys(RUN_KEY, object))
 
 
 def summary(tables: Tables) -> pd.DataFrame:

@@ -14,6 +14,9 @@ from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.tables import TABLES, read_runs
 
 ALL_TABLES = tuple(TABLES)
+RUN_KEY = ["experiment", "run_id"]
+"""The columns that say of which run a row is."""
+
 CLIENT_COLUMNS = (
     "stage", "round", "client_id", "tier", "architecture", "subspace", "macs", "bytes_down", "bytes_up", "loss",
     "metric", "simulated_s", "peak_memory_bytes", "status", "error"
@@ -42,10 +45,17 @@ class Tables:
         """The rows of `runs` by run: frames ask for configurations again and again."""
         return {str(row["run_id"]): row for row in self.runs.to_dict("records")}
 
+    @cached_property
+    def _parsed(self) -> dict[tuple[str, str], Any]:
+        return {}
+
     def recorded(self, run_id: str, column: str) -> Any:
         """The JSON value that the run recorded in a column of `runs`; None if it did not get so far."""
-        text = self._recorded.get(run_id, {}).get(column)
-        return json.loads(text) if isinstance(text, str) else None
+        place = (run_id, column)
+        if place not in self._parsed:
+            text = self._recorded.get(run_id, {}).get(column)
+            self._parsed[place] = json.loads(text) if isinstance(text, str) else None
+        return self._parsed[place]
 
 
 def load(

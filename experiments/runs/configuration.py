@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from fedloom.experiments.runs.presets import CONF, experiments, of_method
+from fedloom.experiments.runs.presets import CONF, DEFAULT_METHOD, experiments, method_in, of_method
 from fedloom.platform.data.checks import check as check_data
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import METHODS, find_method
@@ -96,13 +97,12 @@ def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
-    store = ConfigStore.instance()
-    store.store(name="run_schema", node=RunConfig)
-    for name, method in METHODS.items():
-        store.store(group="method", name=name, node=method.config)
-    ready = [_own_preset(o, store) if o.startswith(PRESET) else o for o in overrides]
-    for name in (o.removeprefix(METHOD) for o in ready if o.startswith(METHOD)):
-        _register_method(name, store)
+    _register_schema()
+    ready = [_own_preset(o) if o.startswith(PRESET) else o for o in overrides]
+    # Only those that are named: the others' modules need not be imported.
+    methods = [o.removeprefix(METHOD) for o in ready if o.startswith(METHOD)]
+    for name in (DEFAULT_METHOD, *methods, *(method_in(o.removeprefix(PRESET)) for o in ready if o.startswith(PRESET))):
+        _register_method(name)
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONF), version_base=None):
         return compose(config_name="config", overrides=[_addable(override) for override in ready])
@@ -115,13 +115,19 @@ def _addable(override: str) -> str:
     return f"++{override}" if free and "=" in override and not override.startswith(("+", "~")) else override
 
 
-def _register_method(name: str, store: ConfigStore) -> None:
-    """A method of the user's own becomes a choice, by its import path."""
-    if is_import_path(name):
-        store.store(group="method", name=name, node=find_method(name).config(name=name))
+@cache
+def _register_schema() -> None:
+    ConfigStore.instance().store(name="run_schema", node=RunConfig)
 
 
-def _own_preset(override: str, store: ConfigStore) -> str:
+@cache
+def _register_method(name: str) -> None:
+    """A method becomes a choice; one of the user's own by its import path."""
+    if name in METHODS or is_import_path(name):
+        ConfigStore.instance().store(group="method", name=name, node=find_method(name).config(name=name))
+
+
+def _own_preset(override: str) -> str:
     """`experiment=./mine.yaml` becomes a choice; a preset that it begins with (`defaults: [fedoras_digits]`) stays."""
     given = override.removeprefix(PRESET)
     if not given.endswith((".yaml", ".yml")):
@@ -139,8 +145,10 @@ def _own_preset(override: str, store: ConfigStore) -> str:
     preset.setdefault("experiment", name)
     for default in preset.get("defaults", ()):
         chosen = default.get("override /method") if isinstance(default, DictConfig) else None
-        _register_method(str(chosen or ""), store)
-    store.store(group=f"experiment/{OWN_PRESETS}", name=name, node=_relative(preset), package="_global_")
+        _register_method(str(chosen or ""))
+    ConfigStore.instance().store(
+        group=f"experiment/{OWN_PRESETS}", name=name, node=_relative(preset), package="_global_"
+    )
     return f"{PRESET}{OWN_PRESETS}/{name}"
 
 

@@ -39,16 +39,6 @@ class View(Protocol):
         ...
 
 
-class NoView:
-    """Shows nothing."""
-
-    def started(self, run_id: str) -> None:
-        """See `View.started`."""
-
-    def round(self, progress: RoundProgress) -> None:
-        """See `View.round`."""
-
-
 def launch(config: RunConfig, view: View, resume: str | None = None) -> RunEnd:
     """Runs to the end, with the executor that the configuration names.
 

@@ -1,9 +1,15 @@
 """Where the presets lie."""
 
-import re
+from functools import cache
 from pathlib import Path
 
+import yaml
+
 CONF = Path(__file__).resolve().parent.parent / "conf"
+DEFAULT_METHOD = "fedoras"
+"""The method of a run for which none is chosen, as `config.yaml` says."""
+CHOICE = "override /method"
+"""How a preset chooses its method."""
 
 
 def ablations() -> list[str]:
@@ -18,5 +24,17 @@ def experiments() -> list[str]:
 
 def of_method(method: str) -> list[str]:
     """Names of the presets that choose this method."""
-    line = re.compile(rf"^ *- override /method: {re.escape(method)}$", re.MULTILINE)
-    return [name for name in experiments() if line.search((CONF / "experiment" / f"{name}.yaml").read_text())]
+    return [name for name in experiments() if method_in(name) == method]
+
+
+@cache
+def method_in(preset: str) -> str:
+    """The method that a preset chooses; the default one if it chooses none, or if there is no such preset."""
+    file = CONF / "experiment" / f"{preset}.yaml"
+    defaults = yaml.safe_load(file.read_text()).get("defaults", []) if file.is_file() else []
+    for each in defaults:
+        if isinstance(each, dict) and CHOICE in each:
+            return str(each[CHOICE])
+        if isinstance(each, str) and each != "_self_":
+            return method_in(each)
+    return DEFAULT_METHOD

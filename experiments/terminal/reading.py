@@ -1,4 +1,4 @@
-"""What happens to output that nobody reads any more (`fedloom run | head`): the work goes on without."""
+"""Output whose reader is gone (`fedloom run | head`): it is thrown away, and the work goes on."""
 
 import os
 import sys
@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 
 def stop_printing() -> None:
-    """Lets everything that is still printed vanish."""
+    """Throws away everything that is printed from now on."""
     # What is still buffered would fail once more when the interpreter ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def while_read(show: Callable[..., None], *values: object) -> None:
-    """Shows something for as long as somebody reads it."""
+    """Shows something; throws it and all later output away if the reader is gone."""
     try:
         show(*values)
         sys.stdout.flush()

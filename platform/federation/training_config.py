@@ -12,7 +12,7 @@ from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.federation.selection import SELECTION_RULES
 from fedloom.platform.federation.trying import try_rules
 from fedloom.platform.plugins import Chosen, Slot
-from fedloom.platform.settings import ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE, Brought, OneOf, chosen
+from fedloom.platform.settings import BELOW_ONE, ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE, Brought, OneOf, chosen
 
 SCHEDULE_NAMES = ("fixed", "cosine", "step", "steps")
 
@@ -26,7 +26,7 @@ class TrainingConfig:
     epochs: Annotated[int, ONE_OR_MORE, "passes of a client over its training data per round"] = 1
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a client's SGD"] = 32
     lr: Annotated[float, POSITIVE, "learning rate of the clients' SGD"] = 0.1
-    momentum: Annotated[float, ZERO_OR_MORE, "momentum of the clients' SGD"] = 0.9
+    momentum: Annotated[float, BELOW_ONE, "momentum of the clients' SGD"] = 0.9
     weight_decay: Annotated[float, ZERO_OR_MORE, "weight decay of the clients' SGD"] = 0.0
     clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the gradient's norm, 0 for none"] = 0.0
     schedule: Annotated[

@@ -39,8 +39,8 @@ def _schema(columns: str) -> pa.Schema:
 
 # Architectures are text such as "3-1-8-0"; `schedules`, `seeds`, `tiers`, `config`, `versions` and `setting` (what an
 # ablation varies in this trial) are JSON text. `supernet` is the key of the trained supernet that a run began with, and
-# `supernet_run_id` the run that trained it; `traits` is what the method declares of its runs (JSON text); `node` is where
-# a client's work ran.
+# `supernet_run_id` the run that trained it; `traits` is what the method declares of its runs (JSON text); `node` is
+# where a client's work ran.
 TABLES: dict[str, pa.Schema] = {
     "runs": _schema(
         "method:str space:str dataset:str seeds:str tiers:str config:str versions:str source_hash:str "

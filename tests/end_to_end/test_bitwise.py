@@ -19,7 +19,7 @@ from fedloom.actors.client import About
 from fedloom.actors.placement import plan_lanes, resident_lane
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
-from fedloom.experiments.runs.launch import NoView, launch
+from fedloom.experiments.runs.launch import launch
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.tables import read_table
@@ -45,9 +45,17 @@ def run_on_actors(config: RunConfig, pool: type[ActorPool] = ActorPool) -> tuple
     return start_run(config, make), pools[0]
 
 
+class Unseen:
+    """A view that nobody looks at."""
+
+    def started(self, run_id: str) -> None: ...
+
+    def round(self, progress: object) -> None: ...
+
+
 def run_serially(config: RunConfig) -> str:
     config = replace(config, executor=replace(config.executor, kind="serial"))
-    return launch(config, NoView()).run_id
+    return launch(config, Unseen()).run_id
 
 
 @pytest.mark.parametrize(

@@ -140,20 +140,20 @@ class TestEveryExecutor:
         # Chunks never mix tiers: clients 0..3 are in tier1, 4 and 5 in tier2.
         assert [[r.client_id for r in result.reports] for result in results] == [[0, 1, 2], [3], [4, 5]]
         whole = merge_chunks(results).sums  # merging reads the parts; finishing uses them up
-        means = [result.sums.finish(OLD)["w"].tolist() for result in results]
+        means = [result.sums.finish(OLD).weights["w"].tolist() for result in results]
         assert means == [[1.0] * 3, [3.0] * 3, [4.5] * 3]
-        assert whole.finish(OLD)["w"].tolist() == [2.5] * 3
+        assert whole.finish(OLD).weights["w"].tolist() == [2.5] * 3
 
     def test_each_round_reads_its_own_weights(self, executor: Executor) -> None:
         for value in (10.0, 20.0):
             old = {"w": torch.full((3,), value)}
             results = run(executor, planned([Adds(1.0)] * 3), 1, old)
-            assert merge_chunks(results).sums.finish(old)["w"].tolist() == [value + 1.0] * 3
+            assert merge_chunks(results).sums.finish(old).weights["w"].tolist() == [value + 1.0] * 3
 
     def test_a_failed_client_is_a_row_and_not_in_the_sum(self, executor: Executor) -> None:
         results = run(executor, planned([Adds(1.0), Refuses(), Adds(3.0)]), 3)
         assert [(r.status, r.error) for r in reports_of(results)] == [("ok", ""), ("failed", "too tired"), ("ok", "")]
-        assert results[0].sums.finish(OLD)["w"].tolist() == [2.0] * 3
+        assert results[0].sums.finish(OLD).weights["w"].tolist() == [2.0] * 3
 
     def test_a_dropped_client_is_a_row_and_does_nothing(self, executor: Executor) -> None:
         report = reports_of(run(executor, planned([Adds(1.0)], dropped="left the room"), 1))[0]

@@ -137,7 +137,7 @@ def assert_same_round(result: RoundResult, expected: RoundResult) -> None:
     assert [(r.client_id, r.status, r.loss) for r in result.reports] == [
         (r.client_id, r.status, r.loss) for r in expected.reports
     ]
-    assert torch.equal(result.sums.finish(OLD)["w"], expected.sums.finish(OLD)["w"])
+    assert torch.equal(result.sums.finish(OLD).weights["w"], expected.sums.finish(OLD).weights["w"])
 
 
 def assert_same_run(results: Path, first: str, second: str) -> None:

@@ -1,5 +1,6 @@
 """The analysis of result tables: literal numbers over seeds, tests against a baseline, fronts, and large folders."""
 
+import ast
 import json
 import math
 import os
@@ -27,12 +28,13 @@ from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.tables import CLIENT_COLUMNS
 from fedloom.experiments.benchmarks.analysis import files_of, measure
 from fedloom.experiments.benchmarks.generated import write_results
-from fedloom.platform.methods.registry import CONFIGS
-from fedloom.platform.methods.silo_stage import SiloTrainingConfig
+from fedloom.platform.methods.registry import METHODS
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.results.writer import RunWriter
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "experiments" / "examples" / "analysis.py"
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
+EXAMPLE = EXPERIMENTS / "examples" / "analysis.py"
 WEIGHTING = "method.train.weighting"
 
 
@@ -397,8 +399,19 @@ def test_the_example_runs_on_any_results_folder(tmp_path: Path) -> None:
     assert "\\begin{tabular}" in done.stdout
 
 
+def test_only_one_module_knows_methods_by_their_names() -> None:
+    named = {
+        file.relative_to(EXPERIMENTS).as_posix()
+        for folder in ("analysis", "report", "export")
+        for file in (EXPERIMENTS / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and node.value in CONFIGS
+    }
+    assert named == {"analysis/kinds.py"}
+
+
 def test_the_silo_methods_are_those_that_train_all_silos() -> None:
-    trained = {name: getattr(config(), "train", None) for name, config in CONFIGS.items()}
+    trained = {name: getattr(method.config(), "train", None) for name, method in METHODS.items()}
     assert set(SILO_METHODS) == {name for name, train in trained.items() if isinstance(train, SiloTrainingConfig)}
 
 

@@ -3,17 +3,17 @@
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict
 from fedloom.experiments.runs.presets import CONF, experiments
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.methods.registry import CONFIGS
+from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.runs.run import what_is_computed
+from fedloom.platform.settings import Setting, settings_of
 
 GOLDEN = Path(__file__).with_name("configuration_keys.txt")
 RECORD = "FEDLOOM_RECORD=1 .venv/bin/pytest tests/test_experiments/test_config.py -k public_surface"
@@ -38,14 +38,14 @@ def test_values_have_the_types_of_the_schema() -> None:
 
 def test_nothing_chosen_is_the_schemas_default() -> None:
     config = compose_config([])
-    assert asdict(config) == asdict(RunConfig(method=CONFIGS["fedoras"]()))
+    assert asdict(config) == asdict(RunConfig(method=METHODS["fedoras"].config()))
 
 
 @pytest.mark.parametrize("preset", experiments())
 def test_every_preset_composes_under_its_own_name(preset: str) -> None:
     config = compose_config([f"experiment={preset}"])
     assert config.experiment == preset
-    assert isinstance(config.method, tuple(CONFIGS.values()))
+    assert isinstance(config.method, tuple(method.config for method in METHODS.values()))
     head = (CONF / "experiment" / f"{preset}.yaml").read_text().splitlines()[:2]
     assert head[0] == "# @package _global_"
     assert head[1].startswith("# "), "says what it is"
@@ -110,7 +110,7 @@ def test_a_stored_configuration_of_another_version_is_refused() -> None:
         config_from_dict(stored)
     stored = asdict(compose_config([]))
     stored["method"]["name"] = "fedprox"
-    with pytest.raises(ValueError, match=r"method 'fedprox' is unknown: known are fedoras"):
+    with pytest.raises(ValueError, match=r"unknown method 'fedprox': known are ditto, fedavg,"):
         config_from_dict(stored)
 
 
@@ -157,22 +157,28 @@ def test_what_may_change_on_resume_is_checked_too(override: str, message: str) -
 # -- the public surface ------------------------------------------------------------------------------------------------
 
 
-def keys_of(value: Any, prefix: str = "") -> Iterator[str]:
-    """Every key with its type, depth first."""
-    for field in fields(value):
-        inner = getattr(value, field.name)
-        if is_dataclass(inner):
-            yield from keys_of(inner, f"{prefix}{field.name}.")
-        elif field.name != "method":
-            kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
-            yield f"{prefix}{field.name}: {kind if kind != 'Optional' else field.type}"
+def public_settings() -> Iterator[Setting]:
+    """Every key of a run, and of every method, depth first."""
+    yield from (setting for setting in settings_of(RunConfig()) if setting.key != "method")
+    for name, method in METHODS.items():
+        yield from settings_of(method.config(), f"method({name}).")
+
+
+def line_of(setting: Setting) -> str:
+    allowed = f" [{setting.allowed}]" if setting.allowed is not None else ""
+    return f"{setting.key}: {setting.kind}{allowed}"
+
+
+def test_every_key_says_what_it_is() -> None:
+    for setting in public_settings():
+        if not setting.key.endswith(".name"):
+            assert 3 < len(setting.help) < 400, setting.key
+            assert setting.help == " ".join(setting.help.split()), setting.key
 
 
 def test_the_public_surface_changes_only_on_purpose() -> None:
     """Every configuration key that a user may have in a script; `RECORD` records the present ones."""
-    present = list(keys_of(RunConfig()))
-    for method in CONFIGS.values():
-        present += list(keys_of(method(), f"method({method().name})."))
+    present = [line_of(setting) for setting in public_settings()]
     text = "".join(f"{line}\n" for line in sorted(present))
     if os.environ.get("FEDLOOM_RECORD"):
         GOLDEN.write_text(text)
@@ -180,6 +186,6 @@ def test_the_public_surface_changes_only_on_purpose() -> None:
     gone = sorted(set(recorded) - set(present))
     added = sorted(set(present) - set(recorded))
     assert not gone, (
-        f"keys are gone or have another type, which breaks users' scripts: {gone}; if meant, record: {RECORD}"
+        f"keys are gone, or have another type or range, which breaks users' scripts: {gone}; if meant, record: {RECORD}"
     )
     assert not added, f"new keys: {added}; if meant: {RECORD}"

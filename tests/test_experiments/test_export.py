@@ -23,17 +23,16 @@ from fedloom.experiments.export.comparison import Agreement, Comparison, check_a
 from fedloom.experiments.export.export import export
 from fedloom.experiments.export.selection import Wanted, check_wanted, target_label
 from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.subnets import scored_subnet
-from fedloom.platform.clients.training import TrainingConfig
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import scored_subnet
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.config import RunConfig, TiersConfig
+from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import World, build_world
-from fedloom.platform.methods.elastic_stage import ElasticTrainingConfig
-from fedloom.platform.methods.fedoras import FedorASConfig
-from fedloom.platform.methods.search_stage import TierSearchConfig
-from fedloom.platform.methods.superfednas import SuperFedNASConfig
-from fedloom.platform.methods.supernet_stage import SupernetConfig
+from fedloom.platform.methods.elastic.superfednas import ElasticTrainingConfig, SuperFedNASConfig
+from fedloom.platform.methods.stages.tier_search import TierSearchConfig
+from fedloom.platform.methods.tiered.fedoras import FedorASConfig, SupernetConfig
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import start_run

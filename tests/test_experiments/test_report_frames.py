@@ -10,8 +10,10 @@ import pandas as pd
 import pytest
 
 from fedloom.experiments.analysis import frames
+from fedloom.experiments.analysis.convergence import convergence
 from fedloom.experiments.analysis.intervals import Estimate, estimate
 from fedloom.experiments.analysis.settings import settings_of
+from fedloom.experiments.analysis.summary import per_model
 from fedloom.experiments.analysis.tables import Tables, latest_run, load
 from fedloom.experiments.report.pages.values import records
 from fedloom.experiments.report.parts.numbers import percent, seconds, si
@@ -45,8 +47,22 @@ def candidate(tier: str, architecture: str, macs: int, metric: float | None, on_
     return {**row, "macs": macs, "parameters": 2 * macs, "metric": metric, "feasible": feasible, "on_front": on_front}
 
 
-def write_run(root: Path, run_id: str, fine_tuned: float = 0.8, experiment: str = "demo") -> None:
-    """Two of three tiers hold models; tier1 is evaluated, tier2 is not yet; one client has no test data."""
+def add_scores(writer: RunWriter, stage: str, round_: int, model: str, tier: str, *values: float) -> None:
+    """What a training stage writes that scores its weights after the last round: a row of `rounds` without clients."""
+    nothing = {"clients_planned": 0, "clients_ok": 0, "clients_failed": 0, "macs": 0, "simulated_s": 0.0}
+    writer.add("rounds", **round_row(stage, round_, 0, 0, **nothing))
+    for i, value in enumerate(values):
+        row = evaluation(stage, round_, model, tier, value, split="validation", architecture=f"{i}-1")
+        writer.add("evaluations", **row)
+
+
+def write_run(
+    root: Path, run_id: str, fine_tuned: float = 0.8, experiment: str = "demo", *, scored: bool = False
+) -> None:
+    """Two of three tiers hold models; tier1 is evaluated, tier2 is not yet; one client has no test data.
+
+    With `scored` the training stages score their weights after the last round.
+    """
     writer = RunWriter.create(root, experiment, run_id)
     writer.update_run(config=json.dumps(CONFIG), status="done", method="fedoras")
     for i, (down, loss) in enumerate(((100, 2.0), (120, 1.5))):
@@ -54,6 +70,8 @@ def write_run(root: Path, run_id: str, fine_tuned: float = 0.8, experiment: str 
     writer.add("evaluations", **evaluation("supernet", 0, "supernet", "server", 0.1, split="validation"))
     second = evaluation("supernet", 0, "supernet", "server", 0.3, split="validation", architecture="1-1")
     writer.add("evaluations", **second)
+    if scored:
+        add_scores(writer, "supernet", 2, "supernet", "server", 0.5, 0.7)
     for row in (
         candidate("tier1", "0-1", 50, 0.5, on_front=True),
         candidate("tier1", "0-0", 40, 0.4, on_front=True),
@@ -64,6 +82,8 @@ def write_run(root: Path, run_id: str, fine_tuned: float = 0.8, experiment: str 
         writer.add("candidates", **row)
     for model in ("fine_tuned", "rand_init"):
         writer.add("rounds", **round_row(f"{model}/tier1", 0, 30, 20, 1.25, metric=0.5))
+        if scored:
+            add_scores(writer, f"{model}/tier1", 1, model, "tier1", 0.75)
     for round_, (model, value) in enumerate((("supernet_init", 0.3), ("fine_tuned", fine_tuned), ("rand_init", 0.6))):
         writer.add("rounds", **round_row("evaluation", round_, 7, 0))
         writer.add("evaluations", **evaluation("evaluation", round_, model, "tier1", value))
@@ -156,7 +176,7 @@ def test_without_a_supernet_rand_init_is_the_method(tmp_path: Path) -> None:
 
 
 def test_convergence_places_training_after_and_validation_before_the_round(tables: Tables) -> None:
-    frame = frames.convergence(tables)
+    frame = convergence(tables)
     supernet = frame[frame["kind"] == "supernet"]
     train = supernet[supernet["series"] == "train"]
     assert train["rounds_done"].tolist() == [1, 2]
@@ -168,6 +188,37 @@ def test_convergence_places_training_after_and_validation_before_the_round(table
     tuned = frame[(frame["kind"] == "fine_tuned") & (frame["series"] == "validation")]
     assert tuned[["tier", "rounds_done"]].values.tolist() == [["tier1", 1]]
     assert tuned["metric"].tolist() == pytest.approx([0.7])
+
+
+def test_scores_after_the_last_round_end_the_validation_curves(tmp_path: Path) -> None:
+    write_run(tmp_path, "r1", scored=True)
+    frame = convergence(load(tmp_path))
+    validation = frame[frame["series"] == "validation"].set_index("stage")
+    assert validation.loc["supernet", "rounds_done"].tolist() == [0, 2]
+    assert validation.loc["supernet", "metric"].tolist() == pytest.approx([0.2, 0.6])
+    # The final evaluation scored the same weights, and does not count twice.
+    assert validation.loc["fine_tuned/tier1", ["rounds_done", "metric"]].tolist() == [1, 0.75]
+    assert (frame["series"] == "train").sum() == 4
+
+
+def test_scores_after_the_last_round_are_no_round_of_training(tmp_path: Path) -> None:
+    for run_id, scored in (("r1", False), ("r2", True)):
+        write_run(tmp_path, run_id, scored=scored)
+    both = [load(tmp_path, [run_id]) for run_id in ("r1", "r2")]
+    assert len(both[1].rounds) == len(both[0].rounds) + 3
+    for frame in (frames.communication, per_model, lambda t: frames.communication_by_kind(frames.communication(t))):
+        expected, found = (frame(tables).drop(columns=["run_id", "seeds"], errors="ignore") for tables in both)
+        pd.testing.assert_frame_equal(found, expected)
+
+
+def test_a_round_in_training_without_clients_counts_and_so_does_a_central_search(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path, "demo", "r1")
+    for round_, planned in enumerate((2, 0, 2)):  # nobody was available for the second round
+        writer.add("rounds", **round_row("supernet", round_, 10, 10, clients_planned=planned))
+    writer.add("rounds", **round_row("search/tier1", 0, 0, 0, clients_planned=0))
+    writer.close()
+    stages = frames.communication(load(tmp_path))
+    assert dict(zip(stages["stage"], stages["rounds"], strict=True)) == {"supernet": 3, "search/tier1": 1}
 
 
 def test_pareto_keeps_feasible_candidates_and_marks_front_and_winner(tables: Tables) -> None:

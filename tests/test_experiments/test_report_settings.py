@@ -11,14 +11,8 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from fedloom.experiments.analysis.frames import (
-    by_stage,
-    client_metrics,
-    communication,
-    communication_by_kind,
-    convergence,
-    pareto,
-)
+from fedloom.experiments.analysis.convergence import convergence
+from fedloom.experiments.analysis.frames import by_stage, client_metrics, communication, communication_by_kind, pareto
 from fedloom.experiments.analysis.settings import Setting, settings_of
 from fedloom.experiments.analysis.tables import Tables, load
 from fedloom.experiments.report.figures.clients import clients_figure
@@ -27,6 +21,7 @@ from fedloom.experiments.report.figures.convergence import convergence_figure
 from fedloom.experiments.report.figures.fronts import pareto_figure
 from fedloom.experiments.report.figures.settings import setting_label
 from fedloom.experiments.report.pages.runs import summary_table, write_report
+from fedloom.experiments.report.pages.sheets import MOST_SETTINGS
 from fedloom.experiments.report.pages.values import report_json
 from fedloom.platform.results.writer import RunWriter
 
@@ -275,6 +270,30 @@ def test_clients_of_settings_are_drawn_apart_and_those_of_a_repeated_seed_once(t
     assert dots == [[3, 1, 3, 1], [1, 1, 1, 1]]
 
 
+def test_a_setting_that_alone_has_something_to_show_keeps_its_name(tmp_path: Path) -> None:
+    write_run(tmp_path, "a1", 1)
+    writer = RunWriter.create(tmp_path, "demo", "b1")
+    writer.update_run(config=json.dumps({"experiment": "demo", "method": {"train": {"weighting": "fedavg"}}}))
+    writer.close()
+    tables, settings = loaded(tmp_path, ["a1", "b1"])
+    assert names_of(convergence_figure(convergence(tables), settings, ("metric",))) == [OPA]
+    assert names_of(pareto_figure(pareto(tables), settings)) == [OPA]
+
+
+def test_many_settings_are_spread_over_sheets(tmp_path: Path) -> None:
+    runs = [f"r{i:02}" for i in range(MOST_SETTINGS + 1)]
+    for i, run_id in enumerate(runs):
+        writer = RunWriter.create(tmp_path, "demo", run_id)
+        writer.update_run(config=json.dumps({"experiment": "demo", "method": {"train": {"lr": i}}}), status="done")
+        _add_rounds(writer, "supernet", 0.5, 100)
+        writer.close()
+    files = write_report(tmp_path, runs)
+    names = ["convergence", "convergence-loss", "communication"]
+    assert [path.stem for path in files.plots] == [*names, *(f"{name}-2" for name in names)]
+    page = files.markdown.read_text()
+    assert page.count("Settings 1 to 12 of 13.") == page.count("Settings 13 to 13 of 13.") == 3
+
+
 def test_the_page_has_a_figure_for_all_settings_of_an_experiment(tmp_path: Path) -> None:
     runs = write_opa_and_fedavg(tmp_path)
     files = write_report(tmp_path, runs)
@@ -309,9 +328,9 @@ def test_a_report_of_several_settings_says_in_what_they_differ(tmp_path: Path) -
     page = page_of(tmp_path, runs)
     assert page.startswith("# demo, other: 6 runs of 3 settings\n")
     assert rows_of(page, "Settings") == [
-        [OPA, "method.train.weighting=opa", "2", "a1, a2, a3"],
-        [FEDAVG, "method.train.weighting=fedavg", "2", "b1, b2"],
-        ["other", "–", "1", "c1"],
+        [OPA, "method.train.weighting=opa", "a1, a2, a3", "2"],
+        [FEDAVG, "method.train.weighting=fedavg", "b1, b2", "2"],
+        ["other", "–", "c1", "1"],
     ]
     assert f"| setting | {OPA} |" in page.split("### a1")[1]
     values = report_json(tmp_path, runs)

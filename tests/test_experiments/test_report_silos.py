@@ -17,30 +17,21 @@ from PIL import Image
 from rich.console import Console
 
 from fedloom.experiments.analysis.settings import settings_of
-from fedloom.experiments.analysis.silos import (
-    Phases,
-    as_square,
-    curves,
-    in_short,
-    is_decided,
-    latest_architectures,
-    p_matrix,
-    per_silo,
-    personalisation_gains,
-    phases,
-    silo_summaries,
-)
+from fedloom.experiments.analysis.silo_curves import Phases, curves, phases
+from fedloom.experiments.analysis.silo_gains import as_square, p_matrix, personalisation_gains
+from fedloom.experiments.analysis.silo_summaries import silo_summaries
+from fedloom.experiments.analysis.silos import in_short, is_decided, latest_architectures, per_silo
 from fedloom.experiments.analysis.tables import load
 from fedloom.experiments.report.figures import cells
 from fedloom.experiments.report.figures.cells import Cell, CellEdge, cell_edges, darts_space_of, dot_source, parse
 from fedloom.experiments.report.figures.gains import gains_figure
-from fedloom.experiments.report.figures.silos import accuracy_figure, curves_figure, spans_of
+from fedloom.experiments.report.figures.silos import curves_figure, silo_accuracy_figure, spans_of
 from fedloom.experiments.report.figures.style import png
 from fedloom.experiments.report.pages.runs import summary_table, write_report
 from fedloom.experiments.report.pages.silo_gaps import missing_of_silos
 from fedloom.experiments.report.pages.values import report_json
+from fedloom.platform.methods.silo.perturbation import is_settled
 from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.silos.perturbation import is_settled
 from fedloom.platform.spaces.slices import subspace_id
 
 UNDECIDED, HALF, DECIDED = "/".join(["0,1"] * 10), "/".join(["0"] * 5 + ["0,1"] * 5), "/".join("0110." + "11001")
@@ -343,6 +334,26 @@ def test_curves_are_means_over_silos_with_rounds_counted_over_all_stages(tmp_pat
     assert validation["silos"].tolist() == [3, 3, 3]
 
 
+def test_what_silos_score_after_the_last_round_ends_their_curves_and_is_no_round(tmp_path: Path) -> None:
+    for run_id, scored in (("r1", False), ("r2", True)):
+        writer = begin(tmp_path, run_id, "spider_tiny")
+        for stage in ("first", "second"):
+            add_training(writer, [(UNDECIDED,) * 3] * 2, stage=stage)
+            if scored:
+                writer.add("rounds", stage=stage, round=2, clients_planned=0, bytes_down=0, bytes_up=0, wall_s=9.0)
+                for silo in range(3):
+                    row = {"model": "personal", "split": "validation", "metric": "accuracy", "samples": 5}
+                    writer.add("evaluations", stage=stage, round=2, client_id=silo, value=0.8, **row)
+        writer.close()
+    assert values_of(tmp_path, "r2") == values_of(tmp_path, "r1")
+    frame = curves(load(tmp_path, ["r2"]))
+    validation = frame[frame["series"] == "validation"]
+    assert validation["rounds_done"].tolist() == [1, 2, 3, 4]
+    assert validation["mean"].tolist() == pytest.approx([0.1, 0.8, 0.1, 0.8])
+    assert validation["silos"].tolist() == [3] * 4
+    assert frame.loc[frame["series"] == "train", "rounds_done"].tolist() == [1, 2, 3, 4]
+
+
 def test_phases_begin_with_the_search_and_end_with_the_last_decision(tmp_path: Path) -> None:
     writer = begin(tmp_path, "r1", "spider_tiny")
     late = (UNDECIDED, HALF, HALF, DECIDED)
@@ -450,7 +461,7 @@ def test_figures_draw_the_silos_of_a_repeated_seed_once_and_the_phases_of_all_se
     add_training(writer, [(s,) * 3 for s in (UNDECIDED, HALF, HALF, DECIDED)])
     writer.close()
     tables = load(tmp_path, ["r1", "r2", "r3", "r4"])
-    figure = accuracy_figure(per_silo(tables), settings_of(tables))
+    figure = silo_accuracy_figure(per_silo(tables), settings_of(tables))
     assert figure is not None
     dots = figure.axes[0].collections[0].get_offsets()
     # Seeds 1 (its runs have 50 and 60, 70 and 80, 90 and 100 %) and 2.

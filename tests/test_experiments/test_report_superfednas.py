@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from fedloom.experiments.analysis.convergence import convergence
 from fedloom.experiments.analysis.costs import Cost, cost_comparisons
 from fedloom.experiments.analysis.frames import fairness, per_tier
 from fedloom.experiments.analysis.intervals import Estimate
@@ -352,6 +353,29 @@ def test_a_space_that_cannot_be_built_leaves_ids(tmp_path: Path) -> None:
     write_supernet(tmp_path, "r2", space={"name": "gone.module:space"})
     for run_id in ("r1", "r2"):
         assert words_after(shown(summary_table(tmp_path, run_id)), SMALLEST)[0] == "100"
+
+
+def test_curves_end_with_the_final_evaluation_of_the_subnets_that_training_scored(tmp_path: Path) -> None:
+    write_supernet(tmp_path, "r1")  # the final evaluation scores smallest and largest: 52 and 82 %
+    write_alone(tmp_path, "r2", FAMILY)
+    for run_id, scored in (("r3", (SMALLEST, LARGEST)), ("r4", (SMALLEST, MIDDLE))):
+        writer = begin(tmp_path, run_id, "elastic", config())
+        add_rounds(writer, "supernet", 2, sent=50, macs=1000)
+        for architecture, value in zip(scored, (0.1, 0.3), strict=True):
+            row = {"model": "supernet", "tier": "server", "architecture": architecture, "split": "validation"}
+            writer.add("evaluations", stage="supernet", round=0, **row, metric="accuracy", value=value, samples=50)
+        for architecture, accuracy in ((SMALLEST, 0.5), (LARGEST, 0.8)):
+            add_evaluation(writer, "supernet", "server", architecture, accuracy)
+        writer.close()
+    frame = convergence(load(tmp_path, ["r1", "r2", "r3", "r4"]))
+    frame = frame[frame["series"] == "validation"]
+    found = {key: list(zip(rows["rounds_done"], rows["metric"], strict=True)) for key, rows in frame.groupby("run_id")}
+    assert found["r3"] == [(0, pytest.approx(0.2)), (2, pytest.approx(0.67))]
+    # The last point would be of other subnets than those before.
+    assert found["r4"] == [(0, pytest.approx(0.2))]
+    assert "r1" not in found
+    assert found["r2"] == [(2, pytest.approx(value)) for value in (0.42, 0.62, 0.82)]
+    assert frame.loc[frame["run_id"] == "r2", "tier"].tolist() == [SMALLEST, MIDDLE, LARGEST]
 
 
 def test_clients_of_a_family_are_counted_per_subnet(tmp_path: Path) -> None:

@@ -17,9 +17,8 @@ from fedloom.platform.federation.recorder import Record, Recorder
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World, build_world
-from fedloom.platform.methods.elastic_stage import ElasticTrainingConfig
+from fedloom.platform.methods.elastic.superfednas import ElasticTrainingConfig, SuperFedNASConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.spaces.space_config import SpaceConfig

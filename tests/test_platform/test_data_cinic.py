@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedloom.platform.data.cinic import CLASSES, CinicSource
+from fedloom.platform.data.cinic import CLASSES, find_cinic
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.folders import FolderSource
 from fedloom.platform.data.partition import Partition, prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
 from fedloom.platform.data.sources import find_source
@@ -44,17 +45,17 @@ def config(root: Path, **options: object) -> DataConfig:
 def test_images_are_in_order_of_class_and_file_name(tmp_path: Path, name: str) -> None:
     fake_cinic(tmp_path, name)
     source = find_source(config(tmp_path))
-    assert isinstance(source, CinicSource)
+    assert isinstance(source, FolderSource)
     assert source.class_names == CLASSES == tuple(sorted(CLASSES))
     assert source.labels("train").tolist() == [c for c in range(10) for _ in range(3)]
-    images = source.images("test", np.array([29, 0, 4]))
+    images = source.inputs("test", np.array([29, 0, 4]))
     assert np.array_equal(images, np.stack([pixels(92), pixels(0), pixels(11)]))
 
 
 def test_grey_images_have_three_equal_channels(tmp_path: Path) -> None:
     folder = fake_cinic(tmp_path)
     (folder / "train" / "cat" / "cifar10-train-1.png").write_bytes(encoded(5, "L"))
-    grey = find_source(config(tmp_path)).images("train", np.array([10]))[0]
+    grey = find_source(config(tmp_path)).inputs("train", np.array([10]))[0]
     assert np.array_equal(grey[0], grey[1])
     assert np.array_equal(grey[0], np.random.default_rng(5).integers(0, 256, (32, 32), dtype=np.uint8))
 
@@ -75,7 +76,7 @@ def test_the_identity_follows_names_and_sizes_and_not_the_place(tmp_path: Path) 
     first, second = fake_cinic(tmp_path / "a"), fake_cinic(tmp_path / "b", "cinic10")
 
     def identity(folder: Path) -> object:
-        source = CinicSource.find(folder.parent)
+        source = find_cinic(folder.parent)
         assert source is not None
         return source.identity()
 
@@ -141,5 +142,5 @@ def test_a_missing_data_set_says_where_it_was_looked_for(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"cinic10 not found under .*CINIC-10/ or cinic10/.*FEDLOOM_DATA") as error:
         find_source(config(tmp_path))
     assert "data.download" not in str(error.value)
-    with pytest.raises(ValueError, match=r"data.download=true fetches CIFAR alone"):
+    with pytest.raises(ValueError, match=r"data.download=true fetches CIFAR and torchvision"):
         find_source(config(tmp_path, download=True))

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from fedloom.platform.data.config import DataConfig, cache_root, check, data_root
+from fedloom.platform.data.checks import check
+from fedloom.platform.data.config import DataConfig, cache_root, data_root
 
 
 def test_the_defaults_pass_and_work_as_a_structured_config() -> None:
@@ -25,18 +26,18 @@ def test_what_a_data_set_allows_passes(dataset: str, partition: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"alpha": -1}, "data.alpha=-1: must be > 0"),
-        ({"alpha": float("nan")}, "data.alpha=nan: must be > 0"),
-        ({"validation_share": 1.0}, r"data.validation_share=1.0: must be in \[0, 1\)"),
-        ({"validation_share": -0.1}, r"data.validation_share=-0.1: must be in \[0, 1\)"),
-        ({"num_clients": 0}, "data.num_clients=0: must be >= 1"),
-        ({"train_samples": 0}, "data.train_samples=0: must be >= 1"),
-        ({"test_samples": -5}, "data.test_samples=-5: must be >= 1"),
+        ({"alpha": -1}, "data.alpha=-1: must be greater than 0"),
+        ({"alpha": float("nan")}, "data.alpha=nan: must be greater than 0"),
+        ({"validation_share": 1.0}, r"data.validation_share=1.0: must be 0 or more and below 1"),
+        ({"validation_share": -0.1}, r"data.validation_share=-0.1: must be 0 or more and below 1"),
+        ({"num_clients": 0}, "data.num_clients=0: must be at least 1$"),
+        ({"train_samples": 0}, "data.train_samples=0: must be at least 1, or null"),
+        ({"test_samples": -5}, "data.test_samples=-5: must be at least 1, or null"),
         (
             {"dataset": "cifar"},
-            "data.dataset=cifar: must be one of digits, cifar10, cifar100, synthetic, cinic10, shake",
+            "data.dataset: unknown data set 'cifar': known are cifar10, cifar100, cinic10, digits, folder, npz, ptb, shake",
         ),
-        ({"sequence_length": 0}, "data.sequence_length=0: must be >= 1"),
+        ({"sequence_length": 0}, "data.sequence_length=0: must be at least 1"),
         ({"sequence_length": 80}, "data.sequence_length=80: digits holds images; leave it out"),
         ({"partition": "dirichlet"}, "data.partition=dirichlet: must be one of lda, iid, natural"),
         (
@@ -56,7 +57,7 @@ def test_what_a_data_set_allows_passes(dataset: str, partition: str) -> None:
             {"dataset": "ptb", "partition": "iid", "augment": "crop_flip"},
             "data.augment=crop_flip: ptb is text; must be none",
         ),
-        ({"augment": "flip"}, "data.augment=flip: must be one of none, crop_flip"),
+        ({"augment": "flip"}, "data.augment: unknown augmentation 'flip': known are crop_flip, none, or module:name"),
     ],
 )
 def test_a_bad_option_is_one_line(options: dict[str, object], message: str) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fedloom.platform.data.artefact import ABANDONED_AFTER_S, atomic_folder
+from fedloom.platform.data.augment import crop_flip
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.data.dataset import Dataset, augment_crop_flip
+from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.guard import TestGuard, TestReadError
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import mean_and_std, prepare_dataset
@@ -198,15 +199,15 @@ def reference_crop_flip(x: torch.Tensor, generator: torch.Generator) -> torch.Te
 
 def test_augmentation_equals_the_slow_reference() -> None:
     x = torch.arange(6 * 2 * 8 * 9, dtype=torch.float32).view(6, 2, 8, 9) + 1
-    quick = augment_crop_flip(x, torch.Generator().manual_seed(3))
+    quick = crop_flip(x, torch.Generator().manual_seed(3))
     assert torch.equal(quick, reference_crop_flip(x, torch.Generator().manual_seed(3)))
-    assert not torch.equal(quick, augment_crop_flip(x, torch.Generator().manual_seed(4)))
+    assert not torch.equal(quick, crop_flip(x, torch.Generator().manual_seed(4)))
 
 
 def test_augmentation_reaches_every_shift_and_both_mirrors_equally_often() -> None:
     x = torch.zeros(9720, 1, 16, 16)
     x[:, :, 8, 7] = 1
-    moved = augment_crop_flip(x, torch.Generator().manual_seed(0)).flatten(1).argmax(1)
+    moved = crop_flip(x, torch.Generator().manual_seed(0)).flatten(1).argmax(1)
     counts = torch.bincount(moved, minlength=256).view(16, 16)[4:13, :]
     # Rows 4..12; columns 3..11 as they are and 4..12 mirrored: 60 expected for each of the 162 cases.
     assert counts.sum() == 9720

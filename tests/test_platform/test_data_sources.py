@@ -83,21 +83,21 @@ def test_digits_split_is_fixed_and_stratified() -> None:
     assert (len(train), len(test), source.scale) == (1438, 359, 16)
     shares = np.bincount(test) / (np.bincount(train) + np.bincount(test))
     assert np.abs(shares - 0.2).max() < 0.006
-    images = source.images("train", np.array([0, 5]))
+    images = source.inputs("train", np.array([0, 5]))
     assert images.shape == (2, 1, 8, 8)
     assert images.dtype == np.uint8
     assert images.max() <= 16
     again = find_source(DataConfig())
-    assert np.array_equal(again.images("test", np.arange(359)), source.images("test", np.arange(359)))
+    assert np.array_equal(again.inputs("test", np.arange(359)), source.inputs("test", np.arange(359)))
 
 
 def test_synthetic_images_are_the_same_each_time_in_any_number() -> None:
     source = find_source(DataConfig(dataset="synthetic", train_samples=105, test_samples=7))
     assert np.bincount(source.labels("train")).tolist() == [11] * 5 + [10] * 5
-    x = source.images("train", np.arange(105))
+    x = source.inputs("train", np.arange(105))
     assert x.shape == (105, 3, 32, 32)
-    assert np.array_equal(source.images("train", np.array([3, 90])), x[[3, 90]])
-    assert source.images("test", np.arange(7)).shape == (7, 3, 32, 32)
+    assert np.array_equal(source.inputs("train", np.array([3, 90])), x[[3, 90]])
+    assert source.inputs("test", np.arange(7)).shape == (7, 3, 32, 32)
 
 
 def test_a_stratified_sample_keeps_shares_exactly() -> None:
@@ -116,8 +116,8 @@ def test_the_authors_pickles_are_read_as_published(tmp_path: Path, dataset: str)
     assert source.class_names == NAMES
     assert np.array_equal(source.labels("train"), written["y"])
     rows = np.arange(len(written["y"]))
-    assert np.array_equal(source.images("train", rows), written["x"])
-    assert source.images("test", np.array([0])).shape == (1, 3, 32, 32)
+    assert np.array_equal(source.inputs("train", rows), written["x"])
+    assert source.inputs("test", np.array([0])).shape == (1, 3, 32, 32)
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
@@ -210,10 +210,10 @@ def test_parquet_shards_are_read_in_order_and_only_where_asked(tmp_path: Path) -
     source = find_source(DataConfig(dataset="cifar100", root=str(tmp_path)))
     assert source.labels("train").tolist() == [4, 5, 6, 7, 8]
     assert len(source.class_names) == 100
-    chosen = source.images("train", np.array([3, 1, 2]))
+    chosen = source.inputs("train", np.array([3, 1, 2]))
     assert np.array_equal(chosen, pixels[[3, 1, 2]].transpose(0, 3, 1, 2))
     with pytest.raises(ValueError, match=r"train-00001-of-00002.parquet: row 1 is not an image"):
-        source.images("train", np.arange(5))
+        source.inputs("train", np.arange(5))
 
 
 def test_class_names_come_from_the_schema_of_the_hub(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_foreign_parquet_is_named_with_what_was_expected(tmp_path: Path) -> None
         find_source(config).labels("train")
     write_parquet(train, [png(np.zeros((28, 28, 3), dtype=np.uint8))], [1])
     with pytest.raises(ValueError, match=r"train-0.parquet: row 0 has shape \(28, 28, 3\)"):
-        find_source(config).images("train", np.array([0]))
+        find_source(config).inputs("train", np.array([0]))
 
 
 def test_a_parquet_file_with_damaged_pages_is_named(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_parquet_file_with_damaged_pages_is_named(tmp_path: Path) -> None:
     damaged[4:2000] = b"\xff" * 1996
     train.write_bytes(damaged)
     with pytest.raises(ValueError, match=r"train-0.parquet: "):
-        find_source(DataConfig(dataset="cifar10", root=str(tmp_path))).images("train", np.arange(20))
+        find_source(DataConfig(dataset="cifar10", root=str(tmp_path))).inputs("train", np.arange(20))
 
 
 def test_the_real_cifar10_is_prepared(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.prepare import prepare_dataset
 from fedloom.platform.data.ptb import make_vocabulary
 from fedloom.platform.data.shakespeare import CHARACTERS, VOCABULARY, encode
-from fedloom.platform.data.sources import find_text
+from fedloom.platform.data.sources import find_source
 from fedloom.platform.data.stratify import uniform_rows
 from fedloom.platform.data.tokens import IGNORED_LABEL, TokenPart, compact, cut
 
@@ -288,9 +288,9 @@ def test_the_sequences_of_ptb_are_35_long_unless_told(tmp_path: Path) -> None:
 
 def test_missing_and_empty_texts_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"ptb not found under .*ptb.train.txt and ptb.test.txt in ptb/.*data.root"):
-        find_text(config(tmp_path, "ptb"))
+        find_source(config(tmp_path, "ptb"))
     with pytest.raises(ValueError, match=r"shakespeare not found under .*shakespeare/shakespeare_train.h5"):
-        find_text(config(tmp_path, "shakespeare"))
+        find_source(config(tmp_path, "shakespeare"))
     write_ptb(tmp_path, "a b\n", " \n\n")
     with pytest.raises(ValueError, match=r"ptb.test.txt: has no text"):
         prepare_dataset(config(tmp_path, "ptb"))

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +20,12 @@ from fedloom.platform.federation.distribution import (
     count_served,
     distribute,
     dynamic,
-    heuristic,
     random,
     sandwich,
     static,
     tracking_sandwich,
 )
+from fedloom.platform.plugins import Chosen, PluginError
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.genome import PlainGenome
@@ -45,6 +46,10 @@ class Fixed:
 
     def sample(self, _rng: np.random.Generator) -> Architecture:
         return M
+
+    def validate(self, architecture: Architecture) -> None:
+        if not (len(architecture) == 1 and 0 <= architecture[0] < 5):
+            raise ValueError(f"{architecture} is outside the space")
 
 
 SPACE = ElasticSpace(
@@ -128,7 +133,7 @@ def test_tracking_over_three_rounds_by_hand() -> None:
     expected = {0: [L, S, M], 1: [S, L, M], 2: [S, M, L], 3: [L, M, S]}
     for round_, subnets in expected.items():
         clients = handout(round_, (1, 2, 3), served=served)
-        assert distribute(tracking_sandwich, clients) == dict(zip((1, 2, 3), subnets, strict=True)), round_
+        assert distribute(Chosen("tracking_sandwich"), clients) == dict(zip((1, 2, 3), subnets, strict=True)), round_
         served = count_served(served, dict(zip((1, 2, 3), subnets, strict=True)), Fixed())
     assert served == {"largest": {"1": 2, "2": 1, "3": 1}, "smallest": {"1": 2, "2": 1, "3": 1}}
 
@@ -172,14 +177,14 @@ BUDGETS = st.lists(st.floats(COSTS.smallest, COSTS.largest * 1.1), min_size=1, m
 COUNTS = st.dictionaries(st.sampled_from([str(i) for i in range(6)]), st.integers(0, 4))
 
 
-@pytest.mark.parametrize("name", sorted(HEURISTICS))
+@pytest.mark.parametrize("name", sorted(HEURISTICS.known))
 @given(budgets=BUDGETS, round_=st.integers(0, 50), largest=COUNTS, smallest=COUNTS)
 @settings(deadline=None, max_examples=25)
 def test_nobody_gets_more_than_it_can_train(
     name: str, budgets: list[float], round_: int, largest: Mapping[str, int], smallest: Mapping[str, int]
 ) -> None:
     served = {"largest": largest, "smallest": smallest}
-    given_ = distribute(heuristic(name), real(budgets, round_, served))
+    given_ = distribute(Chosen(name), real(budgets, round_, served))
     assert list(given_) == list(range(len(budgets)))
     for client, architecture in given_.items():
         SPACE.validate(architecture)
@@ -212,35 +217,53 @@ def own_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_a_heuristic_by_import_path(own_module: ModuleType) -> None:
-    own_module.all_small = lambda handout: [handout.space.smallest] * len(handout.client_ids)  # type: ignore[attr-defined]
-    assert distribute(heuristic("own_rules:all_small"), handout()) == dict.fromkeys((2, 5, 7, 9), S)
+def test_a_heuristic_by_import_path_with_options(own_module: ModuleType) -> None:
+    def all_of(handout: Handout, *, option: int = 0) -> list[Architecture]:
+        return [(option,)] * len(handout.client_ids)
+
+    own_module.all_of = all_of  # type: ignore[attr-defined]
+    assert distribute(Chosen("own_rules:all_of"), handout()) == dict.fromkeys((2, 5, 7, 9), S)
+    assert distribute(Chosen("own_rules:all_of", (("option", 2),)), handout()) == dict.fromkeys((2, 5, 7, 9), M)
 
 
 def test_an_unknown_heuristic_lists_the_known() -> None:
     with pytest.raises(ValueError, match="known are dynamic, random, sandwich, static, tracking_sandwich") as caught:
-        heuristic("sandwhich")
+        HEURISTICS.find("sandwhich")
     assert "did you mean 'sandwich'?" in str(caught.value)
 
 
-def test_what_is_no_function_is_refused(own_module: ModuleType) -> None:
+def test_what_is_no_function_of_a_handout_is_refused(own_module: ModuleType) -> None:
     own_module.number = 3  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="'own_rules:number' is not a function of a Handout"):
-        heuristic("own_rules:number")
-    with pytest.raises(ValueError, match="cannot be imported"):
-        heuristic("own_rules:missing")
+    own_module.lonely = lambda: [S]  # type: ignore[attr-defined]
+    with pytest.raises(PluginError, match=r"'own_rules:number' is an int, not a function of \(handout\)"):
+        HEURISTICS.find("own_rules:number")
+    with pytest.raises(PluginError, match=r"'own_rules:lonely' has the wrong parameters .*give a function of"):
+        HEURISTICS.find("own_rules:lonely")
+    with pytest.raises(PluginError, match="'own_rules:missing' cannot be imported"):
+        HEURISTICS.find("own_rules:missing")
 
 
-def test_a_heuristic_that_forgets_a_client_is_refused() -> None:
-    with pytest.raises(ValueError, match="gave 3 subnets to 4 clients"):
-        distribute(lambda _: [S, S, S], handout())
+@pytest.mark.parametrize(
+    ("name", "given_", "message"),
+    [
+        ("forgets", [S, S, S], "gives 3 subnets to 4 clients"),
+        ("outside", [S, S, S, (7,)], r"fails: ValueError: \(7,\) is outside the space"),
+        ("greedy", [L, L, L, L], r"gives client 5 a subnet of 5 macs, its budget is 4: use Handout\.draw"),
+        ("numbers", 4, "fails: TypeError"),
+    ],
+)
+def test_a_heuristic_that_does_not_do_its_work_is_named(
+    own_module: ModuleType, name: str, given_: Any, message: str
+) -> None:
+    setattr(own_module, name, lambda _handout: given_)
+    with pytest.raises(PluginError, match=f"distribution heuristic 'own_rules:{name}' {message}") as caught:
+        distribute(Chosen(f"own_rules:{name}"), handout(budgets=[5, 4, 5, 5]))
+    assert "\n" not in str(caught.value)
 
 
-def test_a_heuristic_that_goes_over_a_budget_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"gave client 5 a subnet of 5 macs, its budget is 4: use Handout\.draw"):
-        distribute(lambda _: [L, L, L, L], handout(budgets=[5, 4, 5, 5]))
-    # Everybody trains the smallest, whatever a budget of the user's own says.
-    assert distribute(lambda _: [S] * 4, handout(budgets=[0.5] * 4)) == dict.fromkeys((2, 5, 7, 9), S)
+def test_everybody_trains_the_smallest_whatever_a_budget_says(own_module: ModuleType) -> None:
+    own_module.least = lambda _handout: [S] * 4  # type: ignore[attr-defined]
+    assert distribute(Chosen("own_rules:least"), handout(budgets=[0.5] * 4)) == dict.fromkeys((2, 5, 7, 9), S)
 
 
 def test_what_a_handout_says() -> None:

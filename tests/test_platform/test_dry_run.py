@@ -11,14 +11,14 @@ import pandas as pd
 import pytest
 
 from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.training import TrainingConfig
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.config import CheckpointConfig, DevicesConfig, RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
+from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.elastic_stage import DistributionConfig, ShrinkingConfig
-from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import list_runs, run_paths
 from fedloom.platform.runs.run import Watcher, resume_run, start_run

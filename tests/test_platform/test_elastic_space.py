@@ -1,21 +1,18 @@
 """Elastic residual networks: the published numbers, costs of really built subnets, and the laws of their slices."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces.elastic import ElasticSpace, leading
+from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.resnet import RESNET_SMALL, ResnetDesign, in_eights
-from fedloom.platform.spaces.slices import Architecture, Slice, architecture_id, bytes_of, extract
+from fedloom.platform.spaces.slices import Architecture, Slice, bytes_of, extract, leading
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.measure import activation_bytes_of, macs_of, parameters_of
 
@@ -320,70 +317,7 @@ def test_a_leading_slice_by_hand() -> None:
     assert Slice("w", ((0, 2), (0, 1))).of(torch.arange(6).reshape(3, 2)).tolist() == [[0], [2]]
 
 
-# -- architectures as text --------------------------------------------------------------------------------------------
-
-OPTIONS = st.tuples(*[st.integers(0, 154)] * 4)
-
-
-@given(OPTIONS)
-@settings(deadline=None)
-def test_texts_and_contents_round_trip(architecture: Architecture) -> None:
-    assert PUBLISHED.parse(PUBLISHED.label(architecture)) == architecture
-    assert PUBLISHED.parse(architecture_id(architecture)) == architecture
-    assert PUBLISHED.of_contents(PUBLISHED.contents(architecture)) == architecture
-
-
-def test_labels_by_hand() -> None:
-    assert PUBLISHED.label(PUBLISHED.smallest) == "d=0,0,0,0 e=0.1"
-    assert PUBLISHED.label(PUBLISHED.largest) == "d=2,2,2,2 e=0.25"
-    mixed = PUBLISHED.parse("d=1,0,0,0 e=.1,.25,.14,.14,.22")
-    assert PUBLISHED.contents(mixed) == ((0, 4), (1,), (1,), (3,))
-    assert PUBLISHED.label(mixed) == "d=1,0,0,0 e=0.1,0.25,0.14,0.14,0.22"
-    assert PUBLISHED.parse("  d = 1, 0,0,0   e = 0.14 ") == PUBLISHED.parse("d=1,0,0,0 e=.14")
-
-
-def test_expansions_that_are_no_short_decimals_round_trip() -> None:
-    thirds = ElasticSpace(ResnetDesign(expansions=(1 / 3, 2 / 3)))
-    assert thirds.parse(thirds.label(thirds.largest)) == thirds.largest
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("d=0,0,0 e=.1", r"3 depths, resnet_elastic has 4 stages"),
-        ("d=0,0,3,0 e=.1", r"depth 3 of stage 3: allowed are 0 to 2"),
-        ("d=0,0,0,0 e=.3", r"expansion 0\.3: allowed are 0\.1, 0\.14, 0\.18, 0\.22, 0\.25"),
-        ("d=0,0,0,0 e=.1,.14", r"2 expansions for 4 kept blocks: give one, or one each"),
-        ("d=0,,0,0 e=.1", r"'d=0,,0,0 e=\.1' is no subnet"),
-        ("d=0,0 1,0,0 e=.1", r"is no subnet"),
-        ("d=0,0,0,0 e=.1.4", r"is no subnet"),
-        ("d=0,0,0,0 e=", r"is no subnet"),
-        ("d=0,0,0,-1 e=.1", r"is no subnet"),
-        ("huge", r"'huge' is no subnet: give smallest, largest, options such as 154-154-154-154, or depths"),
-        ("", r"'' is no subnet"),
-        ("0-0-0-155", r"stage 4 of resnet_elastic has the options 0 to 154, given 155"),
-        ("0-0-0", r"has 4 stages, given 3"),
-    ],
-)
-def test_what_is_no_subnet_is_refused_by_its_field(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        PUBLISHED.parse(text)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "message"),
-    [
-        ((0, 0, 0), "4 stages, given 3"),
-        ((0, -1, 0, 0), "stage 2 .* given -1"),
-        ((0, 0, 1.0, 0), "stage 3 .* given 1.0"),
-    ],
-)
-def test_validation_names_the_stage(architecture: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PUBLISHED.validate(architecture)
-    with pytest.raises(ValueError, match=message):
-        PUBLISHED.slices(architecture)
+# -- random subnets --------------------------------------------------------------------------------------------------
 
 
 def test_depth_draws_are_as_wide_as_can_be() -> None:
@@ -411,7 +345,7 @@ def test_depths_are_drawn_uniformly_not_options() -> None:
         (SpaceConfig("resnet_elastic", operators=["identity"]), "resnet_elastic has no operators"),
         (SpaceConfig("resnet_elastic", dropout=0.1), "resnet_elastic has no dropout"),
         (SpaceConfig("cnn_digits", depths=[1]), "cnn_digits has no depths"),
-        (SpaceConfig("resnet_elastic", options={"a": 1}), "resnet_elastic has no options, given a"),
+        (SpaceConfig("resnet_elastic", options={"a": 1}), r"space\.options\.a: not an option of space resnet_elastic"),
         (SpaceConfig("resnet_elastic", norm="layer"), "norm='layer': allowed are none, batch, group"),
         (SpaceConfig("resnet_elastic", depths=[2, 2]), "have 4, 4 and 2 values: give one per stage"),
         (SpaceConfig("resnet_elastic", depths=[2, 2, 2, -1]), "depths 0 or more"),

@@ -23,12 +23,12 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedmn import FedMnConfig, FedMnStage, FedMnTrainingConfig, stages
 from fedloom.platform.methods.personalised import AdaptationConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo_stage import SiloTrainingConfig
-from fedloom.platform.methods.supernet_stage import SUPERNET
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table

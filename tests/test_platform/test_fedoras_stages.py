@@ -15,19 +15,19 @@ from torch import Tensor
 from fedloom.platform.clients import tasks
 from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
 from fedloom.platform.clients.tasks import ScoreSubnet, TrainPaths, TrainSubnet
-from fedloom.platform.clients.training import TrainingConfig
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.config import BudgetConfig, DevicesConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.federation.stage import Merged, RoundResult, Stage
 from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import World, build_world
-from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.search_stage import TierSearchStage, winner_of
 from fedloom.platform.methods.subnet_stage import SubnetStage
 from fedloom.platform.methods.supernet_stage import CommunicationConfig, SupernetStage
+from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.models import load_model
 from fedloom.platform.results.paths import list_runs

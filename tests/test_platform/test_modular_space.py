@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces.fixed import Resnet18Design
 from fedloom.platform.spaces.kept import KeptSpace
 from fedloom.platform.spaces.modular import ModularDesign, ModularSpace
-from fedloom.platform.spaces.operator_choice import SpaceSizes
+from fedloom.platform.spaces.named_operators import SpaceSizes
 from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.spaces.resnet18 import Resnet18Design
 from fedloom.platform.spaces.slices import Subspace, Weights, bytes_of, extract
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.costs import size_of

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedloom.platform.search.base import Architecture, Interval, Scored, winner
-from fedloom.platform.search.config import SearchConfig, build_searcher
+from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher
 from fedloom.platform.search.constraint import TableConstraint
 from fedloom.platform.search.evolution import Evolution, EvolutionSearch
 from fedloom.platform.search.nsga2 import NSGA2Search
@@ -105,9 +105,9 @@ def test_evolution_beats_random_search_at_equal_budget(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["evolution", "nsga2"])
 def test_a_search_over_genes_replays(name: str) -> None:
-    def fresh(genome: Genome | None = GENOME) -> EvolutionSearch | NSGA2Search:
+    def fresh(genome: Genome = GENOME) -> EvolutionSearch | NSGA2Search:
         config = SearchConfig(searcher=name, population=30, offspring=15, budget=120)
-        search = build_searcher(config, OPTIONS, TABLE, MIDDLE, 4, genome=genome)
+        search = build_searcher(SearchProblem(OPTIONS, genome, TABLE, MIDDLE, 4, 120, config))
         assert isinstance(search, (EvolutionSearch, NSGA2Search))
         return search
 
@@ -120,7 +120,7 @@ def test_a_search_over_genes_replays(name: str) -> None:
     restored.restore(json.loads(json.dumps(search.state(), allow_nan=False)))
     assert restored.history == search.history
     with pytest.raises(ValueError, match="genome"):
-        fresh(None).restore(search.state())
+        fresh(PlainGenome(OPTIONS)).restore(search.state())
 
 
 def test_nsga2_without_genes_is_what_it_was() -> None:

@@ -2,11 +2,13 @@
 
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from fedloom.platform.plugins import Chosen
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.constraint import Constraint, PredictedConstraint, TableConstraint
 from fedloom.platform.search.predicted import predicted_front, search_predicted
@@ -32,6 +34,11 @@ def planted(rows: Ints) -> Floats:
 def samples(count: int, seed: int = 0) -> tuple[Ints, Floats]:
     rows = GENOME.draw(count, np.random.Generator(np.random.PCG64(seed)))
     return rows, planted(rows)
+
+
+def brief(epochs: int) -> Chosen:
+    """The built-in predictor, trained for so many epochs."""
+    return Chosen("mlp", (("epochs", epochs),))
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +68,20 @@ def test_fitting_depends_on_its_stream_alone() -> None:
     features = GENOME.one_hot(rows)
     threads = torch.get_num_threads()
     before = torch.random.get_rng_state()
-    first = fit_predictor(features, values, seed=1, ids=("macs", 3), epochs=5)
+    first = fit_predictor(features, values, seed=1, ids=("macs", 3), fit=brief(5))
     torch.set_num_threads(2)
-    second = fit_predictor(features, values, seed=1, ids=("macs", 3), epochs=5)
+    second = fit_predictor(features, values, seed=1, ids=("macs", 3), fit=brief(5))
     assert torch.get_num_threads() == 2
     torch.set_num_threads(threads)
     assert (first.tau, first.mae) == (second.tau, second.mae)
     assert np.array_equal(first.predictor(features), second.predictor(features))
     assert torch.equal(before, torch.random.get_rng_state())
-    assert fit_predictor(features, values, seed=1, ids=("macs", 4), epochs=5).mae != first.mae
+    assert fit_predictor(features, values, seed=1, ids=("macs", 4), fit=brief(5)).mae != first.mae
 
 
 def test_constant_values_have_no_tau_and_are_refused() -> None:
     rows, _ = samples(20)
-    flat = fit_predictor(GENOME.one_hot(rows), np.full(20, 3.0), seed=0, epochs=2)
+    flat = fit_predictor(GENOME.one_hot(rows), np.full(20, 3.0), seed=0, fit=brief(2))
     assert math.isnan(flat.tau)
     assert "Kendall tau nan" in refusal(flat, -1.0, "the metric")
 
@@ -96,14 +103,14 @@ def test_a_poor_predictor_is_refused_in_one_line_that_says_what_to_do(fitted: Fi
         (np.zeros((12, 2)), np.zeros(11), {}, r"shapes \(12, 2\) and \(11,\)"),
         (np.zeros((12, 2)), np.full(12, np.nan), {}, "finite"),
         (np.zeros((12, 2)), np.zeros(12), {"held_out_share": 1.0}, "held_out_share is 1.0"),
-        (np.zeros((12, 2)), np.zeros(12), {"epochs": 0}, "epochs is 0"),
+        (np.zeros((12, 2)), np.zeros(12), {"fit": brief(0)}, "epochs is 0"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(
-    features: Floats, values: Floats, settings: dict[str, float], message: str
+    features: Floats, values: Floats, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        fit_predictor(features, values, seed=0, **settings)  # type: ignore[arg-type]
+        fit_predictor(features, values, seed=0, **settings)
 
 
 def constraint_of(kind: str, interval: Interval) -> Constraint:

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from fedloom.platform.federation.selection import DRAWS_PER_CLIENT, select_uniform
+from fedloom.platform.federation.history import ClientRecord
+from fedloom.platform.federation.selection import DRAWS_PER_CLIENT, SELECTION_RULES, Choice, Cohort, check_selection, select
+from fedloom.platform.plugins import Chosen, PluginError
 from fedloom.platform.seeding import stream
 
 

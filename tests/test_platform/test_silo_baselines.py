@@ -1,55 +1,44 @@
-"""Personalised baselines: one step in literal numbers, whole rounds beside slow references, and what is refused."""
+"""How silos train in perFedAvg and Ditto: one step in literal numbers, and whole rounds beside slow references."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.platform.clients.execution import Assignment, Measurement, Outcome, Task
-from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, train_locally
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.objectives import Objective
+from fedloom.platform.clients.trainer import Train
+from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, endless_batches
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World, build_world
-from fedloom.platform.methods.personalised import (
-    AdaptationConfig,
-    DittoConfig,
-    DittoTrainingConfig,
-    KnnPerConfig,
-    LocalAdaptationConfig,
-    PerFedAvgConfig,
-    PerFedAvgTrainingConfig,
-)
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.silo_stage import SiloStage, SiloTrainingConfig
+from fedloom.platform.methods.silo.ditto import DittoConfig, DittoTrainingConfig, TrainDitto
+from fedloom.platform.methods.silo.per_fedavg import MetaStep, PerFedAvgConfig, PerFedAvgTrainingConfig, TrainMeta
+from fedloom.platform.methods.silo.personal import Personal, unpacked
+from fedloom.platform.methods.silo.scoring import ScoreOwn
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.silos import knn_per
-from fedloom.platform.silos.batches import endless_batches
-from fedloom.platform.silos.ditto import TrainDitto
-from fedloom.platform.silos.fedavg import TrainShared
-from fedloom.platform.silos.knn_per import ScoreNearest, best_share, nearest_labels, score_of
-from fedloom.platform.silos.per_fedavg import MetaStep, TrainMeta
-from fedloom.platform.silos.scoring import AdaptAndScore, ScoreOwn, ScoreShared
-from fedloom.platform.silos.state import Personal, unpacked
 from fedloom.platform.spaces.slices import Weights, bytes_of
 
 Make = Callable[..., RunConfig]
 Run = Callable[[RunConfig], tuple[World, Any, RunState]]
-Refused = Callable[[RunConfig], str]
 Data = tuple[Tensor, Tensor]
 
 ONLY = (0, 0, 0)
 """The space's first architecture, which the methods take if none is given."""
 
+SUBNET = Subnet(ONLY, stand_alone=True)
 LOCAL = LocalSGD(epochs=1, batch_size=12, lr=0.05, momentum=0.9, clip_norm=5.0)
+RULES = rules_of(SiloTrainingConfig(), "method.train")
 
 
 @dataclass(frozen=True)
@@ -145,7 +134,7 @@ def meta_step(local: LocalSGD, inner_lr: float, w: float = 0.0) -> tuple[Slope, 
         while True:
             yield ANOTHER
 
-    step = MetaStep(SGD(local, [slope.w]), slope, forever(), inner_lr)
+    step = MetaStep(SGD(local, {"w": slope.w}), slope, forever(), inner_lr, Objective())
 
     def once() -> None:
         F.cross_entropy(slope(ONE_BATCH[0]), ONE_BATCH[1]).backward()  # type: ignore[no-untyped-call]
@@ -209,7 +198,7 @@ def batches_of(data: Data, generator: torch.Generator, local: LocalSGD = LOCAL) 
 
 
 def test_a_round_of_per_fedavg_is_first_order_maml_and_counts_two_batches_per_step(federation: Federation) -> None:
-    outcome = federation.do(TrainMeta(ONLY, LOCAL, inner_lr=0.1, joined=False))
+    outcome = federation.do(TrainMeta(SUBNET, LOCAL, inner_lr=0.1, rules=RULES, joined=False))
     data = federation.data()
     batches = batches_of(data, federation.stream("batches"))
     endless = endless_batches(data, LOCAL, federation.stream("meta_batches"))
@@ -249,8 +238,8 @@ def test_the_pull_of_ditto_is_towards_what_was_received(federation: Federation) 
     local = LocalSGD(epochs=1, batch_size=1000, lr=0.05)
     mine = {**federation.weights, "fixed.classifier.bias": federation.weights["fixed.classifier.bias"] + 2.0}
     state = Personal(mine, {}).packed()
-    free = own(federation.do(TrainDitto(ONLY, local, 0.0, joined=False), state))
-    pulled = own(federation.do(TrainDitto(ONLY, local, 0.5, joined=False), state))
+    free = own(federation.do(TrainDitto(SUBNET, local, 0.0, RULES, joined=False), state))
+    pulled = own(federation.do(TrainDitto(SUBNET, local, 0.5, RULES, joined=False), state))
     # .05 * .5 * (own - received) = .05 * .5 * 2
     moved = free.weights["fixed.classifier.bias"] - pulled.weights["fixed.classifier.bias"]
     assert moved.tolist() == pytest.approx([0.05] * 10, abs=1e-6)
@@ -279,7 +268,7 @@ class DittoByHand:
 
 
 def test_the_own_model_of_ditto_goes_on_over_rounds_with_its_momentum(federation: Federation) -> None:
-    task, hand = TrainDitto(ONLY, LOCAL, 0.3, joined=False), DittoByHand(federation.module(), 0.3)
+    task, hand = TrainDitto(SUBNET, LOCAL, 0.3, RULES, joined=False), DittoByHand(federation.module(), 0.3)
     state: Weights | None = None
     received = federation.weights
     for round_ in range(2):
@@ -304,7 +293,7 @@ def test_ditto_without_a_pull_is_alone_bit_for_bit_whatever_is_received(federati
     other = replace(federation, weights=elsewhere(federation.weights))
     states = {}
     for pull in (0.0, 0.5):
-        task = TrainDitto(ONLY, LOCAL, pull)
+        task = TrainDitto(SUBNET, LOCAL, pull, RULES)
         first = [there.do(task, begin) for there in (federation, other)]
         states[pull] = [own(there.do(task, o.state, 1)) for there, o in zip((federation, other), first, strict=True)]
     assert_same(dict(states[0.0][0].weights), dict(states[0.0][1].weights))
@@ -316,8 +305,8 @@ def test_ditto_without_a_pull_is_alone_bit_for_bit_whatever_is_received(federati
 
 def test_what_ditto_sends_is_what_fedavg_sends_and_nothing_of_the_silos_own(federation: Federation) -> None:
     state = Personal(elsewhere(federation.weights), {}).packed()
-    outcome = federation.do(TrainDitto(ONLY, LOCAL, 0.3), state)
-    alone = federation.do(TrainShared(ONLY, LOCAL))
+    outcome = federation.do(TrainDitto(SUBNET, LOCAL, 0.3, RULES), state)
+    alone = federation.do(Train(SUBNET, LOCAL, joined=True))
     assert_same(sent(outcome), sent(alone))
     assert outcome.update is not None
     assert alone.update is not None
@@ -345,165 +334,12 @@ def test_a_run_of_ditto_keeps_a_model_per_silo_and_scores_it(make_config: Make, 
     assert sorted(rows[(rows.split == "test") & (rows.metric == "accuracy")].client_id) == [0, 1, 2]
     there = Federation(world, Worker(world.spec), dict(shared))
     for client_id in range(3):
-        scored = there.do(ScoreOwn(ONLY), dict(bags[f"client-{client_id}"].tensors), client_id=client_id)
+        scored = there.do(ScoreOwn(SUBNET), dict(bags[f"client-{client_id}"].tensors), client_id=client_id)
         row = rows[(rows.split == "test") & (rows.metric == "accuracy") & (rows.client_id == client_id)]
         assert row.value.tolist() == [values(scored)["personal", "accuracy"]]
 
 
-# -- kNN-Per ----------------------------------------------------------------------------------------------------------
-
-
-def nearest_by_hand(
-    queries: np.ndarray, features: np.ndarray, labels: list[int], classes: int, k: int, scale: float
-) -> np.ndarray:
-    rows = []
-    for query in queries:
-        distances = [float(np.sqrt(((query - feature) ** 2).sum())) for feature in features]
-        near = sorted(range(len(features)), key=lambda i: distances[i])[:k]
-        sigma = scale * sum(distances[i] for i in near) / len(near)
-        shares = np.zeros(classes)
-        for i in near:
-            shares[labels[i]] += np.exp(-distances[i] / sigma)
-        rows.append(shares / shares.sum())
-    return np.array(rows)
-
-
-def test_nearest_labels_in_literal_numbers() -> None:
-    features = torch.tensor([[1.0], [3.0], [100.0]])
-    found = nearest_labels(torch.tensor([[0.0]]), features, torch.tensor([2, 0, 1]), 3, neighbours=2, scale=1.0)
-    # Distances 1 and 3, sigma 2: exp(-.5) and exp(-1.5), as e : 1.
-    assert found.tolist() == [pytest.approx([1 / (1 + np.e), 0.0, np.e / (1 + np.e)])]
-    half = nearest_labels(torch.tensor([[0.0]]), features, torch.tensor([2, 0, 1]), 3, neighbours=2, scale=0.5)
-    assert half.tolist() == [pytest.approx([1 / (1 + np.e**2), 0.0, np.e**2 / (1 + np.e**2)])]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**31), st.integers(1, 40), st.integers(1, 45), st.sampled_from([0.25, 1.0, 4.0]))
-def test_nearest_labels_are_those_of_a_loop(seed: int, samples: int, k: int, scale: float) -> None:
-    rng = np.random.default_rng(seed)
-    features, queries = rng.normal(size=(samples, 3)), rng.normal(size=(30, 3))
-    labels = rng.integers(0, 4, samples).tolist()
-    found = nearest_labels(torch.tensor(queries), torch.tensor(features), torch.tensor(labels), 4, k, scale)
-    np.testing.assert_allclose(found.numpy(), nearest_by_hand(queries, features, labels, 4, k, scale), atol=1e-9)
-    assert found.sum(dim=1).tolist() == pytest.approx([1.0] * 30)
-
-
-def test_neighbours_in_the_same_place_count_alike_and_fewer_samples_than_k_are_all_taken() -> None:
-    same = nearest_labels(torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([0, 0, 0, 1]), 2, 10, 1.0)
-    assert same.tolist() == [pytest.approx([0.75, 0.25])] * 2
-
-
-def test_the_share_is_the_best_and_the_smallest_of_equals() -> None:
-    right, wrong = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])
-    y = torch.tensor([1])
-    assert best_share(right, wrong, y) == 0.6, "at .5 it is a draw, which goes to the first class"
-    assert best_share(wrong, right, y) == 0.0
-    assert best_share(right, right, y) == 0.0
-    assert best_share(wrong, wrong, y) == 0.0
-    near = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    predicted = torch.tensor([[0.55, 0.45], [0.3, 0.7]])
-    # The first is right from .1 on, the second, of class 1, only below 2/7: .1 and .2 are equally good.
-    assert best_share(near, predicted, torch.tensor([1, 1])) == 0.1
-    assert best_share(near[:0], predicted[:0], torch.tensor([], dtype=torch.long)) == 0.0
-
-
-def test_scores_of_probabilities_in_literal_numbers() -> None:
-    score = score_of(torch.tensor([[0.25, 0.75], [0.5, 0.5]]).double(), torch.tensor([1, 1]))
-    assert score.loss == pytest.approx(-(np.log(0.75) + np.log(0.5)) / 2)
-    assert (score.metric, score.samples) == (0.5, 2)
-
-
-def misled(federation: Federation) -> Federation:
-    """The shared model is sure of a class that the silo has not."""
-    _, y = federation.data("validation")
-    missing = min(set(range(10)) - set(y.tolist()) - set(federation.data("test")[1].tolist()))
-    bias = torch.zeros(10)
-    bias[missing] = 20.0
-    head = {
-        "fixed.classifier.weight": torch.zeros_like(federation.weights["fixed.classifier.weight"]),
-        "fixed.classifier.bias": bias,
-    }
-    return replace(federation, weights={**federation.weights, **head})
-
-
-def test_neighbours_outvote_a_shared_model_that_is_wrong(make_config: Make) -> None:
-    world = build_world(make_config(DittoConfig(), alpha=0.2))
-    weights = world.space.initial_subnet_weights(ONLY, torch_stream(1, "first"))
-    found = values(misled(Federation(world, Worker(world.spec), weights)).do(ScoreNearest(ONLY, neighbours=5)))
-    assert found["global", "accuracy"] == 0.0
-    assert found["personal", "neighbour_share"] > 0.5
-    assert found["personal", "accuracy"] > 0.5
-
-
-def test_a_share_of_0_is_the_shared_model(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knn_per, "best_share", lambda *_: 0.0)
-    found = values(federation.do(ScoreNearest(ONLY)))
-    shared = values(federation.do(ScoreShared(ONLY)))
-    for metric in ("accuracy", "loss", "macs", "parameters"):
-        assert found["personal", metric] == found["global", metric] == pytest.approx(shared["global", metric])
-    assert found["global", "accuracy"] == shared["global", "accuracy"]
-
-
-def test_neighbours_are_found_by_what_enters_the_classifier_on_training_data(federation: Federation) -> None:
-    outcome = federation.do(ScoreNearest(ONLY, neighbours=3))
-
-    def features(split: str) -> Tensor:
-        headless = federation.module().eval()
-        headless.fixed.classifier = nn.Identity()  # type: ignore[union-attr]
-        x: Tensor = headless(federation.data(split)[0])
-        return x.detach()
-
-    store, labels = features("train").double().numpy(), federation.data()[1].tolist()
-    module = federation.module().eval()
-
-    def mixture(split: str) -> tuple[Tensor, Tensor, Tensor]:
-        x, y = federation.data(split)
-        near = nearest_by_hand(features(split).double().numpy(), store, labels, 10, 3, 1.0)
-        return torch.tensor(near), module(x).detach().double().softmax(dim=1), y
-
-    share = best_share(*mixture("validation"))
-    assert share not in (best_share(*mixture("train")), best_share(*mixture("test"))), "the data tell the splits apart"
-    near, predicted, y = mixture("test")
-    score = score_of(share * near + (1 - share) * predicted, y)
-    assert values(outcome)["personal", "neighbour_share"] == share
-    assert values(outcome)["personal", "accuracy"] == score.metric
-    assert values(outcome)["personal", "loss"] == pytest.approx(score.loss)
-
-
-def test_a_run_of_knn_per_never_trains_on_validation_data(make_config: Make, run_in_memory: Run) -> None:
-    train = SiloTrainingConfig(rounds=2, batch_size=12, use_validation=False)
-    config = make_config(KnnPerConfig(train=train))
-    world, memory, _ = run_in_memory(config)
-    clients = memory.table("clients")
-    trained = clients[clients.stage == "knn_per"]
-    for client_id, samples in enumerate(world.data.sizes("train").tolist()):
-        assert trained[trained.client_id == client_id].samples.tolist() == [samples] * 2
-    rows = memory.table("evaluations")
-    shares = rows[rows.metric == "neighbour_share"]
-    assert sorted(shares.client_id) == [0, 1, 2]
-    assert shares.value.isin(knn_per.SHARES).all()
-
-
-# -- local adaptation -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("joined", [True, False])
-def test_adaptation_is_local_training_between_two_scores(federation: Federation, joined: bool) -> None:
-    outcome = federation.do(AdaptAndScore(ONLY, LOCAL, use_validation=joined))
-    x, y = federation.data()
-    if joined:
-        more = federation.data("validation")
-        x, y = torch.cat([x, more[0]]), torch.cat([y, more[1]])
-    module = federation.module()
-    generator = federation.stream("batches")
-    train_locally(module, list(module.parameters()), (x, y), LOCAL, generator)
-    before, after = (accuracy(m, federation.data("test")) for m in (federation.module(), module))
-    assert values(outcome)["global", "accuracy"] == before
-    assert values(outcome)["personal", "accuracy"] == after
-    assert before != after
-    assert outcome.steps == -(-len(y) // LOCAL.batch_size)
-    assert outcome.update is None
-    assert outcome.state is None
+# -- the round's settings and scores ----------------------------------------------------------------------------------
 
 
 def accuracy(module: nn.Module, data: Data) -> float:
@@ -511,114 +347,23 @@ def accuracy(module: nn.Module, data: Data) -> float:
     return correct / len(data[1])
 
 
-@pytest.mark.parametrize("method", [LocalAdaptationConfig, PerFedAvgConfig])
-def test_the_shared_model_is_scored_before_and_the_adapted_one_after(
-    make_config: Make, method: Any, run_in_memory: Run
-) -> None:
-    config = make_config(method(adapt=AdaptationConfig(epochs=1, lr=0.05)))
-    config.method.train = replace(config.method.train, rounds=2, batch_size=12)
-    world, memory, state = run_in_memory(config)
-    rows = memory.table("evaluations")
-    test = rows[(rows.split == "test") & (rows.metric == "accuracy")]
-    assert test.groupby("client_id").model.apply(list).tolist() == [["global", "personal"]] * 3
-    shared = state.weights("supernet")
-    there = Federation(world, Worker(world.spec), dict(shared))
-    for client_id in range(3):
-        mine = test[test.client_id == client_id].set_index("model").value
-        assert mine["global"] == accuracy(there.module(), there.data("test", client_id))
-    assert set(state.bags) == {"supernet"}, "nothing stays with a silo"
-
-
-# -- which data, when -------------------------------------------------------------------------------------------------
-
-METHODS: dict[str, Callable[[], Any]] = {
-    "local_adaptation": LocalAdaptationConfig,
-    "ditto": DittoConfig,
-    "per_fedavg": PerFedAvgConfig,
-}
-
-
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("use_validation", [True, False])
-def test_validation_data_is_trained_on_or_scored_on_and_never_both(
-    make_config: Make, name: str, use_validation: bool, run_in_memory: Run
-) -> None:
-    config = make_config(METHODS[name]())
-    train = replace(config.method.train, rounds=2, batch_size=12, evaluate_every=1, use_validation=use_validation)
-    config.method.train = train
-    world, memory, _ = run_in_memory(config)
-    data = world.data
-    expected = data.sizes("train") + (data.sizes("validation") if use_validation else 0)
-    clients = memory.table("clients")
-    for _, rows in clients[clients.stage == name].groupby("round"):
-        assert rows.sort_values("client_id").samples.tolist() == expected.tolist()
-    rows = memory.table("evaluations")
-    scored = rows[(rows.split == "validation") & (rows.metric == "accuracy")]
-    assert len(scored) == (0 if use_validation else 6)
-    assert set(scored.model) == (set() if use_validation else {"personal" if name == "ditto" else "global"})
-
-
 def test_a_score_on_validation_data_is_of_the_weights_that_are_sent(federation: Federation) -> None:
-    for task in (TrainShared(ONLY, LOCAL, False, True), TrainMeta(ONLY, LOCAL, 0.05, False, True)):
+    for task in (Train(SUBNET, LOCAL, scored=True), TrainMeta(SUBNET, LOCAL, 0.05, RULES, False, True)):
         outcome = federation.do(task)
         module = federation.module()
         module.load_state_dict(sent(outcome))
         assert values(outcome)["global", "accuracy"] == accuracy(module, federation.data("validation"))
-    outcome = federation.do(TrainDitto(ONLY, LOCAL, 0.1, False, True))
+    outcome = federation.do(TrainDitto(SUBNET, LOCAL, 0.1, RULES, False, True))
     module.load_state_dict(dict(own(outcome).weights))
     assert values(outcome)["personal", "accuracy"] == accuracy(module, federation.data("validation"))
     assert all(isinstance(m, Measurement) and m.split == "validation" for m in outcome.measurements)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
-
-
-def test_settings_that_cannot_run_are_refused_in_one_line(make_config: Make, refused: Refused) -> None:
-    assert (
-        refused(make_config(DittoConfig(train=DittoTrainingConfig(pull=-0.1))))
-        == "method.train.pull=-0.1: must be 0 (every silo alone) or more"
-    )
-    for method in (LocalAdaptationConfig, PerFedAvgConfig):
-        assert (
-            refused(make_config(method(adapt=AdaptationConfig(epochs=0))))
-            == "method.adapt.epochs=0, lr=0.01: must be at least 1, and greater than 0"
-        )
-    assert (
-        refused(make_config(PerFedAvgConfig(train=PerFedAvgTrainingConfig(local_factor=0.0))))
-        == "method.train.local_factor=0.0: must be greater than 0"
-    )
-    assert (
-        refused(make_config(KnnPerConfig(neighbours=0)))
-        == "method.neighbours=0, scale=1.0: must be at least 1, and greater than 0"
-    )
-    assert (
-        refused(make_config(KnnPerConfig(train=SiloTrainingConfig())))
-        == "method.train.use_validation: kNN-Per chooses its mixing weight on validation data; set false"
-    )
-    assert (
-        refused(make_config(KnnPerConfig(), validation_share=0.0))
-        == "data.validation_share=0 leaves a silo without validation samples to choose the mixing weight with: "
-        "raise it, or give each silo more samples"
-    )
-    assert (
-        refused(make_config(DittoConfig(architecture="1-2-9")))
-        == "layer 2 of cnn_digits has the operators 0 to 3 (conv(1), ds(3,0.5), mb(1,2), identity), given 9"
-    )
-    assert refused(make_config(DittoConfig(train=DittoTrainingConfig(rounds=-1)))) == (
-        "method.train.rounds=-1: must be at least 1, silos have no model before"
-    )
-
-
-def test_the_baselines_without_a_search_do_without_validation_data(make_config: Make) -> None:
-    for method in METHODS.values():
-        assert build_stages(build_world(make_config(method(), validation_share=0.0)))
-
-
 def test_a_round_has_the_settings_that_were_given(make_config: Make) -> None:
     def task_of(method: Any) -> Any:
         method.train = replace(method.train, rounds=3, lr=0.2)
-        training = cast(SiloStage, build_stages(build_world(make_config(method)))[0])
-        return training.task(RunState(round=1))
+        training = build_stages(build_world(make_config(method)))[0]
+        return training.plan(replace(training.begin(RunState()), round=1)).assignments[0].task
 
     assert task_of(DittoConfig(train=DittoTrainingConfig(pull=0.7))).pull == 0.7
     meta = task_of(PerFedAvgConfig(train=PerFedAvgTrainingConfig(local_factor=3.0)))

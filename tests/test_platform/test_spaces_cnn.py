@@ -7,6 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.cnn import OPERATORS
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
@@ -22,8 +23,14 @@ def space_of(name: str, **changes: Any) -> OperatorChoiceSpace:
     return space
 
 
-def test_cnn_cifar_has_the_published_size() -> None:
-    space = space_of("cnn_cifar")
+@pytest.fixture(scope="module")
+def cifar() -> OperatorChoiceSpace:
+    """The published space; its tables are counted once."""
+    return space_of("cnn_cifar")
+
+
+def test_cnn_cifar_has_the_published_size(cifar: OperatorChoiceSpace) -> None:
+    space = cifar
     assert space.num_architectures == 1_853_020_188_851_841
     sizes = space.num_parameters
     assert (sizes.supernet, sizes.fixed, sizes.largest_path) == (20_802_298, 619_226, 9_678_874)
@@ -34,8 +41,8 @@ def test_cnn_cifar_has_the_published_size() -> None:
     assert macs.largest == pytest.approx(716.0e6, rel=0.015)
 
 
-def test_cnn_cifar_costs_are_exact_for_whole_subnets() -> None:
-    space = space_of("cnn_cifar")
+def test_cnn_cifar_costs_are_exact_for_whole_subnets(cifar: OperatorChoiceSpace) -> None:
+    space = cifar
     rng = np.random.default_rng(0)
     x = torch.zeros(1, 3, 32, 32, device="meta")
     for _ in range(20):
@@ -148,7 +155,7 @@ def test_the_configuration_is_structured() -> None:
         ({"num_classes": 0}, "num_classes must be at least 1, given 0"),
         ({"stem_channels": 1}, "stem_channels must be at least 2, given 1"),
         ({"operators": []}, "at least one operator"),
-        ({"options": {"depth": 3}}, "cnn_digits has no options, given depth"),
+        ({"options": {"depth": 3}}, r"space\.options\.depth: not an option of space cnn_digits"),
     ],
 )
 def test_designs_that_cannot_be_built(changes: dict[str, Any], message: str) -> None:
@@ -156,9 +163,9 @@ def test_designs_that_cannot_be_built(changes: dict[str, Any], message: str) -> 
         space_of("cnn_digits", **changes)
 
 
-def user_space(config: SpaceConfig) -> SearchSpace:
+def user_space(config: SpaceConfig, *, stem: int = 4) -> SearchSpace:
     """Stands for a function in a user's package."""
-    return build_space(SpaceConfig("cnn_digits", num_classes=config.options["classes"]))
+    return build_space(SpaceConfig("cnn_digits", num_classes=config.num_classes, stem_channels=stem))
 
 
 def test_a_users_space_is_found_by_its_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,16 +176,19 @@ def test_a_users_space_is_found_by_its_import_path(monkeypatch: pytest.MonkeyPat
     module.space = user_space  # type: ignore[attr-defined]
     module.number = 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "users_package", module)
-    space = build_space(SpaceConfig("users_package:space", options={"classes": 3}))
+    space = build_space(SpaceConfig("users_package:space", num_classes=3, options={"stem": 8}))
     assert space.build_subnet((8,) * 5)(torch.zeros(2, 1, 8, 8)).shape == (2, 3)
-    with pytest.raises(ValueError, match="is not a function"):
+    assert space.initial_weights(torch_stream(1, "init"))["fixed.stem.conv.weight"].shape[0] == 8
+    with pytest.raises(ValueError, match=r"'users_package:number' is an int, not a function of \(config\)"):
         build_space(SpaceConfig("users_package:number"))
-    with pytest.raises(ValueError, match="cannot be imported"):
+    with pytest.raises(ValueError, match="'users_package:nothing' cannot be imported"):
         build_space(SpaceConfig("users_package:nothing"))
+    with pytest.raises(ValueError, match=r"space\.options\.depth: not an option of .*; the options are stem"):
+        build_space(SpaceConfig("users_package:space", options={"depth": 3}))
 
 
 @pytest.mark.parametrize("name", ["cnn_cifr", ""])
 def test_an_unknown_space_lists_the_known(name: str) -> None:
-    with pytest.raises(ValueError, match=r"known are .*cnn_cifar, cnn_cifar_wide, cnn_digits.*module:attribute"):
+    with pytest.raises(ValueError, match=r"known are .*cnn_cifar, cnn_cifar_wide, cnn_digits.*or module:name"):
         build_space(SpaceConfig(name))
-    assert set(SPACES) >= {"cnn_cifar", "cnn_cifar_wide", "cnn_digits"}
+    assert set(SPACES.known) >= {"cnn_cifar", "cnn_cifar_wide", "cnn_digits"}

@@ -14,7 +14,7 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.distribution import Handout, random
 from fedloom.platform.federation.world import World, build_world, split_into_tiers
-from fedloom.platform.methods.superfednas import SEARCHED
+from fedloom.platform.methods.elastic.superfednas import SEARCHED
 from fedloom.platform.methods.target_search import search_supernet
 from fedloom.platform.results.models import load_model
 from fedloom.platform.results.paths import find_run

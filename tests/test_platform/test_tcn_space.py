@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.clients.training import LocalSGD, own_randomness, train_locally
+from fedloom.platform.clients.objectives import Objective
+from fedloom.platform.clients.training import SGD, LocalSGD, own_randomness, train_locally
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.registry import build_space
@@ -207,7 +208,8 @@ def trained(seed: int, disturb: Callable[[], object], dropout: float = 0.5) -> T
     generator = torch_stream(seed, "batches")
     disturb()
     with own_randomness(generator, CPU):
-        train_locally(module, list(module.parameters()), data, LOCAL, generator)
+        sgd = SGD(LOCAL, dict(module.named_parameters()))
+        train_locally(module, sgd, data, LOCAL, generator, objective=Objective())
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 

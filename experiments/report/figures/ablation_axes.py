@@ -37,7 +37,7 @@ class Studied:
     names: Mapping[str, str]
 
 
-def looks(values: Sequence[Any]) -> dict[Any, tuple[str, str]]:
+def looks_of_values(values: Sequence[Any]) -> dict[Any, tuple[str, str]]:
     """Per value of an axis its colour and marker."""
     return dict(zip(values, zip(cycle(SERIES), cycle(MARKERS), strict=False), strict=False))
 
@@ -133,7 +133,7 @@ def _with_macs(frame: pd.DataFrame, ablation: Ablation, axis: str) -> pd.DataFra
 
 
 def _lines(axes: Axes, rows: pd.DataFrame, axis: str, values: Sequence[Any], scale: float, logarithmic: bool) -> None:
-    drawn = looks(values)
+    drawn = looks_of_values(values)
     width = float(rows["macs"].max() - rows["macs"].min()) or 1.0
     for i, value in enumerate(values):
         own = rows[rows[axis] == value].sort_values("macs")
@@ -234,7 +234,7 @@ def tiers_figure(studied: Studied) -> Figure | None:
 
 def bar_handles(values: Sequence[Any]) -> list[Patch]:
     """A legend's entries for the bars of an axis' values."""
-    return [Patch(color=colour, label=short(value)) for value, (colour, _) in looks(values).items()]
+    return [Patch(color=colour, label=short(value)) for value, (colour, _) in looks_of_values(values).items()]
 
 
 def bars(axes: Axes, rows: pd.DataFrame, axis: str, values: Sequence[Any], names: Mapping[str, str]) -> None:
@@ -245,7 +245,7 @@ def bars(axes: Axes, rows: pd.DataFrame, axis: str, values: Sequence[Any], names
     if all(name.startswith("tier") for name in groups):
         groups.sort(key=natural)
     width = 0.8 / len(values)
-    for i, (value, (colour, _)) in enumerate(looks(values).items()):
+    for i, (value, (colour, _)) in enumerate(looks_of_values(values).items()):
         own = rows[rows[axis] == value]
         at = np.array([groups.index(place) for place in own["place"]]) + (i - (len(values) - 1) / 2) * width
         half = 100 * own["half_width"]

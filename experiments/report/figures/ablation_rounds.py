@@ -9,9 +9,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fedloom.experiments.analysis.ablation import by_setting, held, holding, values_of
-from fedloom.experiments.analysis.frames import METRIC, convergence
+from fedloom.experiments.analysis.convergence import convergence
+from fedloom.experiments.analysis.frames import METRIC
 from fedloom.experiments.analysis.seeds import SEEDS, spread
-from fedloom.experiments.analysis.steps import SEARCH, steps
+from fedloom.experiments.analysis.stages import SEARCH
+from fedloom.experiments.analysis.steps import steps
 from fedloom.experiments.analysis.tables import Tables
 from fedloom.experiments.report.figures.ablation_axes import (
     Studied,
@@ -19,7 +21,7 @@ from fedloom.experiments.report.figures.ablation_axes import (
     bar_handles,
     bars,
     final_model,
-    looks,
+    looks_of_values,
     title_of,
 )
 from fedloom.experiments.report.figures.convergence import KINDS
@@ -69,7 +71,7 @@ def _scatter(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any]) -> No
     # Shuffled by multiples of the golden ratio, without a random stream: no value's dots lie on top of all others.
     order = np.argsort(np.arange(len(rows)) * 0.618034 % 1.0, kind="stable")
     mixed = rows.iloc[order]
-    colours = {value: colour for value, (colour, _) in looks(values).items()}
+    colours = {value: colour for value, (colour, _) in looks_of_values(values).items()}
     axes.scatter(mixed["step"], 100 * mixed["accuracy"], c=[colours[v] for v in mixed[axis]], **_FAINT)
     training = rows[rows["phase"] != SEARCH]
     for value, colour in colours.items():
@@ -115,13 +117,13 @@ def rounds_figure(studied: Studied, tables: Tables) -> Figure | None:
 
 
 def _looks(studied: Studied) -> dict[Any, tuple[str, str]]:
-    return looks(values_of(studied.ablation, next(iter(studied.ablation.axes))))
+    return looks_of_values(values_of(studied.ablation, next(iter(studied.ablation.axes))))
 
 
 def _curves(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any]) -> None:
     validated = rows[rows["series"] == "validation"]
     shown, style = (validated, "-") if len(validated) else (rows, DASHED)
-    for value, (colour, marker) in looks(values).items():
+    for value, (colour, marker) in looks_of_values(values).items():
         own = shown[shown[axis] == value]
         over = 100 * spread(own, ["rounds_done"], "metric")
         x, y = over.index.to_numpy(dtype=float), over["mean"].to_numpy(dtype=float)

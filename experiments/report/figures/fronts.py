@@ -49,7 +49,7 @@ def pareto_figure(
     same_limits(panels, x=True, y=True)
     handles = _handles(tiers, with_bounds=any(bounds.values()))
     place: dict[str, Any] = {"loc": "outside right center"}
-    if len(shown) > 1:
+    if parts[0] is not figure:
         place = {"loc": "outside lower center", "ncols": min(len(handles), 6)}
     figure.legend(handles=handles, **place, **LEGEND)
     return figure

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from fedloom.experiments.analysis.silos import as_square, personalisation_gains
+from fedloom.experiments.analysis.silo_gains import as_square, personalisation_gains
 from fedloom.experiments.report.figures.style import INK, quiet
 
 

@@ -55,11 +55,11 @@ def title_text(text: str, width_in: float) -> str:
 def multiples(
     settings: Sequence[Setting], alone: tuple[float, float], each: tuple[float, float], columns: int = 1
 ) -> tuple[Figure, Sequence[Figure | SubFigure]]:
-    """A figure, and what each setting is drawn in: one alone in the whole figure, several in parts with their names.
+    """A figure, and what each setting is drawn in: in parts with their names, or the only one of its experiment in all.
 
-    `alone` and `each` are the sizes in inches (width, height) of the figure of one setting, and of a part.
+    `alone` and `each` are the sizes in inches (width, height) of the figure of such a setting, and of a part.
     """
-    if len(settings) == 1:
+    if [s.name for s in settings] == [settings[0].experiment]:
         figure = Figure(figsize=alone, layout="constrained")
         return figure, [figure]
     columns = min(columns, len(settings))

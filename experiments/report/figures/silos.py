@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from fedloom.experiments.analysis.seeds import SEEDS, by_seed, spread
 from fedloom.experiments.analysis.settings import Setting
-from fedloom.experiments.analysis.silos import Phases
+from fedloom.experiments.analysis.silo_curves import Phases
 from fedloom.experiments.report.figures.settings import legend_height_in, legend_text, looks, setting_label
 from fedloom.experiments.report.figures.style import GREY, INK, LEGEND, SERIES, quiet, whole_numbers
 
@@ -29,7 +29,7 @@ NARROW = 26
 """Letters in a line of a setting's name beside an axis."""
 
 
-def accuracy_figure(per_silo: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
+def silo_accuracy_figure(per_silo: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
     """The test accuracy of every silo, a line per setting, with mean and worst marked; None without any.
 
     `per_silo` as from `silos.per_silo`; the silos of all seeds of a setting are drawn together, of runs that repeat a

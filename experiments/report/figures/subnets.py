@@ -38,7 +38,7 @@ PANEL_IN = 5.4
 """The width of a setting's panel in inches."""
 
 
-def accuracy_figure(subnets: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
+def subnet_accuracy_figure(subnets: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
     """Test accuracy (perplexity for texts) against MACs, a panel per data set and a line per setting; None without.
 
     `subnets` as from `subnets`. Source: SuperFed, Fig. 4.

@@ -27,7 +27,7 @@ from fedloom.experiments.report.pages.latex import latex_tables
 from fedloom.experiments.report.pages.values import records
 from fedloom.experiments.report.parts.block import rich_block
 from fedloom.experiments.report.parts.picture import Picture
-from fedloom.experiments.report.tables.ablation import axis_blocks, settings_block, subnet_names, trials_block
+from fedloom.experiments.report.tables.ablation import axis_blocks, points_block, subnet_names, trials_block
 from fedloom.experiments.report.tables.failures import failures_block
 from fedloom.experiments.store.ablations import FIGURES, Ablation, find_ablation, is_ablation, short
 from fedloom.experiments.store.trials import FINAL, TrialState, trial_states
@@ -83,7 +83,7 @@ def ablation_content(ablation: Ablation, states: Sequence[TrialState], tables: T
     names = subnet_names(frame, labels_of(tables))
     blocks = [
         trials_block(ablation, states, tables),
-        settings_block(ablation, frame, names, wide=True),
+        points_block(ablation, frame, names, wide=True),
         *axis_blocks(ablation, frame, names),
         failures_block(tables),
     ]
@@ -197,7 +197,7 @@ def ablation_table(results: Path, ablation_id: str) -> RenderableType:
     """The settings of an ablation for the terminal; quick, and without matplotlib."""
     ablation, tables = load_ablation(results, ablation_id, tables=[t for t in ALL_TABLES if t != "clients"])
     frame = ablation_frame(tables, ablation)
-    block = settings_block(ablation, frame, subnet_names(frame, labels_of(tables)), wide=False)
+    block = points_block(ablation, frame, subnet_names(frame, labels_of(tables)), wide=False)
     return rich_block(block, stacked=False)
 
 

@@ -7,9 +7,9 @@ from fedloom.experiments.analysis.frames import (
     METRIC,
     tiers_of,
 )
-from fedloom.experiments.analysis.kinds import elastic_run_ids, is_dry, is_elastic, is_silo, silo_run_ids
+from fedloom.experiments.analysis.kinds import SILOS, SUBNETS, TIERS, is_dry, kind_of
 from fedloom.experiments.analysis.subnets import SEARCHED, targets_of
-from fedloom.experiments.analysis.tables import Tables, configuration
+from fedloom.experiments.analysis.tables import Tables, configuration, only
 from fedloom.experiments.report.pages.facts import state_of, status_of
 from fedloom.experiments.report.pages.silo_gaps import missing_of_silos
 from fedloom.experiments.report.parts.words import sentence
@@ -34,36 +34,37 @@ def missing_of(tables: Tables) -> tuple[str, ...]:
 
 
 def _missing(tables: Tables, paths: RunPaths) -> list[str]:
-    def of(frame: pd.DataFrame) -> pd.DataFrame:
-        return frame[frame["run_id"] == paths.run_id]
-
-    state = state_of(tables, paths)
+    run, state = only(tables, [paths.run_id]), state_of(tables, paths)
     lines = [] if state == "done" else [_progress(paths, state)]
-    if of(tables.rounds).empty:
+    if run.rounds.empty:
         return [*lines, "no finished round is in the tables yet"]
-    config = configuration(tables, paths.run_id)
     if is_dry(tables, paths.run_id):
         return lines  # said once for all dry runs
-    if is_elastic(config):
-        return [*lines, *_missing_of_elastic(tables, paths.run_id, state)]
-    if is_silo(config):
-        tested = of(tables.evaluations)
-        tested = tested[(tested["split"] == "test") & (tested["metric"] == METRIC)]
-        return [*lines, *missing_of_silos(tables, paths.run_id, state), *_without_test_samples(tested)]
-    method = config.get("method", {})
-    if "search" in method and of(tables.candidates).empty:
+    tested = run.evaluations[(run.evaluations["split"] == "test") & (run.evaluations["metric"] == METRIC)]
+    gaps = {
+        TIERS: lambda: _missing_of_tiers(run, tested, state),
+        SUBNETS: lambda: _missing_of_subnets(run, tested, state),
+        SILOS: lambda: missing_of_silos(tables, paths.run_id, state),
+    }
+    return [*lines, *gaps[kind_of(tables, paths.run_id)](), *_without_test_samples(tested)]
+
+
+def _missing_of_tiers(run: Tables, tested: pd.DataFrame, state: str) -> list[str]:
+    """What a run lacks that ends with a model per tier: candidates, test metrics, its baseline, or tiers' models."""
+    run_id = run.paths[0].run_id
+    method = configuration(run, run_id).get("method", {})
+    lines = []
+    if "search" in method and run.candidates.empty:
         lines.append("no tier's search has ended: no candidates and no Pareto front")
-    tested = of(tables.evaluations)
-    tested = tested[(tested["split"] == "test") & (tested["metric"] == METRIC)]
     if tested.empty:
         lines.append("nothing was measured on test data: no test metric and no fairness")
     elif "rand_init" in method and "rand_init" not in set(tested["model"]):
         lines.append("the rand-init baseline was not evaluated")
     if state == "done" and "search" in method:
-        chosen = set(of(tables.models)["tier"]) | set(of(tables.candidates)["tier"])
-        empty = [t for t in tiers_of(tables, paths.run_id) if t not in chosen]
+        chosen = set(run.models["tier"]) | set(run.candidates["tier"])
+        empty = [t for t in tiers_of(run, run_id) if t not in chosen]
         lines += [f"{', '.join(empty)}: no model of the space lies within the bounds"] if empty else []
-    return [*lines, *_without_test_samples(tested)]
+    return lines
 
 
 def _without_test_samples(tested: pd.DataFrame) -> list[str]:
@@ -71,16 +72,14 @@ def _without_test_samples(tested: pd.DataFrame) -> list[str]:
     return [f"{excluded} clients have no test samples and are left out of the fairness figures"] if excluded else []
 
 
-def _missing_of_elastic(tables: Tables, run_id: str, state: str) -> list[str]:
+def _missing_of_subnets(run: Tables, tested: pd.DataFrame, state: str) -> list[str]:
     """What a SuperFedNAS run lacks: the evaluation, or targets without a winner."""
-    tested = tables.evaluations[tables.evaluations["run_id"] == run_id]
-    tested = tested[(tested["split"] == "test") & (tested["metric"] == METRIC)]
-    targets = targets_of(tables, run_id)
     found = set(tested.loc[tested["model"] == SEARCHED, "tier"])
     lines = [] if len(tested) else ["nothing was measured on test data yet: no accuracy of subnets"]
-    if state == "done" and (lost := [t for t in targets if t not in found]):
+    lost = [t for t in targets_of(run, run.paths[0].run_id) if t not in found]
+    if state == "done" and lost:
         lines.append(f"{', '.join(lost)}: the search chose no subnet for {'it' if len(lost) == 1 else 'them'}")
-    return [*lines, *_without_test_samples(tested)]
+    return lines
 
 
 def _progress(paths: RunPaths, state: str) -> str:
@@ -95,8 +94,8 @@ def _progress(paths: RunPaths, state: str) -> str:
 def unknown_bounds(tables: Tables, bounds: Bounds) -> list[str]:
     """A sentence on the runs whose tiers' bounds are not known."""
     known = {run_id for run_id, _ in bounds}
-    known |= {*elastic_run_ids(tables), *silo_run_ids(tables)}  # their networks have no tier's bound
-    unknown = [p.run_id for p in tables.paths if p.run_id not in known and configuration(tables, p.run_id)]
+    with_tiers = [p.run_id for p in tables.paths if kind_of(tables, p.run_id) == TIERS]  # others have no bounds
+    unknown = [run_id for run_id in with_tiers if run_id not in known and configuration(tables, run_id)]
     if not unknown:
         return []
     return [f"Upper bounds are not shown for runs that did not record them: {', '.join(unknown)}."]

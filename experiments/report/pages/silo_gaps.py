@@ -6,15 +6,10 @@ from typing import Any
 import pandas as pd
 
 from fedloom.experiments.analysis.frames import METRIC
-from fedloom.experiments.analysis.silos import (
-    EVALUATION,
-    GAINS,
-    p_matrix,
-    per_silo,
-    training,
-    undecided_silos,
-    was_heard,
-)
+from fedloom.experiments.analysis.kinds import keeps_own_cells, keeps_own_models
+from fedloom.experiments.analysis.silo_gains import p_matrix
+from fedloom.experiments.analysis.silos import per_silo, took_part, training, undecided_silos
+from fedloom.experiments.analysis.stages import EVALUATION, GAINS
 from fedloom.experiments.analysis.tables import Tables, configuration, only
 
 
@@ -35,9 +30,6 @@ def missing_of_silos(tables: Tables, run_id: str, state: str) -> list[str]:
         lines.append(f"the search ended with edges left to be searched in {silo_names(tables, run_id, left)}")
     return lines
 
-
-WITH_AN_OWN_STATE = ("spider", "ditto")
-"""Methods whose silos score what they keep, which is the shared model where they keep nothing."""
 
 MOST_PAIRS = 6
 
@@ -61,12 +53,12 @@ def unscored_silos(tables: Tables, run_id: str) -> list[int]:
     return _others(known["client_id"], num_silos(tables, run_id))
 
 
-def unheard_silos(tables: Tables, run_id: str) -> list[int]:
+def untrained_silos(tables: Tables, run_id: str) -> list[int]:
     """The silos of which no training round counted: failed, dropped or late every time."""
     rows = training(only(tables, [run_id]).clients)
     if rows.empty:
         return []
-    return _others(rows.loc[was_heard(rows), "client_id"], num_silos(tables, run_id))
+    return _others(rows.loc[took_part(rows), "client_id"], num_silos(tables, run_id))
 
 
 def _others(known: "pd.Series[Any]", count: int) -> list[int]:
@@ -101,17 +93,18 @@ def gaps_of_scores(tables: Tables, run_id: str) -> list[str]:
     if unscored:
         which = silo_names(tables, run_id, unscored)
         lines.append(f"no accuracy on test data of {which}: mean, std and worst are over the others")
-    if unheard := [silo for silo in unheard_silos(tables, run_id) if silo not in unscored]:
-        which = silo_names(tables, run_id, unheard)
-        method = str(configuration(tables, run_id)["method"]["name"])
-        lines.append(f"no training round of {which} counted (failed, dropped or late every time): {_scored(method)}")
+    if untrained := [silo for silo in untrained_silos(tables, run_id) if silo not in unscored]:
+        which = silo_names(tables, run_id, untrained)
+        scored = _scored(tables, run_id)
+        lines.append(f"no training round of {which} counted (failed, dropped or late every time): {scored}")
     return lines
 
 
-def _scored(method: str) -> str:
-    if method in WITH_AN_OWN_STATE:
+def _scored(tables: Tables, run_id: str) -> str:
+    """What the final evaluation scores of silos that were never trained."""
+    if keeps_own_models(tables, run_id):
         return "what is scored as personal there is the shared model"
-    if method == "fedpnas":
+    if keeps_own_cells(tables, run_id):
         return "what is scored as personal there is the shared base with cells that were never trained"
     return "the shared model has learned nothing from the data there"
 

@@ -2,8 +2,12 @@
 
 from collections.abc import Iterator
 
-from fedloom.experiments.analysis.silos import curves, p_matrix, per_silo, phases, silo_settings, silos
+from fedloom.experiments.analysis.silo_curves import curves, phases
+from fedloom.experiments.analysis.silo_gains import p_matrix
+from fedloom.experiments.analysis.silo_summaries import silo_settings
+from fedloom.experiments.analysis.silos import per_silo, silos
 from fedloom.experiments.analysis.tables import Tables, only
+from fedloom.experiments.report.pages.sheets import sheets
 from fedloom.experiments.report.parts.picture import Picture
 from fedloom.experiments.report.parts.words import REPEATED, sentence
 
@@ -37,19 +41,20 @@ def silo_pictures(tables: Tables) -> Iterator[Picture]:
     if not own.paths:
         return
     # Here, because matplotlib takes a second to load and a run's summary does without.
-    from fedloom.experiments.report.figures.silos import accuracy_figure, curves_figure
+    from fedloom.experiments.report.figures.silos import curves_figure, silo_accuracy_figure
     from fedloom.experiments.report.figures.style import png
 
-    settings = silo_settings(tables)
-    together = {
-        "silos": accuracy_figure(per_silo(own), settings),
-        "phases": curves_figure(curves(own), phases(own), settings),
-    }
-    repeated = f" {sentence(REPEATED)}" if any(s.repeats_seeds for s in settings) else ""
-    for name, figure in together.items():
-        if figure is not None:
-            title, caption = CAPTIONS[name]
-            yield Picture(name, title, f"{caption}{repeated}", png(figure))
+    measured, trained, searched = per_silo(own), curves(own), phases(own)
+    for sheet in sheets(silo_settings(tables)):
+        figures = {
+            "silos": silo_accuracy_figure(measured, sheet.settings),
+            "phases": curves_figure(trained, searched, sheet.settings),
+        }
+        repeated = f" {sentence(REPEATED)}" if any(s.repeats_seeds for s in sheet.settings) else ""
+        for name, figure in figures.items():
+            if figure is not None:
+                title, caption = CAPTIONS[name]
+                yield sheet.labelled(Picture(name, title, f"{caption}{repeated}", png(figure)))
     for paths in own.paths:
         for picture in _of_run(only(own, [paths.run_id])):
             yield picture.named(paths.run_id) if len(own.paths) > 1 else picture

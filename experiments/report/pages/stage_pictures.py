@@ -1,23 +1,19 @@
 """The figures of runs with stages and tiers, and what they say."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import pandas as pd
 
 from fedloom.experiments.analysis.bounds import Bounds
-from fedloom.experiments.analysis.frames import (
-    by_stage,
-    client_metrics,
-    communication,
-    communication_by_kind,
-    convergence,
-    pareto,
-)
-from fedloom.experiments.analysis.kinds import elastic_run_ids, is_silo, silo_run_ids
+from fedloom.experiments.analysis.convergence import convergence
+from fedloom.experiments.analysis.frames import client_metrics, communication, communication_by_kind, pareto
+from fedloom.experiments.analysis.kinds import SILOS, elastic_run_ids, silo_run_ids
 from fedloom.experiments.analysis.labels import Labels
 from fedloom.experiments.analysis.settings import Setting, settings_of
-from fedloom.experiments.analysis.subnets import ALONE
+from fedloom.experiments.analysis.stages import ALONE, by_stage, real_rounds
 from fedloom.experiments.analysis.tables import Tables
+from fedloom.experiments.report.pages.sheets import sheets
 from fedloom.experiments.report.parts.picture import Picture
 from fedloom.experiments.report.parts.words import REPEATED, sentence
 
@@ -66,13 +62,37 @@ def stage_pictures(tables: Tables, bounds: Bounds, labels: Labels) -> Iterator[P
     """The figures of every experiment, in which each of its settings has a part of its own."""
     settings = settings_of(tables)
     experiments = list(dict.fromkeys(s.experiment for s in settings))
+    frames = _frames(tables, labels)
     for experiment in experiments:
         own = [s for s in settings if s.experiment == experiment]
-        for picture in _pictures(tables, own, bounds, labels):
-            yield picture.named(experiment) if len(experiments) > 1 else picture
+        for sheet in sheets(own):
+            for picture in _pictures(frames, sheet.settings, bounds, alone=len(own) == 1):
+                labelled = sheet.labelled(picture)
+                yield labelled.named(experiment) if len(experiments) > 1 else labelled
 
 
-def _pictures(tables: Tables, settings: Sequence[Setting], bounds: Bounds, labels: Labels) -> Iterator[Picture]:
+@dataclass(frozen=True)
+class _Frames:
+    """What the figures are drawn of."""
+
+    curves: pd.DataFrame
+    candidates: pd.DataFrame
+    kinds: pd.DataFrame
+    rounds: pd.DataFrame
+    clients: pd.DataFrame
+
+
+def _frames(tables: Tables, labels: Labels) -> _Frames:
+    return _Frames(
+        curves=_labelled(_tier_convergence(tables), labels),
+        candidates=_tier_candidates(tables),
+        kinds=communication_by_kind(communication(tables)),
+        rounds=by_stage(real_rounds(tables.rounds)),
+        clients=client_metrics(tables),
+    )
+
+
+def _pictures(frames: _Frames, settings: Sequence[Setting], bounds: Bounds, *, alone: bool) -> Iterator[Picture]:
     # Here, because matplotlib takes a second to load and a run's summary does without.
     from fedloom.experiments.report.figures.clients import clients_figure
     from fedloom.experiments.report.figures.communication import communication_figure
@@ -80,37 +100,33 @@ def _pictures(tables: Tables, settings: Sequence[Setting], bounds: Bounds, label
     from fedloom.experiments.report.figures.fronts import pareto_figure
     from fedloom.experiments.report.figures.style import png
 
-    kinds = communication_by_kind(communication(tables))
-    curves = _labelled(_tier_convergence(tables), labels)
-    values = (
-        {"convergence": ("loss", "metric")} if len(settings) == 1 else {"convergence": ("metric",), LOSS: ("loss",)}
-    )
+    values = {"convergence": ("loss", "metric")} if alone else {"convergence": ("metric",), LOSS: ("loss",)}
     figures = {
-        **{name: convergence_figure(curves, settings, shown) for name, shown in values.items()},
-        "pareto": pareto_figure(_tier_candidates(tables), settings, _macs_bounds(settings, bounds)),
-        "communication": communication_figure(kinds, by_stage(tables.rounds), settings),
-        "clients": clients_figure(client_metrics(tables), settings),
+        **{name: convergence_figure(frames.curves, settings, shown) for name, shown in values.items()},
+        "pareto": pareto_figure(frames.candidates, settings, _macs_bounds(settings, bounds)),
+        "communication": communication_figure(frames.kinds, frames.rounds, settings),
+        "clients": clients_figure(frames.clients, settings),
     }
     for name, figure in figures.items():
         if figure is not None:
-            yield Picture(name, _title(name, settings), _caption(name, settings), png(figure))
+            yield Picture(name, _title(name, alone=alone), _caption(name, settings, alone=alone), png(figure))
 
 
-def _title(name: str, settings: Sequence[Setting]) -> str:
-    if name == LOSS or (name == "convergence" and len(settings) > 1):
+def _title(name: str, *, alone: bool) -> str:
+    if name == LOSS or (name == "convergence" and not alone):
         return f"{CAPTIONS['convergence'][0]}: {'loss' if name == LOSS else 'accuracy'}"
     return CAPTIONS[name][0]
 
 
-def _caption(name: str, settings: Sequence[Setting]) -> str:
+def _caption(name: str, settings: Sequence[Setting], *, alone: bool) -> str:
     key = "convergence" if name == LOSS else name
-    of_silos = name == "communication" and all(is_silo(s.config) for s in settings)
+    of_silos = name == "communication" and all(s.kind == SILOS for s in settings)
     lines = [COMMUNICATION_OF_SILOS if of_silos else CAPTIONS[key][1]]
     if any(len(s.run_ids) > 1 for s in settings):
         lines.append(OVER_RUNS[key])
     if key != "pareto" and any(s.repeats_seeds for s in settings):
         lines.append(sentence(REPEATED))
-    return " ".join([*lines, *([OVER_SETTINGS] if len(settings) > 1 else [])])
+    return " ".join([*lines, *([] if alone else [OVER_SETTINGS])])
 
 
 def _labelled(frame: pd.DataFrame, labels: Labels) -> pd.DataFrame:

@@ -1,13 +1,15 @@
 """The figures of SuperFedNAS runs, and what they say."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fedloom.experiments.analysis.costs import cost_comparisons
-from fedloom.experiments.analysis.kinds import elastic_run_ids, is_elastic
+from fedloom.experiments.analysis.kinds import SUBNETS, elastic_run_ids
 from fedloom.experiments.analysis.labels import Labels
-from fedloom.experiments.analysis.settings import settings_of
+from fedloom.experiments.analysis.settings import Setting, settings_of
+from fedloom.experiments.analysis.stages import real_rounds
 from fedloom.experiments.analysis.subnets import scored, subnets
 from fedloom.experiments.analysis.tables import Tables, only
+from fedloom.experiments.report.pages.sheets import sheets
 from fedloom.experiments.report.parts.picture import Picture
 from fedloom.experiments.report.parts.words import REPEATED, sentence
 
@@ -46,17 +48,25 @@ def subnet_pictures(tables: Tables, labels: Labels) -> Iterator[Picture]:
     # Here, because matplotlib takes a second to load and a run's summary does without.
     from fedloom.experiments.report.figures.costs import cost_figure
     from fedloom.experiments.report.figures.style import png
-    from fedloom.experiments.report.figures.subnets import accuracy_figure, beta_figure, search_figure
+    from fedloom.experiments.report.figures.subnets import beta_figure, search_figure, subnet_accuracy_figure
 
-    settings = [s for s in settings_of(tables) if is_elastic(s.config)]
+    settings = [s for s in settings_of(tables) if s.kind == SUBNETS]
+    frames = (subnets(elastic, labels), scored(elastic), real_rounds(elastic.rounds))
+    for sheet in sheets(settings):
+        figures = {
+            "accuracy-macs": subnet_accuracy_figure(frames[0], sheet.settings),
+            "search": search_figure(frames[1], sheet.settings),
+            "beta": beta_figure(frames[2], sheet.settings),
+        }
+        for name, figure in figures.items():
+            if figure is not None:
+                yield sheet.labelled(_picture(name, png(figure), sheet.settings))
+    figure = cost_figure(cost_comparisons(tables, labels))
+    if figure is not None:
+        yield _picture("cost", png(figure), settings)
+
+
+def _picture(name: str, image: bytes, settings: Sequence[Setting]) -> Picture:
+    title, caption = CAPTIONS[name]
     repeated = f" {sentence(REPEATED)}" if any(s.repeats_seeds for s in settings) else ""
-    figures = {
-        "accuracy-macs": accuracy_figure(subnets(elastic, labels), settings),
-        "search": search_figure(scored(elastic), settings),
-        "beta": beta_figure(elastic.rounds, settings),
-        "cost": cost_figure(cost_comparisons(tables, labels)),
-    }
-    for name, figure in figures.items():
-        if figure is not None:
-            title, caption = CAPTIONS[name]
-            yield Picture(name, title, f"{caption}{repeated}", png(figure))
+    return Picture(name, title, f"{caption}{repeated}", image)

@@ -20,14 +20,10 @@ from fedloom.experiments.analysis.frames import (
 from fedloom.experiments.analysis.intervals import Estimate, is_absent
 from fedloom.experiments.analysis.labels import labels_of
 from fedloom.experiments.analysis.settings import Setting, settings_of
-from fedloom.experiments.analysis.silos import (
-    SiloSummary,
-    p_matrix,
-    per_silo,
-    personalisation_gains,
-    phases,
-    silo_summaries,
-)
+from fedloom.experiments.analysis.silo_curves import phases
+from fedloom.experiments.analysis.silo_gains import p_matrix, personalisation_gains
+from fedloom.experiments.analysis.silo_summaries import SiloSummary, silo_summaries
+from fedloom.experiments.analysis.silos import per_silo
 from fedloom.experiments.analysis.subnets import Subnet, SubnetSummary, subnet_summaries, subnets
 from fedloom.experiments.report.pages.facts import state_of
 from fedloom.experiments.report.pages.gaps import missing_of, unknown_bounds

@@ -14,6 +14,7 @@ from fedloom.experiments.analysis.ablation import (
 from fedloom.experiments.analysis.frames import METRIC
 from fedloom.experiments.analysis.intervals import is_absent
 from fedloom.experiments.analysis.labels import Labels
+from fedloom.experiments.analysis.stages import real_rounds
 from fedloom.experiments.analysis.summary import MODEL_KEY
 from fedloom.experiments.analysis.tables import Tables
 from fedloom.experiments.report.parts.block import Block
@@ -43,7 +44,7 @@ def subnet_names(frame: pd.DataFrame, labels: Labels) -> dict[str, str]:
 
 def trials_block(ablation: Ablation, states: Sequence[TrialState], tables: Tables) -> Block:
     """One row per planned trial: its setting and seed, how it stands, and what its run says."""
-    rounds = tables.rounds.groupby("run_id").size().to_dict()
+    rounds = real_rounds(tables.rounds).groupby("run_id").size().to_dict()
     rows = [
         (
             str(s.trial.index),
@@ -70,7 +71,7 @@ def _said(state: TrialState) -> str:
     return f"in {status.stage}, round {status.round} of {status.rounds_total}"
 
 
-def settings_block(ablation: Ablation, frame: pd.DataFrame, names: Names, *, wide: bool) -> Block:
+def points_block(ablation: Ablation, frame: pd.DataFrame, names: Names, *, wide: bool) -> Block:
     """One row per setting and model, tier or subnet: n, and what it reaches and costs; `wide` with all costs."""
     axes = list(ablation.axes)
     chosen = [m for m in MEASURED if wide or m[0] in (METRIC, "macs")]

@@ -9,11 +9,10 @@ from fedloom.experiments.analysis.frames import (
     communication,
     communication_by_kind,
 )
-from fedloom.experiments.analysis.kinds import is_elastic, silo_run_ids
+from fedloom.experiments.analysis.kinds import SILOS, SUBNETS
 from fedloom.experiments.analysis.labels import Labels
 from fedloom.experiments.analysis.settings import Setting
-from fedloom.experiments.analysis.silos import GAINS
-from fedloom.experiments.analysis.subnets import ALONE
+from fedloom.experiments.analysis.stages import ALONE, GAINS
 from fedloom.experiments.analysis.tables import Tables, only
 from fedloom.experiments.report.parts.block import Block
 from fedloom.experiments.report.parts.numbers import count, mean_over_seeds, seconds, si, size
@@ -26,7 +25,7 @@ def communication_block(tables: Tables, settings: Sequence[Setting], labels: Lab
     kinds = communication_by_kind(stages)
     rows = [row for s in settings for row in _communication_rows(s, s.rows(stages), s.rows(kinds), labels)]
     heads = (setting_head(settings), "stage", "rounds", "client tasks", "down", "up", "MACs", "simulated", "wall")
-    return Block("Communication and work per stage", (_communication_text(tables),), heads, tuple(rows))
+    return Block("Communication and work per stage", (_communication_text(tables, settings),), heads, tuple(rows))
 
 
 def _communication_rows(
@@ -34,7 +33,7 @@ def _communication_rows(
 ) -> Iterator[tuple[str, ...]]:
     """Per kind of stage its tiers and their sum, and the method in total."""
     # The parts of a SuperFedNAS stage are subnets, or the steps of a search.
-    every = "in all" if is_elastic(setting.config) else "all tiers"
+    every = "in all" if setting.kind == SUBNETS else "all tiers"
     for kind in dict.fromkeys(stages["kind"]):
         of_kind = stages[stages["kind"] == kind]
         tiers = list(dict.fromkeys(of_kind["tier"]))
@@ -47,9 +46,8 @@ def _communication_rows(
         yield (setting.name, stage_name("method"), *_work(kinds[kinds["kind"] == "method"]))
 
 
-def _communication_text(tables: Tables) -> str:
-    of_silos = set(silo_run_ids(tables))
-    others = any(p.run_id not in of_silos for p in tables.paths)
+def _communication_text(tables: Tables, settings: Sequence[Setting]) -> str:
+    others = any(s.kind != SILOS for s in settings)
     left_out = ["the rand-init baseline (where there is a supernet)"] if others else []
     left_out += ["the final evaluation", *(["personalisation gains"] if tables.rounds["stage"].eq(GAINS).any() else [])]
     return (

@@ -9,14 +9,14 @@ from fedloom.experiments.report.parts.numbers import ABSENT
 
 def settings_block(settings: Sequence[Setting]) -> Block:
     """One row per setting with its distinct seeds and runs; no rows for one setting, which differs from nothing."""
-    rows = [(s.name, _differences(s), str(s.num_seeds), ", ".join(s.run_ids)) for s in settings]
+    rows = [(s.name, _differences(s), ", ".join(s.run_ids), str(s.num_seeds)) for s in settings]
     text = (
         "Runs of one experiment whose configurations differ in seeds alone are a setting: numbers are means over its "
         "seeds, and never over settings. Listed are the keys in which an experiment's settings differ; experiments may "
         "differ in anything, see the configurations below.",
     )
-    heads = ("setting", "differs in", "seeds", "runs")
-    return Block("Settings", text, heads, tuple(rows) if len(rows) > 1 else (), labels=len(heads))
+    heads = ("setting", "differs in", "runs", "seeds")
+    return Block("Settings", text, heads, tuple(rows) if len(rows) > 1 else (), labels=3)
 
 
 def _differences(setting: Setting) -> str:

@@ -4,16 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedloom.experiments.analysis.intervals import is_absent
-from fedloom.experiments.analysis.silos import (
-    PERSONAL,
-    SiloSummary,
-    in_short,
-    p_matrix,
-    per_silo,
-    personalisation_gains,
-    silo_summaries,
-    silos,
-)
+from fedloom.experiments.analysis.silo_gains import p_matrix, personalisation_gains
+from fedloom.experiments.analysis.silo_summaries import SiloSummary, silo_summaries
+from fedloom.experiments.analysis.silos import PERSONAL, in_short, per_silo, silos
 from fedloom.experiments.analysis.tables import Tables, configuration, only
 from fedloom.experiments.report.parts.block import Block
 from fedloom.experiments.report.parts.numbers import (

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedloom.experiments.analysis.intervals import is_absent
-from fedloom.experiments.analysis.subnets import ALONE, COSTS, SEARCHED, SUPERNET, Predictor, Subnet, SubnetSummary
+from fedloom.experiments.analysis.stages import ALONE
+from fedloom.experiments.analysis.subnets import COSTS, SEARCHED, SUPERNET, Predictor, Subnet, SubnetSummary
 from fedloom.experiments.report.parts.block import Block
 from fedloom.experiments.report.parts.numbers import ABSENT, Write, percent, seconds, si, with_interval
 from fedloom.experiments.report.parts.words import over_runs, sentence

@@ -1,4 +1,4 @@
-"""The tables of tiers: one per setting, for the terminal, the page, and as plain values."""
+"""The tables of tiers: one per setting, for the terminal and for the page."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -91,13 +91,13 @@ def columns_of(summary: Summary) -> list[Column]:
         Column("gain over rand-init", "gain", "gain", points),
         Column("Kendall tau", "Kendall\ntau", "kendall_tau", _tau),
     ]
-    last = final_model(keys)
+    last = last_measured(keys)
     heads = {"mean": "client\nmean", "std": "\nstd", "worst": "\nworst"}
     columns += [Column(f"clients' test %, {what}", heads[what], f"{last}_{what}", percent) for what in FAIRNESS]
     return [c for c in columns if c.key in keys]
 
 
-def final_model(keys: Iterable[str]) -> str:
+def last_measured(keys: Iterable[str]) -> str:
     """The model whose fairness the table shows: fine_tuned, or the last that was measured on clients."""
     measured = {key.removesuffix("_mean") for key in keys if key.endswith("_mean")}
     return next((m for m in ("fine_tuned", *reversed(shown_models(list(measured)))) if m in measured), "")
@@ -127,7 +127,7 @@ def legend(summary: Summary) -> tuple[str, ...]:
         lines.append(f"{', '.join(tested)}: accuracy in % on the whole test set")
     if "gain" in keys:
         lines.append("gain: fine-tuned less rand-init, in percentage points")
-    if last := final_model(keys):
+    if last := last_measured(keys):
         lines.append(f"clients: {model_name(last)}, accuracy in % on each client's own test data")
     return tuple(lines)
 

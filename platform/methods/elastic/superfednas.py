@@ -61,7 +61,7 @@ from fedloom.platform.methods.stages.target_search import search_stages
 from fedloom.platform.methods.stages.tier_search import WINNERS
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.seeding import stream
-from fedloom.platform.settings import ONE_OR_MORE, PART, ZERO_OR_MORE, Brought, OneOf
+from fedloom.platform.settings import BELOW_ONE, ONE_OR_MORE, PART, ZERO_OR_MORE, Brought, OneOf
 from fedloom.platform.spaces.offers import with_depths
 from fedloom.platform.spaces.slices import Architecture, Slice, architecture_id, parse_architecture
 
@@ -99,7 +99,7 @@ class ElasticTrainingConfig(TrainingConfig):
     clients_per_round: Annotated[int | None, ONE_OR_MORE, "clients of a round; null: all of them"] = 8
     epochs: Annotated[int, ONE_OR_MORE, "passes of a client over its training data per round"] = 5
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a client's SGD"] = 64
-    momentum: Annotated[float, ZERO_OR_MORE, "momentum of the clients' SGD"] = 0.0
+    momentum: Annotated[float, BELOW_ONE, "momentum of the clients' SGD"] = 0.0
     clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the gradient's norm, 0 for none"] = 1.0
     travels: Annotated[
         str, OneOf(("slices", "supernet")), "slices (each client its subnet) or supernet (all of it; see shrinking)"

@@ -24,7 +24,7 @@ from fedloom.platform.federation.training_config import (
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.personal import Personal
 from fedloom.platform.plugins import Chosen
-from fedloom.platform.settings import ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE, OneOf
+from fedloom.platform.settings import BELOW_ONE, ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE, OneOf
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class SiloTrainingConfig(TrainingConfig):
     clients_per_round: Annotated[int | None, ONE_OR_MORE, "silos of a round; null: all of them"] = None
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a silo's SGD"] = 32
     lr: Annotated[float, POSITIVE, "learning rate of the silos' SGD"] = 0.03
-    momentum: Annotated[float, ZERO_OR_MORE, "momentum of the silos' SGD"] = 0.9
+    momentum: Annotated[float, BELOW_ONE, "momentum of the silos' SGD"] = 0.9
     clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the gradient's norm, 0 for none"] = 5.0
     schedule: Annotated[str, OneOf(SCHEDULE_NAMES), "lr over rounds"] = "cosine"
     final_lr_share: Annotated[float, PART, "cosine: the share of lr that is left in the last round"] = 0.0

@@ -1,0 +1,77 @@
+"""Loss and accuracy against finished rounds: of the clients in training, and of the server's validation data."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from fedloom.experiments.analysis.frames import METRIC
+from fedloom.experiments.analysis.stages import (
+    ALONE,
+    EVALUATION,
+    SEARCH,
+    TRAINING,
+    by_stage,
+    real_rounds,
+    rounds_by_stage,
+)
+from fedloom.experiments.analysis.tables import RUN_KEY, Tables, requires
+
+
+def convergence(tables: Tables) -> pd.DataFrame:
+    """Loss and metric against finished rounds of each stage, long over `series`.
+
+    Columns: experiment, run_id, stage, kind, tier (empty for the supernet), series, rounds_done, loss, metric.
+    "train" is what the round's clients report while they train (mean weighted by samples), put at the end of the
+    round. "validation" is the server's, of the weights after so many rounds; for the supernet the mean over its
+    evaluated paths. Weights after a stage's last round are those that the stage scored itself, or else the final
+    evaluation.
+    """
+    requires(tables, "rounds", "evaluations")
+    rounds = by_stage(real_rounds(tables.rounds))
+    rounds = rounds[rounds["loss"].notna() & ~rounds["kind"].isin([SEARCH, EVALUATION])]
+    train = rounds.assign(series="train", rounds_done=rounds["round"] + 1, tier=rounds["stage_tier"])
+    columns = [*RUN_KEY, "stage", "kind", "tier", "series", "rounds_done", "loss", "metric"]
+    parts = [train[columns], _validation(tables)[columns]]
+    return pd.concat([p.astype({"rounds_done": "int64"}) for p in parts if len(p)] or parts, ignore_index=True)
+
+
+def _validation(tables: Tables) -> pd.DataFrame:
+    rows = by_stage(tables.evaluations)
+    rows = rows[rows["client_id"].isna() & (rows["split"] == "validation") & (rows["kind"] != SEARCH)]
+    own = rows[rows["kind"] != EVALUATION].assign(rounds_done=lambda r: r["round"])
+    final = _at_the_end(rows[rows["kind"] == EVALUATION], own, rounds_by_stage(tables.rounds))
+    rows = by_stage(pd.concat([own, final], ignore_index=True))
+    index = [*RUN_KEY, "stage", "kind", "stage_tier", "rounds_done"]
+    table = rows.pivot_table(index=index, columns="metric", values="value", aggfunc="mean", sort=False)
+    wide = table.reindex(columns=["loss", METRIC]).reset_index().rename_axis(columns=None)
+    return wide.rename(columns={METRIC: "metric", "stage_tier": "tier"}).assign(series="validation")
+
+
+def _at_the_end(final: pd.DataFrame, own: pd.DataFrame, rounds: Mapping[tuple[str, str], int]) -> pd.DataFrame:
+    """The rows of the final evaluation as the last points of the stages that trained what they score.
+
+    Left out are models without a training of their own (supernet_init is where fine-tuning starts), stages that scored
+    their last weights themselves, and supernets of which training scored other subnets.
+    """
+    stages = [_trained_in(*place) for place in zip(final["model"], final["tier"], final["architecture"], strict=True)]
+    done = [rounds.get((str(run), stage)) for run, stage in zip(final["run_id"], stages, strict=True)]
+    rows = final.assign(stage=stages, rounds_done=pd.Series(done, final.index, dtype="Int64"))
+    scored = {(run, stage): set(group["architecture"]) for (run, stage), group in own.groupby(["run_id", "stage"])}
+    ended = set(zip(own["run_id"], own["stage"], own["rounds_done"], strict=True))
+    kept = []
+    for (run, stage, end), group in rows.groupby(["run_id", "stage", "rounds_done"], sort=False):
+        if (run, stage, end) in ended:
+            continue
+        if stage != TRAINING:
+            kept.append(group)
+        elif scored.get((run, stage), set()) and scored[run, stage] <= set(group["architecture"]):
+            kept.append(group[group["architecture"].isin(scored[run, stage])])
+    return pd.concat(kept) if kept else rows.iloc[:0]
+
+
+def _trained_in(model: Any, tier: Any, architecture: Any) -> str:
+    """The stage that trains a model of the final evaluation."""
+    if model == TRAINING:
+        return TRAINING
+    return f"{model}/{architecture if model == ALONE else tier}"

@@ -1,0 +1,51 @@
+"""Personalisation gains: whose architecture fits whose data (SPIDER, Sec. 5.2.2)."""
+
+import pandas as pd
+
+from fedloom.experiments.analysis.frames import METRIC
+from fedloom.experiments.analysis.silos import in_order, silos
+from fedloom.experiments.analysis.stages import GAINS
+from fedloom.experiments.analysis.tables import RUN_KEY, Tables
+
+SILO = "silo-"
+"""Models of the stage `gains`: "silo-3" is the architecture of silo 3, fine-tuned on another's data."""
+
+
+def p_matrix(tables: Tables) -> pd.DataFrame:
+    """p_ij, one row per (run, client_id i, silo j): the accuracy on i's test data of j's architecture.
+
+    j's architecture was fine-tuned on i's data. Columns: experiment, run_id, client_id, silo, accuracy. Only what was
+    measured. Source: SPIDER, Sec. 5.2.2, Fig. 3.
+    """
+    rows = silos(tables).evaluations
+    chosen = (rows["stage"] == GAINS) & (rows["split"] == "test") & (rows["metric"] == METRIC)
+    chosen &= rows["client_id"].notna() & rows["model"].str.fullmatch(rf"{SILO}\d+")
+    rows = rows[chosen.fillna(False).astype(bool)]
+    rows = rows[(rows["samples"].isna() | (rows["samples"] > 0)) & rows["value"].notna()]
+    number = rows["model"].astype(object).str.removeprefix(SILO).astype("Int64")
+    frame = rows.assign(silo=number, accuracy=rows["value"].astype("float64"))[
+        [*RUN_KEY, "client_id", "silo", "accuracy"]
+    ].drop_duplicates([*RUN_KEY, "client_id", "silo"], keep="last")
+    return in_order(frame.sort_values(["client_id", "silo"], kind="stable"), tables)
+
+
+def personalisation_gains(matrix: pd.DataFrame) -> pd.DataFrame:
+    """Per (run, client i): own (p_ii), others (mean p_ij over j != i), best_other, compared (how many j), gain (g_i).
+
+    g_i is the mean over j != i of p_ii - p_ij, null where p_ii or every p_ij is missing. Source: SPIDER, Eq. 6.
+    """
+    found = []
+    for key, rows in matrix.groupby([*RUN_KEY, "client_id"], sort=False):
+        is_own = rows["silo"] == rows["client_id"]
+        own, others = rows.loc[is_own, "accuracy"].mean(), rows.loc[~is_own, "accuracy"]
+        found.append((*key, own, others.mean(), others.max(), len(others), own - others.mean()))
+    columns = [*RUN_KEY, "client_id", "own", "others", "best_other", "compared", "gain"]
+    numbers = dict.fromkeys(["own", "others", "best_other", "gain"], "float64")
+    return pd.DataFrame(found, columns=columns).astype({**numbers, "client_id": "Int64", "compared": "int64"})
+
+
+def as_square(matrix: pd.DataFrame) -> pd.DataFrame:
+    """One run's `p_matrix` with a row per client i and a column per architecture j, each of all silos; else NaN."""
+    names = sorted({*matrix["client_id"], *matrix["silo"]})
+    square = matrix.pivot(index="client_id", columns="silo", values="accuracy")
+    return square.reindex(index=names, columns=names).astype("float64")

@@ -1,0 +1,319 @@
+"""Data sets that a user brings: functions of arrays, `.npz`, folders of images, and torchvision's own."""
+
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedloom.platform.data.arrays import Arrays
+from fedloom.platform.data.config import DataConfig
+from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.federated import FederatedData
+from fedloom.platform.data.partition import prepare_partition
+from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.plugins import PluginError
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.integers(0, 256, (50, 6, 6), dtype=np.uint8)
+LABELS = np.arange(50) % 5
+
+
+@pytest.fixture
+def brought(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., DataConfig]:
+    """A configuration of the data set `module:name`, a function that returns what is given."""
+
+    def bring(given: Any, **options: Any) -> DataConfig:
+        module = ModuleType("my_data")
+        module.__dict__["mine"] = lambda _config: given
+        module.__file__ = "my_data.py"
+        monkeypatch.setitem(sys.modules, "my_data", module)
+        values = {"num_clients": 4, "validation_share": 0.2, **options}
+        return DataConfig(dataset="my_data:mine", cache=str(tmp_path / "cache"), root=str(tmp_path), **values)
+
+    return bring
+
+
+def opened(config: DataConfig, seed: int = 1) -> FederatedData:
+    path = prepare_dataset(config, verify=True)
+    return FederatedData.open(path, prepare_partition(config, Dataset.open(path), seed))
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+def test_images_are_prepared_and_normalised_like_built_in_ones(brought: Callable[..., DataConfig]) -> None:
+    names = ["a", "b", "c", "d", "e"]
+    config = brought(Arrays((IMAGES, LABELS), (IMAGES[:10], LABELS[:10]), class_names=names))
+    data = Dataset.open(prepare_dataset(config))
+    assert (data.kind, data.input_shape, data.class_names) == ("image", (1, 6, 6), tuple(names))
+    x, y = data.tensors("train", np.arange(50))
+    assert y.tolist() == LABELS.tolist()
+    scaled = IMAGES[:, None] / 255
+    assert np.allclose(x.numpy(), (scaled - scaled.mean()) / scaled.std(), atol=1e-5)
+    assert opened(config).num_clients == 4
+
+
+def test_channels_may_come_last(brought: Callable[..., DataConfig]) -> None:
+    colours = RNG.integers(0, 256, (20, 8, 6, 3), dtype=np.uint8)
+    data = Dataset.open(prepare_dataset(brought(Arrays((colours, LABELS[:20]), (colours, LABELS[:20])))))
+    assert data.input_shape == (3, 8, 6)
+    assert np.load(data.path / "train_x.npy").tolist() == colours.transpose(0, 3, 1, 2).tolist()
+
+
+def test_features_are_normalised_by_channel_or_as_said(brought: Callable[..., DataConfig]) -> None:
+    x = RNG.normal(3.0, 2.0, (40, 7))
+    config = brought(Arrays((x, LABELS[:40]), (x[:5], LABELS[:5])))
+    data = Dataset.open(prepare_dataset(config))
+    assert (data.kind, data.input_shape) == ("features", (7,))
+    got, _ = data.tensors("train", np.arange(40))
+    assert np.allclose(got.numpy(), (x - x.mean(axis=0)) / x.std(axis=0), atol=1e-4)
+    assert opened(brought(Arrays((x, LABELS[:40])), partition="iid")).num_clients == 4
+    said = Arrays((x, LABELS[:40]), (x[:5], LABELS[:5]), mean=[1.0] * 7, std=[2.0] * 7)
+    got, _ = Dataset.open(prepare_dataset(brought(said))).tensors("train", np.arange(40))
+    assert np.allclose(got.numpy(), (x - 1) / 2, atol=1e-5)
+
+
+def test_clients_are_in_order_and_keep_what_is_theirs(brought: Callable[..., DataConfig]) -> None:
+    writers = np.array(["zoe", "ada", "bob", "ada", "zoe"])[LABELS]
+    given = {"train": (IMAGES, LABELS, writers), "test": (IMAGES[:10], LABELS[:10], writers[:10])}
+    data = opened(brought(given, partition="natural", num_clients=3, validation_share=0.0))
+    assert data.dataset.client_names == ("ada", "bob", "zoe")
+    for client, name in enumerate(("ada", "bob", "zoe")):
+        assert data.indices(client, "train").tolist() == np.flatnonzero(writers == name).tolist()
+        with data.reading_test():
+            assert data.indices(client, "test").tolist() == np.flatnonzero(writers[:10] == name).tolist()
+
+
+def test_numbered_clients_are_in_the_order_of_their_numbers(brought: Callable[..., DataConfig]) -> None:
+    numbers = np.array([10, 9, 100, 1, 2])[LABELS]
+    config = brought({"train": (IMAGES, LABELS, numbers)}, partition="natural", num_clients=5, validation_share=0)
+    assert opened(config).dataset.client_names == ("1", "2", "9", "10", "100")
+
+
+def test_a_fifth_of_each_class_is_held_out_where_there_is_no_test_part(brought: Callable[..., DataConfig]) -> None:
+    data = Dataset.open(prepare_dataset(brought(Arrays((IMAGES, LABELS)))))
+    assert (data.num_samples("train"), data.num_samples("test")) == (40, 10)
+    assert np.bincount(data.labels("test")).tolist() == [2] * 5
+    assert Dataset.open(prepare_dataset(brought({"train": (IMAGES, LABELS)}))).hash == data.hash
+
+
+def test_tokens_with_a_vocabulary(brought: Callable[..., DataConfig]) -> None:
+    tokens = RNG.integers(0, 7, (30, 9))
+    following = np.concatenate([tokens[:, 1:], np.full((30, 1), -100)], axis=1)
+    config = brought(Arrays((tokens, following), class_names=list("abcdefg")), partition="iid", num_clients=3)
+    data = opened(config)
+    assert (data.dataset.kind, data.dataset.input_shape, data.dataset.num_classes) == ("tokens", (9,), 7)
+    x, y = data.client(0, "train")
+    assert (x[:, 1:] == y[:, :-1]).all()
+    with pytest.raises(ValueError, match=r"data.partition=lda: .* has no class labels"):
+        opened(brought(Arrays((tokens, following))))
+
+
+def test_the_content_decides_and_not_the_place(brought: Callable[..., DataConfig]) -> None:
+    first = prepare_dataset(brought(Arrays((IMAGES, LABELS))))
+    assert prepare_dataset(brought(Arrays((IMAGES.copy(), LABELS.copy())))) == first
+    other = IMAGES.copy()
+    other[3, 2, 1] ^= 1
+    assert prepare_dataset(brought(Arrays((other, LABELS)))) != first
+    assert prepare_dataset(brought(Arrays((IMAGES, LABELS), class_names=list("vwxyz")))) != first
+
+
+def test_memory_mapped_arrays_are_as_good(brought: Callable[..., DataConfig], tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", IMAGES)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    assert prepare_dataset(brought(Arrays((mapped, LABELS)))) == prepare_dataset(brought(Arrays((IMAGES, LABELS))))
+
+
+FLOATS = RNG.normal(size=(50, 4))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "returns NoneType: give Arrays"),
+        ({"x": 1}, "returns a mapping that has no 'x': its keys are train, test, class_names"),
+        ({}, "returns a mapping that lacks 'train'"),
+        (Arrays((IMAGES, LABELS[:49])), "train has 50 inputs and 49 labels: one for each"),
+        (Arrays((IMAGES, LABELS, LABELS[:3])), "train has 50 inputs and 3 clients: one for each"),
+        (Arrays((IMAGES,)), r"train is tuple: give \(inputs, labels\)"),
+        (Arrays((IMAGES[:0], LABELS[:0])), "train has no samples"),
+        (Arrays((IMAGES, LABELS - 1)), "has labels -1 to 3: expected 0 to 3"),
+        (Arrays((IMAGES, LABELS), class_names=["a", "b"]), "has labels 0 to 4: expected 0 to 1"),
+        (Arrays((IMAGES, LABELS.astype(float))), "labels are float64 .*give whole numbers"),
+        (Arrays((np.where(np.arange(200).reshape(50, 4) == 7, np.nan, FLOATS), LABELS)), "inputs hold NaN or infinity"),
+        (Arrays((IMAGES.astype(str), LABELS)), "inputs are <U3 .*give numbers"),
+        (Arrays((LABELS, LABELS)), r"inputs are int64 \(50,\): give numbers \(n, ...\)"),
+        (Arrays((FLOATS, LABELS), (IMAGES, LABELS)), r"train holds float32 \(4,\) per sample, test uint8"),
+        (Arrays((FLOATS, LABELS), mean=[0.0]), "gives one of mean and std: give both, or neither"),
+        (Arrays((FLOATS, LABELS), mean=[0.0], std=[1.0]), r"mean=\[0.0\]: give a finite number for each of 4 channels"),
+        (Arrays((FLOATS, LABELS), mean=[0.0] * 4, std=[0.0] * 4), "std=.*give a finite number for each of 4 channels"),
+        (Arrays((FLOATS, LABELS), (FLOATS, LABELS, LABELS)), "names clients of its test part alone"),
+    ],
+)
+def test_what_is_no_data_set_is_one_line_that_names_it(
+    brought: Callable[..., DataConfig], tmp_path: Path, given: Any, message: str
+) -> None:
+    with pytest.raises(PluginError, match=message) as refusal:
+        prepare_dataset(brought(given))
+    assert str(refusal.value).startswith("data set 'my_data:mine'")
+    assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_whose_the_test_samples_are_must_be_known(brought: Callable[..., DataConfig]) -> None:
+    given = Arrays((IMAGES, LABELS, LABELS), (IMAGES, LABELS))
+    with pytest.raises(ValueError, match=r"whose the test samples of .* are is not known: set data.test_share"):
+        opened(brought(given, partition="natural"))
+    assert opened(brought(given, partition="natural", test_share=0.2)).num_clients == 4
+    with pytest.raises(ValueError, match=r"data.partition=natural: my_data-mine has no clients of its own"):
+        opened(brought(Arrays((IMAGES, LABELS)), partition="natural"))
+
+
+def test_errors_of_the_function_name_it_and_the_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "raising_data.py").write_text("def mine(config):\n    return 1 / 0\n\ndef wrong():\n    return None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PluginError, match=r"data set 'raising_data:mine' fails: ZeroDivisionError.*line 2 of"):
+        prepare_dataset(DataConfig(dataset="raising_data:mine", cache=str(tmp_path)))
+    with pytest.raises(PluginError, match=r"data.dataset: data set 'raising_data:wrong' has the wrong parameters"):
+        prepare_dataset(DataConfig(dataset="raising_data:wrong", cache=str(tmp_path)))
+    with pytest.raises(PluginError, match=r"data.dataset: .*has no 'mein'; did you mean 'mine'"):
+        prepare_dataset(DataConfig(dataset="raising_data:mein", cache=str(tmp_path)))
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"train_x": IMAGES, "train_y": LABELS, "test_x": IMAGES[:10], "test_y": LABELS[:10]},
+        {"x_train": IMAGES, "y_train": LABELS, "x_test": IMAGES[:10], "y_test": LABELS[:10]},
+        {"train_images": IMAGES, "train_labels": LABELS[:, None], "test_images": IMAGES[:10],
+         "test_labels": LABELS[:10, None], "val_images": IMAGES[:1], "val_labels": LABELS[:1]},
+        {"x": IMAGES, "y": LABELS, "clients": LABELS, "class_names": np.array(list("abcde"))},
+    ],
+    ids=["fedloom", "keras", "medmnist", "one part"],
+)  # fmt: skip
+def test_npz_files(tmp_path: Path, arrays: dict[str, Any]) -> None:
+    np.savez(tmp_path / "faces.npz", **arrays)
+    config = DataConfig(
+        dataset="npz", root=str(tmp_path), cache=str(tmp_path / "c"), num_clients=4, options={"path": "faces.npz"}
+    )
+    data = opened(config)
+    assert data.dataset.num_samples("test") == 10
+    assert data.dataset.num_classes == 5
+    if "clients" in arrays:
+        assert data.dataset.class_names == tuple("abcde")
+        assert data.dataset.client_names == tuple("01234")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"faces.npz not found; set data.options.path"),
+        (b"PK rubbish", r"faces.npz is not a file of arrays"),
+        ({"a": IMAGES}, r"faces.npz has a: expected train_x and train_y, or x and y"),
+        ({"x": np.array([object()]), "y": LABELS}, r"faces.npz is not a file of arrays .*Object arrays"),
+    ],
+)
+def test_an_npz_that_is_none_is_one_line(tmp_path: Path, content: Any, message: str) -> None:
+    if isinstance(content, bytes):
+        (tmp_path / "faces.npz").write_bytes(content)
+    elif content is not None:
+        np.savez(tmp_path / "faces.npz", **content)
+    config = DataConfig(dataset="npz", root=str(tmp_path), cache=str(tmp_path / "c"), options={"path": "faces.npz"})
+    with pytest.raises(PluginError, match=message):
+        prepare_dataset(config)
+
+
+def write_images(folder: Path, parts: tuple[str, ...], size: int = 5) -> None:
+    for part in parts:
+        for label, name in enumerate(("cat", "dog")):
+            (folder / part / name).mkdir(parents=True)
+            for i in range(5):
+                pixels = np.full((size, size, 3), 40 * label + i, dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / part / name / f"{i}.png")
+
+
+@pytest.mark.parametrize("parts", [("train", "test"), ("",)])
+def test_folders_of_images(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    write_images(tmp_path / "pets", parts)
+    options = {"path": str(tmp_path / "pets")}
+    config = DataConfig(dataset="folder", cache=str(tmp_path / "c"), num_clients=2, options=options)
+    data = opened(config).dataset
+    assert data.class_names == ("cat", "dog")
+    assert data.num_samples("train"), data.num_samples("test") == (10, 10) if parts == ("train", "test") else (8, 2)
+    x = np.load(data.path / "train_x.npy")
+    assert x.shape[1:] == (3, 5, 5)
+    assert (x[:, 0, 0, 0] // 40 == data.labels("train")).all()
+    grey = DataConfig(dataset="folder", cache=str(tmp_path / "c"), options={**options, "size": 3, "grey": True})
+    assert Dataset.open(prepare_dataset(grey)).input_shape == (1, 3, 3)
+
+
+def test_folders_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
+    config = DataConfig(dataset="folder", cache=str(tmp_path / "c"), options={"path": str(tmp_path / "pets")})
+    with pytest.raises(PluginError, match=r"pets is no folder; set data.options.path"):
+        prepare_dataset(config)
+    (tmp_path / "pets").mkdir()
+    with pytest.raises(PluginError, match=r"pets has 0 class folders: expected train/CLASS"):
+        prepare_dataset(config)
+    write_images(tmp_path / "pets", ("train",))
+    with pytest.raises(PluginError, match=r"test not found: there is a train part, but no test part"):
+        prepare_dataset(config)
+    write_images(tmp_path / "pets", ("test",))
+    (tmp_path / "pets" / "test" / "cow").mkdir()
+    with pytest.raises(PluginError, match=r"cow is a class that the train part does not have"):
+        prepare_dataset(config)
+    (tmp_path / "pets" / "test" / "cow").rmdir()
+    Image.fromarray(np.zeros((4, 4, 3), dtype=np.uint8)).save(tmp_path / "pets" / "train" / "cat" / "9.png")
+    with pytest.raises(ValueError, match=r"9.png has shape \(4, 4, 3\); expected \(5, 5, 3\)"):
+        prepare_dataset(config)
+    with pytest.raises(ValueError, match=r"data.options.path is missing: data set folder needs it, a text"):
+        prepare_dataset(DataConfig(dataset="folder", cache=str(tmp_path / "c")))
+
+
+# -- torchvision -------------------------------------------------------------------------------------------------------
+
+
+def write_idx(path: Path, array: np.ndarray[Any, Any]) -> None:
+    """The format of MNIST."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+    path.write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+def test_a_set_of_torchvision_from_its_files(tmp_path: Path) -> None:
+    x, y = RNG.integers(0, 256, (30, 28, 28), dtype=np.uint8), np.arange(30) % 10
+    for part, prefix in (("train", "train"), ("test", "t10k")):
+        raw = tmp_path / "FashionMNIST" / "raw"
+        write_idx(raw / f"{prefix}-images-idx3-ubyte", x if part == "train" else x[:20])
+        write_idx(raw / f"{prefix}-labels-idx1-ubyte", y if part == "train" else y[:20])
+    config = DataConfig(
+        dataset="torchvision:FashionMNIST", root=str(tmp_path), cache=str(tmp_path / "c"), num_clients=3
+    )
+    data = opened(config).dataset
+    assert data.class_names[:2] == ("T-shirt/top", "Trouser")
+    assert (data.num_samples("train"), data.num_samples("test"), data.input_shape) == (30, 20, (1, 28, 28))
+    assert np.load(data.path / "train_x.npy")[:, 0].tolist() == x.tolist()
+    assert data.labels("train").tolist() == y.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("FashionMNIST", r"'torchvision:FashionMNIST' cannot be opened in .*not found.*or set data.download=true"),
+        ("FashionMINST", r"torchvision.datasets has no 'FashionMINST'"),
+        ("ImageFolder", r"'torchvision:ImageFolder': it does not say which of its samples train; use data.dataset=f"),
+    ],
+)
+def test_a_set_of_torchvision_that_is_not_there_is_one_line(tmp_path: Path, name: str, message: str) -> None:
+    config = DataConfig(dataset=f"torchvision:{name}", root=str(tmp_path), cache=str(tmp_path / "c"))
+    with pytest.raises(PluginError, match=message) as refusal:
+        prepare_dataset(config)
+    assert "\n" not in str(refusal.value)
