@@ -204,7 +204,7 @@ def _import_cause(module_name: str, error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
         here = sys.path[-1] if sys.path else "."
         return f"there is no module {module_name!r} in {here}, nor among the installed packages; give module:name"
-    if isinstance(error, TypeError | ValueError) and not module_name.strip("."):
+    if isinstance(error, TypeError | ValueError) and (not module_name or module_name.startswith(".")):
         return "give module:name"
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} (line {error.lineno} of {error.filename})"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.analysis.kinds import TIERS, elastic_run_ids, kind_of, silo_run_ids
+from fedloom.experiments.analysis.kinds import ALL_TIERS, SHARED, TIERS, elastic_run_ids, for_all, kind_of, silo_run_ids
 from fedloom.experiments.analysis.stages import (
     MEASUREMENTS,
     TRAINING,
@@ -18,8 +18,6 @@ from fedloom.experiments.analysis.tables import RUN_KEY, Tables, configuration, 
 METRIC = "accuracy"
 MODELS = ("supernet_init", "fine_tuned", "rand_init")
 """Models in the order in which they are shown: the supernet's slices, after fine-tuning, and from fresh weights."""
-
-ALL_TIERS = "all"
 
 
 def natural(name: str) -> tuple[Any, ...]:
@@ -35,11 +33,11 @@ def shown_models(names: Sequence[str]) -> list[str]:
 def tiers_of(tables: Tables, run_id: str) -> list[str]:
     """The run's tiers in their order: those that it has worked on, and those of its configuration if it searches.
 
-    None for SuperFedNAS, whose subnets are for everybody, and none for cross-silo methods.
+    None for SuperFedNAS, whose subnets are for everybody, and none for cross-silo methods; "all" for one model of all.
     """
-    config = configuration(tables, run_id)
-    if kind_of(tables, run_id) != TIERS:
-        return []
+    config, kind = configuration(tables, run_id), kind_of(tables, run_id)
+    if kind != TIERS:
+        return [ALL_TIERS] if kind == SHARED else []
     stages = tables.rounds.loc[tables.rounds["run_id"] == run_id, "stage"].unique()
     found = {str(stage).partition("/")[2] for stage in stages} - {""}
     for frame in (tables.candidates, tables.models):
@@ -56,8 +54,8 @@ def architectures(tables: Tables) -> dict[tuple[str, str], str]:
     trained = by_stage(tables.clients[["run_id", "stage", "architecture"]].drop_duplicates())
     measured = tables.evaluations[tables.evaluations["model"] != TRAINING]
     frames = [
-        tables.models[["run_id", "tier", "architecture"]],
-        measured[["run_id", "tier", "architecture"]],
+        for_all(tables, tables.models)[["run_id", "tier", "architecture"]],
+        for_all(tables, measured)[["run_id", "tier", "architecture"]],
         trained.loc[trained["stage_tier"] != "", ["run_id", "stage_tier", "architecture"]].set_axis(
             ["run_id", "tier", "architecture"], axis=1
         ),
@@ -96,7 +94,7 @@ def per_tier(tables: Tables, upper_bounds: dict[tuple[str, str], float] | None =
     frame = pd.DataFrame(rows, columns=columns).astype(
         {"upper_bound": "Float64", "macs": "Int64", "parameters": "Int64", "search_metric": "float64"}
     )
-    frame = frame.merge(_central_test(tables.evaluations), on=["run_id", "tier"], how="left")
+    frame = frame.merge(_central_test(for_all(tables, tables.evaluations)), on=["run_id", "tier"], how="left")
     frame["gain"] = frame["test_fine_tuned"] - frame["test_rand_init"]
     return frame.merge(_kendall_tau(tables.evaluations), on=["run_id", "tier"], how="left")
 
@@ -104,10 +102,8 @@ def per_tier(tables: Tables, upper_bounds: dict[tuple[str, str], float] | None =
 def _costs(tables: Tables) -> dict[tuple[str, str, Any], tuple[Any, Any, Any]]:
     """MACs, parameters and the search's metric per (run, tier, architecture)."""
     columns = ["run_id", "tier", "architecture", "macs", "parameters", "metric"]
-    both = pd.concat(
-        [tables.models.reindex(columns=columns).astype(object), tables.candidates[columns].astype(object)],
-        ignore_index=True,
-    )
+    kept = for_all(tables, tables.models).reindex(columns=columns)
+    both = pd.concat([kept.astype(object), tables.candidates[columns].astype(object)], ignore_index=True)
     # A candidate's row comes last and knows the metric, too.
     return {(r[0], r[1], r[2]): (r[3], r[4], r[5]) for r in both.itertuples(index=False)}
 

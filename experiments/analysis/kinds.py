@@ -1,55 +1,82 @@
-"""Which kind of method a run is of: one model per tier, subnets of an elastic supernet, or one model per silo.
+"""What a run's method declares of its runs: whose models they end with, and what silos keep of their own.
 
-The only place that knows methods by their names.
+It is recorded with every run (`traits` in the table `runs`), so that a method of one's own is reported like those that
+ship with fedloom.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
+
+import pandas as pd
 
 from fedloom.experiments.analysis.tables import Tables, configuration, read_table_of
 
-TIERS, SUBNETS, SILOS = "tiers", "subnets", "silos"
-"""What a method ends with: a model per tier; subnets for targets (SuperFedNAS and its baselines); a model per silo."""
+TIERS, SUBNETS, SILOS, SHARED = "tiers", "subnets", "silos", "shared"
+"""What a run ends with: a model per tier, subnets for targets, a model per silo, or one model for all."""
 
-ELASTIC_METHODS = ("superfednas",)
-SILO_METHODS = (
-    "spider", "local_adaptation", "ditto", "per_fedavg", "knn_per", "fedmn", "global_nas", "fednas", "fedpnas"
-)  # fmt: skip
-"""Cross-silo methods: every silo takes part in every round, and is measured with a model of its own."""
-
-_OWN_MODELS, _OWN_CELLS = ("spider", "ditto"), ("fedpnas",)
+ALL_TIERS = "all"
+"""Stands for a tier where something is of all of them."""
 
 
-def method_of(config: Mapping[str, Any]) -> str:
-    """The name of a stored configuration's method; empty if it has none."""
-    return str(config.get("method", {}).get("name", ""))
+def traits_of(tables: Tables, run_id: str) -> Mapping[str, Any]:
+    """What the run's method declares; nothing if the run stored no configuration."""
+    recorded: Mapping[str, Any] | None = tables.recorded(run_id, "traits")
+    if recorded is not None:
+        return recorded
+    return _of_older_runs(str(configuration(tables, run_id).get("method", {}).get("name", "")))
+
+
+@cache
+def _of_older_runs(method: str) -> Mapping[str, Any]:
+    """What a method declares now, for runs from before it was recorded; one model for all had a tier then."""
+    from fedloom.platform.methods.registry import METHODS
+
+    if method not in METHODS:
+        return {}
+    traits = METHODS[method].traits(METHODS[method].config())
+    return {**traits, "kind": TIERS if traits["kind"] == SHARED else traits["kind"]}
 
 
 def kind_of(tables: Tables, run_id: str) -> str:
-    """TIERS, SUBNETS or SILOS; TIERS for a run that stored no configuration."""
-    method = method_of(configuration(tables, run_id))
-    return SUBNETS if method in ELASTIC_METHODS else SILOS if method in SILO_METHODS else TIERS
+    """TIERS, SUBNETS, SILOS or SHARED; TIERS for a run that stored no configuration."""
+    return str(traits_of(tables, run_id).get("kind", TIERS))
+
+
+def runs_of_kind(tables: Tables, kind: str) -> list[str]:
+    """The runs whose method is of a kind."""
+    return [p.run_id for p in tables.paths if kind_of(tables, p.run_id) == kind]
 
 
 def elastic_run_ids(tables: Tables) -> list[str]:
-    """The runs of SuperFedNAS and of its baselines."""
-    return [p.run_id for p in tables.paths if kind_of(tables, p.run_id) == SUBNETS]
+    """The runs that end with subnets of an elastic supernet."""
+    return runs_of_kind(tables, SUBNETS)
 
 
 def silo_run_ids(tables: Tables) -> list[str]:
     """The runs of cross-silo methods."""
-    return [p.run_id for p in tables.paths if kind_of(tables, p.run_id) == SILOS]
+    return runs_of_kind(tables, SILOS)
 
 
 def keeps_own_models(tables: Tables, run_id: str) -> bool:
     """Whether silos keep a model of their own from round to round; where one keeps none, the shared one is scored."""
-    return method_of(configuration(tables, run_id)) in _OWN_MODELS
+    return traits_of(tables, run_id).get("own") == "model"
 
 
 def keeps_own_cells(tables: Tables, run_id: str) -> bool:
     """Whether silos put cells of their own behind a shared base."""
-    return method_of(configuration(tables, run_id)) in _OWN_CELLS
+    return traits_of(tables, run_id).get("own") == "cells"
+
+
+def for_all(tables: Tables, frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame, where what is of a run's one model for all is of tier "all"; rows of single clients stay."""
+    shared = frame["run_id"].isin(runs_of_kind(tables, SHARED))
+    if not shared.any():
+        return frame
+    if "client_id" in frame.columns:
+        shared &= frame["client_id"].isna()
+    return frame.assign(tier=frame["tier"].astype(object).where(~shared, ALL_TIERS))
 
 
 def with_silo_clients(tables: Tables) -> Tables:

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from fedloom.experiments.analysis.intervals import Estimate
-from fedloom.experiments.analysis.kinds import SILOS, method_of
+from fedloom.experiments.analysis.kinds import SILOS
 from fedloom.experiments.analysis.seeds import estimate_by_seed
 from fedloom.experiments.analysis.settings import Setting, settings_of
 from fedloom.experiments.analysis.silo_gains import p_matrix, personalisation_gains
@@ -62,7 +62,7 @@ def silo_summaries(tables: Tables) -> list[SiloSummary]:
         models = measured.loc[measured["run_id"].isin(setting.run_ids), "model"]
         if any(estimates.values()):
             model = str(models.iloc[0]) if len(models) else PERSONAL
-            found.append(SiloSummary(setting, method_of(setting.config), model, estimates))
+            found.append(SiloSummary(setting, str(setting.config.get("method", {}).get("name", "")), model, estimates))
     return found
 
 

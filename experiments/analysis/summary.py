@@ -5,7 +5,6 @@ from typing import Any
 import pandas as pd
 
 from fedloom.experiments.analysis.frames import (
-    ALL_TIERS,
     METRIC,
     communication,
     communication_by_kind,
@@ -13,7 +12,7 @@ from fedloom.experiments.analysis.frames import (
     shown_models,
 )
 from fedloom.experiments.analysis.intervals import estimate
-from fedloom.experiments.analysis.kinds import elastic_run_ids, silo_run_ids
+from fedloom.experiments.analysis.kinds import ALL_TIERS, elastic_run_ids, silo_run_ids
 from fedloom.experiments.analysis.seeds import by_seed, seeds_of
 from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.silos import GLOBAL, PERSONAL, per_silo

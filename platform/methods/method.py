@@ -9,6 +9,8 @@ from fedloom.platform.federation.world import World
 
 Kind = Literal["tiers", "subnets", "silos", "shared"]
 """Whose models a run ends with: one per tier, subnets of an elastic supernet, one per client, or one for all."""
+Own = Literal["nothing", "model", "cells"]
+"""What every silo keeps of its own from round to round: nothing, a model, or cells behind a shared base."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Method:
         stages: the stages of a configuration in a world, checked: ValueError for settings that cannot run.
         kind: whose models its runs end with; reports and exports go by it.
         lacks: tables that its runs write nothing to.
+        own: of methods for silos, what each silo keeps of its own.
         searchable: whether its runs keep a supernet that `fedloom search` can search for new targets.
         shared_training: what runs of a configuration can share; None if every run trains its own.
     """
@@ -44,9 +47,11 @@ class Method:
     stages: Callable[[Any, World], list[Stage]]
     kind: Kind
     lacks: tuple[str, ...] = ()
+    own: Own = "nothing"
     searchable: Callable[[Any], bool] = lambda _config: False
     shared_training: Callable[[Any], SharedTraining | None] = nothing_shared
 
     def traits(self, config: Any) -> Mapping[str, Any]:
         """What a run records about its method, as JSON values."""
-        return {"kind": self.kind, "lacks": list(self.lacks), "searchable": self.searchable(config)}
+        searchable = self.searchable(config)
+        return {"kind": self.kind, "lacks": list(self.lacks), "own": self.own, "searchable": searchable}

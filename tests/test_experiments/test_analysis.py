@@ -22,7 +22,6 @@ from fedloom.experiments import analysis
 from fedloom.experiments.analysis.compare import difference
 from fedloom.experiments.analysis.fronts import front_of
 from fedloom.experiments.analysis.intervals import estimate
-from fedloom.experiments.analysis.kinds import SILO_METHODS
 from fedloom.experiments.analysis.seeds import estimate_by_seed, spread
 from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.tables import CLIENT_COLUMNS
@@ -399,20 +398,21 @@ def test_the_example_runs_on_any_results_folder(tmp_path: Path) -> None:
     assert "\\begin{tabular}" in done.stdout
 
 
-def test_only_one_module_knows_methods_by_their_names() -> None:
+def test_no_module_knows_methods_by_their_names() -> None:
     named = {
         file.relative_to(EXPERIMENTS).as_posix()
         for folder in ("analysis", "report", "export")
         for file in (EXPERIMENTS / folder).rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Constant) and node.value in CONFIGS
+        if isinstance(node, ast.Constant) and node.value in METHODS
     }
-    assert named == {"analysis/kinds.py"}
+    assert named == {"report/parts/words.py"}, "how a model of that name is written"
 
 
-def test_the_silo_methods_are_those_that_train_all_silos() -> None:
+def test_the_methods_for_silos_are_those_that_train_silos() -> None:
     trained = {name: getattr(method.config(), "train", None) for name, method in METHODS.items()}
-    assert set(SILO_METHODS) == {name for name, train in trained.items() if isinstance(train, SiloTrainingConfig)}
+    of_silos = {name for name, train in trained.items() if isinstance(train, SiloTrainingConfig)}
+    assert {name for name, method in METHODS.items() if method.kind == "silos"} == of_silos
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from fedloom.platform.federation.config import CheckpointConfig, DevicesConfig, 
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import World, build_world
-from fedloom.platform.methods.elastic_stage import DistributionConfig, ShrinkingConfig
+from fedloom.platform.methods.elastic.superfednas import DistributionConfig, ShrinkingConfig
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import list_runs, run_paths
@@ -164,7 +164,7 @@ def test_a_dry_run_needs_no_workers(elastic_config: Make, tmp_path: Path) -> Non
 def test_a_dry_run_without_anything_to_count_is_refused(
     elastic_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.platform.methods.elastic_stage.ElasticStage.accountable", False)
+    monkeypatch.setattr("fedloom.platform.federation.training.TrainingStage.countable", False)
     with pytest.raises(ValueError, match="dry_run=true: this method has no stage that can be counted"):
         run(elastic_config(dry_run=True), tmp_path / "dry")
     assert not (tmp_path / "dry" / "runs").exists()

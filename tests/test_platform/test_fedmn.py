@@ -1,4 +1,4 @@
-"""FedMN: the router's reading of data, its gates, what a round trains, sends and averages, and whole runs."""
+"""FedMN: what a round trains, sends and averages, the final choice of modules, whole runs, and what is refused."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.averaging.average import WeightedSums, average
+from fedloom.platform.averaging.average import Update, WeightedSums, average
 from fedloom.platform.clients.execution import (
     Assignment,
     Outcome,
@@ -18,43 +18,36 @@ from fedloom.platform.clients.execution import (
     make_chunks,
     run_assignment,
 )
-from fedloom.platform.clients.training import SGD, LocalSGD
+from fedloom.platform.clients.networks import Kept
+from fedloom.platform.clients.trainer import Train
+from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import merge_chunks
+from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import SUPERNET
+from fedloom.platform.federation.training_config import local_sgd, rules_of
 from fedloom.platform.federation.world import World, build_world
-from fedloom.platform.methods.fedmn import FedMnConfig, FedMnStage, FedMnTrainingConfig, stages
-from fedloom.platform.methods.personalised import AdaptationConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.silo_stage import SiloTrainingConfig
+from fedloom.platform.methods.silo.fedmn import FedMnConfig, FedMnTrainingConfig, ScoreModular, TrainModular
+from fedloom.platform.methods.silo.silos import AdaptationConfig, SiloTrainingConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import start_run
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.silos.fedavg import TrainShared
-from fedloom.platform.silos.fedmn import ScoreModular, TrainModular
-from fedloom.platform.silos.router import (
-    Router,
-    chosen,
-    embedding_of,
-    initial_router,
-    logistic_noise,
-    received_router,
-    straight_through,
-)
 from fedloom.platform.spaces.kept import KeptSpace
-from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import bytes_of, parse_subspace
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.costs import size_of
 
 Make = Callable[..., RunConfig]
+Refused = Callable[[RunConfig], str]
 
 LOCAL = LocalSGD(epochs=1, batch_size=16, lr=0.05, momentum=0.9, clip_norm=5.0)
-TASK = TrainModular(LOCAL, router_lr=0.1, temperature=1.0)
+RULES = rules_of(SiloTrainingConfig(), "method.train")
+TASK = TrainModular(LOCAL, router_lr=0.1, temperature=1.0, rules=RULES)
 SMALL = SpaceConfig("resnet18_modular_small", input_shape=[1, 8, 8], stem_channels=4)
 CELLS = SpaceConfig("darts_s2_small", channels=4)
 BIAS = "router/out.bias"
@@ -102,121 +95,19 @@ def with_logits(weights: Mapping[str, Tensor], logits: Sequence[float]) -> dict[
 
 
 def one_silo(world: World, client_id: int, weights: Mapping[str, Tensor], worker: Worker | None = None) -> Outcome:
+    """A silo's round by itself; what it sends is copied, as it lies in the worker's module until that is used again."""
     assignment = Assignment("fedmn", 1, client_id, "tier1", TASK)
-    return TASK.run(worker or Worker(world.spec), assignment, weights)
+    outcome = TASK.run(worker or Worker(world.spec), assignment, weights)
+    assert outcome.update is not None
+    tensors = {name: tensor.clone() for name, tensor in outcome.update.tensors.items()}
+    return replace(outcome, update=Update(tensors, outcome.update.slices, outcome.update.weights))
 
 
-def one_round(world: World, stage: FedMnStage, state: RunState) -> RunState:
+def one_round(world: World, stage: Stage, state: RunState) -> RunState:
     plan = stage.plan(state)
     shared = SharedWeights(state.weights(plan.bag), state.version(plan.bag))
     results = SerialExecutor(Worker(world.spec)).run(make_chunks(plan.assignments, world.num_clients), shared)
     return stage.merge(state, plan, merge_chunks(results)).state
-
-
-def fresh_router(embedding_size: int, *options: int) -> Router:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Router(embedding_size, options)
-
-
-# -- the router -------------------------------------------------------------------------------------------------------
-
-
-def test_what_the_router_reads_with_literal_numbers() -> None:
-    image = torch.arange(64.0).reshape(1, 8, 8)
-    x = torch.stack([image, image + 4.0])  # whose mean is image + 2
-    read = embedding_of((x, torch.tensor([2, 0])), num_classes=3)
-    # A 2 x 2 patch that begins with v has v, v + 1, v + 8 and v + 9.
-    pooled = [v + 4.5 + 2.0 for start in (0, 16, 32, 48) for v in range(start, start + 8, 2)]
-    assert read.tolist() == pytest.approx([*pooled, 0.5, 0.0, 0.5])
-    assert read.dtype == torch.float32
-
-
-def test_what_the_router_reads_is_the_mean_over_pooled_samples() -> None:
-    x = torch.randn((7, 3, 9, 6), generator=torch_stream(1, "x"))
-    y = torch.tensor([0, 1, 1, 3, 3, 3, 0])
-    pooled = torch.stack([F.adaptive_avg_pool2d(sample, 4).flatten() for sample in x]).mean(dim=0)
-    read = embedding_of((x, y), num_classes=5)
-    assert read.shape == (3 * 16 + 5,)
-    torch.testing.assert_close(read[:48], pooled)
-    assert read[48:].tolist() == pytest.approx([2 / 7, 2 / 7, 0.0, 3 / 7, 0.0])
-
-
-def test_every_module_is_likely_at_first_whatever_the_data() -> None:
-    space = build_space(SMALL)
-    assert isinstance(space, KeptSpace)
-    weights = initial_router(space, 10, torch_stream(1, "supernet"))
-    assert sum(t.numel() for t in weights.values()) == (16 + 10) * 64 + 64 + 64 * 16 + 16
-    router = received_router(space, 10, weights, torch.device("cpu"))
-    logits = router(torch.randn(26, generator=torch_stream(2, "x")))
-    assert logits.tolist() == [[1.0, 1.0]] * 8
-    assert chosen(logits) == space.largest_subspace
-    again = initial_router(space, 10, torch_stream(1, "supernet"))
-    assert all(torch.equal(weights[n], again[n]) for n in weights)
-    assert weights["router/hidden.weight"].std() > 0
-
-
-def test_options_that_do_not_exist_are_never_chosen() -> None:
-    logits = fresh_router(5, 1, 3, 2)(torch.ones(5))
-    assert logits.shape == (3, 3)
-    assert torch.isinf(logits).tolist() == [[False, True, True], [False, False, False], [False, False, True]]
-    assert chosen(logits + 1e6) == ((0,), (0, 1, 2), (0, 1))
-
-
-def test_modules_are_drawn_with_the_probability_of_their_logit() -> None:
-    noise = logistic_noise((20000,), torch_stream(1, "test"))
-    for logit, probability in ((0.0, 0.5), (1.0, 0.7311), (-2.0, 0.1192)):
-        assert (logit + noise > 0).float().mean().item() == pytest.approx(probability, abs=0.01)
-    assert torch.isfinite(noise).all()
-    assert noise.dtype == torch.float32
-
-
-def test_a_decision_may_choose_nothing() -> None:
-    assert chosen(torch.tensor([[0.1, -0.1], [-1.0, 0.0], [2.0, 3.0]])) == ((0,), (), (0, 1))
-
-
-def test_the_gates_with_literal_numbers() -> None:
-    scores = torch.tensor([[2.0, -1.0]], requires_grad=True)
-    gates = straight_through(scores, torch.tensor([[1.0, 0.0]]), temperature=2.0)
-    assert gates.tolist() == [[1.0, 0.0]]
-    (gates * torch.tensor([[3.0, 1.0]])).sum().backward()  # type: ignore[no-untyped-call]
-    # sigmoid(1) = .7310586, sigmoid(-.5) = .3775407: 3 s (1 - s) / 2 and s (1 - s) / 2
-    assert scores.grad is not None
-    assert scores.grad.tolist() == [pytest.approx([0.2949179, 0.1175019])]
-
-
-def test_gates_are_exact_and_options_that_do_not_exist_have_no_gradient() -> None:
-    logits = torch.randn(50, generator=torch_stream(1, "test")).requires_grad_()
-    scores = torch.cat([logits, torch.full((1,), -torch.inf)])
-    hard = (scores > 0).float()
-    gates = straight_through(scores, hard, temperature=0.3)
-    assert torch.equal(gates, hard)
-    gates.sum().backward()  # type: ignore[no-untyped-call]
-    assert logits.grad is not None
-    assert torch.isfinite(logits.grad).all()
-
-
-def test_the_logit_of_a_needed_module_rises_above_that_of_a_harmful_one() -> None:
-    generator = torch_stream(3, "test")
-    x = torch.randn((128, 2), generator=generator)
-    y = (x[:, 0] > 0).long()
-    needed = torch.stack([-x[:, 0], x[:, 0]], dim=1)
-    harmful = -0.5 * needed
-    router, embedding = fresh_router(4, 2), torch.ones(4)
-    router.load_state_dict({**router.state_dict(), "out.weight": torch.zeros(2, 64), "out.bias": torch.ones(2)})
-    local = LocalSGD(epochs=1, batch_size=128, lr=0.1)
-    for _round in range(60):
-        noise = logistic_noise((1, 2), generator)
-        hard = (router(embedding).detach() + noise > 0).float()
-        sgd = SGD(local, list(router.parameters()))
-        gates = straight_through(router(embedding) + noise, hard, 1.0)
-        output = sum(gates[0, o] * (needed, harmful)[o] for o in chosen(hard)[0])
-        if isinstance(output, Tensor):
-            F.cross_entropy(output, y).backward()  # type: ignore[no-untyped-call]
-            sgd.step()
-    first, second = router(embedding)[0].tolist()
-    assert first > 1.0 > second
-    assert chosen(router(embedding)) == ((0,),)
 
 
 # -- a round ----------------------------------------------------------------------------------------------------------
@@ -254,7 +145,7 @@ def test_only_chosen_modules_teach_the_router(world: World) -> None:
 def test_the_chosen_modules_train_as_a_network_of_their_own(world: World) -> None:
     weights = shared_weights(world)
     outcome = one_silo(world, 3, weights)
-    plain = TrainShared(parse_subspace(outcome.subspace or ""), LOCAL)
+    plain = Train(Kept(parse_subspace(outcome.subspace or "")), LOCAL, joined=True)
     same = plain.run(Worker(world.spec), Assignment("fedmn", 1, 3, "tier1", plain), weights)
     assert outcome.update is not None
     assert same.update is not None
@@ -288,7 +179,6 @@ def test_a_silo_that_chooses_nothing_trains_the_fixed_part(world: World) -> None
 
 def test_a_module_is_averaged_over_those_who_chose_it_and_else_unchanged(world: World) -> None:
     stage, space = build_stages(world)[0], space_of(world)
-    assert isinstance(stage, FedMnStage)
     # Nobody chooses the first block's first branch, everybody its second; the others as they are drawn.
     weights = with_logits(shared_weights(world), [-60.0, 60.0] + [0.0] * 14)
     state = replace(begun(world).with_bag(SUPERNET, weights), round=1)
@@ -313,7 +203,7 @@ def test_a_module_is_averaged_over_those_who_chose_it_and_else_unchanged(world: 
     assert len(changed) == len(space.operator_tensors(0, 1))
 
 
-def alone(world: World, stage: FedMnStage, state: RunState, client_id: int) -> Outcome:
+def alone(world: World, stage: Stage, state: RunState, client_id: int) -> Outcome:
     """One silo's part of the coming round, by itself."""
     assignment = next(a for a in stage.plan(state).assignments if a.client_id == client_id)
     return assignment.task.run(Worker(world.spec), assignment, state.weights(SUPERNET))
@@ -321,7 +211,6 @@ def alone(world: World, stage: FedMnStage, state: RunState, client_id: int) -> O
 
 def test_pretraining_is_fedavg_of_the_whole_network(world: World) -> None:
     stage, space = build_stages(world)[0], space_of(world)
-    assert isinstance(stage, FedMnStage)
     state = begun(world)
     after = one_round(world, stage, state).weights(SUPERNET)
 
@@ -334,7 +223,9 @@ def test_pretraining_is_fedavg_of_the_whole_network(world: World) -> None:
 
     # One silo by hand: plain SGD on the whole network, every branch with weight 1.
     assert updates[0] is not None
-    mine = by_hand(world, {n: weights[n] for n in space.owner_of}, stage.local(0))
+    mine = by_hand(
+        world, {n: weights[n] for n in space.owner_of}, local_sgd(world.config.method.train, 0, world.augment)
+    )
     for name, tensor in mine.items():
         torch.testing.assert_close(updates[0].tensors[name], tensor, msg=name)
 
@@ -413,7 +304,6 @@ def test_a_whole_run(fedmn_config: Make) -> None:
 def test_it_runs_on_cells_too(fedmn_config: Make) -> None:
     world = build_world(fedmn_config(CELLS))
     stage = build_stages(world)[0]
-    assert isinstance(stage, FedMnStage)
     state = replace(begun(world), round=1)
     assignment = stage.plan(state).assignments[0]
     outcome = assignment.task.run(Worker(world.spec), assignment, state.weights(SUPERNET))
@@ -435,32 +325,30 @@ def test_what_diverges_is_left_out(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "allowed"),
     [
-        (
-            {"pretraining_rounds": 4},
-            r"method\.train\.pretraining_rounds=4: must be between 0 and method\.train\.rounds",
-        ),
-        ({"pretraining_rounds": -1}, r"method\.train\.pretraining_rounds=-1: must be between 0 and"),
-        ({"router_lr": 0.0}, r"method\.train\.router_lr=0\.0: must be greater than 0"),
-        ({"temperature": float("nan")}, r"method\.train\.temperature=nan: must be greater than 0"),
-        ({"momentum": -0.5}, r"method\.train\.momentum=-0\.5: must be 0 or more"),
+        ({"pretraining_rounds": 4}, "between 0 and method.train.rounds, which are all rounds (3)"),
+        ({"pretraining_rounds": -1}, "0 or more"),
+        ({"router_lr": 0.0}, "greater than 0"),
+        ({"temperature": float("nan")}, "greater than 0"),
+        ({"momentum": -0.5}, "0 or more and below 1"),
     ],
 )
-def test_what_cannot_run_is_refused(fedmn_config: Make, changes: dict[str, float], message: str) -> None:
-    config = fedmn_config(**changes)
-    with pytest.raises(ValueError, match=message):
-        stages(config.method, build_world(config))
+def test_what_cannot_run_is_refused(
+    fedmn_config: Make, refused: Refused, changes: dict[str, float], allowed: str
+) -> None:
+    ((name, value),) = changes.items()
+    assert refused(fedmn_config(**changes)) == f"method.train.{name}={value}: must be {allowed}"
 
 
-def test_other_spaces_and_adaptations_are_refused(fedmn_config: Make, tiny_config: Make) -> None:
+def test_other_spaces_and_adaptations_are_refused(fedmn_config: Make, tiny_config: Make, refused: Refused) -> None:
     method = FedMnConfig(train=FedMnTrainingConfig(rounds=2, pretraining_rounds=1))
-    with pytest.raises(ValueError, match=r"space\.name=cnn_digits: fedmn takes a space of modules"):
-        stages(method, build_world(tiny_config()))
+    said = refused(tiny_config(method=method))
+    assert said.startswith("fedmn cannot use space cnn_digits")
+    assert said.endswith("Choose resnet18_modular or darts_s2, for instance")
     config = fedmn_config()
     config.method.adapt = AdaptationConfig(epochs=0)
-    with pytest.raises(ValueError, match=r"method\.adapt\.epochs=0"):
-        stages(config.method, build_world(config))
+    assert refused(config) == "method.adapt.epochs=0: must be at least 1"
 
 
 def test_the_papers_rounds_are_the_defaults() -> None:

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from fedloom.platform.clients.execution import Chunk, ChunkResult, SerialExecutor, SharedWeights
-from fedloom.platform.clients.tasks import ScorePaths, ScoreSubnet
+from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.guard import TestReadError
@@ -19,7 +19,8 @@ from fedloom.platform.data.partition import Partition
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RunFailedError
 from fedloom.platform.federation.world import World, build_world
-from fedloom.platform.methods import search_stage, subnet_stage, supernet_stage
+from fedloom.platform.methods.stages import tier_search
+from fedloom.platform.methods.tiered import fedoras
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS
@@ -96,13 +97,13 @@ def on_test(task: Any) -> Any:
 
 
 def test_a_search_that_reads_test_data_fails(tiny_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_stage, "ScorePaths", on_test(ScorePaths))
+    monkeypatch.setattr(tier_search, "ScoreSubnets", on_test(ScoreSubnets))
     message = refused(tiny_config())
     assert message.startswith("search/tier1, round 0: the server's own work failed: TestReadError")
 
 
 def test_a_federated_search_that_reads_test_data_fails(tiny_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_stage, "ScorePaths", on_test(ScorePaths))
+    monkeypatch.setattr(tier_search, "ScoreSubnets", on_test(ScoreSubnets))
     config = federated(tiny_config)
     config.method.search.compare_with_central = False
     message = refused(config)
@@ -111,14 +112,10 @@ def test_a_federated_search_that_reads_test_data_fails(tiny_config: Make, monkey
 
 
 def test_watching_the_training_on_test_data_fails(tiny_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supernet_stage, "ScorePaths", on_test(ScorePaths))
+    monkeypatch.setattr(fedoras, "ScoreSubnets", on_test(ScoreSubnets))
     assert "TestReadError" in refused(tiny_config())
     monkeypatch.undo()
-    monkeypatch.setattr(
-        subnet_stage,
-        "ScoreSubnet",
-        lambda architecture, model, _split, **kw: ScoreSubnet(architecture, model, "test", **kw),
-    )
+    monkeypatch.setattr(fedoras, "ScoreSubnet", lambda subnet, model, _split: ScoreSubnet(subnet, model, "test"))
     config = federated(tiny_config)
     assert "TestReadError" in refused(config)
 

@@ -8,7 +8,7 @@ import pytest
 
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.costs import load_costs, measure_costs, store_costs
-from fedloom.platform.federation.world import genome_of, least_cost, sampled_costs, split_into_tiers
+from fedloom.platform.federation.world import sampled_costs, split_into_tiers
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.bounds import share_of_models
@@ -49,12 +49,12 @@ def test_tiers_of_cells_are_those_of_the_supported_operators(tiny_config: Callab
     table = measure_costs(config.tiers, CELLS).budget
     few = build_space(SpaceConfig("darts_s2_small", channels=4, operators=["skip_connect", "dil_conv_3x3"]))
     supported = few.cost_table("macs")
-    assert least_cost(CELLS, table) == supported.smallest
+    assert table.cost(CELLS.cheapest(table)) == supported.smallest
     assert table.largest == supported.largest
     uppers = [tier.upper for tier in split_into_tiers(config, CELLS, table)]
     assert supported.smallest < uppers[0] < uppers[1] == supported.largest
     assert uppers[0] == pytest.approx(split_into_tiers(config, few, supported)[0].upper, rel=0.05)
-    shares = share_of_models(sampled_costs(genome_of(CELLS), table, config.tiers.paths), uppers)
+    shares = share_of_models(sampled_costs(CELLS.genome, table, config.tiers.paths), uppers)
     assert sum(shares) == pytest.approx((2 / 3) ** 10, rel=0.15), "all others belong nowhere"
 
 

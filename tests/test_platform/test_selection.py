@@ -1,7 +1,11 @@
-"""Client selection: uniform, distinct, and as cheap among a million clients as among a hundred."""
+"""Client selection: uniform, distinct, cheap among a million clients; what the server remembers; rules of one's own."""
 
 import math
+import sys
 import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +13,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from fedloom.platform.federation.history import ClientRecord
-from fedloom.platform.federation.selection import DRAWS_PER_CLIENT, SELECTION_RULES, Choice, Cohort, check_selection, select
+from fedloom.platform.clients.execution import Report
+from fedloom.platform.federation.history import ClientRecord, History, packed, unpacked, with_reports
+from fedloom.platform.federation.selection import (
+    DRAWS_PER_CLIENT,
+    SELECTION_RULES,
+    Choice,
+    Cohort,
+    check_selection,
+    select,
+)
 from fedloom.platform.plugins import Chosen, PluginError
 from fedloom.platform.seeding import stream
+
+
+def choice(
+    eligible: np.ndarray,
+    size: int,
+    rng: np.random.Generator,
+    available: Callable[[int], bool] | None = None,
+    history: History | None = None,
+) -> Choice:
+    """A round in which every device can be reached, if nobody says which are available."""
+    return Choice(
+        round=0,
+        size=size,
+        eligible=eligible,
+        rng=rng,
+        always=available is None,
+        available=available or (lambda _: True),
+        history=history or {},
+        num_samples=lambda client_id: 10 * client_id,
+    )
+
+
+def drawn(
+    eligible: np.ndarray, size: int, rng: np.random.Generator, available: Callable[[int], bool] | None = None
+) -> Cohort:
+    return select(choice(eligible, size, rng, available), Chosen("uniform"))
 
 
 @settings(max_examples=200, deadline=None)
@@ -21,7 +59,7 @@ from fedloom.platform.seeding import stream
 )
 def test_a_cohort_is_distinct_ascending_and_eligible(ids: list[int], size: int, seed: int, asked: bool) -> None:
     eligible = np.array(sorted(ids), dtype=np.int64)
-    cohort = select_uniform(eligible, size, stream(seed, "test"), (lambda _: True) if asked else None)
+    cohort = drawn(eligible, size, stream(seed, "test"), (lambda _: True) if asked else None)
     assert len(cohort.client_ids) == min(size, len(ids))
     assert list(cohort.client_ids) == sorted(set(cohort.client_ids))
     assert set(cohort.client_ids) <= set(ids)
@@ -39,7 +77,7 @@ def test_over_a_thousand_rounds_all_clients_are_chosen_alike(asked: bool) -> Non
     pairs = np.zeros((40, 40))
     for round_ in range(1000):
         rng = stream(1, "select", "train", round_)
-        chosen = np.array(select_uniform(eligible, 10, rng, (lambda _: True) if asked else None).client_ids) - 100
+        chosen = np.array(drawn(eligible, 10, rng, (lambda _: True) if asked else None).client_ids) - 100
         counts[chosen] += 1
         pairs[np.ix_(chosen, chosen)] += 1
     # Draws without replacement spread less than the chi-square law; scaled by 1/(1 - 10/40) they follow it.
@@ -60,7 +98,7 @@ def test_the_chi_square_bound_would_notice_a_favoured_client() -> None:
 def test_only_available_clients_are_chosen_uniformly() -> None:
     counts = np.zeros(20)
     for round_ in range(500):
-        cohort = select_uniform(np.arange(20), 4, stream(1, "select", round_), lambda c: c % 2 == 0)
+        cohort = drawn(np.arange(20), 4, stream(1, "select", round_), lambda c: c % 2 == 0)
         assert len(cohort.client_ids) == 4
         assert cohort.reason == "uniform among available"
         counts[list(cohort.client_ids)] += 1
@@ -69,13 +107,10 @@ def test_only_available_clients_are_chosen_uniformly() -> None:
 
 
 def test_too_few_available_clients_make_a_smaller_cohort() -> None:
-    assert select_uniform(np.arange(50), 10, stream(1, "x"), lambda c: c in (3, 40)).client_ids in (
-        (3, 40),
-        (3,),
-        (40,),
-    )
-    assert select_uniform(np.arange(50), 10, stream(1, "x"), lambda _: False).client_ids == ()
-    assert select_uniform(np.arange(5), 5, stream(1, "x"), lambda c: c == 3).client_ids == (3,)
+    few = drawn(np.arange(50), 10, stream(1, "x"), lambda c: c in (3, 40))
+    assert few.client_ids in ((3, 40), (3,), (40,))
+    assert drawn(np.arange(50), 10, stream(1, "x"), lambda _: False).client_ids == ()
+    assert drawn(np.arange(5), 5, stream(1, "x"), lambda c: c == 3).client_ids == (3,)
 
 
 def test_nobody_is_asked_twice_and_never_too_many() -> None:
@@ -85,13 +120,13 @@ def test_nobody_is_asked_twice_and_never_too_many() -> None:
         asked.append(client_id)
         return False
 
-    select_uniform(np.arange(1_000_000), 10, stream(1, "x"), available)
+    drawn(np.arange(1_000_000), 10, stream(1, "x"), available)
     assert len(asked) == len(set(asked)) <= 10 * DRAWS_PER_CLIENT
 
 
 def test_no_eligible_client_is_no_cohort() -> None:
     for available in (None, lambda _: True):
-        assert select_uniform(np.empty(0, dtype=np.int64), 3, stream(1, "x"), available).client_ids == ()
+        assert drawn(np.empty(0, dtype=np.int64), 3, stream(1, "x"), available).client_ids == ()
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -101,9 +136,101 @@ def test_a_million_registered_clients_cost_no_more_than_a_hundred(asked: bool) -
         for seed in range(40):
             rng = stream(seed, "x")
             started = time.perf_counter()
-            select_uniform(eligible, 10, rng, (lambda _: True) if asked else None)
+            drawn(eligible, 10, rng, (lambda _: True) if asked else None)
             times.append(time.perf_counter() - started)
         return min(times)
 
     # A permutation of a million takes a thousand times as long as this bound allows.
     assert fastest_s(np.arange(1_000_000)) < 20 * fastest_s(np.arange(100)) + 1e-3
+
+
+# -- all of them ------------------------------------------------------------------------------------------------------
+
+
+def test_all_are_those_that_are_available() -> None:
+    everybody = select(choice(np.array([2, 5, 9]), 3, stream(1, "x")), Chosen("all"))
+    assert everybody == Cohort((2, 5, 9), 1.0, "all")
+    some = select(choice(np.array([2, 5, 9]), 3, stream(1, "x"), lambda c: c != 5), Chosen("all"))
+    assert (some.client_ids, some.reason) == ((2, 9), "all that are available")
+    assert math.isnan(some.probability)
+
+
+# -- what is remembered -----------------------------------------------------------------------------------------------
+
+
+def report(client_id: int | None, status: str = "ok", **figures: Any) -> Report:
+    return Report(client_id, "tier1", status, **figures)
+
+
+def test_the_history_holds_those_that_took_part() -> None:
+    first = [
+        report(3, loss=2.0, loss_norm=2.5, samples=40, simulated_s=7.0),
+        report(5, "failed"),
+        report(None, loss=9.0),
+    ]
+    history = with_reports({}, 0, first)
+    assert history == {3: ClientRecord(1, 1, 0, 2.0, 2.5, 40, 7.0), 5: ClientRecord(1, 0, 0)}
+    # Who does not answer is remembered as asked; what it said before stays.
+    again = with_reports(history, 4, [report(3, "timed_out", loss=1.0, samples=1), report(5, loss=0.5, samples=8)])
+    assert again == {3: ClientRecord(2, 1, 4, 2.0, 2.5, 40, 7.0), 5: ClientRecord(2, 1, 4, 0.5, None, 8, 0.0)}
+    assert history[3].participations == 1, "a value, not a record that is changed"
+    assert unpacked(packed(again)) == again
+
+
+# -- a rule of one's own ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("own_selection")
+    monkeypatch.setitem(sys.modules, "own_selection", module)
+    return module
+
+
+def test_a_rule_of_ones_own_sees_the_history_and_has_options(own_module: ModuleType) -> None:
+    def lossy(choice: Choice, *, least: float = 0.0) -> Cohort:
+        losses = {c: choice.record(c).loss or 0.0 for c in choice.draw(len(choice.eligible))}
+        chosen = tuple(c for c, loss in losses.items() if loss >= least)
+        return Cohort(chosen, reason="lossy", reasons={c: f"loss {losses[c]:g}" for c in chosen[:1]})
+
+    own_module.lossy = lossy  # type: ignore[attr-defined]
+    history = {2: ClientRecord(loss=1.5), 4: ClientRecord(loss=3.0)}
+    about = choice(np.arange(6), 6, stream(1, "x"), history=history)
+    cohort = select(about, Chosen("own_selection:lossy", (("least", 1.0),)))
+    assert cohort.client_ids == (2, 4)
+    assert [cohort.reason_of(c) for c in cohort.client_ids] == ["loss 1.5", "lossy"]
+    assert math.isnan(cohort.probability)
+    assert len(select(about, Chosen("own_selection:lossy")).client_ids) == 6
+
+
+def test_ids_alone_are_a_cohort(own_module: ModuleType) -> None:
+    own_module.last = lambda choice: choice.eligible[::-1][: choice.size]  # type: ignore[attr-defined]
+    cohort = select(choice(np.array([1, 4, 6]), 2, stream(1, "x")), Chosen("own_selection:last"))
+    assert (cohort.client_ids, cohort.reason) == ((4, 6), "own_selection:last"), "in ascending order"
+    assert all(type(c) is int for c in cohort.client_ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "given_", "message"),
+    [
+        ("twice", [4, 4], r"gives a client twice: \[4, 4\]"),
+        ("crowd", [1, 4, 6], "gives 3 clients for a round of 2"),
+        ("stranger", [5], "gives client 5, which is not eligible in this round"),
+        ("beyond", [99], "gives client 99, which is not eligible in this round"),
+        ("nothing", None, "gives None: give the ids of clients, or a Cohort"),
+        ("names", ["a"], r"gives \['a'\]: give the ids of clients, or a Cohort"),
+    ],
+)
+def test_a_rule_that_gives_no_cohort_is_named(own_module: ModuleType, name: str, given_: Any, message: str) -> None:
+    setattr(own_module, name, lambda _choice: given_)
+    with pytest.raises(PluginError, match=f"^selection rule 'own_selection:{name}' {message}") as caught:
+        select(choice(np.array([1, 4, 6]), 2, stream(1, "x")), Chosen(f"own_selection:{name}"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_rule_is_tried_before_anything_is_written(own_module: ModuleType) -> None:
+    own_module.lazy = lambda choice: choice.history[0].loss  # type: ignore[attr-defined]
+    with pytest.raises(PluginError, match="'own_selection:lazy' fails: KeyError: 0"):
+        check_selection(Chosen("own_selection:lazy"), 3)
+    with pytest.raises(PluginError, match=r"unknown selection rule 'unifrom': known are all, uniform.*'uniform'"):
+        SELECTION_RULES.find("unifrom")

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from math import pi
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,11 +17,12 @@ from fedloom.platform.averaging.shares import (
     SharesConfig,
     Sharing,
     beta,
-    check_shares,
     maxnet,
     overlap,
-    shares_rule,
+    shares_of,
 )
+from fedloom.platform.plugins import Chosen, PluginError
+from fedloom.platform.settings import check_settings
 
 COSINE = SharesConfig(beta_0=0.9, decay="cosine", decay_share=0.8)
 LINEAR = replace(COSINE, decay="linear")
@@ -126,14 +128,51 @@ def test_maxnets_shares_are_a_distribution(
 # -- names and refusals -----------------------------------------------------------------------------------------------
 
 
-def test_a_rule_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("own_shares")
-    module.first = lambda s: Shares([1.0, *[0.0] * (len(s.is_largest) - 1)])  # type: ignore[attr-defined]
-    module.number = 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_shares", module)
-    assert shares_rule("own_shares:first")(sharing(False, True)).values == [1.0, 0.0]
-    with pytest.raises(ValueError, match="'own_shares:number' is not a function of a Sharing"):
-        shares_rule("own_shares:number")
+    return module
+
+
+def test_a_rule_by_import_path_with_options(own_module: ModuleType) -> None:
+    def one(sharing: Sharing, *, place: int = 0) -> Shares:
+        return Shares([float(i == place) for i in range(len(sharing.is_largest))])
+
+    own_module.one = one  # type: ignore[attr-defined]
+    assert shares_of(Chosen("own_shares:one"), sharing(False, True)).values == [1.0, 0.0]
+    assert shares_of(Chosen("own_shares:one", (("place", 1),)), sharing(False, True)).values == [0.0, 1.0]
+
+
+def test_rules_are_found_by_name() -> None:
+    assert shares_of(Chosen("overlap"), sharing(True, False)) == overlap(sharing(True, False))
+    assert shares_of(Chosen("maxnet"), sharing(True, False)) == maxnet(sharing(True, False))
+    with pytest.raises(PluginError, match="unknown shares rule 'maxnett': known are maxnet, overlap, or module:name"):
+        shares_of(Chosen("maxnett"), sharing(True))
+
+
+@pytest.mark.parametrize(
+    ("name", "given_", "message"),
+    [
+        ("bare", [1.0, 1.0], r"gives list: give a fedloom\.platform\.averaging\.shares\.Shares"),
+        ("few", Shares([1.0]), "gives 1 shares to 2 clients: give one per client"),
+        ("negative", Shares([1.0, -0.5]), r"gives the share -0\.5: shares are finite numbers of at least 0"),
+        ("endless", Shares([1.0, float("inf")]), "gives the share inf"),
+        ("undefined", Shares([float("nan"), 1.0]), "gives the share nan"),
+        ("text", Shares(["1", "1"]), "gives the share '1'"),  # type: ignore[list-item]
+    ],
+)
+def test_a_rule_that_gives_no_shares_is_named(own_module: ModuleType, name: str, given_: Any, message: str) -> None:
+    setattr(own_module, name, lambda _sharing: given_)
+    with pytest.raises(PluginError, match=f"^shares rule 'own_shares:{name}' {message}") as caught:
+        shares_of(Chosen(f"own_shares:{name}"), sharing(True, False))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_function_of_a_sharing_is_refused(own_module: ModuleType) -> None:
+    own_module.number = 3  # type: ignore[attr-defined]
+    with pytest.raises(PluginError, match=r"'own_shares:number' is an int, not a function of \(sharing\)"):
+        shares_of(Chosen("own_shares:number"), sharing(True))
 
 
 @pytest.mark.parametrize(
@@ -141,18 +180,17 @@ def test_a_rule_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (replace(COSINE, beta_0=0.0), r"^train\.shares\.beta_0=0\.0: must be above 0 and at most 1$"),
         (replace(COSINE, beta_0=1.1), r"^train\.shares\.beta_0=1\.1: must be above 0 and at most 1$"),
-        (replace(COSINE, beta_0=float("nan")), r"beta_0=nan"),
+        (replace(COSINE, beta_0=float("nan")), r"^train\.shares\.beta_0=nan: must be above 0 and at most 1$"),
         (replace(COSINE, decay_share=0.0), r"^train\.shares\.decay_share=0\.0: must be above 0 and at most 1$"),
         (replace(COSINE, decay_share=1.5), r"^train\.shares\.decay_share=1\.5: must be above 0 and at most 1$"),
-        (replace(COSINE, decay="step"), r"^train\.shares\.decay='step': allowed are constant, linear, cosine$"),
-        (replace(COSINE, rule="maxnett"), r"^train\.shares\.rule: unknown shares rule .* known are maxnet, overlap"),
+        (replace(COSINE, decay="step"), r"^train\.shares\.decay=step: must be one of constant, linear, cosine$"),
     ],
 )
 def test_values_out_of_range_are_refused(config: SharesConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_shares(config, "train.shares")
+        check_settings(config, "train.shares.")
 
 
 def test_good_values_pass() -> None:
     for config in (COSINE, LINEAR, CONSTANT, SharesConfig(), replace(COSINE, beta_0=1.0, decay_share=1.0)):
-        check_shares(config, "train.shares")
+        check_settings(config, "train.shares.")

@@ -1,7 +1,7 @@
-"""What becomes of silos in SPIDER: never heard, failed, alone, pulled, and interrupted; the others shall not notice."""
+"""What becomes of silos in SPIDER: never heard, failed, and interrupted; the others shall not notice."""
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,25 +15,24 @@ from torch import Tensor
 import fedloom.platform.runs.run as run_module
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.execution import Assignment, Outcome, SerialExecutor
-from fedloom.platform.clients.training import LocalSGD, evaluate
+from fedloom.platform.clients.objectives import Objective
+from fedloom.platform.clients.training import evaluate
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, FailuresConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.loop import InterruptedRunError, RunFailedError
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World, build_world
-from fedloom.platform.methods.silo_stage import GainConfig
-from fedloom.platform.methods.spider import SpiderConfig, SpiderStage, SpiderTrainingConfig, stages
+from fedloom.platform.methods.silo.gains import GainConfig
+from fedloom.platform.methods.silo.personal import unpacked
+from fedloom.platform.methods.silo.scoring import ScoreOwn
+from fedloom.platform.methods.silo.searchers import ArchitectureSearchConfig
+from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider, stages
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.silos.network import kept_network, silo_data, train_network
-from fedloom.platform.silos.scoring import ScoreOwn
-from fedloom.platform.silos.search import ArchitectureSearchConfig, Perturbation
-from fedloom.platform.silos.spider import TrainSpider
-from fedloom.platform.silos.state import Personal, unpacked, with_row
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import Weights, subspace_id
 from fedloom.platform.spaces.space_config import SpaceConfig
@@ -195,7 +194,7 @@ def shared_score(world: World, bags: Bags, silo: int) -> float:
     module.load_state_dict(dict(bags[SHARED]))
     with world.data.reading_test():
         data = world.data.client(silo, "test")
-    return evaluate(module.eval(), data).metric
+    return evaluate(module.eval(), data, Objective()).metric
 
 
 def test_silos_that_are_never_heard_have_their_rows_and_leave_the_others_alone(
@@ -264,10 +263,11 @@ def by_hand(config: RunConfig, heard: Callable[[int, int], bool]) -> tuple[dict[
     world = world_of(config)
     worker = worker_of(world)
     stage, *_ = stages(config.method, world)
-    assert isinstance(stage, SpiderStage)
+    begun = stage.begin(RunState())
     bags: dict[str, Mapping[str, Tensor]] = {SHARED: darts(world).initial_weights(torch_stream(config.seed, SHARED))}
     for round_ in range(config.method.train.rounds):
-        task, weights, sums = stage.task(RunState(round=round_)), bags[SHARED], WeightedSums()
+        task = stage.plan(replace(begun, round=round_)).assignments[0].task
+        weights, sums = bags[SHARED], WeightedSums()
         for silo in (s for s in SILOS if heard(round_, s)):
             state = bags.get(f"client-{silo}")
             outcome = task.run(worker, Assignment("spider", round_, silo, "tier1", task, state=state), weights)
@@ -337,128 +337,6 @@ def test_more_failures_than_are_tolerated_stop_the_run_in_the_evaluation_too(
     resume_run(config, paths.run_id, serial)
     assert rows_of(config, "clients", stage="evaluation")["status"].tolist() == ["ok"] * 3
     assert sorted(rows_of(config, "evaluations", split="test", metric="accuracy")["client_id"]) == [*SILOS]
-
-
-# -- alone, and pulled ------------------------------------------------------------------------------------------------
-
-LOCAL = LocalSGD(epochs=1, batch_size=16, lr=0.05, momentum=0.9, clip_norm=5.0)
-ROUNDS = 6
-
-
-def received(
-    first: Weights, change: Callable[[Tensor, int], Tensor] = lambda t, _: t, rounds: int = ROUNDS
-) -> Iterator[Weights]:
-    """The same weights in round 0, then whatever `change` makes of them."""
-    for round_ in range(rounds):
-        yield {
-            name: change(tensor, round_) if round_ and tensor.is_floating_point() else tensor
-            for name, tensor in first.items()
-        }
-
-
-def states_of(world: World, stream: Iterator[Weights], pull: float) -> tuple[list[Weights], list[Weights]]:
-    """Silo 1's states and what it sends after every round; from round 1 on every round searches."""
-    worker, states, sent = worker_of(world), [], []
-    state: Weights | None = None
-    for round_, weights in enumerate(stream):
-        task = TrainSpider(LOCAL, pull, Perturbation(due=round_ >= 1))
-        outcome = task.run(worker, Assignment("spider", round_, 1, "tier1", task, state=state), weights)
-        assert outcome.state is not None
-        assert outcome.update is not None
-        state = outcome.state  # the next task changes it in place: what is compared later is a copy
-        states.append({name: tensor.clone() for name, tensor in state.items()})
-        sent.append(outcome.update.tensors)
-    return states, sent
-
-
-def states_alone(world: World, first: Weights) -> list[Weights]:
-    """The same silo where there is no shared model at all."""
-    worker, states = worker_of(world), []
-    silo = Personal(dict(first), {}, darts(world).largest_subspace)
-    for round_ in range(ROUNDS):
-        task = Perturbation(due=round_ >= 1)
-        assignment = Assignment("spider", round_, 1, "tier1", TrainSpider(LOCAL, 0.0, task))
-        silo = task.before(worker, assignment, silo).silo
-        joined = all(len(row) == 1 for row in silo.kept)
-        own = train_network(
-            worker,
-            assignment,
-            kept_network(worker, silo.kept),
-            silo.weights,
-            silo_data(worker, assignment, joined=joined),
-            LOCAL,
-            momentum=silo.momentum,
-        )
-        silo = Personal(own.tensors, own.momentum, silo.kept)
-        states.append({name: tensor.clone() for name, tensor in silo.packed().items()})
-    return states
-
-
-def test_without_a_pull_a_silo_is_alone_for_as_long_as_it_searches_and_after(spider_config: Make) -> None:
-    world = world_of(spider_config())
-    first = darts(world).initial_weights(torch_stream(1, SHARED))
-
-    def other_weights(tensor: Tensor, round_: int) -> Tensor:
-        return tensor * (1 + 0.3 * round_) + 0.1
-
-    same, sent = states_of(world, received(first), 0.0)
-    other, sent_other = states_of(world, received(first, other_weights), 0.0)
-    alone = states_alone(world, first)
-    left = [sum(len(row) > 1 for row in unpacked(state).kept) for state in same]
-    assert left == [10, 8, 6, 4, 2, 0], "an edge of each cell is decided in every round but the first"
-    for round_ in range(ROUNDS):
-        assert same_bits(same[round_], other[round_]), round_
-        assert same_bits(same[round_], alone[round_]), round_
-        assert same_bits(sent[round_], sent_other[round_]) == (round_ == 0), "what it receives is another model"
-    assert any(name.startswith("momentum/") for name in same[-1])
-
-    pulled, _ = states_of(world, received(first, rounds=2), 0.5)
-    pulled_elsewhere, _ = states_of(world, received(first, other_weights, rounds=2), 0.5)
-    assert same_bits(pulled[0], pulled_elsewhere[0])
-    assert not same_bits(pulled[1], pulled_elsewhere[1])
-
-
-def test_the_pull_moves_what_the_silo_keeps_by_its_gradient_and_nothing_else(spider_config: Make) -> None:
-    world = world_of(spider_config())
-    space, one_batch = darts(world), LocalSGD(epochs=1, batch_size=1000, lr=0.05)
-    weights = space.initial_weights(torch_stream(1, SHARED))
-    parameters = {name for name, _ in space.build_supernet().named_parameters()}
-    kept = with_row(with_row(space.largest_subspace, 0, (0,)), 7, (1,))
-    held = set(space.subspace_slices(kept))
-    dropped = set(space.subspace_slices(space.largest_subspace)) - held
-    assert dropped == {*space.operator_tensors(0, 1), *space.operator_tensors(7, 0)}
-    assert dropped & parameters, "an operator with parameters is among them"
-
-    # v - w is 0.5 in half of the tensors, and -0.25 in the others.
-    distance = {name: 0.5 if i % 2 else -0.25 for i, name in enumerate(sorted(held & parameters))}
-    own = {name: weights[name] + distance[name] if name in distance else weights[name] for name in held}
-    state = Personal(own, {}, kept).packed()
-
-    def after(pull: float, received: Weights) -> tuple[Personal, Weights]:
-        task = TrainSpider(one_batch, pull, Perturbation(due=False))
-        outcome = task.run(worker_of(world), Assignment("spider", 0, 0, "tier1", task, state=state), received)
-        assert outcome.steps == 2, "a step of either model"
-        assert outcome.state is not None
-        assert outcome.update is not None
-        return unpacked(outcome.state), outcome.update.tensors
-
-    (free, sent), (pulled, sent_too) = after(0.0, weights), after(0.2, weights)
-    assert set(free.weights) == set(pulled.weights) == held
-    for name in held:
-        # -lr * lambda * (v - w): -0.05 * 0.2 * 0.5, and -0.05 * 0.2 * -0.25
-        moved = {0.5: -0.005, -0.25: 0.0025}[distance[name]] if name in distance else 0.0
-        difference = pulled.weights[name].double() - free.weights[name].double()
-        assert torch.allclose(difference, torch.full_like(difference, moved), rtol=0, atol=2e-6), name
-        if name not in distance:
-            assert torch.equal(pulled.weights[name], free.weights[name]), name
-    assert same_bits(sent, sent_too), "the shared model feels no pull"
-
-    elsewhere = {
-        name: tensor + 7 if name in dropped and name in parameters else tensor for name, tensor in weights.items()
-    }
-    again, sent_elsewhere = after(0.2, elsewhere)
-    assert same_bits(again.weights, pulled.weights), "towards operators that are gone there is no pull"
-    assert not same_bits(sent, sent_elsewhere)
 
 
 # -- again, and interrupted -------------------------------------------------------------------------------------------

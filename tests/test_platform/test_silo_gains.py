@@ -1,6 +1,6 @@
 """Personalisation gains: every silo's architecture on every silo's data, and no silo's own state touched by it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,18 +9,19 @@ import pytest
 import torch
 
 from fedloom.platform.clients.execution import Assignment
-from fedloom.platform.clients.training import LocalSGD, evaluate, train_locally
+from fedloom.platform.clients.objectives import Objective
+from fedloom.platform.clients.training import SGD, LocalSGD, evaluate, train_locally
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.silo_stage import GainConfig, GainStage, SiloStage
-from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig
+from fedloom.platform.methods.silo.gains import GainConfig, GainStage
+from fedloom.platform.methods.silo.personal import Personal, unpacked
+from fedloom.platform.methods.silo.searchers import ArchitectureSearchConfig
+from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.silos.search import ArchitectureSearchConfig
-from fedloom.platform.silos.state import Personal, unpacked
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
 from fedloom.platform.spaces.space_config import SpaceConfig
@@ -70,7 +71,7 @@ def standing(config: RunConfig, kept: Sequence[Subspace] = KEPT) -> Gains:
     world = build_world(config)
     space = cast(DartsSpace, world.space)
     training, _evaluation, stage = build_stages(world)
-    state = cast(SiloStage, training).begin(RunState())
+    state = training.begin(RunState())
     for client_id, rows in enumerate(kept):
         own = own_weights(space, rows, client_id)
         momentum = {"head.bias": torch.ones(10)}
@@ -91,18 +92,46 @@ def by_hand(gains: Gains, kept: Subspace, on: int, of: int, begin: Weights) -> t
     (x, y), (more_x, more_y) = (worker.client_data(on, split) for split in ("train", "validation"))
     local = LocalSGD(epochs=2, batch_size=16, lr=0.02, momentum=0.9, clip_norm=5.0)
     generator = torch_stream(worker.spec.training_seed, "batches", "gains", of, on)
-    train_locally(module, list(module.parameters()), (torch.cat([x, more_x]), torch.cat([y, more_y])), local, generator)
+    data, sgd = (torch.cat([x, more_x]), torch.cat([y, more_y])), SGD(local, dict(module.named_parameters()))
+    train_locally(module, sgd, data, local, generator, objective=Objective())
     with worker.data.reading_test():
-        score = evaluate(module.eval(), worker.client_data(on, "test"))
+        score = evaluate(module.eval(), worker.client_data(on, "test"), Objective())
     return score.loss, score.metric
 
 
-@pytest.mark.parametrize("start", ["shared", "own"])
-def test_every_pair_is_trained_from_the_given_weights_and_scored_on_the_silos_own_test_data(
-    make_config: Make, start: str, run_stages: RunStages
-) -> None:
-    gains = standing(make_config(GainConfig(epochs=2, lr=0.02, start=start)))
-    rows, _ = gains.measure(run_stages)
+@dataclass(frozen=True)
+class Measured:
+    """A federation whose gains were measured.
+
+    `bags` are copies of the tensors that there were before, `rows` what was written, `after` the state that was left.
+    """
+
+    gains: Gains
+    start: str
+    bags: Mapping[str, Weights]
+    rows: pd.DataFrame
+    after: RunState
+
+
+@pytest.fixture(scope="module")
+def measured_before() -> dict[str, Measured]:
+    """What was measured so far: several tests look at the same nine pairs."""
+    return {}
+
+
+@pytest.fixture(params=["shared", "own"])
+def measured(
+    request: pytest.FixtureRequest, make_config: Make, run_stages: RunStages, measured_before: dict[str, Measured]
+) -> Measured:
+    if request.param not in measured_before:
+        gains = standing(make_config(GainConfig(epochs=2, lr=0.02, start=request.param)))
+        bags = {n: {t: tensor.clone() for t, tensor in bag.tensors.items()} for n, bag in gains.before.bags.items()}
+        measured_before[request.param] = Measured(gains, request.param, bags, *gains.measure(run_stages))
+    return measured_before[request.param]
+
+
+def test_every_pair_is_trained_from_the_given_weights_and_scored_on_the_silos_own_test_data(measured: Measured) -> None:
+    gains, rows = measured.gains, measured.rows
     loss, accuracy = pairs(rows, "loss"), pairs(rows)
     assert loss.index.tolist() == ["silo-0", "silo-1", "silo-2"]
     assert [int(c) for c in loss.columns] == [0, 1, 2]
@@ -111,11 +140,20 @@ def test_every_pair_is_trained_from_the_given_weights_and_scored_on_the_silos_ow
     space = cast(DartsSpace, gains.world.space)
     for of, kept in enumerate(KEPT):
         assert set(rows[rows.model == f"silo-{of}"].architecture) == {subspace_id(kept)}
-        begin = gains.before.weights("supernet") if start == "shared" else own_weights(space, kept, of)
+        begin = gains.before.weights("supernet") if measured.start == "shared" else own_weights(space, kept, of)
         for on in range(3):
             expected = by_hand(gains, kept, on, of, begin)
             assert loss.loc[f"silo-{of}", on] == pytest.approx(expected[0], rel=1e-3)
             assert accuracy.loc[f"silo-{of}", on] == pytest.approx(expected[1], abs=0.05)
+
+
+def test_no_silos_state_and_no_shared_weight_changes(measured: Measured) -> None:
+    bags, after = measured.bags, measured.after
+    assert after.bags.keys() == bags.keys() == {"supernet", "client-0", "client-1", "client-2"}
+    for name, bag in after.bags.items():
+        assert bag.version == measured.gains.before.bags[name].version
+        assert bag.tensors.keys() == bags[name].keys()
+        assert [t for t, tensor in bag.tensors.items() if not torch.equal(tensor, bags[name][t])] == []
 
 
 def test_a_silo_gains_nothing_where_all_architectures_are_equal(make_config: Make, run_stages: RunStages) -> None:
@@ -132,18 +170,6 @@ def test_a_silo_gains_nothing_where_all_architectures_are_equal(make_config: Mak
         assert shared[on].tolist() == pytest.approx([shared.loc["silo-0", on]] * 3, rel=1e-4)
         assert own[on].nunique() == 3
     assert shared.loc["silo-0"].nunique() == 3
-
-
-def test_no_silos_state_and_no_shared_weight_changes(make_config: Make, run_stages: RunStages) -> None:
-    for start in ("shared", "own"):
-        gains = standing(make_config(GainConfig(epochs=1, start=start)))
-        bags = {n: {t: tensor.clone() for t, tensor in bag.tensors.items()} for n, bag in gains.before.bags.items()}
-        _, after = gains.measure(run_stages)
-        assert after.bags.keys() == bags.keys() == {"supernet", "client-0", "client-1", "client-2"}
-        for name, bag in after.bags.items():
-            assert bag.version == gains.before.bags[name].version
-            assert bag.tensors.keys() == bags[name].keys()
-            assert [t for t, tensor in bag.tensors.items() if not torch.equal(tensor, bags[name][t])] == []
 
 
 def test_the_gains_may_be_those_of_the_first_few_silos(make_config: Make, run_stages: RunStages) -> None:
@@ -178,10 +204,13 @@ def test_a_whole_run_measures_the_architectures_that_its_silos_found(make_config
 
 
 def test_gains_that_cannot_be_are_refused_in_one_line(make_config: Make, refused: Callable[[RunConfig], str]) -> None:
-    assert refused(make_config(GainConfig(start="mine"))) == "method.gains.start='mine': allowed are shared, own"
-    for clients in (1, 4, 0):
+    assert refused(make_config(GainConfig(start="mine"))) == "method.gains.start=mine: must be one of shared, own"
+    assert refused(make_config(GainConfig(clients=4))) == (
+        "method.gains.clients=4: must be between 2 and the 3 silos there are"
+    )
+    for clients in (0, 1):
         assert refused(make_config(GainConfig(clients=clients))) == (
-            f"method.gains.clients={clients}: must be between 2 and the 3 silos there are"
+            f"method.gains.clients={clients}: must be at least 2, or null"
         )
-    for wrong in (GainConfig(epochs=-1), GainConfig(lr=0.0)):
-        assert refused(make_config(wrong)) == "method.gains: epochs must be 0 (none) or more, lr greater than 0"
+    assert refused(make_config(GainConfig(epochs=-1))) == "method.gains.epochs=-1: must be 0 or more"
+    assert refused(make_config(GainConfig(lr=0.0))) == "method.gains.lr=0.0: must be greater than 0"

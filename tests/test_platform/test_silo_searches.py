@@ -294,14 +294,18 @@ def test_searches_that_cannot_run_are_refused_in_one_line(make_config: Make, ref
     def spider(**search: Any) -> RunConfig:
         return make_config(SpiderConfig(search=ArchitectureSearchConfig(**search)))
 
-    assert refused(spider(kind="x")) == "method.search.kind='x': allowed are perturbation, milenas"
+    assert refused(spider(kind="x")) == "method.search.kind=x: must be one of perturbation, milenas"
     assert refused(spider(kind="milenas", prune_edges=True)) == (
         "method.search.prune_edges: edges are pruned by perturbation, not by milenas; leave it out"
     )
-    for name, value in {"every": 0, "start": -1, "rounds": 0, "lr": 0.0, "validation_weight": -0.5}.items():
-        assert refused(spider(**{name: value})) == (
-            "method.search: every and rounds must be at least 1, start and validation_weight 0 or more, lr above 0"
-        )
+    for name, value, allowed in (
+        ("every", 0, "at least 1"),
+        ("start", -1, "0 or more"),
+        ("rounds", 0, "at least 1"),
+        ("lr", 0.0, "greater than 0"),
+        ("validation_weight", -0.5, "0 or more"),
+    ):
+        assert refused(spider(**{name: value})) == f"method.search.{name}={value}: must be {allowed}"
     pruning = spider(prune_edges=True)
     pruning.space.operators = ["sep_conv_3x3", "dil_conv_3x3"]
     assert refused(pruning) == (
@@ -311,17 +315,18 @@ def test_searches_that_cannot_run_are_refused_in_one_line(make_config: Make, ref
     for config in (GlobalNasConfig, FedPnasConfig):
         name = config().name
         assert refused(make_config(config(search=ArchitectureSearchConfig("milenas")))) == (
-            f"method.search.kind='milenas': {name} searches by perturbation"
+            f"method.search.kind=milenas: {name} searches by perturbation"
         )
     assert refused(make_config(FedNasConfig(search=ArchitectureSearchConfig()))) == (
-        "method.search.kind='perturbation': fednas searches by milenas"
+        "method.search.kind=perturbation: fednas searches by milenas"
     )
-    for base_cells in (0, 3, -1):
+    both = "leave a base and an own part of the 3 cells, 1 to 2"
+    for base_cells, allowed in ((0, "be at least 1, or null"), (-1, "be at least 1, or null"), (3, both)):
         assert refused(make_config(FedPnasConfig(base_cells=base_cells))) == (
-            f"method.base_cells={base_cells}: must leave a base and an own part of the 3 cells, 1 to 2"
+            f"method.base_cells={base_cells}: must {allowed}"
         )
     assert refused(make_config(SpiderConfig(train=SpiderTrainingConfig(pull=-1.0)))) == (
-        "method.train.pull=-1.0: must be 0 (every silo alone) or more"
+        "method.train.pull=-1.0: must be 0 or more"
     )
 
 

@@ -1,4 +1,4 @@
-"""SPIDER: the pull towards the shared weights, what stays with a silo, perturbation, and whole runs on small cells."""
+"""SPIDER: the pull towards the shared weights, what stays with a silo, and whole runs on small cells."""
 
 import logging
 from collections.abc import Callable
@@ -10,27 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.clients.execution import Assignment, SerialExecutor
-from fedloom.platform.clients.training import SGD, LocalSGD, Score
+from fedloom.platform.clients.local_rules import pull_towards
+from fedloom.platform.clients.training import SGD, LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig, TiersConfig
+from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World, build_world
-from fedloom.platform.methods.silo_stage import GainConfig
-from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig, stages
+from fedloom.platform.methods.silo.gains import GainConfig
+from fedloom.platform.methods.silo.personal import Personal, is_decided, undecided, unpacked, with_row
+from fedloom.platform.methods.silo.searchers import ArchitectureSearchConfig, Perturbation
+from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider, stages
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import start_run
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.silos.perturbation import masked_scores, most_missed
-from fedloom.platform.silos.search import ArchitectureSearchConfig, Perturbation
-from fedloom.platform.silos.spider import TrainSpider
-from fedloom.platform.silos.state import Personal, is_decided, undecided, unpacked, with_row
 from fedloom.platform.spaces.darts import DartsSpace
+from fedloom.platform.spaces.slices import subspace_id
 from fedloom.platform.spaces.space_config import SpaceConfig
 
 Make = Callable[..., RunConfig]
 
 LOCAL = LocalSGD(epochs=1, batch_size=16, lr=0.05, momentum=0.9, clip_norm=5.0)
+RULES = rules_of(SpiderTrainingConfig(), "method.train")
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def shared_weights(world: World) -> dict[str, Tensor]:
 def one_round(
     world: World, weights: dict[str, Tensor], pull: float, state: dict[str, Tensor] | None = None
 ) -> Personal:
-    task = TrainSpider(LOCAL, pull, Perturbation(due=False))
+    task = TrainSpider(LOCAL, pull, Perturbation(due=False), RULES)
     outcome = task.run(Worker(world.spec), Assignment("spider", 0, 0, "tier1", task, state=state), weights)
     assert outcome.state is not None
     return unpacked(outcome.state)
@@ -75,8 +77,8 @@ def one_round(
 
 def test_the_pull_adds_its_gradient_with_literal_numbers() -> None:
     parameter = nn.Parameter(torch.tensor([3.0, 1.0]))
-    optimizer = SGD(LocalSGD(epochs=1, batch_size=1, lr=0.5), [parameter])
-    optimizer.pull, optimizer.anchors = 0.2, [torch.tensor([1.0, 2.0])]
+    pull = pull_towards(0.2, {"w": torch.tensor([1.0, 2.0])})
+    optimizer = SGD(LocalSGD(epochs=1, batch_size=1, lr=0.5), {"w": parameter}, pull)
     parameter.grad = torch.tensor([1.0, 0.0])
     optimizer.step()
     # 3 - .5 (1 + .2 (3 - 1)) and 1 - .5 (0 + .2 (1 - 2))
@@ -117,7 +119,7 @@ def test_only_the_operators_that_are_kept_are_pulled_and_kept(spider_config: Mak
 def test_the_server_receives_the_shared_model_and_nothing_of_the_silos_own(spider_config: Make) -> None:
     world = build_world(spider_config())
     weights = shared_weights(world)
-    task = TrainSpider(LOCAL, 0.1, Perturbation(due=True), scored=True)
+    task = TrainSpider(LOCAL, 0.1, Perturbation(due=True), RULES, scored=True)
     outcome = task.run(Worker(world.spec), Assignment("spider", 0, 0, "tier1", task), weights)
     assert outcome.update is not None
     assert outcome.state is not None
@@ -146,52 +148,44 @@ def test_a_state_survives_being_packed() -> None:
     assert is_decided(with_row(back.kept, 0, (1,)))
 
 
-# -- perturbation -----------------------------------------------------------------------------------------------------
-
-
-def test_the_operator_that_is_missed_most_stays() -> None:
-    scores = {0: Score(0.5, 0.9, 10), 1: Score(0.9, 0.4, 10), 2: Score(0.7, 0.6, 10)}
-    assert most_missed(scores) == 1
-    assert most_missed({0: Score(0.5, 0.4, 10), 1: Score(0.9, 0.4, 10)}) == 1, "then the largest loss"
-    assert most_missed({0: Score(0.5, 0.4, 10), 1: Score(float("nan"), 0.4, 10)}) == 1
-    assert most_missed({0: Score(0.5, 0.4, 10), 1: Score(0.5, 0.4, 10)}) == 0
-
-
-def test_a_planted_operator_is_kept_and_a_useless_one_dropped() -> None:
-    x = torch.randn((64, 2), generator=torch_stream(2, "test"))
-    y = (x[:, 0] > 0).long()
-
-    def forward(x_B: Tensor, kept: tuple[tuple[int, ...], ...]) -> Tensor:
-        needed = x_B[:, :1] * 4.0 if 1 in kept[0] else torch.zeros(len(x_B), 1)
-        noise = x_B[:, 1:] * 0.1 if 0 in kept[0] else torch.zeros(len(x_B), 1)
-        return torch.cat([-needed - noise, needed + noise], dim=1)
-
-    scores = masked_scores(forward, ((0, 1),), 0, (x, y))
-    assert most_missed(scores) == 1
-    assert scores[0].metric > 0.95 > scores[1].metric
-
-
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def test_every_silo_ends_with_a_valid_architecture_of_its_own(spider_config: Make) -> None:
-    results, run_id = run(spider_config())
+@pytest.fixture(scope="module")
+def runs_before() -> dict[int, tuple[Path, str]]:
+    """The runs so far, by their rounds: several tests read the same one."""
+    return {}
+
+
+@pytest.fixture
+def eight_rounds(spider_config: Make, runs_before: dict[int, tuple[Path, str]]) -> tuple[Path, str]:
+    """The results and the id of a run of eight rounds, of which all but the first search."""
+    if 8 not in runs_before:
+        runs_before[8] = run(spider_config(rounds=8))
+    return runs_before[8]
+
+
+def test_every_silo_ends_with_a_valid_architecture_of_its_own(eight_rounds: tuple[Path, str]) -> None:
+    results, run_id = eight_rounds
+    clients = read_table(results, "clients", run_id=run_id)
+    trained = clients[clients.stage == "spider"]
+    assert trained.groupby("round").size().tolist() == [3] * 8
+    sixth = trained[trained["round"] == 5].set_index("client_id").subspace
+    assert not sixth.str.contains(",").any(), "two nodes have five edges per cell; six rounds of which five search"
     bags = load_checkpoint(find_run(results, run_id).checkpoint).bags
     for client in range(3):
         kept = unpacked(bags[f"client-{client}"].tensors).kept
-        assert all(len(row) == 1 for row in kept), "two nodes have five edges per cell; six rounds of which five search"
+        assert all(len(row) == 1 for row in kept)
+        assert subspace_id(kept) == sixth[client], "what was found stays"
     rows = read_table(results, "evaluations", run_id=run_id)
     test = rows[(rows.split == "test") & (rows.metric == "accuracy")]
     assert sorted(test.client_id) == [0, 1, 2]
     assert test.value.between(0, 1).all()
-    clients = read_table(results, "clients", run_id=run_id)
-    assert clients[clients.stage == "spider"].groupby("round").size().tolist() == [3] * 6
-    train = read_table(results, "rounds", run_id=run_id)
-    assert train.clients_failed.sum() == 0
+    assert read_table(results, "rounds", run_id=run_id).clients_failed.sum() == 0
 
 
-def test_validation_data_joins_when_nothing_is_left_to_decide(spider_config: Make) -> None:
-    results, run_id = run(spider_config(rounds=8))
+def test_validation_data_joins_when_nothing_is_left_to_decide(eight_rounds: tuple[Path, str]) -> None:
+    results, run_id = eight_rounds
     clients = read_table(results, "clients", run_id=run_id)
     samples = clients[(clients.stage == "spider") & (clients.client_id == 0)].sort_values("round").samples.tolist()
     world_sizes = {samples[0], samples[-1]}
@@ -211,7 +205,7 @@ def test_what_cannot_run_is_refused_and_unsearched_edges_are_counted(
     without = replace(config, data=replace(config.data, validation_share=0.0))
     with pytest.raises(ValueError, match=r"validation_share=0 leaves a silo without validation samples"):
         stages(without.method, build_world(without))
-    with pytest.raises(ValueError, match=r"cnn_digits is not a space of DARTS cells: choose darts_s2"):
+    with pytest.raises(ValueError, match=r"^spider cannot use space cnn_digits.*Choose darts_s2, for instance$"):
         stages(SpiderConfig(), build_world(tiny_config()))
 
 

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.platform.clients.execution import Assignment, Outcome
-from fedloom.platform.clients.subnets import calibration_samples, paths_scorer, scored_subnet
-from fedloom.platform.clients.tasks import ScoreSubnet, TrainSubnet
-from fedloom.platform.clients.training import LocalSGD, estimate_statistics, evaluate
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.objectives import Objective
+from fedloom.platform.clients.scoring import ScoreSubnet, calibration_samples, scored_subnet, subnet_scorer
+from fedloom.platform.clients.trainer import Train
+from fedloom.platform.clients.training import LocalSGD, Samples, Score, estimate_statistics, evaluate
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import build_world
@@ -32,7 +34,7 @@ class Setting:
     worker: Worker
     weights: dict[str, Tensor]
 
-    def do(self, task: ScoreSubnet | TrainSubnet, weights: Mapping[str, Tensor] | None = None) -> Outcome:
+    def do(self, task: ScoreSubnet | Train, weights: Mapping[str, Tensor] | None = None) -> Outcome:
         client = None if isinstance(task, ScoreSubnet) else 3
         return task.run(self.worker, Assignment("test", 0, client, "tier1", task), weights or self.weights)
 
@@ -54,8 +56,12 @@ def disturbed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights
 
 
+def measured(forward: Callable[[Tensor], Tensor], data: Samples) -> Score:
+    return evaluate(forward, data, Objective())
+
+
 def score(setting: Setting, architecture: Architecture) -> tuple[float | None, float | None]:
-    outcome = setting.do(ScoreSubnet(architecture, "supernet", "validation"))
+    outcome = setting.do(ScoreSubnet(Subnet(architecture), "supernet", "validation"))
     return outcome.loss, outcome.metric
 
 
@@ -72,7 +78,7 @@ def test_scoring_a_then_b_then_a_gives_a_the_same_score_and_touches_nothing(sett
 
 def test_training_in_between_does_not_change_a_score(setting: Setting) -> None:
     first = score(setting, A)
-    setting.do(TrainSubnet(A, LocalSGD(epochs=1, batch_size=16, lr=0.1)))
+    setting.do(Train(Subnet(A), LocalSGD(epochs=1, batch_size=16, lr=0.1)))
     assert score(setting, A) == first
 
 
@@ -81,30 +87,30 @@ def test_the_score_is_that_of_the_estimated_statistics(setting: Setting) -> None
     module.load_state_dict(extract(setting.weights, setting.space.slices(A)))
     module.eval()
     data = setting.worker.central_data("validation")
-    stale = evaluate(module, data)
+    stale = measured(module, data)
     estimate_statistics(module, calibration_samples(setting.worker))
-    fresh = evaluate(module, data)
+    fresh = measured(module, data)
     assert score(setting, A) == (fresh.loss, fresh.metric)
     assert fresh.loss != stale.loss
 
 
 def test_a_search_scores_as_the_final_evaluation_does(setting: Setting) -> None:
-    forward_of = paths_scorer(setting.worker, setting.weights, "supernet@0")
+    forward_of = subnet_scorer(setting.worker, setting.weights, "supernet@0")
     data = setting.worker.central_data("validation")
-    scores = [evaluate(forward_of(a), data).loss for a in (A, B, A)]
+    scores = [measured(forward_of(a), data).loss for a in (A, B, A)]
     assert scores == [score(setting, a)[0] for a in (A, B, A)]
 
 
 def test_a_model_trained_alone_keeps_its_own_statistics(setting: Setting) -> None:
     own = disturbed(setting.space.initial_subnet_weights(A, torch_stream(5, "test")))
-    kept = scored_subnet(setting.worker, A, own, stand_alone=True)
+    kept = scored_subnet(setting.worker, Subnet(A, stand_alone=True), own)
     assert all(torch.equal(tensor, own[name]) for name, tensor in kept.state_dict().items())
     reference = setting.space.build_subnet(A)
     reference.load_state_dict(own)
-    expected = evaluate(reference.eval(), setting.worker.central_data("validation"))
-    outcome = setting.do(ScoreSubnet(A, "alone", "validation", stand_alone=True), own)
+    expected = measured(reference.eval(), setting.worker.central_data("validation"))
+    outcome = setting.do(ScoreSubnet(Subnet(A, stand_alone=True), "alone", "validation"), own)
     assert (outcome.loss, outcome.metric) == (expected.loss, expected.metric)
-    cut = scored_subnet(setting.worker, A, setting.weights, stand_alone=False)
+    cut = scored_subnet(setting.worker, Subnet(A), setting.weights)
     slices = extract(setting.weights, setting.space.slices(A))
     changed = {n for n, t in cut.state_dict().items() if not torch.equal(t, slices[n])}
     assert changed == {n for n in slices if "running" in n or "num_batches" in n}
@@ -115,7 +121,7 @@ def test_without_batch_norms_nothing_is_estimated(elastic_config: Make, norm: st
     world = build_world(elastic_config(norm))
     assert isinstance(world.space, ElasticSpace)
     weights = world.space.initial_weights(torch_stream(1, "test"))
-    module = scored_subnet(Worker(world.spec), A, weights, stand_alone=False)
+    module = scored_subnet(Worker(world.spec), Subnet(A), weights)
     slices = extract(weights, world.space.slices(A))
     assert all(torch.equal(tensor, slices[name]) for name, tensor in module.state_dict().items())
 

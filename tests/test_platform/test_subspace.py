@@ -133,18 +133,19 @@ def test_a_training_budget_needs_its_table() -> None:
         sample_subspace(sizes, 99, np.random.default_rng(0), None, 5)
 
 
+@pytest.fixture(scope="module")
 def digits() -> OperatorChoiceSpace:
+    """The space of the digits; to count its operators' costs takes longer than all that is done with them here."""
     space = build_space(SpaceConfig("cnn_digits"))
     assert isinstance(space, OperatorChoiceSpace)
     return space
 
 
-def test_communication_budgets_resolve() -> None:
-    space = digits()
-    table, limit = CommunicationBudget("fraction", 0.5).resolve(space)
-    assert (table.measure, limit) == ("parameters", space.num_parameters.supernet / 2)
-    assert CommunicationBudget("parameters", 9e4).resolve(space) == (table, 9e4)
-    assert CommunicationBudget("bytes", 5e5).resolve(space) == (space.bytes_table(), 5e5)
+def test_communication_budgets_resolve(digits: OperatorChoiceSpace) -> None:
+    table, limit = CommunicationBudget("fraction", 0.5).resolve(digits)
+    assert (table.measure, limit) == ("parameters", digits.num_parameters.supernet / 2)
+    assert CommunicationBudget("parameters", 9e4).resolve(digits) == (table, 9e4)
+    assert CommunicationBudget("bytes", 5e5).resolve(digits) == (digits.bytes_table(), 5e5)
 
 
 @pytest.mark.parametrize(
@@ -163,15 +164,14 @@ def test_impossible_communication_budgets(unit: str, value: float, message: str)
 
 
 @pytest.mark.parametrize("unit", ["fraction", "bytes"])
-def test_what_travels_is_within_the_budget(unit: str) -> None:
-    space = digits()
+def test_what_travels_is_within_the_budget(digits: OperatorChoiceSpace, unit: str) -> None:
     value = 0.5 if unit == "fraction" else 300_000
-    sizes, limit = CommunicationBudget(unit, value).resolve(space)
-    tensors = space.initial_weights(torch.Generator().manual_seed(0))
+    sizes, limit = CommunicationBudget(unit, value).resolve(digits)
+    tensors = digits.initial_weights(torch.Generator().manual_seed(0))
     rng = np.random.default_rng(0)
     for _ in range(10):
-        kept = sample_subspace(sizes, limit, rng, space.cost_table("macs"), space.cost_table("macs").smallest)
-        parts = [tensors[name] for name in space.subspace_slices(kept)]
+        kept = sample_subspace(sizes, limit, rng, digits.cost_table("macs"), digits.cost_table("macs").smallest)
+        parts = [tensors[name] for name in digits.subspace_slices(kept)]
         if unit == "bytes":
             assert sum(t.numel() * t.element_size() for t in parts) == size_of(sizes, kept) <= limit
         else:

@@ -16,9 +16,9 @@ from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.runs.supernets import supernet_key
+from fedloom.platform.settings import settings_of
 from fedloom.tiers.devices import generate_device_table, write_device_table
 
-KEYS = (Path(__file__).parent.parent / "test_experiments" / "configuration_keys.txt").read_text().splitlines()
 PRESETS = {"fedoras": "fedoras_digits", "superfednas": "superfednas_digits"}
 
 FREE = {
@@ -51,14 +51,14 @@ LATER = {
 OTHERS: dict[str, Any] = {
     "int": 3,
     "float": 0.625,
-    "str": "another",
-    "bool": True,
-    "list": ["smallest", "largest", "d=1,1 e=1.0"],
-    "dict": {"another": 2.0},
+    "text": "another",
+    "true or false": True,
+    "dict[text, float]": {"another": 2.0},
+    "dict[text, any]": {"another": 2.0},
     "list[int]": [5],
     "list[float]": [1.5],
-    "list[str]": ["another"],
-    "list[typing.Any]": [["idle", 1.0, 1.0]],
+    "list[text]": ["smallest", "largest", "d=1,1 e=1.0"],
+    "list[any]": [["idle", 1.0, 1.0]],
 }
 """A value for every type of the schema."""
 
@@ -71,18 +71,6 @@ def given(preset: str) -> Given:
     return config, build_world(config)
 
 
-def keys_of(method: str) -> list[tuple[str, str]]:
-    """The configuration's keys with their types, as the golden file has them."""
-    found = []
-    for line in KEYS:
-        key, kind = line.split(": ")
-        if not key.startswith("method("):
-            found.append((key, kind))
-        elif key.startswith(f"method({method})"):
-            found.append((key.replace(f"method({method})", "method"), kind))
-    return found
-
-
 def changed(config: RunConfig, key: str, kind: str) -> RunConfig:
     """The configuration with another value of one key."""
     changed = deepcopy(config)
@@ -91,7 +79,7 @@ def changed(config: RunConfig, key: str, kind: str) -> RunConfig:
     for part in path:
         place = getattr(place, part)
     old = getattr(place, name)
-    new = OTHERS[kind.removesuffix(" | None")]
+    new = OTHERS[kind.removesuffix(" or null")]
     if new == old:
         new = not old if isinstance(old, bool) else old + old
     setattr(place, name, new)
@@ -103,11 +91,11 @@ def test_every_key_changes_the_supernets_or_is_known_not_to(method: str, tmp_pat
     config, world = given(PRESETS[method])
     assert config.method.name == method
     key = supernet_key(config, world)
-    keys = keys_of(method)
-    assert {"seed", "method.train.lr", "data.alpha"} <= {name for name, _ in keys}
-    for name, kind in keys:
-        if name in ("tiers.device_table", "method.separately"):
-            continue  # by content, and no key: below
+    keys = {setting.key: setting.kind for setting in settings_of(config)}
+    assert {"seed", "method.train.lr", "method.train.options", "data.alpha", "objective.name"} <= keys.keys()
+    for name, kind in keys.items():
+        if name in ("tiers.device_table", "method.separately", "method.name"):
+            continue  # by content, and no key: below; and another method
         other = supernet_key(changed(config, name, kind), world)
         free = name in FREE or name.startswith(LATER[method])
         if name == "dry_run":
@@ -143,7 +131,7 @@ def test_a_family_counts_where_it_is_handed_out(heuristic: str) -> None:
     config, world = given("superfednas_digits")
     config = deepcopy(config)
     config.method.train.distribution.heuristic = heuristic
-    other = changed(config, "method.family", "list")
+    other = changed(config, "method.family", "list[text]")
     assert supernet_key(other, world) != supernet_key(config, world)
 
 
@@ -231,7 +219,7 @@ def test_code_of_the_users_own_counts_by_its_file(own_module: Callable[[str], No
         keys.append(supernet_key(config, world))
     assert keys[0] == keys[1] != keys[2]
     assert None not in keys
-    family = changed(config, "method.family", "list")
+    family = changed(config, "method.family", "list[text]")
     assert supernet_key(family, world) != keys[2], "such a heuristic may hand out the family"
     config.method.train.distribution.heuristic = "sys:exit"  # no file
     assert supernet_key(config, world) is None

@@ -13,9 +13,10 @@ from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.distribution import Handout, random
+from fedloom.platform.federation.planning import training_budget
 from fedloom.platform.federation.world import World, build_world, split_into_tiers
 from fedloom.platform.methods.elastic.superfednas import SEARCHED
-from fedloom.platform.methods.target_search import search_supernet
+from fedloom.platform.methods.stages.supernet_search import search_supernet
 from fedloom.platform.results.models import load_model
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
@@ -188,7 +189,7 @@ def test_budgets_never_fall_below_the_smallest_subnet(elastic_config: Make) -> N
     world: World = build_world(elastic_config())
     space = world.space
     assert isinstance(space, ElasticSpace)
-    budgets = tuple(world.training_budget(c, "supernet", 0) for c in range(8))
+    budgets = tuple(training_budget(world, c, "supernet", 0) for c in range(8))
     handout = Handout(space, world.cost_table, 0, tuple(range(8)), budgets, (), {}, stream(1, "test"))
     for client, architecture in enumerate(random(handout)):
         assert world.cost_table.cost(architecture) <= world.tier(client).upper

@@ -2,23 +2,28 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import (
+    SGD,
     LocalSGD,
-    TrainingConfig,
+    Trained,
     batch_indices,
-    check_training,
     epoch_sizes,
     evaluate,
-    learning_rate,
     train_locally,
 )
+from fedloom.platform.data.augment import NO_AUGMENTATION
+from fedloom.platform.federation.training_config import TrainingConfig, check_training, learning_rate, local_sgd
+from fedloom.platform.plugins import Chosen
 from fedloom.platform.seeding import torch_stream
+from fedloom.platform.settings import check_settings
 
 X = torch.randn(10, 3, generator=torch_stream(1, "x"))
 Y = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0, 1])
@@ -63,6 +68,12 @@ def by_hand(net: nn.Module, local: LocalSGD) -> tuple[int, list[Tensor]]:
     return steps, [p.detach() for p in parameters]
 
 
+def trained_by(net: nn.Module, local: LocalSGD) -> Trained:
+    """The network's parameters after local training on the ten samples."""
+    sgd = SGD(local, dict(net.named_parameters()))
+    return train_locally(net, sgd, (X, Y), local, torch_stream(3, "batches"), objective=Objective())
+
+
 PLAIN = LocalSGD(epochs=3, batch_size=4, lr=0.3)
 CASES = [
     PLAIN,
@@ -77,7 +88,7 @@ CASES = [
 @pytest.mark.parametrize("local", CASES)
 def test_equals_sgd_written_by_hand(local: LocalSGD, layers: int) -> None:
     net, reference = model(layers), model(layers)
-    trained = train_locally(net, list(net.parameters()), (X, Y), local, torch_stream(3, "batches"))
+    trained = trained_by(net, local)
     steps, expected = by_hand(reference, local)
     assert (trained.steps, trained.seen_samples) == (steps, 30)
     for parameter, value in zip(net.parameters(), expected, strict=True):
@@ -90,9 +101,33 @@ def test_the_reported_loss_is_that_of_the_batches_seen() -> None:
     local = LocalSGD(epochs=1, batch_size=10, lr=0.1)
     expected_loss = F.cross_entropy(net(X), Y).item()
     expected_accuracy = (net(X).argmax(1) == Y).float().mean().item()
-    trained = train_locally(net, list(net.parameters()), (X, Y), local, torch_stream(3, "batches"))
+    trained = trained_by(net, local)
     assert trained.loss == pytest.approx(expected_loss)
     assert trained.accuracy == pytest.approx(expected_accuracy)
+
+
+def test_the_loss_norm_is_the_root_of_the_mean_squared_loss_of_single_samples() -> None:
+    net, local = model(1), LocalSGD(epochs=1, batch_size=10, lr=0.1)
+    squares = [F.cross_entropy(net(X[i : i + 1]), Y[i : i + 1]).item() ** 2 for i in range(10)]
+    assert trained_by(net, replace(local, loss_norm=True)).loss_norm == pytest.approx(math.sqrt(sum(squares) / 10))
+    assert trained_by(net, local).loss_norm is None, "nobody asked for it"
+
+
+def test_a_correction_is_part_of_the_gradient_that_is_clipped() -> None:
+    weight = torch.zeros(2, requires_grad=True)
+    local = LocalSGD(epochs=1, batch_size=1, lr=1.0, clip_norm=1.0)
+    seen: list[tuple[str, list[float]]] = []
+
+    def correct(name: str, parameter: Tensor, gradient: Tensor) -> None:
+        seen.append((name, gradient.tolist()))
+        gradient.add_(torch.tensor([2.0, 4.0]) - parameter)
+
+    sgd = SGD(local, {"w": weight}, correct)
+    weight.backward(torch.tensor([1.0, 0.0]))
+    sgd.step()
+    # (1, 0) + (2, 4) is (3, 4), of the norm 5: clipped to (0.6, 0.8).
+    assert seen == [("w", [1.0, 0.0])]
+    assert weight.tolist() == pytest.approx([-0.6, -0.8], abs=1e-6)
 
 
 def test_what_a_path_does_not_touch_stays_bit_for_bit() -> None:
@@ -112,7 +147,8 @@ def test_what_a_path_does_not_touch_stays_bit_for_bit() -> None:
         y: Tensor = nets[calls - 1](x)
         return y
 
-    train_locally(forward, list(nets.parameters()), (X, Y), local, torch_stream(3, "batches"))
+    sgd = SGD(local, dict(nets.named_parameters()))
+    train_locally(forward, sgd, (X, Y), local, torch_stream(3, "batches"), objective=Objective())
     assert calls == 2
     assert all(torch.equal(p, q) for p, q in zip(nets[2].parameters(), untouched, strict=True))
     assert all(torch.equal(p, q) for p, q in zip(nets[0].parameters(), after_first, strict=True))
@@ -133,7 +169,7 @@ def test_augmentation_changes_the_batches_and_is_seeded() -> None:
     x = torch.randn(6, 1, 8, 8, generator=torch_stream(1, "x"))
     y = torch.arange(6)
 
-    def seen(augment: bool) -> list[Tensor]:
+    def seen(augment: Chosen) -> list[Tensor]:
         batches: list[Tensor] = []
         layer = nn.Linear(64, 6)
 
@@ -143,11 +179,13 @@ def test_augmentation_changes_the_batches_and_is_seeded() -> None:
             return out
 
         local = LocalSGD(epochs=1, batch_size=6, lr=0.0, augment=augment)
-        train_locally(forward, list(layer.parameters()), (x, y), local, torch_stream(3, "batches"))
+        sgd = SGD(local, dict(layer.named_parameters()))
+        train_locally(forward, sgd, (x, y), local, torch_stream(3, "batches"), objective=Objective())
         return batches
 
-    assert torch.equal(seen(True)[0], seen(True)[0])
-    assert not torch.equal(seen(True)[0], seen(False)[0])
+    crop_flip = Chosen("crop_flip")
+    assert torch.equal(seen(crop_flip)[0], seen(crop_flip)[0])
+    assert not torch.equal(seen(crop_flip)[0], seen(NO_AUGMENTATION)[0])
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------
@@ -178,9 +216,11 @@ def test_step_at_one_half_and_three_quarters() -> None:
 
 def test_the_rounds_rate_reaches_the_client() -> None:
     config = TrainingConfig(rounds=4, lr=2.0, schedule="step", epochs=3, batch_size=7, momentum=0.5, clip_norm=5.0)
-    local = LocalSGD.of(config, 3, augment=True)
+    config = replace(config, weight_decay=0.25, loss_norms=True)
+    crop_flip = Chosen("crop_flip")
+    local = local_sgd(config, 3, crop_flip)
     assert local.lr == pytest.approx(0.02)
-    assert (local.epochs, local.batch_size, local.momentum, local.clip_norm, local.augment) == (3, 7, 0.5, 5.0, True)
+    assert replace(local, lr=0.0) == LocalSGD(3, 7, 0.0, 0.5, 0.25, 5.0, crop_flip, loss_norm=True)
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------
@@ -188,14 +228,14 @@ def test_the_rounds_rate_reaches_the_client() -> None:
 
 def test_evaluation_is_the_mean_over_all_samples_whatever_the_batches() -> None:
     net = model(1)
-    score = evaluate(net, (X, Y), batch_size=3)
+    score = evaluate(net, (X, Y), Objective(), batch_size=3)
     assert score.samples == 10
     assert score.loss == pytest.approx(F.cross_entropy(net(X), Y).item())
     assert score.metric == pytest.approx((net(X).argmax(1) == Y).float().mean().item())
 
 
 def test_no_samples_have_no_score() -> None:
-    score = evaluate(model(1), (X[:0], Y[:0]))
+    score = evaluate(model(1), (X[:0], Y[:0]), Objective())
     assert math.isnan(score.loss)
     assert math.isnan(score.metric)
     assert score.samples == 0
@@ -204,32 +244,52 @@ def test_no_samples_have_no_score() -> None:
 # -- settings that cannot run -----------------------------------------------------------------------------------------
 
 
+def refuse(config: TrainingConfig) -> None:
+    """As a run of 8 clients does, before anything is written."""
+    check_settings(config, "method.train.")
+    check_training(config, "method.train", 8)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"clients_per_round": 9}, "method.train.clients_per_round=9: must be between 1 and the 8 clients"),
-        ({"clients_per_round": 0}, "clients_per_round=0: must be between 1"),
-        ({"epochs": 0}, "method.train.epochs=0: must be greater than 0"),
-        ({"batch_size": 0}, "batch_size=0: must be greater than 0"),
+        ({"clients_per_round": 0}, "clients_per_round=0: must be at least 1"),
+        ({"epochs": 0}, "method.train.epochs=0: must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0: must be at least 1"),
         ({"lr": 0.0}, r"lr=0\.0: must be greater than 0"),
         ({"lr": math.nan}, "lr=nan: must be greater than 0"),
         ({"momentum": -0.1}, "momentum=-0.1: must be 0 or more"),
         ({"weight_decay": math.nan}, "weight_decay=nan: must be 0 or more"),
         ({"rounds": -1}, "rounds=-1: must be 0 or more"),
-        ({"schedule": "linear"}, "schedule='linear': allowed are fixed, cosine, step"),
+        ({"schedule": "linear"}, "schedule=linear: must be one of fixed, cosine, step, steps"),
+        ({"evaluate_every": -1}, "evaluate_every=-1: must be 0 or more"),
+        ({"step_rounds": 0}, "step_rounds=0: must be at least 1"),
+        ({"final_lr_share": 1.5}, r"final_lr_share=1\.5: must be between 0 and 1"),
         ({"min_contributors": 0}, "min_contributors=0: must be at least 1"),
         ({"min_contributors": 5}, "min_contributors=5: only 4 clients take part in a round"),
         ({"weighting": "opq"}, "method.train.weighting: unknown weighting rule 'opq'.*did you mean 'opa'"),
+        ({"selection": "al"}, "method.train.selection: unknown selection rule 'al'.*did you mean 'all'"),
+        ({"local_rule": "fedprx"}, "method.train.local_rule: unknown local rule 'fedprx'.*did you mean 'fedprox'"),
+        ({"server": "adam"}, "method.train.server: unknown server rule 'adam'.*did you mean 'fedadam'"),
+        ({"options": {"mu": 0.1}}, r"method\.train\.options\.mu: not an option of .*they have no options"),
+        (
+            {"local_rule": "fedprox", "options": {"mi": 0.1}},
+            r"train\.options\.mi: not an option of .*local rule fedprox.*; the options are mu; did you mean 'mu'",
+        ),
+        ({"local_rule": "fedprox", "options": {"mu": -1}}, r"method\.train\.options\.mu=-1\.0: must be 0 or more"),
+        ({"server": "fedadam", "options": {"beta_2": "x"}}, r"options\.beta_2='x': must be a float"),
     ],
 )
-def test_impossible_settings_are_refused_in_one_line(changes: dict[str, float], message: str) -> None:
+def test_impossible_settings_are_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        check_training(replace(TrainingConfig(clients_per_round=4), **changes), "method.train", 8)
+        refuse(replace(TrainingConfig(clients_per_round=4), **changes))
     assert "\n" not in str(caught.value)
 
 
 def test_good_settings_pass() -> None:
-    check_training(TrainingConfig(clients_per_round=8, rounds=0), "method.train", 8)
+    refuse(TrainingConfig(clients_per_round=8, rounds=0))
+    refuse(TrainingConfig(clients_per_round=None, min_contributors=8))
 
 
 def test_a_rest_of_one_sample_joins_the_batch_before_it() -> None:

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.platform.clients.objectives import IGNORED, Objective
 from fedloom.platform.clients.training import (
-    IGNORED,
+    SGD,
     LocalSGD,
-    TrainingConfig,
     batch_indices,
     batch_sizes,
     evaluate,
-    learning_rate,
     train_locally,
 )
+from fedloom.platform.federation.training_config import TrainingConfig, learning_rate
 from fedloom.platform.seeding import torch_stream
 
 
@@ -31,7 +31,7 @@ Y = torch.tensor([[0, 1, 1, IGNORED], [1, IGNORED, IGNORED, IGNORED]])
 
 def test_a_texts_score_by_hand() -> None:
     # Four positions count: three are right (4/6 each), one is wrong (1/6).
-    score = evaluate(logits_of, (X, Y))
+    score = evaluate(logits_of, (X, Y), Objective())
     assert score.metric == 0.75
     assert score.loss == pytest.approx((3 * math.log(6 / 4) + math.log(6)) / 4)
     assert score.samples == 2
@@ -42,13 +42,13 @@ def test_a_texts_score_does_not_depend_on_the_batches() -> None:
     x = torch.randint(0, 3, (40, 4), generator=torch_stream(1, "test"))
     y = x.roll(1, dims=1)
     y[3, 2:] = IGNORED
-    scores = [evaluate(logits_of, (x, y), size) for size in (8, 64, 320)]
+    scores = [evaluate(logits_of, (x, y), Objective(), size) for size in (8, 64, 320)]
     assert all(s.loss == pytest.approx(scores[0].loss, rel=1e-6) and s.metric == scores[0].metric for s in scores)
 
 
 def test_an_image_has_one_target() -> None:
     x = torch.eye(3)
-    score = evaluate(lambda x_B: x_B, (x, torch.tensor([0, 1, 0])))
+    score = evaluate(lambda x_B: x_B, (x, torch.tensor([0, 1, 0])), Objective())
     assert score.metric == pytest.approx(2 / 3)
     assert not score.per_position
 
@@ -56,7 +56,8 @@ def test_an_image_has_one_target() -> None:
 def test_training_reports_the_mean_over_positions_that_count() -> None:
     bias = nn.Parameter(torch.zeros(3, 1))
     local = LocalSGD(epochs=1, batch_size=1, lr=0.0)
-    trained = train_locally(lambda x: logits_of(x) + bias, [bias], (X, Y), local, torch_stream(1, "batches"))
+    sgd, generator = SGD(local, {"bias": bias}), torch_stream(1, "batches")
+    trained = train_locally(lambda x: logits_of(x) + bias, sgd, (X, Y), local, generator, objective=Objective())
     # Three positions of the first text, one of the second: not the mean of the two texts' means.
     assert trained.loss == pytest.approx((3 * math.log(6 / 4) + math.log(6)) / 4)
     assert trained.accuracy == 0.75
@@ -66,7 +67,8 @@ def test_training_reports_the_mean_over_positions_that_count() -> None:
 def test_padding_has_no_gradient() -> None:
     table = nn.Parameter(torch.zeros(2, 3, 4))
     local = LocalSGD(epochs=1, batch_size=2, lr=1.0)
-    train_locally(lambda _x: table, [table], (X, Y), local, torch_stream(1, "batches"))
+    sgd, generator = SGD(local, {"table": table}), torch_stream(1, "batches")
+    train_locally(lambda _x: table, sgd, (X, Y), local, generator, objective=Objective())
     assert bool((table != 0).any(dim=1).sum() == 4)
 
 
@@ -86,7 +88,8 @@ def test_passes_add_up_their_gradients(clip_norm: float) -> None:
         calls.append(len(x_B))
         return x_B @ weights[len(calls) % 2]
 
-    trained = train_locally(forward, weights, (x, y), local, torch_stream(3, "batches"), passes=3)
+    sgd, generator = SGD(local, dict(zip("ab", weights, strict=True))), torch_stream(3, "batches")
+    trained = train_locally(forward, sgd, (x, y), local, generator, objective=Objective(), passes=3)
 
     slow, call, losses = [w.double().requires_grad_() for w in start], 0, []
     for index in batch_indices(10, 4, 2, torch_stream(3, "batches")):

@@ -1,8 +1,14 @@
 """The weighting rules: literal weights, and rules of a user's own."""
 
+import math
+import sys
+from types import ModuleType
+from typing import Any
+
 import pytest
 
-from fedloom.platform.averaging.weighting import RULES, Work, fedavg, opa, plain, weighting_rule
+from fedloom.platform.averaging.weighting import WEIGHTING_RULES, Work, fedavg, opa, plain, weighting_rule
+from fedloom.platform.plugins import Chosen, PluginError
 
 WORK = Work(samples=45, seen_samples=90, seen_by_tensor={"fixed.weight": 90, "op.weight": 30, "idle.weight": 0})
 
@@ -20,11 +26,12 @@ def test_opa_weighs_by_the_samples_that_went_through() -> None:
 
 
 def test_rules_are_found_by_name() -> None:
-    assert {name: weighting_rule(name) for name in RULES} == {"fedavg": fedavg, "plain": plain, "opa": opa}
+    found = {name: weighting_rule(Chosen(name)) for name in WEIGHTING_RULES.known}
+    assert found == {"fedavg": fedavg, "plain": plain, "opa": opa}
 
 
 def test_a_rule_of_ones_own_is_found_by_import_path() -> None:
-    assert weighting_rule("fedloom.platform.averaging.weighting:plain") is plain
+    assert weighting_rule(Chosen("fedloom.platform.averaging.weighting:plain"))(WORK) == plain(WORK)
 
 
 @pytest.mark.parametrize(
@@ -32,15 +39,38 @@ def test_a_rule_of_ones_own_is_found_by_import_path() -> None:
     [
         (
             "opq",
-            r"unknown weighting rule 'opq': known are fedavg, opa, plain, or module:attribute; did you mean 'opa'\?",
+            r"unknown weighting rule 'opq': known are fedavg, opa, plain, or module:name; did you mean 'opa'\?",
         ),
-        ("no_such_module:rule", "weighting rule 'no_such_module:rule' cannot be imported"),
-        ("fedloom.platform.averaging.weighting:nope", "cannot be imported"),
-        (":rule", "cannot be imported"),
-        (".relative:rule", "cannot be imported"),
+        ("no_such_module:rule", "weighting rule 'no_such_module:rule' cannot be imported: there is no module"),
+        ("fedloom.platform.averaging.weighting:nope", r"cannot be imported: .*weighting\.py has no 'nope'"),
+        (":rule", "':rule' cannot be imported: give module:name"),
+        (".relative:rule", "'.relative:rule' cannot be imported: give module:name"),
     ],
 )
 def test_an_unknown_rule_is_one_clear_line(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        weighting_rule(name)
+    with pytest.raises(PluginError, match=message) as caught:
+        weighting_rule(Chosen(name))
     assert "\n" not in str(caught.value)
+
+
+ONE_EACH = {"fixed.weight": 1.0, "op.weight": 1.0, "idle.weight": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("bare", [1.0, 1.0, 1.0], "gives list: give a dictionary of one weight per tensor"),
+        ("partial", {"fixed.weight": 1.0}, r"gives no weight for op\.weight: give one to every tensor of"),
+        ("negative", {**ONE_EACH, "op.weight": -1.0}, r"gives op\.weight the weight -1\.0: weights are finite numbers"),
+        ("undefined", {**ONE_EACH, "op.weight": math.nan}, r"gives op\.weight the weight nan"),
+        ("endless", {**ONE_EACH, "op.weight": math.inf}, r"gives op\.weight the weight inf"),
+    ],
+)
+def test_a_rule_that_gives_no_weights_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, given: Any, message: str
+) -> None:
+    module = ModuleType("own_weighting")
+    setattr(module, name, lambda _work: given)
+    monkeypatch.setitem(sys.modules, "own_weighting", module)
+    with pytest.raises(PluginError, match=f"^weighting rule 'own_weighting:{name}' {message}"):
+        weighting_rule(Chosen(f"own_weighting:{name}"))(WORK)

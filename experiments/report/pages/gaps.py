@@ -7,7 +7,7 @@ from fedloom.experiments.analysis.frames import (
     METRIC,
     tiers_of,
 )
-from fedloom.experiments.analysis.kinds import SILOS, SUBNETS, TIERS, is_dry, kind_of
+from fedloom.experiments.analysis.kinds import SHARED, SILOS, SUBNETS, TIERS, is_dry, kind_of
 from fedloom.experiments.analysis.subnets import SEARCHED, targets_of
 from fedloom.experiments.analysis.tables import Tables, configuration, only
 from fedloom.experiments.report.pages.facts import state_of, status_of
@@ -43,6 +43,7 @@ def _missing(tables: Tables, paths: RunPaths) -> list[str]:
     tested = run.evaluations[(run.evaluations["split"] == "test") & (run.evaluations["metric"] == METRIC)]
     gaps = {
         TIERS: lambda: _missing_of_tiers(run, tested, state),
+        SHARED: lambda: _missing_of_tiers(run, tested, state),
         SUBNETS: lambda: _missing_of_subnets(run, tested, state),
         SILOS: lambda: missing_of_silos(tables, paths.run_id, state),
     }

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from fedloom.experiments.analysis.bounds import Bounds, upper_bounds
 from fedloom.experiments.analysis.costs import cost_comparisons
-from fedloom.experiments.analysis.frames import ALL_TIERS, fairness, per_tier
-from fedloom.experiments.analysis.kinds import is_dry, with_silo_clients
+from fedloom.experiments.analysis.frames import fairness, per_tier
+from fedloom.experiments.analysis.kinds import ALL_TIERS, is_dry, with_silo_clients
 from fedloom.experiments.analysis.labels import Labels, labels_of
 from fedloom.experiments.analysis.settings import Setting, settings_of
 from fedloom.experiments.analysis.subnets import subnet_summaries

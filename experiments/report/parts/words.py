@@ -13,7 +13,12 @@ STAGE_NAMES = {
     "alone": "trained alone",
     "method": "method in total",
 }
-MODEL_NAMES = {"supernet_init": "supernet init", "fine_tuned": "fine-tuned", "rand_init": "rand-init"}
+MODEL_NAMES = {
+    "supernet_init": "supernet init",
+    "fine_tuned": "fine-tuned",
+    "rand_init": "rand-init",
+    "fedavg": "FedAvg",
+}
 
 REPEATED = "a repeated seed counts once, with its mean"
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from fedloom.experiments.analysis.frames import (
-    ALL_TIERS,
     fairness,
     natural,
     shown_models,
 )
+from fedloom.experiments.analysis.kinds import ALL_TIERS
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.analysis.tables import Tables
 from fedloom.experiments.report.parts.block import Block

@@ -6,8 +6,9 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.analysis.frames import ALL_TIERS, natural, shown_models
+from fedloom.experiments.analysis.frames import natural, shown_models
 from fedloom.experiments.analysis.intervals import Estimate, is_absent
+from fedloom.experiments.analysis.kinds import ALL_TIERS
 from fedloom.experiments.analysis.seeds import SEEDS, estimate_by_seed
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.report.parts.block import Block

@@ -85,4 +85,4 @@ def stages(config: DittoConfig, world: World) -> list[Stage]:
     return [training, ClientEvaluation(world, lambda _state: ScoreOwn(subnet))]
 
 
-METHOD = Method(DittoConfig, stages, kind="silos", lacks=("candidates", "models"))
+METHOD = Method(DittoConfig, stages, kind="silos", own="model", lacks=("candidates", "models"))

@@ -1,4 +1,4 @@
-"""The clients' work on a real (tiny) federation: what travels, what is counted, and what stays untouched."""
+"""The clients' training on a real (tiny) federation: what travels, what is counted, and what stays untouched."""
 
 import math
 from collections import Counter
@@ -13,14 +13,18 @@ from torch import Tensor
 
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.averaging.weighting import Work
-from fedloom.platform.clients import tasks
+from fedloom.platform.clients import trainer
 from fedloom.platform.clients.execution import Assignment, Outcome, SharedWeights, run_assignment
-from fedloom.platform.clients.tasks import ScorePaths, ScoreSubnet, TrainPaths, TrainSubnet
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
+from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.data.guard import TestReadError
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.methods.tiered import fedoras
+from fedloom.platform.methods.tiered.fedoras import Paths
+from fedloom.platform.plugins import Chosen
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.slices import (
@@ -35,6 +39,7 @@ from fedloom.platform.spaces.space_config import SpaceConfig
 
 LOCAL = LocalSGD(epochs=2, batch_size=16, lr=0.05, momentum=0.9)
 KEPT = ((0, 3), (1, 2), (0, 1, 2, 3))
+OPA = Chosen("opa")
 
 
 class Setting:
@@ -51,8 +56,8 @@ class Setting:
         outcome: Outcome = task.run(worker or self.worker, assignment, self.weights)
         return outcome
 
-    def train(self, kept: Any = KEPT, **changes: Any) -> TrainPaths:
-        return TrainPaths(kept, budget=math.inf, local=LOCAL, **changes)
+    def train(self, kept: Any = KEPT, budget: float = math.inf, local: LocalSGD = LOCAL) -> Train:
+        return Train(Paths(kept, budget), local, OPA)
 
 
 @pytest.fixture
@@ -116,7 +121,7 @@ def test_the_bytes_are_those_of_the_tensors_handed_over(setting: Setting, monkey
         return load(self, module, weights, slices)
 
     monkeypatch.setattr(Worker, "load", spy)
-    for task in (setting.train(), TrainSubnet((0, 2, 3), LOCAL)):
+    for task in (setting.train(), Train(Subnet((0, 2, 3)), LOCAL)):
         outcome = setting.do(task)
         assert outcome.update is not None
         assert outcome.bytes_down == received[-1]
@@ -124,9 +129,9 @@ def test_the_bytes_are_those_of_the_tensors_handed_over(setting: Setting, monkey
 
 
 def test_a_subnets_bytes_by_hand(setting: Setting) -> None:
-    outcome = setting.do(TrainSubnet((0, 2, 3), LOCAL))
+    outcome = setting.do(Train(Subnet((0, 2, 3)), LOCAL))
     assert outcome.bytes_down == outcome.bytes_up == FIXED + conv1(4) + mb1_2(6)
-    scored = setting.do(ScoreSubnet((0, 2, 3), "m", "validation"))
+    scored = setting.do(ScoreSubnet(Subnet((0, 2, 3)), "m", "validation"))
     assert (scored.bytes_down, scored.bytes_up) == (FIXED + conv1(4) + mb1_2(6), 0)
 
 
@@ -139,7 +144,7 @@ class Spies:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.paths: list[Architecture] = []
         self.work: list[Work] = []
-        sampler_of, rule_of = tasks.path_sampler, tasks.weighting_rule
+        sampler_of, rule_of = fedoras.path_sampler, trainer.weighting_rule
 
         def path_sampler(*arguments: Any) -> Any:
             sampler = sampler_of(*arguments)
@@ -153,11 +158,11 @@ class Spies:
 
             return Recording()
 
-        def weighting_rule(name: str) -> Callable[[Work], Any]:
-            return lambda work: self.work.append(work) or rule_of(name)(work)  # type: ignore[func-returns-value]
+        def weighting_rule(choice: Chosen) -> Callable[[Work], Any]:
+            return lambda work: self.work.append(work) or rule_of(choice)(work)  # type: ignore[func-returns-value]
 
-        monkeypatch.setattr(tasks, "path_sampler", path_sampler)
-        monkeypatch.setattr(tasks, "weighting_rule", weighting_rule)
+        monkeypatch.setattr(fedoras, "path_sampler", path_sampler)
+        monkeypatch.setattr(trainer, "weighting_rule", weighting_rule)
 
 
 def test_samples_through_the_operators_add_up_in_every_layer(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +192,7 @@ def test_every_path_lies_in_the_subspace_and_in_the_budget(setting: Setting, mon
     spies = Spies(monkeypatch)
     budget = setting.world.cost_table.cost((0, 1, 3))
     for round_ in range(10):
-        setting.do(replace(setting.train(), budget=budget), round_=round_)
+        setting.do(setting.train(budget=budget), round_=round_)
     assert len(set(spies.paths)) > 1
     for path in spies.paths:
         assert all(option in kept for option, kept in zip(path, KEPT, strict=True))
@@ -208,7 +213,7 @@ def test_operators_that_no_batch_went_through_come_back_bit_for_bit(
 ) -> None:
     spies = Spies(monkeypatch)
     local = LocalSGD(epochs=1, batch_size=36, lr=0.1, momentum=0.9, weight_decay=0.1)
-    outcome = setting.do(replace(setting.train(), local=local))
+    outcome = setting.do(setting.train(local=local))
     ((*path,),) = spies.paths
     assert outcome.update is not None
     moved: set[Any] = set()
@@ -252,9 +257,9 @@ def test_training_and_scoring_leave_the_shared_weights_alone(setting: Setting) -
     before = {name: tensor.clone() for name, tensor in setting.weights.items()}
     for task in (
         setting.train(),
-        TrainSubnet((0, 1, 2), LOCAL),
-        ScorePaths(((0, 1, 2), (1, 1, 1)), "v0"),
-        ScoreSubnet((0, 1, 2), "m", "validation"),
+        Train(Subnet((0, 1, 2)), LOCAL),
+        ScoreSubnets(((0, 1, 2), (1, 1, 1)), "v0"),
+        ScoreSubnet(Subnet((0, 1, 2)), "m", "validation"),
     ):
         setting.do(task)
     assert same(before, setting.weights)
@@ -262,11 +267,11 @@ def test_training_and_scoring_leave_the_shared_weights_alone(setting: Setting) -
 
 @pytest.mark.parametrize("kind", ["paths", "subnet"])
 def test_a_clients_result_does_not_depend_on_what_the_worker_did_before(setting: Setting, kind: str) -> None:
-    task = setting.train() if kind == "paths" else TrainSubnet((0, 2, 3), LOCAL)
+    task = setting.train() if kind == "paths" else Train(Subnet((0, 2, 3)), LOCAL)
     fresh = tensors_of(setting.do(task))
     setting.do(setting.train(kept=((0, 1, 2, 3),) * 3), client_id=5)
-    setting.do(TrainSubnet((0, 2, 3), LOCAL), client_id=6, round_=4)
-    setting.do(ScorePaths(((0, 1, 2),), "v0"))
+    setting.do(Train(Subnet((0, 2, 3)), LOCAL), client_id=6, round_=4)
+    setting.do(ScoreSubnets(((0, 1, 2),), "v0"))
     torch.manual_seed(99)
     torch.rand(3)
     assert same(fresh, tensors_of(setting.do(task)))
@@ -275,39 +280,15 @@ def test_a_clients_result_does_not_depend_on_what_the_worker_did_before(setting:
     assert not same(fresh, tensors_of(setting.do(task, client_id=4)))
 
 
-def values(outcome: Outcome) -> list[float]:
-    return [m.value for m in outcome.measurements]
-
-
-def test_scoring_a_then_b_then_a_gives_a_the_same_score(setting: Setting) -> None:
-    a, b = ((0, 1, 2),), ((2, 2, 2),)
-    first = values(setting.do(ScorePaths(a, "v0"), client_id=None))
-    assert values(setting.do(ScorePaths(b, "v0"), client_id=None)) != first
-    assert values(setting.do(ScorePaths(a, "v0"), client_id=None)) == first
-    assert values(setting.do(ScorePaths(a + b, "v0"), client_id=None))[:2] == first
-    # Training overwrites the worker's module: the next scoring must load the weights again.
-    setting.do(setting.train(kept=((0, 1, 2, 3),) * 3))
-    assert values(setting.do(ScorePaths(a, "v0"), client_id=None)) == first
-
-
-def test_a_new_version_of_the_weights_is_loaded(setting: Setting) -> None:
-    first = values(setting.do(ScorePaths(((0, 1, 2),), "v0"), client_id=None))
-    setting.weights = setting.space.initial_weights(torch_stream(2, "test"))
-    assert values(setting.do(ScorePaths(((0, 1, 2),), "v1"), client_id=None)) != first
-
-
-def test_a_path_scores_as_its_stand_alone_subnet(setting: Setting) -> None:
-    for architecture in ((0, 1, 2), (3, 3, 3), (2, 0, 1)):
-        path = setting.do(ScorePaths((architecture,), "v0"), client_id=None)
-        subnet = setting.do(ScoreSubnet(architecture, "m", "validation"), client_id=None)
-        assert values(path) == pytest.approx(values(subnet), rel=1e-5)
-
-
-def test_more_subnets_than_are_kept_still_work(setting: Setting) -> None:
-    architectures = [(i % 4, i // 4, 0) for i in range(12)]
-    first = [values(setting.do(ScoreSubnet(a, "m", "validation"))) for a in architectures]
-    again = [values(setting.do(ScoreSubnet(a, "m", "validation"))) for a in architectures]
-    assert first == again
+def test_a_client_that_is_asked_to_scores_what_it_trained(setting: Setting) -> None:
+    task = Train(Subnet((0, 2, 3)), LOCAL)
+    assert setting.do(task).measurements == ()
+    assert setting.do(replace(task, scored=True, joined=True)).measurements == (), "it trained on that data"
+    outcome = setting.do(replace(task, scored=True))
+    setting.weights = {**setting.weights, **tensors_of(outcome)}
+    again = setting.do(ScoreSubnet(Subnet((0, 2, 3)), "global", "validation"))
+    assert outcome.measurements == again.measurements
+    assert [m.metric for m in again.measurements] == ["loss", "accuracy"]
 
 
 # -- results that must not be used ------------------------------------------------------------------------------------
@@ -324,7 +305,7 @@ def failed_row(setting: Setting, task: Any) -> str:
 
 
 def test_a_diverged_training_is_a_failed_row(setting: Setting) -> None:
-    error = failed_row(setting, replace(setting.train(), local=replace(LOCAL, lr=1e30)))
+    error = failed_row(setting, setting.train(local=replace(LOCAL, lr=1e30)))
     assert error.startswith("the training loss is nan") or "not finite" in error
 
 
@@ -335,30 +316,8 @@ def test_weights_that_are_nan_are_a_failed_row(setting: Setting) -> None:
 
 def test_a_failed_client_does_not_spoil_the_next_one(setting: Setting) -> None:
     expected = tensors_of(setting.do(setting.train(), worker=Worker(setting.world.spec)))
-    failed_row(setting, replace(setting.train(), local=replace(LOCAL, lr=1e30)))
+    failed_row(setting, setting.train(local=replace(LOCAL, lr=1e30)))
     assert same(expected, tensors_of(setting.do(setting.train())))
-
-
-# -- the lock on the test set -----------------------------------------------------------------------------------------
-
-
-def test_a_test_set_that_was_read_is_locked_again(setting: Setting) -> None:
-    for client_id in (None, 3):
-        task = ScoreSubnet((0, 1, 2), "m", "test")
-        with pytest.raises(TestReadError):
-            setting.do(task, client_id=client_id)
-        with setting.worker.data.reading_test():
-            setting.do(task, client_id=client_id)
-        with pytest.raises(TestReadError):
-            setting.do(task, client_id=client_id)
-
-
-def test_a_share_of_the_validation_set_is_the_same_for_all_candidates(setting: Setting) -> None:
-    half = [setting.do(ScorePaths(((0, 1, 2),), "v0", share=0.5), client_id=None) for _ in range(2)]
-    assert [o.samples for o in half] == [16, 16]
-    assert values(half[0]) == values(half[1])
-    other = setting.do(ScorePaths(((0, 1, 2),), "v0", share=0.5), client_id=None, worker=Worker(setting.world.spec))
-    assert values(other) == values(half[0])
 
 
 # -- OPA and FedAvg ---------------------------------------------------------------------------------------------------
@@ -377,7 +336,7 @@ def average_of(setting: Setting, rule: str, sizes: Sequence[int], monkeypatch: p
 
             patch.setattr(Worker, "client_data", some)
             kept = setting.space.largest_subspace
-            outcome = setting.do(TrainPaths(kept, math.inf, LOCAL, weighting=rule), client_id=client_id)
+            outcome = setting.do(Train(Paths(kept, math.inf), LOCAL, Chosen(rule)), client_id=client_id)
             assert outcome.update is not None
             assert outcome.samples == size
             sums.add(outcome.update)

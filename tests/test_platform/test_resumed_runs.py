@@ -1,0 +1,208 @@
+"""Whole runs: continued from any point as if nothing had happened, and how they end."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from fedloom.platform.clients.execution import (
+    Executor,
+    SerialExecutor,
+)
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation import recorder as recorder_module
+from fedloom.platform.federation.config import (
+    BudgetConfig,
+    CheckpointConfig,
+    DevicesConfig,
+    ExecutorConfig,
+    RunConfig,
+    TiersConfig,
+)
+from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.results.checkpoint import load_checkpoint
+from fedloom.platform.results.paths import RunPaths, list_runs
+from fedloom.platform.results.status import read_status
+from fedloom.platform.results.tables import TABLES, TIME_COLUMNS
+from fedloom.platform.runs import run as run_module
+from fedloom.platform.runs.run import Watcher, resume_run, start_run
+
+
+def read(paths: RunPaths, table: str) -> pd.DataFrame:
+    folder = paths.table(table)
+    frame = pd.read_parquet(folder) if folder.is_dir() else pd.DataFrame()
+    return frame.astype(object).where(frame.notna(), None)
+
+
+# -- a whole run, killed anywhere and resumed -------------------------------------------------------------------------
+
+
+def serial(world: World) -> SerialExecutor:
+    return SerialExecutor(Worker(world.spec))
+
+
+def restless(make: Callable[..., RunConfig]) -> RunConfig:
+    """All that a run's state can hold: federated search, dynamic budgets, devices that drop out or come too late."""
+    config = make(
+        tiers=TiersConfig(count=2, paths=2000, budget=BudgetConfig("trace")),
+        devices=DevicesConfig(macs_per_s=[1e7], availability=0.9, dropout=0.1, deadline_s=0.12),
+        executor=ExecutorConfig(kind="serial", chunk_size=2),
+    )
+    config.method.search = replace(config.method.search, scoring="federated", budget=6)
+    config.method.rand_init.rounds = 0  # the same stage as fine-tuning
+    config.method.evaluation.clients_per_tier = 1
+    return config
+
+
+def contents(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """Every row of the only run under `root` without the columns that depend on when and where it ran."""
+    (paths,) = list_runs(root)
+    frames = {table: read(paths, table).drop(columns=list(TIME_COLUMNS[table]), errors="ignore") for table in TABLES}
+    return {table: frame.to_dict("records") for table, frame in frames.items()}
+
+
+def final_bags(root: Path) -> dict[str, dict[str, torch.Tensor]]:
+    (paths,) = list_runs(root)
+    return {name: dict(bag.tensors) for name, bag in load_checkpoint(paths.checkpoint).bags.items()}
+
+
+def test_a_run_resumed_from_any_point_ends_in_the_same_bits(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = restless(tiny_config)
+    root = Path(config.results)
+    world = build_world(config)
+    # The world is the same for all of them; to measure the space's costs anew takes longer than the rounds.
+    monkeypatch.setattr(run_module, "build_world", lambda config, *_: replace(world, config=config))
+    snapshots: list[Path] = []
+
+    def snapshot() -> None:
+        """What a kill -9 at this moment would leave behind."""
+        copy = tmp_path / f"killed-{len(snapshots):03}"
+        # The status file alone may be changing: it is the loop's, not the recorder's.
+        shutil.copytree(root, copy, ignore=shutil.ignore_patterns("status.json", ".status.json.tmp"))
+        snapshots.append(copy)
+
+    save, count = recorder_module.save_checkpoint, [0]
+
+    def killed_before_saving(*arguments: Any) -> Any:
+        # The rows are committed, the checkpoint still is the former one: they must be cut on resume.
+        count[0] += 1
+        if count[0] % 4 == 2:
+            snapshot()
+        return save(*arguments)
+
+    monkeypatch.setattr(recorder_module, "save_checkpoint", killed_before_saving)
+    run_id = start_run(config, serial, Watcher(round=lambda _: snapshot()))
+    monkeypatch.setattr(recorder_module, "save_checkpoint", save)
+    expected, bags = contents(root), final_bags(root)
+    statuses = {row["status"] for row in expected["clients"]}
+    assert statuses == {"ok", "dropped", "timed_out"}, "the configuration shall try everything"
+    assert len(expected["rounds"]) >= 12
+    assert len(snapshots) > len(expected["rounds"])
+    for copy in snapshots:
+        resume_run(replace(config, results=str(copy)), run_id, serial)
+        assert contents(copy) == expected, copy.name
+        resumed = final_bags(copy)
+        assert resumed.keys() == bags.keys()
+        for name, tensors in bags.items():
+            assert all(torch.equal(resumed[name][n], t) for n, t in tensors.items()), (copy.name, name)
+        shutil.rmtree(copy)
+
+
+def test_the_same_configuration_gives_the_same_bits_whatever_the_checkpoints(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    first = restless(tiny_config)
+    second = replace(first, results=str(tmp_path / "other"), checkpoint=CheckpointConfig(every=3))
+    for config in (first, second):
+        start_run(config, serial)
+    one, two = (contents(Path(c.results)) for c in (first, second))
+    for table in TABLES:
+        if table != "runs":
+            assert one[table] == two[table]
+
+
+def test_a_finished_run_is_not_run_again(tiny_config: Callable[..., RunConfig]) -> None:
+    config = tiny_config()
+    run_id = start_run(config, serial)
+    before = contents(Path(config.results))
+    rounds: list[RoundProgress] = []
+    resume_run(config, run_id, serial, Watcher(round=rounds.append))
+    assert rounds == []
+    assert contents(Path(config.results)) == before
+
+
+# -- how a run ends ---------------------------------------------------------------------------------------------------
+
+
+def test_the_status_file_tells_how_it_ended(tiny_config: Callable[..., RunConfig]) -> None:
+    config = tiny_config()
+    ids: list[str] = []
+    asked = iter([False, True])
+    with pytest.raises(InterruptedRunError):
+        start_run(config, serial, Watcher(started=ids.append, should_stop=lambda: next(asked)))
+    (paths,) = list_runs(Path(config.results))
+    assert paths.run_id == ids[0]
+    assert read_status(paths.status).state == "interrupted"
+    assert read(paths, "runs")["status"].tolist() == ["interrupted"]
+    resume_run(config, ids[0], serial)
+    assert read_status(paths.status).state == "done"
+    (run,) = read(paths, "runs").to_dict("records")
+    assert (run["status"], run["error"], run["method"], run["space"]) == ("done", None, "fedoras", "cnn_digits")
+    assert run["ended"] >= run["started"]
+
+
+def test_a_failed_run_says_why_and_can_be_resumed(
+    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config()
+    clean = replace(config, results=str(Path(config.results).with_name("clean")))
+    start_run(clean, serial)
+    client_data = Worker.client_data
+
+    def broken(self: Worker, client_id: int, split: str) -> Any:
+        if client_id == 3:
+            raise OSError("bad sector")
+        return client_data(self, client_id, split)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "client_data", broken)
+        with pytest.raises(RunFailedError, match=r"client 3 \(tier\d\) failed: OSError: bad sector"):
+            start_run(config, serial)
+    (paths,) = list_runs(Path(config.results))
+    assert read_status(paths.status).state == "failed"
+    (run,) = read(paths, "runs").to_dict("records")
+    assert run["status"] == "failed"
+    assert "bad sector" in run["error"]
+    failed = read(paths, "clients")
+    assert failed[failed["status"] == "failed"]["client_id"].tolist() == [3]
+    resume_run(config, paths.run_id, serial)
+    left, right = contents(Path(config.results)), contents(Path(clean.results))
+    for table in TABLES:
+        if table != "runs":
+            assert left[table] == right[table]
+
+
+def test_the_executor_is_closed_however_the_run_ends(
+    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    class Closing(SerialExecutor):
+        def close(self) -> None:
+            closed.append("closed")
+
+    def make(world: World) -> Executor:
+        return Closing(Worker(world.spec))
+
+    start_run(tiny_config(), make)
+    with pytest.raises(InterruptedRunError):
+        start_run(tiny_config(), make, Watcher(should_stop=lambda: True))
+    assert closed == ["closed", "closed"]

@@ -1,0 +1,96 @@
+"""Scores of subnets on a real (tiny) federation: they depend on the weights alone, and test data is locked."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from fedloom.platform.clients.execution import Assignment, Outcome, Task
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
+from fedloom.platform.clients.trainer import Train
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.guard import TestReadError
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.methods.tiered.fedoras import Paths
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
+
+LOCAL = LocalSGD(epochs=2, batch_size=16, lr=0.05, momentum=0.9)
+
+
+class Setting:
+    """A worker with weights that its supernet has."""
+
+    def __init__(self, world: World) -> None:
+        assert isinstance(world.space, OperatorChoiceSpace)
+        self.world, self.space = world, world.space
+        self.worker = Worker(world.spec)
+        self.weights = world.space.initial_weights(torch_stream(1, "test"))
+
+    def do(self, task: Task, client_id: int | None = 3, worker: Worker | None = None) -> Outcome:
+        return task.run(worker or self.worker, Assignment("train", 0, client_id, "tier1", task), self.weights)
+
+
+@pytest.fixture
+def setting(tiny_config: Callable[..., RunConfig]) -> Setting:
+    return Setting(build_world(tiny_config()))
+
+
+def values(outcome: Outcome) -> list[float]:
+    return [m.value for m in outcome.measurements]
+
+
+def test_scoring_a_then_b_then_a_gives_a_the_same_score(setting: Setting) -> None:
+    a, b = ((0, 1, 2),), ((2, 2, 2),)
+    first = values(setting.do(ScoreSubnets(a, "v0"), client_id=None))
+    assert values(setting.do(ScoreSubnets(b, "v0"), client_id=None)) != first
+    assert values(setting.do(ScoreSubnets(a, "v0"), client_id=None)) == first
+    assert values(setting.do(ScoreSubnets(a + b, "v0"), client_id=None))[:2] == first
+    # Training overwrites the worker's module: the next scoring must load the weights again.
+    setting.do(Train(Paths(((0, 1, 2, 3),) * 3, math.inf), LOCAL))
+    assert values(setting.do(ScoreSubnets(a, "v0"), client_id=None)) == first
+
+
+def test_a_new_version_of_the_weights_is_loaded(setting: Setting) -> None:
+    first = values(setting.do(ScoreSubnets(((0, 1, 2),), "v0"), client_id=None))
+    setting.weights = setting.space.initial_weights(torch_stream(2, "test"))
+    assert values(setting.do(ScoreSubnets(((0, 1, 2),), "v1"), client_id=None)) != first
+
+
+def test_a_path_scores_as_its_stand_alone_subnet(setting: Setting) -> None:
+    for architecture in ((0, 1, 2), (3, 3, 3), (2, 0, 1)):
+        path = setting.do(ScoreSubnets((architecture,), "v0"), client_id=None)
+        subnet = setting.do(ScoreSubnet(Subnet(architecture), "m", "validation"), client_id=None)
+        assert values(path) == pytest.approx(values(subnet), rel=1e-5)
+
+
+def test_more_subnets_than_are_kept_still_work(setting: Setting) -> None:
+    architectures = [(i % 4, i // 4, 0) for i in range(12)]
+    first = [values(setting.do(ScoreSubnet(Subnet(a), "m", "validation"))) for a in architectures]
+    again = [values(setting.do(ScoreSubnet(Subnet(a), "m", "validation"))) for a in architectures]
+    assert first == again
+
+
+# -- the lock on the test set -----------------------------------------------------------------------------------------
+
+
+def test_a_test_set_that_was_read_is_locked_again(setting: Setting) -> None:
+    for client_id in (None, 3):
+        task = ScoreSubnet(Subnet((0, 1, 2)), "m", "test")
+        with pytest.raises(TestReadError):
+            setting.do(task, client_id=client_id)
+        with setting.worker.data.reading_test():
+            setting.do(task, client_id=client_id)
+        with pytest.raises(TestReadError):
+            setting.do(task, client_id=client_id)
+
+
+def test_a_share_of_the_validation_set_is_the_same_for_all_candidates(setting: Setting) -> None:
+    half = [setting.do(ScoreSubnets(((0, 1, 2),), "v0", share=0.5), client_id=None) for _ in range(2)]
+    assert [o.samples for o in half] == [16, 16]
+    assert values(half[0]) == values(half[1])
+    other = setting.do(ScoreSubnets(((0, 1, 2),), "v0", share=0.5), client_id=None, worker=Worker(setting.world.spec))
+    assert values(other) == values(half[0])
