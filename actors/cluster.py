@@ -14,6 +14,10 @@ from fedloom.platform.federation.config import RayConfig
 SET_TOKEN = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (a file) or RAY_AUTH_TOKEN to the cluster's token"
 
 
+PRELOADED = ["fedloom.actors.client", "fedloom.actors.server"]
+"""What Ray's idle processes import while the driver is still at work: half of an actor's start is torch's import."""
+
+
 @contextmanager
 def connected(config: RayConfig) -> Iterator[None]:
     """Connects to Ray for the block, and leaves it after; a cluster of our own ends with it.
@@ -47,6 +51,7 @@ def _start_own(config: RayConfig) -> None:
         dashboard_host="127.0.0.1",
         log_to_driver=False,
         logging_level=logging.ERROR,
+        _system_config={"preload_python_modules": PRELOADED},
     )
 
 

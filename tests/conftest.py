@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,25 @@ def tiny_method() -> FedorASConfig:
     )
 
 
+def tiny_run(folder: Path, /, **changes: Any) -> RunConfig:
+    """A run of 8 clients in 2 tiers on a part of the digits; keywords replace fields of RunConfig."""
+    config = RunConfig(
+        experiment="tiny",
+        results=str(folder),
+        data=DataConfig(num_clients=8, train_samples=320, test_samples=80),
+        space=SpaceConfig("cnn_digits", stem_channels=4, stage_layers=[1, 2], operators=list(TINY_OPERATORS)),
+        tiers=TiersConfig(count=2, paths=2000, rho_high=0.5),  # about as many models in each
+        method=tiny_method(),
+    )
+    return replace(config, **changes)
+
+
+@pytest.fixture(scope="session")
+def tiny_config_in() -> Callable[..., RunConfig]:
+    """Makes configurations whose results lie in a folder: for runs that several tests look at."""
+    return tiny_run
+
+
 @pytest.fixture(scope="session")
 def spaces() -> dict[str, SearchSpace]:
     """The spaces built so far: to count the costs of their operators takes longer than a tiny run's rounds."""
@@ -71,18 +91,7 @@ def tiny_config(
 
     monkeypatch.setattr("fedloom.platform.federation.world.build_space", remembered)
 
-    def make(**changes: Any) -> RunConfig:
-        config = RunConfig(
-            experiment="tiny",
-            results=str(tmp_path / "results"),
-            data=DataConfig(num_clients=8, train_samples=320, test_samples=80),
-            space=SpaceConfig("cnn_digits", stem_channels=4, stage_layers=[1, 2], operators=list(TINY_OPERATORS)),
-            tiers=TiersConfig(count=2, paths=2000, rho_high=0.5),  # about as many models in each
-            method=tiny_method(),
-        )
-        return replace(config, **changes)
-
-    return make
+    return partial(tiny_run, tmp_path / "results")
 
 
 @pytest.fixture(scope="module")

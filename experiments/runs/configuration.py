@@ -217,12 +217,10 @@ def _clash(choices: list[str], problem: str) -> str:
     key, together = problem.partition(":")[0], " and ".join(choices)
     method = next((choice.removeprefix(METHOD) for choice in choices if choice.startswith(METHOD)), "")
     fitting = of_method(method)
-    if method and fitting and key.startswith("method."):
-        return (
-            f"{together} do not go together: the preset sets {key}, which {method} does not have; choose a preset of "
-            f"{method} ({', '.join(fitting[:MOST_NAMES])})"
-        )
-    return f"{together} do not go together: {problem}; choose another preset"
+    if not method or not key.startswith("method."):
+        return f"{together} do not go together: {problem}; choose another preset"
+    which = f"a preset of {method} ({', '.join(fitting[:MOST_NAMES])})" if fitting else "another preset"
+    return f"{together} do not go together: the preset sets {key}, which {method} does not have; choose {which}"
 
 
 MOST_NAMES = 8

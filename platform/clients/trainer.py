@@ -74,14 +74,19 @@ class TrainedNetwork:
         """Forward, over all samples that were seen."""
         return self.network.macs_of(self.figures)
 
+    def checked(self) -> "TrainedNetwork":
+        """The same; TaskError for tensors that are not finite, as the last step may leave them after a finite loss."""
+        broken = first_not_finite(self.tensors)
+        if broken is not None:
+            raise TaskError(f"the trained network is not finite (first in {broken})")
+        return self
+
     def copied(self) -> "TrainedNetwork":
         """The same with tensors of its own: the module trains another network next.
 
         Raises TaskError for tensors that are not finite: then what the client keeps stays as it was.
         """
-        broken = first_not_finite(self.tensors)
-        if broken is not None:
-            raise TaskError(f"the trained network is not finite (first in {broken})")
+        self.checked()
         return replace(self, tensors={name: tensor.detach().clone() for name, tensor in self.tensors.items()})
 
 

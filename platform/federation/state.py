@@ -56,6 +56,15 @@ class RunState:
             state = state.with_bag(f"{CLIENT}{client_id}", tensors)
         return state
 
+    def without_client_tensors(self, prefix: str) -> "RunState":
+        """The same state without what clients keep under names of this prefix, and without bags that hold no more."""
+        state = self
+        for name, bag in self.bags.items():
+            left = {n: t for n, t in bag.tensors.items() if not n.startswith(prefix)}
+            if name.startswith(CLIENT) and len(left) < len(bag.tensors):
+                state = state.with_bag(name, left) if left else state.without_bags(name)
+        return state
+
     def client_state(self, client_id: int) -> Weights | None:
         """What the client kept from its last work, for its next assignment; None if it never took part."""
         bag = self.bags.get(f"{CLIENT}{client_id}")

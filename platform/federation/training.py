@@ -14,7 +14,7 @@ import torch
 from fedloom.platform.averaging.average import Averaged
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
 from fedloom.platform.clients.execution import Task
-from fedloom.platform.clients.local_rules import local_rule, place_of
+from fedloom.platform.clients.local_rules import STATE, local_rule, place_of
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.federation.history import packed, unpacked, with_reports
 from fedloom.platform.federation.planning import assign, choose_cohort, for_server, in_plan_order
@@ -270,7 +270,8 @@ class TrainingStage(Stage):
         if self.bag not in state.bags:
             return Merged(state)
         own = tuple(f"{slot}/" for slot in self.local_rule.shared)
-        ended = state.without_bags(self.server_bag).without_data(HISTORY)
+        # What a local rule keeps with the clients belongs to these weights: the next stage may train others.
+        ended = state.without_bags(self.server_bag).without_data(HISTORY).without_client_tensors(STATE)
         if own:
             weights = {name: t for name, t in state.weights(self.bag).items() if not name.startswith(own)}
             ended = ended.with_bag(self.bag, weights)

@@ -7,6 +7,10 @@ from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace
 
 
+SHOWN = 3
+"""Missing members that a refusal names."""
+
+
 class HasSubspaces(SearchSpace, Protocol):
     """Options have tensors of their own, so that a part of the supernet can be sent that holds some of them."""
 
@@ -96,10 +100,12 @@ def with_depths(space: SearchSpace, who: str) -> HasDepths:
 def _offering(space: SearchSpace, what: type, who: str, such_as: str) -> SearchSpace:
     missing = lacking(space, what)
     if missing:
-        needed = (what.__doc__ or "").strip().splitlines()[0]
+        needed = (what.__doc__ or "").partition(":")[0].partition(".")[0].strip()
+        # The last are what sets this kind of space apart from simpler ones.
+        few = f"{', '.join(missing[-SHOWN:])}{f' and {len(missing) - SHOWN} more' if len(missing) > SHOWN else ''}"
         raise ValueError(
-            f"{who} cannot use space {space.name}, which has no {', '.join(missing)}. It needs a space like this: "
-            f"{needed} Choose {such_as}, for instance"
+            f"{who} cannot use space {space.name}, which has no {few}; choose {such_as}, or one of your own like this: "
+            f"{needed[:1].lower()}{needed[1:]}"
         )
     return space
 

@@ -2,23 +2,18 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
 
 SMALL = ["space.cells=4", "space.nodes=2", "space.channels=8"]
 
 
-def peak_bytes(cases: Sequence[str]) -> list[int]:
-    """The peaks of these cases, each in a process of its own, all at the same time."""
-    command = [sys.executable, "-m", "fedloom.experiments.benchmarks.memory", *SMALL, "--case"]
-    pipe = subprocess.PIPE
-    started = [subprocess.Popen([*command, case], stdout=pipe, stderr=pipe, text=True) for case in cases]
-    said = [process.communicate() for process in started]
-    for process, (_, errors) in zip(started, said, strict=True):
-        assert process.returncode == 0, errors
-    return [int(output.splitlines()[-1]) for output, _ in said]
+def peak_bytes(case: str) -> int:
+    command = [sys.executable, "-m", "fedloom.experiments.benchmarks.memory", "--case", case, *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.splitlines()[-1])
 
 
 def test_spiders_pair_takes_at_most_2_2_times_the_memory_of_the_supernet() -> None:
-    alone, pair = peak_bytes(["supernet", "spider"])
+    alone, pair = peak_bytes("supernet"), peak_bytes("spider")
     assert alone > 20e6, "activations of a batch alone are more"
     assert pair <= 2.2 * alone

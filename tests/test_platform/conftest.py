@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,17 +10,19 @@ import pandas as pd
 import pytest
 import torch
 
-from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig, TiersConfig
-from fedloom.platform.federation.loop import Loop
+from fedloom.platform.federation.loop import Loop, merge_chunks
 from fedloom.platform.federation.recorder import Record, Recorder
-from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.elastic.superfednas import ElasticTrainingConfig, SuperFedNASConfig
 from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.status import StatusFile
+from fedloom.platform.runs.run import start_run
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.spaces.space_config import SpaceConfig
 
@@ -120,6 +123,64 @@ def run_in_memory() -> Callable[[RunConfig], tuple[World, Memory, RunState]]:
         return world, *_run_stages(world, build_stages(world), RunState())
 
     return run
+
+
+class Results:
+    """A run of a configuration, written to disk, and its tables."""
+
+    def __init__(self, config: RunConfig) -> None:
+        start_run(config, lambda world: SerialExecutor(Worker(world.spec)))
+        self.world = build_world(config)
+        (self.paths,) = list_runs(Path(config.results))
+
+    def __getitem__(self, table: str) -> pd.DataFrame:
+        frame = pd.read_parquet(self.paths.table(table))
+        return frame.astype(object).where(frame.notna(), None)
+
+    def clients(self, stage: str) -> pd.DataFrame:
+        """The rows of a stage's clients."""
+        frame = self["clients"]
+        return frame[frame["stage"] == stage]
+
+
+@pytest.fixture(scope="session")
+def results_of() -> Callable[[RunConfig], Results]:
+    """Runs a configuration of which there is no run yet, and gives what it left."""
+    return Results
+
+
+class Stepper:
+    """Runs a stage round by round, as the loop does, and remembers what came of it."""
+
+    def __init__(self, world: World, stage: Stage, state: RunState) -> None:
+        self.stage, self.state = stage, replace(stage.begin(state), round=0)
+        self.executor = SerialExecutor(Worker(world.spec))
+        self.plans: list[Plan] = []
+        self.results: list[RoundResult] = []
+        self.merged: list[Merged] = []
+
+    def step(self) -> None:
+        """One round."""
+        plan = self.stage.plan(self.state)
+        weights = SharedWeights(self.state.weights(plan.bag), self.state.version(plan.bag))
+        result = merge_chunks(self.executor.run(make_chunks(plan.assignments, 2), weights))
+        merged = self.stage.merge(self.state, plan, result)
+        self.state = replace(merged.state, round=self.state.round + 1)
+        self.plans.append(plan)
+        self.results.append(result)
+        self.merged.append(merged)
+
+    def finish(self) -> Merged:
+        """The rounds that are left, and the stage's end."""
+        while self.stage.rounds_left(self.state) > 0:
+            self.step()
+        return self.stage.end(self.state)
+
+
+@pytest.fixture
+def step_through() -> Callable[[World, Stage, RunState], Stepper]:
+    """Begins a stage from a state, to be run round by round."""
+    return Stepper
 
 
 @pytest.fixture

@@ -11,24 +11,13 @@ import pytest
 import torch
 
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.execution import (
-    Assignment,
-    Executor,
-    Measurement,
-    Outcome,
-    Report,
-    SerialExecutor,
-)
+from fedloom.platform.clients.execution import Assignment, Executor, Measurement, Outcome, Report, SerialExecutor
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.config import (
-    CheckpointConfig,
-    ExecutorConfig,
-)
+from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig
 from fedloom.platform.federation.loop import InterruptedRunError, Loop, RoundProgress, round_row
 from fedloom.platform.federation.recorder import Recorder, restored_state
-from fedloom.platform.federation.stage import Merged, Plan, RoundResult, evaluation_rows
+from fedloom.platform.federation.stage import Merged, Plan, Review, RoundResult, Row, Stage, evaluation_rows
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import StatusFile
@@ -45,16 +34,11 @@ def fake_worker() -> Worker:
 
 @dataclass(frozen=True)
 class Add:
-    """Adds one to the weights; fails in the rounds given, the first `failures` times it is tried."""
+    """Adds one to the weights, and measures a loss."""
 
-    fails_in: tuple[int, ...] = ()
-    failures: list[int] = field(default_factory=lambda: [1_000_000])
     measured: float = 0.5
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        if assignment.round in self.fails_in and self.failures[0] > 0:
-            self.failures[0] -= 1
-            raise OSError("the battery is empty")
         client = assignment.client_id or 0
         return Outcome(
             update=Update({"w": weights["w"] + 1}, {"w": Slice("w")}, {"w": 1.0}),
@@ -71,7 +55,7 @@ class Add:
 
 
 @dataclass
-class Counting:
+class Counting(Stage):
     """A stage of some rounds, in which the given clients take part."""
 
     tasks: dict[int | None, Any] = field(default_factory=lambda: {0: Add(), 1: Add(), 2: Add(), 3: Add()})
@@ -251,30 +235,75 @@ class Count:
         return Outcome(state={"rounds": before + 1})
 
 
-class Remembering(Counting):
-    """Hands every client what it kept; in odd rounds only client 0 takes part."""
+class Alternating(Counting):
+    """In odd rounds only client 0 takes part."""
 
     def plan(self, state: RunState) -> Plan:
         plan = super().plan(state)
-        taking_part = [a for a in plan.assignments if a.client_id == 0 or state.round % 2 == 0]
-        return replace(plan, assignments=[replace(a, state=state.client_state(a.client_id or 0)) for a in taking_part])
+        return replace(plan, assignments=[a for a in plan.assignments if a.client_id == 0 or state.round % 2 == 0])
+
+
+def rounds_of(state: RunState, client_id: int) -> int:
+    """What the client has counted."""
+    kept = state.client_state(client_id)
+    assert kept is not None
+    return int(kept["rounds"])
 
 
 def test_clients_keep_their_state_between_rounds_and_in_the_checkpoint(setting: Setting) -> None:
-    tasks: dict[int | None, Any] = {0: Count(), 1: Count()}
-    stage = Remembering(tasks, rounds=4)
+    stage = Alternating({0: Count(), 1: Count()}, rounds=4)
     rounds = iter([False, False, True])
     with pytest.raises(InterruptedRunError):
         setting.loop(stage, should_stop=lambda: next(rounds)).run(RunState())
     saved = setting.saved()
-    assert {c: cast(Any, saved.client_state(c))["rounds"].item() for c in (0, 1)} == {0: 3, 1: 2}
+    assert [rounds_of(saved, client_id) for client_id in (0, 1)] == [3, 2]
     assert saved.client_state(2) is None
     state = setting.loop(stage).run(saved)
-    assert {c: cast(Any, state.client_state(c))["rounds"].item() for c in (0, 1)} == {0: 4, 1: 2}
+    assert [rounds_of(state, client_id) for client_id in (0, 1)] == [4, 2]
 
 
-# -- a whole run, killed anywhere and resumed -------------------------------------------------------------------------
+def test_a_stage_may_hand_a_client_a_state_of_its_own(setting: Setting) -> None:
+    stage = Counting({0: Count(), 1: Count()}, changes={1: {"state": {"rounds": torch.tensor(10)}}})
+    state = setting.loop(stage).run(RunState())
+    assert [rounds_of(state, client_id) for client_id in (0, 1)] == [3, 11]
 
 
-def serial(world: World) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
+# -- what is measured of a round's new state --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Look:
+    """Measures the first of the weights."""
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        return Outcome(measurements=(Measurement("m", "0-1", "validation", "w", weights["w"][0].item(), 1),))
+
+
+class Reviewed(Counting):
+    """Has the server look at the weights before each round, and after the last."""
+
+    def plan(self, state: RunState) -> Plan:
+        plan = super().plan(state)
+        return replace(plan, assignments=[*plan.assignments, self._look(state)])
+
+    def _look(self, state: RunState) -> Assignment:
+        return Assignment(self.name, state.round, None, "server", Look())
+
+    def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> Merged:
+        merged = super().merge(state, plan, result)
+        if state.round < self.rounds - 1:
+            return merged
+
+        def rows(result: RoundResult) -> list[Row]:
+            return [(table, {**row, "round": self.rounds}) for table, row in evaluation_rows(result.reports)]
+
+        return replace(merged, review=Review(Plan([self._look(state)], "model"), rows))
+
+
+def test_a_review_measures_the_state_after_its_round(setting: Setting) -> None:
+    state = setting.loop(Reviewed({0: Add()}, rounds=2)).run(RunState())
+    assert state.weights("model")["w"].tolist() == [2.0, 2.0]
+    found = setting.table("evaluations")
+    seen = found[found["metric"] == "w"]
+    assert list(zip(seen["round"], seen["value"], strict=True)) == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert setting.table("rounds")["round"].tolist() == [0, 1], "it is no round of its own"

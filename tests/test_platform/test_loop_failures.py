@@ -16,22 +16,18 @@ from fedloom.platform.clients.execution import (
     Chunk,
     ChunkResult,
     Executor,
-    Measurement,
     Outcome,
     Report,
     SerialExecutor,
     SharedWeights,
+    Task,
 )
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation import recorder as recorder_module
-from fedloom.platform.federation.config import (
-    CheckpointConfig,
-    ExecutorConfig,
-    FailuresConfig,
-)
-from fedloom.platform.federation.loop import InterruptedRunError, Loop, RoundProgress, RunFailedError
+from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, FailuresConfig
+from fedloom.platform.federation.loop import InterruptedRunError, Loop, RunFailedError
 from fedloom.platform.federation.recorder import Recorder, restored_state
-from fedloom.platform.federation.stage import Merged, Plan, RoundResult, evaluation_rows
+from fedloom.platform.federation.stage import Merged, Plan, Review, RoundResult, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint
@@ -54,40 +50,26 @@ class Add:
 
     fails_in: tuple[int, ...] = ()
     failures: list[int] = field(default_factory=lambda: [1_000_000])
-    measured: float = 0.5
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         if assignment.round in self.fails_in and self.failures[0] > 0:
             self.failures[0] -= 1
             raise OSError("the battery is empty")
-        client = assignment.client_id or 0
-        return Outcome(
-            update=Update({"w": weights["w"] + 1}, {"w": Slice("w")}, {"w": 1.0}),
-            samples=10 * (client + 1),
-            steps=client,
-            macs=100.0,
-            bytes_down=20,
-            bytes_up=10,
-            loss=float(client),
-            metric=0.5,
-            measurements=(Measurement("m", "0-1", "validation", "loss", self.measured, 7),),
-            clock_factor=1.0,
-        )
+        return Outcome(Update({"w": weights["w"] + 1}, {"w": Slice("w")}, {"w": 1.0}), samples=10, macs=100.0)
 
 
 @dataclass
-class Counting:
+class Counting(Stage):
     """A stage of some rounds, in which the given clients take part."""
 
-    tasks: dict[int | None, Any] = field(default_factory=lambda: {0: Add(), 1: Add(), 2: Add(), 3: Add()})
+    tasks: dict[int | None, Any] = field(default_factory=lambda: four())
     rounds: int = 3
     name: str = "train"
     changes: dict[int | None, dict[str, Any]] = field(default_factory=dict)
-    begun: list[int] = field(default_factory=list)
+    review: Task | None = None
 
     def begin(self, state: RunState) -> RunState:
-        self.begun.append(state.stage)
-        return state if "model" in state.bags else state.with_bag("model", {"w": torch.zeros(2)})
+        return state.with_bag("model", {"w": torch.zeros(2)})
 
     def rounds_left(self, state: RunState) -> int:
         return self.rounds - state.round
@@ -97,15 +79,14 @@ class Counting:
             Assignment(self.name, state.round, c, "server" if c is None else "tier1", task, PHONE)
             for c, task in self.tasks.items()
         ]
-        assignments = [replace(a, **self.changes.get(a.client_id, {})) for a in assignments]
-        return Plan(assignments, "model", {"lr": 0.5, "beta": 0.25})
+        return Plan([replace(a, **self.changes.get(a.client_id, {})) for a in assignments], "model")
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> Merged:
-        weights = result.sums.finish(state.weights("model")).weights
-        return Merged(state.with_bag("model", weights), evaluation_rows(result.reports))
-
-    def end(self, state: RunState) -> Merged:
-        return Merged(state.with_data(f"{self.name} ended", True))
+        merged = Merged(state.with_bag("model", result.sums.finish(state.weights("model")).weights))
+        if self.review is None:
+            return merged
+        plan = Plan([Assignment(self.name, state.round, None, "server", self.review)], "model")
+        return replace(merged, review=Review(plan, lambda _result: ()))
 
 
 class Setting:
@@ -114,14 +95,12 @@ class Setting:
     def __init__(self, root: Path) -> None:
         self.writer = RunWriter.create(root, "tiny", "run-1")
         self.paths = self.writer.paths
-        self.told: list[RoundProgress] = []
 
     def loop(self, *stages: Any, executor: Executor | None = None, **changes: Any) -> Loop:
         values: dict[str, Any] = {
             "execution": ExecutorConfig(kind="serial"),
             "checkpoint": CheckpointConfig(),
             "deadline_s": None,
-            "watch": self.told.append,
         }
         status = StatusFile(self.paths.status)
         executor = executor or SerialExecutor(fake_worker())
@@ -223,6 +202,17 @@ def test_the_servers_own_work_must_not_fail(setting: Setting) -> None:
     stage = Counting({0: Add(), None: Add(fails_in=(0,))})
     with pytest.raises(RunFailedError, match="round 0: the server's own work failed: OSError: the battery is empty"):
         setting.loop(stage, **failing("tolerate", max_share=1.0)).run(RunState())
+
+
+def test_a_review_that_fails_takes_its_round_along(setting: Setting) -> None:
+    stage = Counting(review=Add(fails_in=(1,)))
+    with pytest.raises(RunFailedError, match="round 1: the server's own work failed: OSError: the battery is empty"):
+        setting.loop(stage, checkpoint=CheckpointConfig(every=100), **failing("tolerate", max_share=1.0)).run(
+            RunState()
+        )
+    saved = setting.saved()
+    assert (saved.round, saved.weights("model")["w"].tolist()) == (1, [1.0, 1.0])
+    assert setting.table("rounds")["round"].tolist() == [0]
 
 
 def test_simulated_losses_are_not_failures(setting: Setting) -> None:

@@ -10,10 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fedloom.platform.clients.execution import (
-    Executor,
-    SerialExecutor,
-)
+from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation import recorder as recorder_module
 from fedloom.platform.federation.config import (

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.platform.clients.execution import Assignment, Outcome, Task
+from fedloom.platform.clients.execution import Assignment, Outcome, Task, TaskError
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, LocalSGD, train_locally
@@ -241,6 +241,12 @@ def test_adaptation_is_local_training_between_two_scores(federation: Federation,
     assert outcome.steps == -(-len(y) // LOCAL.batch_size)
     assert outcome.update is None
     assert outcome.state is None
+
+
+def test_a_network_that_its_last_step_breaks_is_not_scored(federation: Federation) -> None:
+    one_step = replace(LOCAL, batch_size=1000, lr=float("inf"), clip_norm=0.0)
+    with pytest.raises(TaskError, match=r"^the trained network is not finite \(first in "):
+        federation.do(AdaptAndScore(SUBNET, one_step))
 
 
 def accuracy(module: nn.Module, data: Data) -> float:

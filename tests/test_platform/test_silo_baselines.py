@@ -306,7 +306,8 @@ def test_ditto_without_a_pull_is_alone_bit_for_bit_whatever_is_received(federati
 def test_what_ditto_sends_is_what_fedavg_sends_and_nothing_of_the_silos_own(federation: Federation) -> None:
     state = Personal(elsewhere(federation.weights), {}).packed()
     outcome = federation.do(TrainDitto(SUBNET, LOCAL, 0.3, RULES), state)
-    alone = federation.do(Train(SUBNET, LOCAL, joined=True))
+    # By a worker of its own: what is sent may lie in a worker's module.
+    alone = replace(federation, worker=Worker(federation.world.spec)).do(Train(SUBNET, LOCAL, joined=True))
     assert_same(sent(outcome), sent(alone))
     assert outcome.update is not None
     assert alone.update is not None

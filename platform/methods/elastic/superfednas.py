@@ -212,6 +212,8 @@ class ShrinkingNetwork(Network):
 def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Architecture, ...]) -> TrainingStage:
     """Trains the supernet: who gets what, and what it counts."""
     space, slices = world.space, config.travels == "slices"
+    if not slices and config.shrinking.depth_share > 0:
+        with_depths(space, "method.train.travels=supernet")
     rules = rules_of(
         config,
         "method.train",

@@ -93,7 +93,7 @@ def adapted_outcome(
     """The network on test data as it is (`global`), and after training on these data (`personal`)."""
     test = own_test_data(worker, assignment)
     before = score_network(worker, assignment, network, weights, test)
-    adapted = train_network(worker, assignment, network, weights, data, local)
+    adapted = train_network(worker, assignment, network, weights, data, local).checked()
     after = score_loaded(worker, assignment, network, test)
     models = ((GLOBAL, before), (PERSONAL, after))
     rows = tuple(row for model, score in models for row in final_measurements(worker, model, network, score))
@@ -130,7 +130,7 @@ class TrainAndScore:
         network = Kept(self.kept).on(worker)
         begin = unpacked(assignment.state).weights if assignment.state else weights
         data = client_samples(worker, assignment, joined=True)
-        trained = train_network(worker, assignment, network, begin, data, self.local)
+        trained = train_network(worker, assignment, network, begin, data, self.local).checked()
         score = score_loaded(worker, assignment, network, own_test_data(worker, assignment))
         rows = measurements_of(self.model, network.name, "test", score)
         return trained_and_scored(worker, trained, score, rows)

@@ -1,0 +1,203 @@
+"""FedAvg of one architecture, and with other rules in its slots: what is averaged, kept, measured and refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom.platform.averaging.average import Update, average
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.stage import Plan
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training import TrainingStage
+from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
+from fedloom.platform.results.models import load_model
+
+Make = Callable[..., RunConfig]
+
+
+def fedavg(make: Make, *folder: Path, architecture: str | None = "0-1-2", **train: Any) -> RunConfig:
+    """Two rounds of three clients; keywords change the training."""
+    training = replace(TrainingConfig(rounds=2, clients_per_round=3, batch_size=16), **train)
+    return make(*folder, method=FedAvgConfig(architecture=architecture, train=training))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_config_in: Make, results_of: Any) -> Any:
+    """One whole run, for all tests that only look at it."""
+    return results_of(fedavg(tiny_config_in, tmp_path_factory.mktemp("fedavg"), evaluate_every=2))
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def test_fedavg_trains_one_architecture(finished: Any) -> None:
+    rounds, clients = finished["rounds"], finished["clients"]
+    assert rounds["stage"].tolist() == ["fedavg", "fedavg", "evaluation"]
+    assert rounds["clients_planned"].tolist() == [3, 3, 8]
+    assert set(clients["architecture"]) == {"0-1-2"}
+    (model,) = finished["models"].to_dict("records")
+    assert (model["architecture"], model["tier"]) == ("0-1-2", "")
+    assert load_model(finished.paths, "fedavg")[1]["architecture"] == "0-1-2"
+
+
+def test_the_model_is_for_no_tier_and_is_scored_on_every_client(finished: Any) -> None:
+    rows = finished["evaluations"]
+    final = rows[(rows["stage"] == "evaluation") & (rows["metric"] == "accuracy")]
+    assert set(final["model"]) == {"fedavg"}
+    own, central = final[final["client_id"].notna()], final[final["client_id"].isna()]
+    assert sorted(own["client_id"]) == list(range(8))
+    assert dict(zip(central["split"], central["samples"], strict=True)) == {"validation": 32, "test": 80}
+    assert set(central["tier"]) == {"server"}
+
+
+def test_validation_scores_begin_before_the_first_round_and_end_after_the_last(finished: Any) -> None:
+    rows = finished["evaluations"]
+    watched = rows[(rows["stage"] == "fedavg") & (rows["metric"] == "accuracy")]
+    assert watched["round"].tolist() == [0, 2], "evaluate_every=2, and two rounds"
+    final = rows[(rows["stage"] == "evaluation") & (rows["split"] == "validation") & (rows["metric"] == "accuracy")]
+    assert watched["value"].tolist()[-1] == final["value"].item(), "of the same weights"
+
+
+def test_without_an_evaluation_the_training_is_all_there_is(tiny_config: Make) -> None:
+    config = fedavg(tiny_config)
+    config.method.evaluate = False
+    assert [stage.name for stage in build_stages(build_world(config))] == ["fedavg"]
+
+
+# -- what a round makes of the clients' work --------------------------------------------------------------------------
+
+
+def training(config: RunConfig) -> tuple[World, TrainingStage]:
+    world = build_world(config)
+    stage = build_stages(world)[0]
+    assert isinstance(stage, TrainingStage)
+    return world, stage
+
+
+def updates_of(world: World, plan: Plan, state: RunState) -> list[Update]:
+    """What the clients of a plan send, each by a worker of its own."""
+    weights, found = state.weights("fedavg"), []
+    for assignment in plan.assignments:
+        outcome = assignment.task.run(Worker(world.spec), assignment, weights)
+        assert outcome.update is not None
+        found.append(outcome.update)
+    return found
+
+
+def by_samples(world: World, plan: Plan, updates: list[Update]) -> dict[str, Tensor]:
+    """The mean weighted by the clients' samples, of whatever floats, written out."""
+    sizes = [world.data.size(a.client_id or 0, "train") for a in plan.assignments]
+    total = sum(sizes)
+    return {
+        name: sum((n * u.tensors[name].detach().double() for n, u in zip(sizes, updates, strict=True)), torch.zeros(()))
+        / total
+        for name, tensor in updates[0].tensors.items()
+        if tensor.is_floating_point()
+    }
+
+
+def test_a_round_is_the_mean_by_samples(tiny_config: Make, step_through: Any) -> None:
+    world, stage = training(fedavg(tiny_config))
+    stepper = step_through(world, stage, RunState())
+    before = stepper.state
+    stepper.step()
+    (plan,) = stepper.plans
+    for name, expected in by_samples(world, plan, updates_of(world, plan, before)).items():
+        found = stepper.state.weights("fedavg")[name].double()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_server_momentum_goes_on_from_round_to_round_and_is_not_kept(tiny_config: Make, step_through: Any) -> None:
+    config = fedavg(tiny_config, server="fedavgm", options={"server_momentum": 0.5, "server_lr": 2.0})
+    world, stage = training(config)
+    stepper = step_through(world, stage, RunState())
+    states = [stepper.state]
+    for _ in range(2):
+        stepper.step()
+        states.append(stepper.state)
+    means = [by_samples(world, p, updates_of(world, p, s)) for p, s in zip(stepper.plans, states, strict=False)]
+    weights = [state.weights("fedavg") for state in states]
+    for name in weights[0]:
+        if name not in world.space.parameter_names:
+            continue
+        first = means[0][name] - weights[0][name]
+        velocity = 0.5 * first + (means[1][name] - weights[1][name])
+        for after, before, change in ((1, 0, first), (2, 1, velocity)):
+            found = weights[after][name].double()
+            torch.testing.assert_close(found, weights[before][name] + 2.0 * change, rtol=1e-4, atol=1e-5, msg=name)
+    assert "server-fedavg" in stepper.state.bags
+    assert set(stage.end(stepper.state).state.bags) == {"fedavg"}
+
+
+@pytest.mark.parametrize("server", ["fedavgm", "fedadagrad", "fedadam", "fedyogi"])
+def test_statistics_are_averaged_whatever_the_server_rule(tiny_config: Make, step_through: Any, server: str) -> None:
+    world, stage = training(fedavg(tiny_config, server=server))
+    stepper = step_through(world, stage, RunState())
+    before = stepper.state
+    stepper.step()
+    (plan,) = stepper.plans
+    mean = average(before.weights("fedavg"), updates_of(world, plan, before))
+    after, parameters = stepper.state.weights("fedavg"), world.space.parameter_names
+    buffers = {name for name in after if name not in parameters}
+    assert any("running_var" in name for name in buffers)
+    assert any("num_batches_tracked" in name for name in buffers)
+    for name in buffers:
+        torch.testing.assert_close(after[name], mean[name], msg=name)
+    moved = [not torch.allclose(after[name], mean[name]) for name in after if name in parameters]
+    assert any(moved) == (server != "fedavgm"), "the first step of server momentum is the mean"
+    kept = stepper.state.weights("server-fedavg")
+    assert {name.split("/", 1)[1] for name in kept} == {name for name in after if name in parameters}
+
+
+def test_a_strong_pull_keeps_clients_where_they_began(tiny_config: Make, step_through: Any) -> None:
+    def distance(**changes: Any) -> float:
+        world, stage = training(fedavg(tiny_config, lr=0.05, momentum=0.0, epochs=3, **changes))
+        stepper = step_through(world, stage, RunState())
+        before = stepper.state.weights("fedavg")
+        stepper.step()
+        after = stepper.state.weights("fedavg")
+        return sum((after[n] - before[n]).square().sum().item() for n in world.space.parameter_names if n in after)
+
+    free, pulled = distance(), distance(local_rule="fedprox", options={"mu": 10.0})
+    assert 0 < pulled < 0.5 * free
+    assert distance(local_rule="fedprox", options={"mu": 0.0}) == free
+
+
+def test_all_clients_take_part_if_no_number_is_given(tiny_config: Make) -> None:
+    for changes in ({"clients_per_round": None}, {"clients_per_round": 8, "selection": "all"}):
+        _, stage = training(fedavg(tiny_config, **changes))
+        planned = stage.plan(stage.begin(RunState())).assignments
+        assert sorted(a.client_id for a in planned) == list(range(8))
+        assert {(a.selection_probability, a.selection_reason) for a in planned} == {(1.0, "all")}
+
+
+# -- architectures ----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_architecture_is_trained_unless_another_is_named(tiny_config: Make) -> None:
+    for text, architecture in ((None, (0, 0, 0)), ("3-1-2", (3, 1, 2))):
+        _, stage = training(fedavg(tiny_config, architecture=text))
+        assert {a.task.network.architecture for a in stage.plan(stage.begin(RunState())).assignments} == {architecture}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0-1", "method.architecture: an architecture of cnn_digits has 3 layers, given 2"),
+        ("0-1-9", r"method.architecture: layer 2 of cnn_digits has the operators .* given 9"),
+        ("huge", "method.architecture: 'huge' is no architecture of cnn_digits: give smallest, largest, or an option"),
+    ],
+)
+def test_an_architecture_outside_the_space_is_refused(tiny_config: Make, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        build_stages(build_world(fedavg(tiny_config, architecture=text)))
+    assert "\n" not in str(caught.value)
