@@ -12,7 +12,8 @@ import torch
 from fedloom.actors.wire import Arrays, PackedResult, accept_shared_memory, pack, to_tensors
 from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights, run_assignment
 from fedloom.platform.clients.worker import Worker, WorkerSpec
-from fedloom.platform.runs.run import source_hash
+from fedloom.platform.runs.plugin_sources import sources_of
+from fedloom.platform.runs.source import source_hash
 
 WATCH = "watch"
 """The group of methods that answer while the actor works."""
@@ -56,6 +57,11 @@ def assigned_device(gpu_share: float) -> str:
     return "cuda:0"
 
 
+def source_of(spec: WorkerSpec) -> str:
+    """A hash of the code that a worker runs: fedloom's own, and the plug-ins' as they are on its node."""
+    return source_hash(sources_of(spec.plugins))
+
+
 class ClientActor:
     """Does chunks of clients' work; takes on one client after the other, or the same one always (resident).
 
@@ -75,7 +81,8 @@ class ClientActor:
     def about(self) -> About:
         """Who and where this actor is."""
         device, missing = str(self.worker.device), self.worker.missing_data()
-        return About(os.getpid(), platform.node(), self._node_id, device, self._threads, source_hash(), missing)
+        source = source_of(self.worker.spec)
+        return About(os.getpid(), platform.node(), self._node_id, device, self._threads, source, missing)
 
     def run_chunk(self, chunk: Chunk, weights_ref: list[ray.ObjectRef[Any]], version: str) -> PackedResult:
         """Does the chunk on the shared weights; they are mapped once per version."""

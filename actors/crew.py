@@ -2,17 +2,17 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from fedloom.actors.client import About, RemoteClient
+from fedloom.actors.client import About, RemoteClient, source_of
 from fedloom.actors.placement import Lane
 from fedloom.platform.clients.worker import WorkerSpec
 from fedloom.platform.federation.loop import RunFailedError
-from fedloom.platform.runs.run import source_hash
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Crew:
         self.resident = resident
         # The specification (with its cost tables) goes into the object store once, not into every actor's creation.
         self._spec_ref = ray.put(spec)
+        self._plugins, self._source = spec.plugins, source_of(spec)
         self.members: list[Member] = []
         self.idle: dict[str, list[Member]] = {}
         self.why: dict[str, str] = {}
@@ -86,7 +87,7 @@ class Crew:
             self._end(member)
             logger.warning("a client actor (%s) could not be started: %s", name, self.why[name])
             return
-        check(about)
+        check(about, self._source, self._plugins)
         member.about = about
         self.why.pop(name, None)
         self._failures.pop(name, None)
@@ -142,13 +143,13 @@ class Crew:
         self.members.remove(member)
 
 
-def check(about: About) -> None:
-    """Raises RunFailedError unless an actor runs the server's source and finds the data."""
-    own = source_hash()
+def check(about: About, own: str, plugins: Sequence[str]) -> None:
+    """Raises RunFailedError unless an actor runs the server's source (`own`) and finds the data."""
     if about.source_hash != own:
+        named = f" and {', '.join(plugins)}" if plugins else ""
         raise RunFailedError(
             f"node {about.node} runs fedloom source {about.source_hash}, the server {own}: install the same "
-            "version on every node"
+            f"version of fedloom{named} on every node"
         )
     if about.missing_data:
         raise RunFailedError(about.missing_data)

@@ -1,7 +1,7 @@
 """The server actor: holds the global state, runs the method's loop, writes results; the driver only watches."""
 
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
@@ -12,10 +12,11 @@ from fedloom.actors.placement import free_resources, lanes_of_run, nodes_to_fill
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World
-from fedloom.platform.results.mirror import MirrorError
-from fedloom.platform.runs.run import Watcher, resume_run, start_run
+from fedloom.platform.runs.ending import Resume, RunEnd, run_to_end
+from fedloom.platform.runs.plugin_sources import named_modules
+from fedloom.platform.runs.run import Watcher
 
 
 def make_pool(world: World) -> ActorPool:
@@ -23,7 +24,7 @@ def make_pool(world: World) -> ActorPool:
     executor = world.config.executor
     lanes = lanes_of_run(executor, world.tiers, free_resources(), world.num_clients, nodes_to_fill())
     return ActorPool(
-        world.spec,
+        replace(world.spec, plugins=tuple(named_modules(asdict(world.config)))),
         lanes,
         resident=executor.resident,
         actor_attempts=executor.failures.actor_attempts,
@@ -31,50 +32,27 @@ def make_pool(world: World) -> ActorPool:
     )
 
 
-@dataclass(frozen=True)
-class RunEnd:
-    """How a run ended: `kind` is done, refused (a bad configuration), failed, infrastructure or interrupted."""
-
-    run_id: str
-    kind: str
-    message: str = ""
-
-
 class ServerActor:
     """One run. `run` blocks until its end; the other methods answer meanwhile."""
 
     def __init__(self) -> None:
-        self._run_id = ""
+        self._run_id, self._supernet_of = "", ""
         self._rounds: list[RoundProgress] = []
         self._stop = threading.Event()
 
-    def run(self, config: RunConfig, resume: str | None = None) -> RunEnd:
+    def run(self, config: RunConfig, resume: Resume | None = None) -> RunEnd:
         """Runs (or resumes) to the end."""
         accept_shared_memory()
         torch.set_num_threads(config.executor.threads)
-        watcher = Watcher(self._started, self._rounds.append, self._stop.is_set)
-        try:
-            if resume is None:
-                start_run(config, make_pool, watcher)
-            else:
-                resume_run(config, resume, make_pool, watcher)
-        except ValueError as error:
-            return RunEnd(self._run_id, "refused", str(error))
-        except RunFailedError as error:
-            return RunEnd(self._run_id, "failed", str(error))
-        except MirrorError as error:
-            return RunEnd(self._run_id, "infrastructure", str(error))
-        except InterruptedRunError as error:
-            return RunEnd(self._run_id, "interrupted", str(error))
-        return RunEnd(self._run_id, "done")
+        return run_to_end(config, make_pool, Watcher(self._started, self._rounds.append, self._stop.is_set), resume)
 
-    def _started(self, run_id: str) -> None:
-        self._run_id = run_id
+    def _started(self, run_id: str, supernet_of: str) -> None:
+        self._supernet_of, self._run_id = supernet_of, run_id
 
     @ray.method(concurrency_group=WATCH)
-    def progress(self, after: int) -> tuple[str, list[RoundProgress]]:
-        """The run id and the rounds finished since the first `after`."""
-        return self._run_id, self._rounds[after:]
+    def progress(self, after: int) -> tuple[str, str, list[RoundProgress]]:
+        """The run's id, that of the run whose supernet it uses, and the rounds finished since the first `after`."""
+        return self._run_id, self._supernet_of, self._rounds[after:]
 
     @ray.method(concurrency_group=WATCH)
     def stop(self) -> None:

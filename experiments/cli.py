@@ -55,14 +55,20 @@ class _WhileRead:
     def __init__(self, view: Any) -> None:
         self._view = view
 
-    def started(self, run_id: str) -> None:
-        while_read(self._view.started, run_id)
+    def started(self, run_id: str, supernet_of: str) -> None:
+        while_read(self._view.started, run_id, supernet_of)
 
     def round(self, progress: Any) -> None:
         while_read(self._view.round, progress)
 
     def end(self, end: Any, results: str) -> None:
         while_read(self._view.end, end, results)
+
+
+def _may_change(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--changed-plugins", action="store_true", help="go on although the source of a plug-in has changed meanwhile"
+    )
 
 
 def _refuse(error: ValueError) -> int:
@@ -87,6 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="key=value",
         help="executor.*, ray.*, checkpoint.* and where the data is may differ",
     )
+    _may_change(resume)
     ablate = _command(commands, "ablate", _ablate, "vary configuration values over seeds, with Ray Tune", ABLATE_HELP)
     _add_ablate(ablate)
     describe = _command(commands, "describe", _describe, "a space's size, costs and tiers")
@@ -167,6 +174,7 @@ def _add_ablate(ablate: argparse.ArgumentParser) -> None:
     which.add_argument("--plan", action="store_true", help="show the trials and start nothing")
     which.add_argument("--resume", metavar="ABLATION", help="continue an ablation, by its id or the id's beginning")
     which.add_argument("--retry-failed", metavar="ABLATION", help="run an ablation's failed trials again")
+    _may_change(ablate)
 
 
 EXPORT_HELP = """Writes a trained model as safetensors, torch.export and ONNX files, with a card that says what it is.
@@ -259,10 +267,12 @@ def _resume(args: argparse.Namespace) -> int:
     from fedloom.experiments.runs.configuration import change_stored, stored_config
 
     run_id, config = stored_config(args.results, args.run)
-    return _execute(args, change_stored(config, args.overrides), run_id)
+    from fedloom.platform.runs.ending import Resume
+
+    return _execute(args, change_stored(config, args.overrides), Resume(run_id, args.changed_plugins))
 
 
-def _execute(args: argparse.Namespace, config: Any, resume: str | None) -> int:
+def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
     from fedloom.actors.address import stay_on_loopback
 
     stay_on_loopback(config.ray.address)

@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from fedloom.actors.server import RunEnd
 from fedloom.experiments.report.pages.files import ReportFiles
 from fedloom.experiments.report.pages.runs import summary_table
 from fedloom.experiments.report.pages.values import report_json
@@ -20,6 +19,7 @@ from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.status import read_status
+from fedloom.platform.runs.ending import RunEnd
 
 LONGEST_MESSAGE = 70
 
@@ -32,10 +32,12 @@ class RunView:
         self.console = console(quiet)
         self.run_id = ""
 
-    def started(self, run_id: str) -> None:
-        """A run got its id."""
+    def started(self, run_id: str, supernet_of: str) -> None:
+        """A run got its id, and perhaps a supernet that another run has trained."""
         self.run_id = run_id
         self.console.print(f"run {run_id}")
+        if supernet_of:
+            self.console.print(f"begins with the supernet of run {supernet_of}: the same configuration up to there")
 
     def round(self, progress: RoundProgress) -> None:
         """One line per round: loss, metric, bytes, time left in the stage."""
@@ -49,6 +51,8 @@ class RunView:
         elif end.kind == "done":
             _print_summary(self.console, _brought(results, end), end.run_id)
             self.console.print(f"finished: {end.run_id}; plots and page: fedloom report {end.run_id}{where(results)}")
+        elif end.kind == "refused":
+            sys.stderr.write(f"fedloom: {end.message}\n")
         else:
             again = f"; continue with: fedloom resume {end.run_id}{where(results)}" if end.run_id else ""
             sys.stderr.write(f"fedloom: run {end.kind}: {end.message}{again}\n")

@@ -53,6 +53,10 @@ class Chosen:
     name: str
     options: tuple[tuple[str, Any], ...] = ()
 
+    def __hash__(self) -> int:
+        # An option may be a list or a dictionary, which has no hash.
+        return hash((self.name, tuple(name for name, _ in self.options)))
+
 
 @dataclass(frozen=True, eq=False)
 class Slot(Generic[T]):

@@ -29,12 +29,15 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
     stored = args.resume if args.resume is not None else args.retry_failed
     given = str(ablation.trials[0].config["results"])
     results = args.results if stored is not None else given if is_remote(given) else Path(given)
-    go = resume_ablation if args.resume is not None else retry_failed if stored is not None else start_ablation
     view = AblationView(quiet=args.json)
     view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
     try:
         with _repeated_warnings_once():
-            end = go(ablation, results, view)
+            if stored is None:
+                end = start_ablation(ablation, results, view)
+            else:
+                again = resume_ablation if args.resume is not None else retry_failed
+                end = again(ablation, results, view, changed_plugins=args.changed_plugins)
     except RayError as error:
         cause = " ".join(str(error).split())[:600]
         sys.stderr.write(f"fedloom: the cluster was lost: {cause}; {_what_to_do(ablation.ablation_id, results)}\n")

@@ -72,24 +72,29 @@ def start_ablation(ablation: Ablation, results: str | Path, view: AblationView) 
     return _end(ablation, place.root)
 
 
-def resume_ablation(ablation: Ablation, results: str | Path, view: AblationView) -> AblationEnd:
+def resume_ablation(
+    ablation: Ablation, results: str | Path, view: AblationView, *, changed_plugins: bool = False
+) -> AblationEnd:
     """Continues an ablation with the trials that are not at an end, or whose process died.
 
-    Those that are done, were stopped early, or failed by themselves stay as they are.
+    Those that are done, were stopped early, or failed by themselves stay as they are. `changed_plugins` as in
+    `resume_run`.
     """
     place = _found(ablation, results)
     kept = (*FINAL, "failed", "refused")
     indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state not in kept]
-    return _again(ablation, place, view, indices)
+    return _again(ablation, place, view, indices, changed_plugins)
 
 
-def retry_failed(ablation: Ablation, results: str | Path, view: AblationView) -> AblationEnd:
-    """Runs exactly those trials again that failed, each from its last checkpoint."""
+def retry_failed(
+    ablation: Ablation, results: str | Path, view: AblationView, *, changed_plugins: bool = False
+) -> AblationEnd:
+    """Runs exactly those trials again that failed, each from its last checkpoint; `changed_plugins` as above."""
     place = _found(ablation, results)
     indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state in FAILED]
     if not indices:
         raise ValueError(f"no trial of {ablation.ablation_id} has failed: --resume runs those that were not yet run")
-    return _again(ablation, place, view, indices)
+    return _again(ablation, place, view, indices, changed_plugins)
 
 
 def _found(ablation: Ablation, results: str | Path) -> Place:
@@ -98,7 +103,9 @@ def _found(ablation: Ablation, results: str | Path) -> Place:
     return place
 
 
-def _again(ablation: Ablation, place: Place, view: AblationView, indices: Sequence[int]) -> AblationEnd:
+def _again(
+    ablation: Ablation, place: Place, view: AblationView, indices: Sequence[int], changed_plugins: bool
+) -> AblationEnd:
     if not indices:  # all that could be run was run, perhaps just before the driver was killed
         with AtWork(ablation, place, indices):
             return _end(ablation, place.root)
@@ -106,7 +113,7 @@ def _again(ablation: Ablation, place: Place, view: AblationView, indices: Sequen
         check_idle(ablation, place.root)  # once more: Ray has taken seconds
         with AtWork(ablation, place, indices) as at_work:
             wait_for_old(place.root, [ablation.trials[i] for i in indices])
-            _tune(ablation, place, checked, Told(view, at_work))
+            _tune(ablation, place, checked, Told(view, at_work), changed_plugins)
     return _end(ablation, place.root)
 
 
@@ -144,7 +151,9 @@ def _own_cluster(config: RayConfig) -> Cluster:
     return Cluster(({"CPU": float(cpus), "GPU": float(config.num_gpus)},))
 
 
-def _tune(ablation: Ablation, place: Place, checked: Sequence[Checked], told: Told) -> None:
+def _tune(
+    ablation: Ablation, place: Place, checked: Sequence[Checked], told: Told, changed_plugins: bool = False
+) -> None:
     """The checked trials to their ends, or until Ctrl-C."""
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     from fedloom.experiments.ablation.tuning import Work, tune_trials  # it imports Tune, which reads the environment
@@ -153,7 +162,7 @@ def _tune(ablation: Ablation, place: Place, checked: Sequence[Checked], told: To
     at_once = max(1, min(len(checked), *(c.at_once for c in checked), ablation.concurrent or len(checked)))
     while_read(told.view.planned, ablation, states, at_once, len(checked))
     stage = checked[0].compared_stage
-    work = [Work(_job(ablation, place, c), c.bundles, c.supernet) for c in checked]
+    work = [Work(_job(ablation, place, c, changed_plugins), c.bundles, c.supernet) for c in checked]
     if stage is not None:  # a scheduler begins anew: it is told first of what the others reached
         ended = [s.trial for s in states if s.trial.index not in told.at_work.indices and s.status is not None]
         work = [*(Work(_replay(ablation, place, t.index, stage), REPLAY) for t in ended), *work]
@@ -178,13 +187,13 @@ REPLAY = ({"CPU": 0.01},)
 """What it takes to tell of rounds that are in the tables."""
 
 
-def _job(ablation: Ablation, place: Place, checked: Checked) -> "Job":
+def _job(ablation: Ablation, place: Place, checked: Checked, changed_plugins: bool) -> "Job":
     from fedloom.experiments.ablation.trial import Job
 
     trial = checked.trial
     label = Label(trial.run_id, ablation.ablation_id, trial.index, {**trial.setting})
     config = {**_absolute(trial.config), "results": place.of_trials}
-    return Job(trial.index, config, label, checked.compared_stage)
+    return Job(trial.index, config, label, checked.compared_stage, changed_plugins=changed_plugins)
 
 
 def _replay(ablation: Ablation, place: Place, index: int, stage: str) -> "Job":

@@ -18,7 +18,7 @@ from fedloom.experiments.store.trials import UNSENT
 from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.mirror import MirrorError, mirror_run
 from fedloom.platform.results.paths import RunPaths
@@ -26,7 +26,8 @@ from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.results.target import local_root
-from fedloom.platform.runs.run import COSTS, Label, Watcher, resume_run, start_run
+from fedloom.platform.runs.ending import Resume, run_to_end
+from fedloom.platform.runs.run import COSTS, Label, Watcher
 
 STEP_S = 1.0
 """How long Tune waits for news before it looks whether the trial should stop."""
@@ -49,6 +50,7 @@ class Job:
         index: the trial's place in the plan.
         stage: the stage whose rounds a scheduler compares; None for no scheduler.
         replay: only tell of the rounds that the run has, for a scheduler that begins anew.
+        changed_plugins: whether the run may go on although the source of a plug-in has changed.
     """
 
     index: int
@@ -56,6 +58,7 @@ class Job:
     label: Label
     stage: str | None = None
     replay: bool = False
+    changed_plugins: bool = False
 
 
 class TrialActor(tune.Trainable):
@@ -121,36 +124,28 @@ class Running:
         accept_shared_memory()
         torch.set_num_threads(self.config.executor.threads)
         try:
-            self._start_or_resume()
-        except MirrorError as error:
+            return self._start_or_resume()
+        except MirrorError as error:  # of a run that had ended
             return UNSENT, str(error)
-        except ValueError as error:
-            return "refused", str(error)
-        except RunFailedError as error:
-            return "failed", str(error)
-        except InterruptedRunError as error:
-            return "interrupted", str(error)
-        return "done", ""
 
-    def _start_or_resume(self) -> None:
+    def _start_or_resume(self) -> tuple[str, str]:
         run_id = self.job.label.run_id
         assert run_id is not None, "a trial's id is planned"
         paths = self._paths(run_id)
         if self.job.replay:
             self._tell_history(run_id)
-            return
+            return "done", ""
         if paths.status.exists() and read_status(paths.status).state == "done":
             mirror_run(self.config.results, paths)  # its process died while it told of the end, or could not send it
-            return
+            return "done", ""
         if paths.artifacts.exists() and not (paths.artifacts / COSTS).exists():
             # Killed in its first milliseconds: nothing was done yet, and there is nothing to go on from.
             shutil.rmtree(paths.artifacts)
         # A scheduler that begins anew is told first of what was done before, as soon as the tables are whole again.
         watcher = Watcher(self._tell_history, self._tell, self._stop.is_set)
-        if paths.artifacts.exists():
-            resume_run(self.config, run_id, self._executor, watcher, self.job.label)
-        else:
-            start_run(self.config, self._executor, watcher, self.job.label)
+        resume = Resume(run_id, self.job.changed_plugins) if paths.artifacts.exists() else None
+        end = run_to_end(self.config, self._executor, watcher, resume, self.job.label)
+        return UNSENT if end.kind == "infrastructure" else end.kind, end.message
 
     def _executor(self, world: World) -> Executor:
         if self.config.executor.kind == "serial":
@@ -164,7 +159,7 @@ class Running:
             # The driver has reached it: what is wrong now will be right again, and the trial may be begun again.
             raise ConnectionError(str(error)) from error
 
-    def _tell_history(self, run_id: str) -> None:
+    def _tell_history(self, run_id: str, _supernet_of: str = "") -> None:
         if self.job.stage is not None:
             for progress in finished_rounds(self.config, run_id):
                 self._tell(progress)

@@ -51,7 +51,7 @@ class Stopwatch:
         self.memory_pid = memory_pid
         self.bytes_after: dict[int, int] = {}
 
-    def started(self, run_id: str) -> None:
+    def started(self, run_id: str, supernet_of: str) -> None:
         """Nothing to time yet."""
 
     def round(self, progress: Any) -> None:

@@ -10,18 +10,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedloom.actors.cluster import connected
 from fedloom.actors.placement import free_resources, lanes_of_run, nodes_to_fill
-from fedloom.actors.server import RemoteServer, RunEnd
+from fedloom.actors.server import RemoteServer
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import RunCosts, load_costs
-from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World, build_world
-from fedloom.platform.results.mirror import MirrorError, mirror_run
+from fedloom.platform.results.mirror import mirror_run
 from fedloom.platform.results.paths import RunPaths, run_paths
 from fedloom.platform.results.remote import check_results, local_root
 from fedloom.platform.results.status import StatusFile, read_status
-from fedloom.platform.runs.run import COSTS, Watcher, planned_stages, resume_run, start_run
+from fedloom.platform.runs.ending import Resume, RunEnd, run_to_end
+from fedloom.platform.runs.run import COSTS, Watcher, planned_stages
 
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.2
@@ -30,8 +31,8 @@ POLL_S = 0.2
 class View(Protocol):
     """Where progress is shown."""
 
-    def started(self, run_id: str) -> None:
-        """A run got its id."""
+    def started(self, run_id: str, supernet_of: str) -> None:
+        """A run got its id; `supernet_of` is the run whose trained supernet it begins with, empty if none."""
         ...
 
     def round(self, progress: RoundProgress) -> None:
@@ -39,7 +40,7 @@ class View(Protocol):
         ...
 
 
-def launch(config: RunConfig, view: View, resume: str | None = None) -> RunEnd:
+def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEnd:
     """Runs to the end, with the executor that the configuration names.
 
     Raises ValueError for a configuration that cannot run, before any worker is started.
@@ -49,46 +50,24 @@ def launch(config: RunConfig, view: View, resume: str | None = None) -> RunEnd:
     world = build_world(config, _stored_costs(config, resume))
     planned_stages(world)
     if config.executor.kind == "serial" or config.dry_run:
-        return _serial(config, view, resume)
+        return run_to_end(config, _make_serial, Watcher(view.started, view.round), resume)
     with connected(config.ray):
         # What the cluster cannot hold is refused here, too: the server starts by writing the run down.
         lanes_of_run(config.executor, world.tiers, free_resources(), world.num_clients, nodes_to_fill())
         return _through_server(config, view, resume)
 
 
-def _stored_costs(config: RunConfig, resume: str | None) -> RunCosts | None:
+def _stored_costs(config: RunConfig, resume: Resume | None) -> RunCosts | None:
     if resume is None:
         return None
-    return load_costs(run_paths(local_root(config.results), config.experiment, resume).artifacts / COSTS)
+    return load_costs(run_paths(local_root(config.results), config.experiment, resume.run_id).artifacts / COSTS)
 
 
 def _make_serial(world: World) -> SerialExecutor:
     return SerialExecutor(Worker(world.spec))
 
 
-def _serial(config: RunConfig, view: View, resume: str | None) -> RunEnd:
-    run_ids: list[str] = []
-
-    def started(run_id: str) -> None:
-        run_ids.append(run_id)
-        view.started(run_id)
-
-    watcher = Watcher(started, view.round)
-    try:
-        if resume is None:
-            start_run(config, _make_serial, watcher)
-        else:
-            resume_run(config, resume, _make_serial, watcher)
-    except RunFailedError as error:
-        return RunEnd(run_ids[0], "failed", str(error))
-    except MirrorError as error:
-        return RunEnd(run_ids[0], "infrastructure", str(error))
-    except (InterruptedRunError, KeyboardInterrupt) as error:
-        return RunEnd(run_ids[0] if run_ids else "", "interrupted", str(error))
-    return RunEnd(run_ids[0], "done")
-
-
-def _through_server(config: RunConfig, view: View, resume: str | None) -> RunEnd:
+def _through_server(config: RunConfig, view: View, resume: Resume | None) -> RunEnd:
     server = RemoteServer.options(num_cpus=0, max_restarts=0, **_where_results_are(config.results)).remote()
     ending = server.run.remote(config, resume)
     shown = _Shown(view)
@@ -125,12 +104,12 @@ class _Shown:
     def update(self, server: Any) -> None:
         """Fetches and shows what is new."""
         try:
-            run_id, rounds = ray.get(server.progress.remote(self.rounds), timeout=30)
+            run_id, supernet_of, rounds = ray.get(server.progress.remote(self.rounds), timeout=30)
         except GetTimeoutError:
             return
         if run_id and not self.run_id:
             self.run_id = run_id
-            self.view.started(run_id)
+            self.view.started(run_id, supernet_of)
         for progress in rounds:
             self.view.round(progress)
         self.rounds += len(rounds)

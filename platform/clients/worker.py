@@ -45,6 +45,8 @@ class WorkerSpec:
     device: str = "cpu"
     node: str = ""
     """Where the worker runs, if that is more than a host."""
+    plugins: tuple[str, ...] = ()
+    """The modules of the user's own code that the run's configuration names."""
 
 
 class Worker:

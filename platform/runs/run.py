@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState,
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.dry_run import dry_executor, dry_stages
 from fedloom.platform.runs.logs import close_log, log_to
+from fedloom.platform.runs.plugin_sources import FOLDER as PLUGINS
+from fedloom.platform.runs.plugin_sources import PluginSources, UnknownSourceError, plugin_sources
 from fedloom.platform.runs.source import source_hash
 from fedloom.platform.runs.supernets import FOLDER, keeper, load_supernet, supernet_key
 
@@ -45,9 +48,12 @@ PACKAGES = ("fedloom", "torch", "numpy", "ray", "pymoo", "pyarrow")
 
 @dataclass(frozen=True)
 class Watcher:
-    """How a run is watched: told of every round, and asked whether it should stop."""
+    """How a run is watched: told of its id and of every round, and asked whether it should stop.
 
-    started: Callable[[str], None] = lambda _: None
+    `started` is told the run's id, and that of the run whose trained supernet it begins with, empty if none.
+    """
+
+    started: Callable[[str, str], None] = lambda _run_id, _supernet_of: None
     round: Callable[[RoundProgress], None] = lambda _: None
     should_stop: Callable[[], bool] = lambda: False
 
@@ -89,8 +95,10 @@ def start_run(
     writer = RunWriter.create(root, config.experiment, run_id)
     write_atomically(writer.paths.config, json.dumps(asdict(config), indent=1).encode())
     store_costs(writer.paths.artifacts / COSTS, RunCosts(world.cost_table, world.macs_table))
+    sources = _sources_of(config)
+    sources.copy_to(writer.paths.artifacts / PLUGINS)
     beginning = _beginning(world, writer)
-    row = {**_run_row(config, world), **label.row(), **beginning.row}
+    row = {**_run_row(config, world, sources), **label.row(), **beginning.row}
     writer.update_run(**row, status="running", started=datetime.now(UTC))
     with mirrored(config.results, writer.paths):
         _go(world, stages, writer, beginning, make_executor, watcher or Watcher())
@@ -158,17 +166,25 @@ def resume_run(
     make_executor: MakeExecutor,
     watcher: Watcher | None = None,
     label: Label | None = None,
+    *,
+    changed_plugins: bool = False,
 ) -> str:
     """Continues a run from its last checkpoint; one that was never saved starts at round 0.
 
     `label` is for a run that was killed before its row was written.
-    Raises ValueError for a checkpoint of another configuration, or one that is damaged; then nothing was changed.
+    `changed_plugins` says that it may go on although its plug-ins' sources are not what it began with.
+    Raises ValueError for a checkpoint of another configuration, one that is damaged, and changed plug-ins; then nothing
+    was changed.
     """
     root = fetch(config.results, [run_id])
     paths = run_paths(root, config.experiment, run_id)
     _check_not_running(paths)
     world = build_world(config, load_costs(paths.artifacts / COSTS))
     stages = planned_stages(world)
+    sources = _sources_of(config)
+    changed = sources.changed_since(_latest_copies(paths))
+    if changed and not changed_plugins:
+        raise ValueError(_changed(paths, changed))
     state, position, saved = RunState(), {}, None
     if (paths.checkpoint / "state.json").exists():
         checkpoint = load_checkpoint(paths.checkpoint)
@@ -180,8 +196,10 @@ def resume_run(
         beginning = _going_on(world, writer, state, saved)
     else:  # killed before its row was written, and so before its first round: it begins once more
         beginning = _beginning(world, writer)
-        row = {**_run_row(config, world), **(label or Label()).row()}
+        row = {**_run_row(config, world, sources), **(label or Label()).row()}
         writer.update_run(**row, started=datetime.now(UTC))
+    if changed:
+        _keep_changed(writer, sources, changed)
     writer.update_run(**beginning.row, status="running", ended=None, error=None)
     with mirrored(config.results, writer.paths):
         _go(world, stages, writer, beginning, make_executor, watcher or Watcher())
@@ -248,7 +266,9 @@ def _go(
     config = world.config
     status = StatusFile(writer.paths.status)
     status.write("running", message="starting workers")
-    watcher.started(writer.paths.run_id)
+    row = writer.run_row
+    taken = str(row.get("supernet_run_id") or "")
+    watcher.started(writer.paths.run_id, taken if taken != writer.paths.run_id else "")
     executor: Executor | None = None
     heartbeat = Heartbeat(status)
     log = log_to(writer.paths.logs / "server.log")
@@ -309,7 +329,36 @@ def _finish(recorder: Recorder, status: StatusFile, state: WrittenState, message
         status.write(written, message=message)
 
 
-def _run_row(config: RunConfig, world: World) -> dict[str, str]:
+def _sources_of(config: RunConfig) -> PluginSources:
+    try:
+        return plugin_sources(asdict(config))
+    except UnknownSourceError:
+        return PluginSources({})  # code of a notebook or of a test: it has no file to be kept
+
+
+def _latest_copies(paths: RunPaths) -> Path:
+    """The plug-ins that the run was last at work with: `plugins`, or `plugins-2` and so on after it was resumed."""
+    folders = [f for f in paths.artifacts.glob(f"{PLUGINS}*") if f.is_dir()]
+    return max(folders, key=lambda f: int(f.name.partition("-")[2] or 1), default=paths.artifacts / PLUGINS)
+
+
+def _changed(paths: RunPaths, changed: Sequence[str]) -> str:
+    return (
+        f"code of run {paths.run_id} has changed since it was last at work: {', '.join(changed)}; its copy is in "
+        f"{_latest_copies(paths)}: restore it, or go on with --changed-plugins if the change is meant"
+    )
+
+
+def _keep_changed(writer: RunWriter, sources: PluginSources, changed: Sequence[str]) -> None:
+    """The new sources lie beside those that the run began with, and its row says so."""
+    logger.warning("resumed with changed code: %s", ", ".join(changed))
+    before = _latest_copies(writer.paths)
+    number = int(before.name.partition("-")[2] or 1) + 1 if before.is_dir() else 1
+    sources.copy_to(writer.paths.artifacts / (PLUGINS if number == 1 else f"{PLUGINS}-{number}"))
+    writer.update_run(source_hash=source_hash(sources))
+
+
+def _run_row(config: RunConfig, world: World, sources: PluginSources) -> dict[str, str]:
     seeds = {p: config.seed_for(p) for p in asdict(config.seeds)}
     sizes = np.bincount(world.tier_of_client, minlength=len(world.tiers))
     tiers = [{"tier": t.name, "upper": t.upper, "clients": int(n)} for t, n in zip(world.tiers, sizes, strict=True)]
@@ -321,7 +370,7 @@ def _run_row(config: RunConfig, world: World) -> dict[str, str]:
         "tiers": json.dumps(tiers),
         "config": json.dumps(asdict(config), sort_keys=True),
         "versions": json.dumps({p: _version(p) for p in PACKAGES}, sort_keys=True),
-        "source_hash": source_hash(),
+        "source_hash": source_hash(sources),
         "partition_hash": world.data.partition_hash,
         "traits": json.dumps(method_of(config.method).traits(config.method), sort_keys=True),
     }
@@ -334,4 +383,4 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-__all__ = ["InterruptedRunError", "RunFailedError", "Watcher", "resume_run", "source_hash", "start_run"]
+__all__ = ["InterruptedRunError", "RunFailedError", "Watcher", "resume_run", "start_run"]

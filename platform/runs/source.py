@@ -1,19 +1,30 @@
-"""A hash of the science's own source."""
+"""A hash of the science's own source, and of a run's plug-ins with it."""
 
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+from fedloom.platform.runs.plugin_sources import PluginSources
+
+DIGITS = 16
+
+
+def source_hash(plugins: PluginSources | None = None) -> str:
+    """A hash of the science's own source, and of the plug-ins if there are any.
+
+    Workers and driver must run the same. Fedloom's own is read once per process: an edit after that changes the files,
+    not the code that this process runs.
+    """
+    if plugins is None or not plugins.files:
+        return _own()
+    return sha256(f"{_own()} {plugins.hash}".encode()).hexdigest()[:DIGITS]
+
 
 @cache
-def source_hash() -> str:
-    """A hash of the science's own source: workers and driver must run the same.
-
-    Read once per process: an edit after that changes the files, not the code that this process runs.
-    """
+def _own() -> str:
     here = Path(__file__).resolve().parent.parent
     digest = sha256()
     for folder in (here, here.parent / "tiers"):
         for file in sorted(folder.rglob("*.py")):
             digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:DIGITS]

@@ -4,12 +4,10 @@ A supernet lies in `RESULTS/supernets/KEY/` as the run's whole state after its l
 beside it, which says who trained it. A run that differs only in what follows begins with that state.
 """
 
-import importlib.util
 import json
 import logging
-import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +24,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import shared_training
 from fedloom.platform.results.checkpoint import STATE_FILE, load_checkpoint
 from fedloom.platform.results.files import write_atomically
+from fedloom.platform.runs.plugin_sources import UnknownSourceError, plugin_sources
 from fedloom.platform.runs.source import source_hash
 
 logger = logging.getLogger(__name__)
@@ -55,8 +54,6 @@ BY_CONTENT = ("seed", "seeds", "tiers.device_table")
 SEEDS = ("partition", "initialisation", "selection", "training")
 """The seeds that a training depends on."""
 
-_IMPORT_PATH = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
-
 
 def supernet_key(config: RunConfig, world: World) -> str | None:
     """What the configuration's supernet is kept under, 32 hexadecimal digits; None if its training cannot be shared.
@@ -64,16 +61,17 @@ def supernet_key(config: RunConfig, world: World) -> str | None:
     A hash of all that the training depends on: the configuration without what comes after it, seeds, data, partition,
     tiers, fedloom's own source, torch's version, and whether clients train on GPUs. Results are bitwise the same per
     kind of machine only; two kinds that share a results folder share its supernets, too. Of code that the configuration
-    names (`module:function`) the module's file counts, not what it imports. Costs that are measured (latency_s) are
-    never measured twice alike, so that such runs share nothing.
+    names (`module:function`) its module counts, and what that imports from outside the installed packages. Costs that
+    are measured (latency_s) are never measured twice alike, so that such runs share nothing.
     """
     shared = shared_training(config.method)
     if shared is None or config.dry_run:
         return None
     later = tuple(f"method.{part}" for part in shared.later)
     counted = _without(asdict(config), (*WITHOUT_BEARING, *BY_CONTENT, *later))
-    own_code = _own_code(counted)
-    if own_code is None:
+    try:
+        own_code = plugin_sources(counted).hash
+    except UnknownSourceError:
         return None
     table = config.tiers.device_table
     return hash_of(
@@ -98,35 +96,6 @@ def _without(values: Mapping[str, Any], names: Collection[str], prefix: str = ""
         for name, value in values.items()
         if f"{prefix}{name}" not in names
     }
-
-
-def _own_code(values: Any) -> list[str] | None:
-    """The hashes of the modules that import paths among the values name; None if one has no file to be hashed."""
-    hashes = []
-    for match in filter(None, map(_IMPORT_PATH.fullmatch, _texts(values))):
-        try:
-            spec = importlib.util.find_spec(match[1])
-        except ImportError:
-            spec = None
-        except ValueError:  # __main__ has no file that is sure to be the same in another process
-            return None
-        if spec is None:
-            continue  # a text that only looks like an import path: code that is missing was refused before
-        if spec.origin is None or not Path(spec.origin).is_file():
-            return None
-        hashes.append(hash_of_file(Path(spec.origin)))
-    return hashes
-
-
-def _texts(values: Any) -> Iterator[str]:
-    if isinstance(values, str):
-        yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from _texts(value)
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _texts(value)
 
 
 @dataclass(frozen=True)

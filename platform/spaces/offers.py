@@ -6,7 +6,6 @@ from typing import Any, Protocol, cast
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace
 
-
 SHOWN = 3
 """Missing members that a refusal names."""
 
@@ -84,7 +83,7 @@ def with_subspaces(space: SearchSpace, who: str) -> HasSubspaces:
 
 def summing_options(space: SearchSpace, who: str) -> SumsOptions:
     """The space, if any options of a decision may be kept; ValueError naming what it lacks."""
-    return cast(SumsOptions, _offering(space, SumsOptions, who, "resnet18_modular or darts_s2"))
+    return cast(SumsOptions, _offering(space, SumsOptions, who, "resnet18_modular"))
 
 
 def with_cells(space: SearchSpace, who: str) -> HasCells:
@@ -104,8 +103,8 @@ def _offering(space: SearchSpace, what: type, who: str, such_as: str) -> SearchS
         # The last are what sets this kind of space apart from simpler ones.
         few = f"{', '.join(missing[-SHOWN:])}{f' and {len(missing) - SHOWN} more' if len(missing) > SHOWN else ''}"
         raise ValueError(
-            f"{who} cannot use space {space.name}, which has no {few}; choose {such_as}, or one of your own like this: "
-            f"{needed[:1].lower()}{needed[1:]}"
+            f"{who} cannot use space {space.name}, which has no {few}; choose space.name={such_as}, or one of your own "
+            f"like this: {needed[:1].lower()}{needed[1:]}"
         )
     return space
 

@@ -246,7 +246,7 @@ SILO_CASES = {
     "negative lambda": ([*SILOS, "method.train.pull=-1"], r"method.train.pull=-1.0: must be 0 or more"),
     "lambda that is no number": ([*SILOS, "method.train.pull=nan"], r"method.train.pull=nan: must be 0"),
     "no round": ([*SILOS, "method.train.rounds=0"], r"method.train.rounds=0: must be at least 1"),
-    "space without cells": ([*SILOS, "space.name=cnn_digits"], r"spider cannot use space cnn_digits, which has no .* and . more; choose darts_s2, or one of your own like this"),
+    "space without cells": ([*SILOS, "space.name=cnn_digits"], r"spider cannot use space cnn_digits, which has no .* and . more; choose space.name=darts_s2, or one of your own like this"),
     "gains of one silo": (
         [*SILOS, "method.gains.epochs=1", "method.gains.clients=1"],
         r"gains.clients=1: must be",
@@ -284,7 +284,7 @@ SILO_CASES = {
     ),
     "modules of a fixed network": (
         ["method=fedmn", "space.name=resnet18_small", "space.input_shape=[1,8,8]", *FIXED],
-        r"fedmn cannot use space resnet18_small, which has no .*; choose resnet18_modular",
+        r"fedmn cannot use space resnet18_small, which has no .*; choose space.name=resnet18_modular",
     ),
 }
 

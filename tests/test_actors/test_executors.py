@@ -186,7 +186,7 @@ class TestEveryExecutor:
 def test_an_actor_of_other_source_is_refused(
     spec: WorkerSpec, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.actors.crew.source_hash", lambda: "another")
+    monkeypatch.setattr("fedloom.actors.crew.source_of", lambda _spec: "another")
     with pytest.raises(RuntimeError, match=r"runs fedloom source .* the server another: install the same version"):
         ActorPool(spec, [Lane("clients", 1, 0.0, 0.0)])
 
@@ -251,7 +251,7 @@ def test_an_actor_that_cannot_start_ends_the_run_with_the_cause(spec: WorkerSpec
 def test_an_actor_that_is_made_later_is_checked_too(
     spec: WorkerSpec, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.actors.crew.source_hash", lambda: "another")
+    monkeypatch.setattr("fedloom.actors.crew.source_of", lambda _spec: "another")
     pool = ActorPool(spec, [Lane("clients", 1, 0.0, 0.0)], resident=True)
     try:
         with pytest.raises(RuntimeError, match=r"runs fedloom source .* the server another"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.platform.averaging.average import Update, WeightedSums, average
+from fedloom.platform.averaging.average import Update, WeightedSums, average, part_of
 from fedloom.platform.averaging.weighting import Work, fedavg, opa, plain
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Region, Slice
@@ -133,6 +133,27 @@ def test_equals_the_naive_dense_reference(case: tuple[Tensor, list[Update]], min
     # Bit for bit, not merely close: nobody trained these.
     assert torch.equal(new[stays].view(torch.int32), before[stays].view(torch.int32))
     assert torch.equal(old, before), "the old weights are an argument, not a workspace"
+
+
+@settings(max_examples=100, deadline=None)
+@given(slices_of_one_tensor(), st.integers(1, 3))
+def test_the_coverage_says_of_every_scalar_whether_it_is_a_mean(
+    case: tuple[Tensor, list[Update]], min_contributors: int
+) -> None:
+    old, updates = case
+    sums = WeightedSums()
+    for update in updates:
+        sums.add(update)
+    regions = sums.finish({"w": old}, min_contributors).coverage.get("w", {})
+    contributors = torch.zeros(old.shape)
+    for update in updates:
+        region = update.slices["own"].region or tuple((0, n) for n in old.shape)
+        part_of(contributors, region).add_(float(update.weights["own"] > 0))
+    found = torch.zeros(old.shape)
+    for region, covered in regions.items():
+        assert not bool(part_of(found, region).any()), "regions do not overlap"
+        part_of(found, region).fill_(covered.contributors)
+    assert torch.equal(found, torch.where(contributors >= min_contributors, contributors, 0.0))
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,8 +1,10 @@
 """FedAvg of one architecture, and with other rules in its slots: what is averaged, kept, measured and refused."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch import Tensor
 from fedloom.platform.averaging.average import Update, average
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.history import unpacked
+from fedloom.platform.federation.selection import Choice
 from fedloom.platform.federation.stage import Plan
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import TrainingStage
@@ -178,6 +182,39 @@ def test_all_clients_take_part_if_no_number_is_given(tiny_config: Make) -> None:
         planned = stage.plan(stage.begin(RunState())).assignments
         assert sorted(a.client_id for a in planned) == list(range(8))
         assert {(a.selection_probability, a.selection_reason) for a in planned} == {(1.0, "all")}
+
+
+def test_a_selection_rule_of_ones_own_remembers_the_clients(
+    tiny_config: Make, run_in_memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def newcomers(choice: Choice) -> list[int]:
+        """Those that took part least often, the lowest ids first."""
+        return sorted(choice.eligible.tolist(), key=lambda c: (choice.record(c).participations, c))[: choice.size]
+
+    module = ModuleType("own_cohorts")
+    module.newcomers = newcomers  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_cohorts", module)
+    config = fedavg(tiny_config, rounds=3, selection="own_cohorts:newcomers", loss_norms=True)
+    _, memory, ended = run_in_memory(config)
+    rows = memory.table("clients")
+    rows = rows[rows["stage"] == "fedavg"]
+    chosen = [sorted(of_round["client_id"]) for _, of_round in rows.groupby("round")]
+    assert chosen == [[0, 1, 2], [3, 4, 5], [0, 6, 7]]
+    # What is remembered is in the checkpoint: a resumed run goes on with it.
+    history = unpacked(memory.state(2).data["history"])
+    last = {row["client_id"]: row for row in rows.to_dict("records")}
+    assert {c: (record.participations, record.last_round) for c, record in history.items()} == {
+        c: (2 if c == 0 else 1, row["round"]) for c, row in last.items()
+    }
+    assert all(history[c].loss == row["loss"] for c, row in last.items())
+    assert all(history[c].loss_norm == row["loss_norm"] > 0 for c, row in last.items())
+    assert "history" not in ended.data
+
+
+def test_nothing_is_remembered_for_rules_that_do_not_look_at_it(tiny_config: Make) -> None:
+    for selection in ("uniform", "all"):
+        _, stage = training(fedavg(tiny_config, selection=selection, clients_per_round=8))
+        assert "history" not in stage.begin(RunState()).data
 
 
 # -- architectures ----------------------------------------------------------------------------------------------------

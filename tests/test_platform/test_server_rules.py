@@ -278,6 +278,21 @@ def test_a_rule_of_ones_own_has_options_and_keeps_tensors(own_module: ModuleType
     assert rule.after([9.0, 6.0]) == [5.0, 3.0]  # 3 + 6 / 3, and 6 / 2
 
 
+@pytest.mark.parametrize("options", [{"levels": [2.0, 4.0]}, {"by_name": {W: 3.0}}])
+def test_an_option_may_be_a_list_or_a_dictionary(own_module: ModuleType, options: dict[str, Any]) -> None:
+    def scaled(
+        step: ServerStep, *, levels: list[float] | None = None, by_name: dict[str, float] | None = None
+    ) -> Tensor:
+        level = levels[step.about.round] if levels else 1.0
+        return step.mean * level * (by_name or {}).get(step.name, 1.0)
+
+    own_module.scaled = scaled  # type: ignore[attr-defined]
+    rules = rules_of(TrainingConfig(server="own_server:scaled", options=options), "method.train")
+    assert dict(rules.server.options) == options
+    rule = server("own_server:scaled", **options)
+    assert [rule.after([1.0, 1.0])[0], rule.after([1.0, 1.0])[0]] == ([2.0, 4.0] if "levels" in options else [3.0, 3.0])
+
+
 WRONG: dict[str, tuple[Callable[[ServerStep], Any], str]] = {
     "flat": (lambda step: step.mean.sum(), r"gave the shape \(\) for a region of layer\.weight of the shape \("),
     "longer": (lambda step: torch.cat([step.mean, step.mean]), r"gave the shape \(.*\) for a region of layer\.weight"),

@@ -59,8 +59,8 @@ def test_the_whole_supernet_travels_and_widths_shrink_later(elastic_config: Make
     assert per_sample.max() < world.macs_table.largest
     assert per_sample.min() > world.macs_table.smallest
     stage = build_stages(world)[0]
-    begun = stage.begin(RunState())
-    networks = [stage.plan(replace(begun, round=r)).assignments[0].task.network for r in range(4)]  # type: ignore[attr-defined]
+    state = stage.begin(RunState())
+    networks = [stage.plan(replace(state, round=r)).assignments[0].task.network for r in range(4)]  # type: ignore[attr-defined]
     assert networks == [Shrinking(2, True)] * 2 + [Shrinking(2, False)] * 2
 
 

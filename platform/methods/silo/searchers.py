@@ -231,7 +231,7 @@ class MixedStep:
         data = worker.client_data(client_of(assignment), "validation")
         generator = torch_stream(worker.spec.training_seed, "architecture", *places_of(assignment))
         alphas.requires_grad_()
-        objective = worker.objective
+        objective = worker.objective.for_client(data[1])
         return lambda sgd: cls(sgd, alphas, network, endless_batches(data, sgd.local, generator), search, objective)
 
     def step(self) -> None:

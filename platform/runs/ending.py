@@ -1,0 +1,66 @@
+"""How a run ended, told from whatever ended it: the one place where exceptions become endings."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.loop import InterruptedRunError, RunFailedError
+from fedloom.platform.results.mirror import MirrorError
+from fedloom.platform.runs.run import Label, MakeExecutor, Watcher, resume_run, start_run
+
+Kind = Literal["done", "refused", "failed", "infrastructure", "interrupted"]
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended: done, refused (a bad configuration), failed, infrastructure (unsent results), or interrupted."""
+
+    run_id: str
+    kind: Kind
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A run to go on with, be it that the plug-ins it began with have `changed` since."""
+
+    run_id: str
+    changed: bool = False
+
+
+def run_to_end(
+    config: RunConfig,
+    make_executor: MakeExecutor,
+    watcher: Watcher,
+    resume: Resume | None = None,
+    label: Label | None = None,
+) -> RunEnd:
+    """Starts a run, or resumes one, and says how it ended; errors that are no ending are raised."""
+    run_ids: list[str] = []
+
+    def started(run_id: str, supernet_of: str) -> None:
+        run_ids.append(run_id)
+        watcher.started(run_id, supernet_of)
+
+    watched = replace(watcher, started=started)
+    kind, message = _ended(config, make_executor, watched, resume, label)
+    return RunEnd(run_ids[0] if run_ids else "", kind, message)
+
+
+def _ended(
+    config: RunConfig, make_executor: MakeExecutor, watcher: Watcher, resume: Resume | None, label: Label | None
+) -> tuple[Kind, str]:
+    try:
+        if resume is None:
+            start_run(config, make_executor, watcher, label)
+        else:
+            resume_run(config, resume.run_id, make_executor, watcher, label, changed_plugins=resume.changed)
+    except MirrorError as error:
+        return "infrastructure", str(error)
+    except ValueError as error:
+        return "refused", str(error)
+    except RunFailedError as error:
+        return "failed", str(error)
+    except (InterruptedRunError, KeyboardInterrupt) as error:
+        return "interrupted", str(error)
+    return "done", ""

@@ -1,0 +1,180 @@
+"""The source of a user's own code: what of it a run depends on, and a copy of that beside the run.
+
+A plug-in is a module that the configuration names, and every module that it imports from outside the installed
+packages, wherever in it the import stands. What a plug-in reads besides (a file, an environment variable) is not seen.
+"""
+
+import ast
+import importlib.util
+import re
+import site
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from fedloom.platform.results.files import write_atomically
+
+FOLDER = "plugins"
+"""Where the copies lie among a run's artefacts."""
+
+_IMPORT_PATH = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
+_PACKAGE = tuple(Path(__file__).resolve().parents[2] / part for part in ("platform", "actors", "experiments", "tiers"))
+
+
+class UnknownSourceError(ValueError):
+    """Code that the configuration names has no file that could be looked at."""
+
+
+@dataclass(frozen=True)
+class PluginSources:
+    """The files of a configuration's plug-ins, by module name, in the order of the names."""
+
+    files: Mapping[str, Path]
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 (hex) of the names and contents; empty if there are no plug-ins."""
+        if not self.files:
+            return ""
+        digest = sha256()
+        for module, file in self.files.items():
+            digest.update(module.encode() + b"\0" + sha256(file.read_bytes()).digest())
+        return digest.hexdigest()
+
+    def copy_to(self, folder: Path) -> None:
+        """Writes every file below the folder, as its module is named."""
+        for module, file in self.files.items():
+            target = folder / place_of(module, file)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(target, file.read_bytes())
+
+    def changed_since(self, folder: Path) -> list[str]:
+        """The modules that are not as in the copies of `copy_to`, or that are in one place alone."""
+        now = {place_of(module, file).as_posix(): (module, file.read_bytes()) for module, file in self.files.items()}
+        then = {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*.py")}
+        names = {place: module for place, (module, _) in now.items()}
+        unlike = [p for p in sorted({*now, *then}) if p not in now or p not in then or now[p][1] != then[p]]
+        return [names.get(place, place) for place in unlike]
+
+
+def place_of(module: str, file: Path) -> Path:
+    """Where the copy of a module lies: its dotted name as a path."""
+    parts = module.split(".")
+    return Path(*parts, file.name) if file.name == "__init__.py" else Path(*parts).with_suffix(".py")
+
+
+def plugin_sources(config: Any) -> PluginSources:
+    """The sources of all code that texts of a configuration (nested mappings and lists) name by an import path.
+
+    Raises UnknownSourceError for code of a module without a file, such as `__main__`.
+    """
+    return sources_of(named_modules(config))
+
+
+def named_modules(config: Any) -> list[str]:
+    """The modules that import paths among a configuration's texts name; one that is not there was refused before."""
+    found = {match[1] for match in filter(None, map(_IMPORT_PATH.fullmatch, _texts(config)))}
+    return sorted(module for module in found if _origin(module) is not None)
+
+
+def sources_of(modules: Iterable[str]) -> PluginSources:
+    """These modules' sources, and those of what they import from outside the installed packages."""
+    files: dict[str, Path] = {}
+    # A named module counts even if it is installed: nobody knows its version.
+    waiting = [(module, _origin(module)) for module in modules]
+    while waiting:
+        module, file = waiting.pop()
+        if module in files or file is None or _is_fedlooms(file):
+            continue
+        files[module] = file
+        if not _is_installed(file):
+            waiting += [(name, path) for name in _imports(module, file) if (path := _own_file(name)) is not None]
+    return PluginSources({module: files[module] for module in sorted(files)})
+
+
+def _texts(values: Any) -> Iterator[str]:
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from _texts(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _texts(value)
+
+
+def _origin(module: str) -> Path | None:
+    """The file of a module; None if there is no such module."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, AttributeError):
+        return None
+    except ValueError as error:  # __main__ has no file that is sure to be the same in another process
+        raise UnknownSourceError(f"{module} is no module of a file") from error
+    if spec is None:
+        return None
+    if spec.origin is None or not Path(spec.origin).is_file():
+        raise UnknownSourceError(f"{module} is no module of a file")
+    return Path(spec.origin).resolve()
+
+
+def _own_file(module: str) -> Path | None:
+    """The source of an imported module if it is the user's own: neither Python's, nor fedloom's, nor installed."""
+    try:
+        file = _origin(module)
+    except UnknownSourceError:  # built in, or a namespace package
+        return None
+    own = file is not None and file.suffix == ".py" and not _is_fedlooms(file) and not _is_installed(file)
+    return file if own else None
+
+
+def _is_fedlooms(file: Path) -> bool:
+    return any(file.is_relative_to(folder) for folder in _PACKAGE)
+
+
+def _is_installed(file: Path) -> bool:
+    return any(file.is_relative_to(folder) for folder in _installed_folders())
+
+
+@cache
+def _installed_folders() -> tuple[Path, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = [*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()]
+    return tuple({Path(folder).resolve() for folder in folders})
+
+
+def _imports(module: str, file: Path) -> Iterator[str]:
+    """The modules that a source imports, anywhere in it, with their packages; by constant names at run time, too."""
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _with_packages(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            base = _base(node, package)
+            yield from _with_packages(base)
+            # What is taken from a package may be a module of it.
+            yield from (f"{base}.{alias.name}" for alias in node.names if base)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if function in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield from _with_packages(node.args[0].value)
+    if package:
+        yield from _with_packages(package)
+
+
+def _base(node: ast.ImportFrom, package: str) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = package.split(".")
+    above = parts[: len(parts) - node.level + 1]
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def _with_packages(module: str) -> Iterator[str]:
+    parts = [part for part in module.split(".") if part]
+    return (".".join(parts[: i + 1]) for i in range(len(parts)))
