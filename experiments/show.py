@@ -71,7 +71,9 @@ def round_line(p: RoundProgress) -> str:
     if p.loss is not None:
         parts.append(f"loss {p.loss:.4f}")
     if p.metric is not None:
-        parts.append(f"metric {p.metric:.4f}")
+        parts.append(f"{p.metric_of} accuracy {p.metric:.4f}")
+    if p.validated is not None:
+        parts.append(f"validation {p.validated.accuracy:.4f} after {p.validated.rounds}")
     if p.bytes_down:
         parts.append(f"down {as_bytes(p.bytes_down)} up {as_bytes(p.bytes_up)}")
     parts.append(f"{p.wall_s:.2f} s")

@@ -94,7 +94,7 @@ class Slot(Generic[T]):
     def check_callable(self, name: str, found: Any) -> None:
         """Raises PluginError for a user's own that cannot be called as the slot does."""
         if not callable(found):
-            raise PluginError(f"{self.kind} {name!r} is {an(type(found).__name__)}, not {self._form()}")
+            raise PluginError(f"{self.kind} {name!r} is {an(type(found).__name__)}, not {self.form}")
         places = () if self.made and inspect.isclass(found) else self.arguments
         try:
             inspect.signature(found).bind(*places)
@@ -103,9 +103,11 @@ class Slot(Generic[T]):
         except TypeError as error:
             given = f"{getattr(found, '__name__', name)}{inspect.signature(found)}"
             problem = f"{self.kind} {name!r} has the wrong parameters ({given}): {error}"
-            raise PluginError(f"{problem}; give {self._form()}") from error
+            raise PluginError(f"{problem}; give {self.form}") from error
 
-    def _form(self) -> str:
+    @property
+    def form(self) -> str:
+        """What code of one's own has to be."""
         form = f"a function of ({', '.join(self.arguments)}) and of options by keyword"
         return f"{form}, or a class of such options" if self.made else form
 

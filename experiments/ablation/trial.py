@@ -188,6 +188,6 @@ def finished_rounds(config: RunConfig, run_id: str) -> Iterator[RoundProgress]:
     paths = RunPaths(local_root(config.results), config.experiment, run_id)
     rows = read_runs([paths], "rounds")
     totals = rows.groupby("stage")["round"].max() + 1
-    names = [f.name for f in fields(RoundProgress) if f.name != "rounds_total"]
+    names = [f.name for f in fields(RoundProgress) if f.name in rows.columns]
     for row in json.loads(rows.to_json(orient="records")):
         yield RoundProgress(rounds_total=int(totals[row["stage"]]), **{name: row[name] for name in names})

@@ -31,8 +31,20 @@ class InterruptedRunError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Validated:
+    """What a stage scored on validation data: mean accuracy, and after how many of its rounds."""
+
+    accuracy: float
+    rounds: int
+
+
+@dataclass(frozen=True)
 class RoundProgress:
-    """What a watcher is told about a finished round (it is safe on disk by then)."""
+    """What a watcher is told about a finished round (it is safe on disk by then).
+
+    `metric` is the clients' accuracy on the data of the split `metric_of`: in training their own training data.
+    `validated` is there where the stage was scored on validation data.
+    """
 
     stage: str
     round: int
@@ -44,6 +56,8 @@ class RoundProgress:
     bytes_down: int
     bytes_up: int
     wall_s: float
+    metric_of: str = "train"
+    validated: Validated | None = None
 
 
 class Loop:
@@ -123,7 +137,10 @@ class Loop:
         save = stop or after.round % self.checkpoint.every == 0
         # Rows must not be on disk twice after a resume: in between, the checkpoint before them is the one to keep.
         self._unsaved = None
-        self._record(merged, [*client_rows, ("rounds", row)], after if save else None, progress_of(row, left))
+        told = replace(
+            progress_of(row, left), metric_of=split_of(clients), validated=validated(merged.rows, state.round)
+        )
+        self._record(merged, [*client_rows, ("rounds", row)], after if save else None, told)
         self._unsaved = None if save else after
         if stop:
             self.recorder.wait()
@@ -217,9 +234,33 @@ def rows_of(merged: Merged, place: Mapping[str, Any]) -> list[Row]:
 
 
 def progress_of(row: Mapping[str, Any], left: int) -> RoundProgress:
-    """What a watcher is told of a round."""
-    values = {f.name: row[f.name] for f in fields(RoundProgress) if f.name != "rounds_total"}
+    """What a watcher is told of a round's row."""
+    values = {f.name: row[f.name] for f in fields(RoundProgress) if f.name in row}
     return RoundProgress(rounds_total=row["round"] + left, **values)
+
+
+def split_of(clients: Sequence[Report]) -> str:
+    """The data that the clients' loss and metric are of: their training data, unless nobody trained."""
+    if any(report.steps for report in clients):
+        return "train"
+    splits = (m.split for report in clients for m in report.measurements if m.split)
+    return next(splits, "train")
+
+
+def validated(rows: Sequence[Row], round_: int) -> Validated | None:
+    """The mean of the latest accuracies on validation data among a stage's rows: the server's, or else the clients'."""
+    # The server scores before the clients train, and clients their own models after it.
+    found = [
+        (row.get("round", round_ + (row["client_id"] is not None)), row["client_id"] is None, row["value"])
+        for table, row in rows
+        if table == "evaluations" and row["split"] == "validation" and row["metric"] == "accuracy"
+    ]
+    if not found:
+        return None
+    latest = max(place for place, _, _ in found)
+    own = [(central, value) for place, central, value in found if place == latest and not math.isnan(value)]
+    values = [value for central, value in own if central] or [value for _, value in own]
+    return Validated(sum(values) / len(values), latest) if values else None
 
 
 def merge_chunks(results: Iterable[ChunkResult], beat: Callable[[], None] = lambda: None) -> RoundResult:

@@ -19,7 +19,7 @@ Layer = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class CnnDesign:
-    """The skeleton of a convolutional space and the operators of its layers.
+    """A convolutional network with a choice of operators in every layer (FedorAS).
 
     `stage_strides` are the strides of the reductions, one per stage; `input_shape` is (C, H, W).
     `depthwise_link` makes the reductions' residual link depthwise 3x3 + 1x1 instead of a 2x2 convolution.

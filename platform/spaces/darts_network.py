@@ -24,7 +24,7 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True)
 class DartsDesign:
-    """The size of a network of cells and the operators of its edges.
+    """A network of DARTS cells with a choice of operators on every edge (SPIDER).
 
     `input_shape` is (C, H, W); `channels` are those of a node before the first reduction, each reduction doubles them;
     `nodes` are the intermediate nodes of a cell, `stem_multiplier` times `channels` leave the stem. `operators` are the

@@ -29,7 +29,7 @@ DARTS_V2_CELLS: tuple[Genotype, Genotype] = (
 
 @dataclass(frozen=True)
 class DartsV2Design:
-    """The network of the cells `DARTS_V2_CELLS`, see `DartsDesign` for the sizes.
+    """The fixed network of the cells that DARTS found (second order); `DartsDesign` says what the sizes are.
 
     Pooling is followed by a norm, as in the search network; Liu et al. evaluate without.
 

@@ -22,7 +22,7 @@ from fedloom.platform.spaces.space_config import Spaces, from_design
 
 @dataclass(frozen=True)
 class ModularDesign(Resnet18Size):
-    """A ResNet-18 whose blocks have `modules` branches each.
+    """A ResNet-18 whose blocks have `modules` branches each, which are on or off (FedMN).
 
     Raises:
         ValueError: a size that cannot be built.

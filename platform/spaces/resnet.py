@@ -37,7 +37,7 @@ def norm_of(kind: str) -> Callable[[int], nn.Module]:
 
 @dataclass(frozen=True)
 class ResnetDesign:
-    """An elastic residual network.
+    """An elastic residual network: depth and width per stage (SuperFedNAS).
 
     `depths` is the greatest number of extra blocks per stage; a stage keeps 1 to 1 + that. `expansions` scale a block's
     inner channels; `width_multiplier` scales the stem and all stages. `norm` is none, batch or group.

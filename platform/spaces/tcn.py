@@ -16,7 +16,7 @@ from fedloom.platform.spaces.space_config import Spaces, from_design
 
 @dataclass(frozen=True)
 class TcnDesign:
-    """An elastic temporal convolutional network: `input_shape` is (T,), `num_classes` the vocabulary.
+    """An elastic temporal convolutional network for text (SuperFed); `input_shape` is (T,).
 
     A subnet keeps `blocks[0]` to `blocks[1]` of the temporal blocks, with dilations 1, 2, 4, ...; `expansions` scale
     the first convolution's output channels. `tied` decodes with the embedding's weights, as wide as the blocks.

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from fedloom.experiments import cli
-from fedloom.experiments.cli import build_parser, main
+from fedloom.experiments.arguments import build_parser
+from fedloom.experiments.cli import HANDLERS, main
 from fedloom.experiments.runs.presets import experiments
 from fedloom.experiments.show import round_line
 from fedloom.experiments.terminal.exit_codes import (
@@ -20,7 +21,7 @@ from fedloom.experiments.terminal.exit_codes import (
     of_run_end,
 )
 from fedloom.experiments.terminal.output import as_bytes, as_time
-from fedloom.platform.federation.loop import RoundProgress
+from fedloom.platform.federation.loop import RoundProgress, Validated
 
 COMMANDS = ("run", "resume", "search", "describe", "prepare", "report", "export", "status")
 
@@ -88,7 +89,7 @@ def test_what_a_command_raises_becomes_one_line_and_a_code(
     error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("FEDLOOM_TRACEBACK", raising=False)
-    monkeypatch.setattr(cli, "_status", Fails(error))
+    monkeypatch.setitem(cli.HANDLERS, "status", Fails(error))
     with pytest.raises(SystemExit) as ending:
         main(["status"])
     assert ending.value.code == code
@@ -97,7 +98,7 @@ def test_what_a_command_raises_becomes_one_line_and_a_code(
 
 def test_a_developer_can_ask_for_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_TRACEBACK", "1")
-    monkeypatch.setattr(cli, "_status", Fails(ValueError("here")))
+    monkeypatch.setitem(cli.HANDLERS, "status", Fails(ValueError("here")))
     with pytest.raises(ValueError, match="here"):
         main(["status"])
 
@@ -105,15 +106,23 @@ def test_a_developer_can_ask_for_the_traceback(monkeypatch: pytest.MonkeyPatch) 
 def test_every_command_prints_json_on_request() -> None:
     for command in COMMANDS:
         needed = ["x"] if command in ("resume", "search", "export") else []
-        assert build_parser().parse_args([command, "--json", *needed]).json
+        assert build_parser(HANDLERS).parse_args([command, "--json", *needed]).json
 
 
 def test_a_round_is_one_line() -> None:
     progress = RoundProgress("supernet", 1, 4, 0.5, 0.25, 9, 10, 3_200_000, 12, 65.0)
     expected = (
-        "supernet              2/4  clients 9/10  loss 0.5000  metric 0.2500  down 3.2 MB up 12 B  65.00 s  left 2:10"
+        "supernet              2/4  clients 9/10  loss 0.5000  train accuracy 0.2500  down 3.2 MB up 12 B  65.00 s  "
+        "left 2:10"
     )
     assert round_line(progress) == expected
+
+
+def test_a_line_says_of_what_its_accuracies_are() -> None:
+    progress = RoundProgress("evaluation", 0, 1, 0.5, 0.25, 9, 9, 0, 0, 1.0, metric_of="test")
+    assert "loss 0.5000  test accuracy 0.2500  1.00 s" in round_line(progress)
+    scored = RoundProgress("spider", 3, 4, None, 0.9968, 9, 9, 0, 0, 1.0, validated=Validated(0.875, 4))
+    assert "train accuracy 0.9968  validation 0.8750 after 4  1.00 s" in round_line(scored)
 
 
 @pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (999, "999 B"), (1_500, "1.5 kB"), (2.5e12, "2.5 TB")])
@@ -139,7 +148,7 @@ def test_what_the_machine_refuses_is_one_line_and_an_exit_code(
     def fail(args: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_status", fail)
+    monkeypatch.setitem(cli.HANDLERS, "status", fail)
     with pytest.raises(SystemExit) as ending:
         cli.main(["status"])
     assert (ending.value.code, capsys.readouterr().err) == (code, line)
@@ -150,13 +159,13 @@ def test_a_run_that_nobody_reads_goes_on(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("fedloom.experiments.terminal.reading.stop_printing", lambda: silenced.append(1))
 
     class Closed:
-        def started(self, run_id: str) -> None:
+        def started(self, run_id: str, supernet_of: str) -> None:
             raise BrokenPipeError
 
         def round(self, progress: object) -> None:
             raise SystemExit(1)
 
     view = cli._WhileRead(Closed())
-    view.started("run")
+    view.started("run", "")
     view.round(None)
     assert len(silenced) == 2

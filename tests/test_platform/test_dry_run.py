@@ -221,7 +221,9 @@ def test_the_counters_survive_a_resume(elastic_config: Make, tmp_path: Path) -> 
     ids: list[str] = []
     asked = itertools.count(1)
     with pytest.raises(InterruptedRunError):
-        start_run(broken, serial, Watcher(started=ids.append, should_stop=lambda: next(asked) == 17))
+        start_run(
+            broken, serial, Watcher(started=lambda run_id, _: ids.append(run_id), should_stop=lambda: next(asked) == 17)
+        )
     (paths,) = list_runs(tmp_path / "broken")
     served = load_checkpoint(paths.checkpoint).data
     assert "served" in str(served)

@@ -144,7 +144,9 @@ def test_the_status_file_tells_how_it_ended(tiny_config: Callable[..., RunConfig
     ids: list[str] = []
     asked = iter([False, True])
     with pytest.raises(InterruptedRunError):
-        start_run(config, serial, Watcher(started=ids.append, should_stop=lambda: next(asked)))
+        start_run(
+            config, serial, Watcher(started=lambda run_id, _: ids.append(run_id), should_stop=lambda: next(asked))
+        )
     (paths,) = list_runs(Path(config.results))
     assert paths.run_id == ids[0]
     assert read_status(paths.status).state == "interrupted"

@@ -1,0 +1,257 @@
+"""The command line: what commands there are, what they take, and what their help says."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+Handler = Callable[[argparse.Namespace], int]
+"""Does what a command says and returns the exit code."""
+
+DESCRIPTION = """Federated architecture search across unequal devices.
+
+  fedloom run experiment=fedoras_digits          a complete run: the demo, about two minutes on two cores
+  fedloom run experiment=fedoras_digits seed=2   change one thing: any configuration value, key=value
+  fedloom ablate ablation=alpha experiment=fedoras_digits     the same over values and seeds
+  fedloom report                                 tables, plots and an HTML page of the latest run
+"""
+
+
+def build_parser(handlers: Mapping[str, Handler]) -> argparse.ArgumentParser:
+    """The command line; `handlers` do the work, by the commands' names."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="fedloom", description=DESCRIPTION, formatter_class=formatter)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    made = {name: _command(commands, name, handlers[name], *texts) for name, texts in COMMANDS.items()}
+    for name, add in ADD.items():
+        add(made[name])
+    for name in ("resume", "ablate", "report", "search", "export", "status"):
+        made[name].add_argument(
+            "--results", type=_results, default=Path("results"), help="results folder or URL (default: results)"
+        )
+    return parser
+
+
+def _results(given: str) -> str | Path:
+    return given if "://" in given else Path(given)
+
+
+RUN_HELP = """Runs an experiment: a preset, with any configuration value changed by key=value.
+
+  fedloom run experiment=fedoras_digits executor.kind=serial
+  fedloom run experiment=fedoras_cifar10 data.alpha=0.1 method.train.weighting=fedavg seed=3
+  fedloom run experiment=./mine.yaml method.train.server=my_rules:lion     presets and code of your own
+
+`fedloom keys` lists all configuration keys, `fedloom plugins` what can be chosen by name.
+"""
+
+
+ABLATE_HELP = """Runs every point of an ablation's axes with every seed, as many trials at once as the cluster holds.
+
+  fedloom ablate ablation=beta_schedule experiment=superfednas_digits
+  fedloom ablate ablation=alpha experiment=fedoras_digits ablation.seeds=[1,2,3] method.train.rounds=20
+  fedloom ablate ablation=mine.yaml experiment=fedoras_digits --plan     what would be run; nothing is started
+  fedloom ablate --resume ABLATION                                       go on after Ctrl-C, a crash or a move
+  fedloom ablate --retry-failed ABLATION                                 run exactly those again that failed
+
+An ablation of your own is a YAML file:
+
+  axes:
+    lr: {key: method.train.lr, values: [0.1, 0.03]}
+    averaging: {settings: {OPA: {method.train.weighting: opa}, FedAvg: {method.train.weighting: fedavg}}}
+  seeds: [1, 2, 3]
+  figures: [metric_by_axis]        # also macs_by_axis, stages_by_axis, tiers_by_axis
+
+ablation.search.kind=random ablation.search.samples=20 draws points (an axis may be uniform, log_uniform or integers:
+[least, greatest]); ablation.scheduler.kind=asha stops trials that fall behind; ablation.attempts and .concurrent limit
+retries and trials at once. Exit code 0: all trials are done; 3: some failed; 4: processes died; 130: interrupted.
+"""
+
+
+def _add_ablate(ablate: argparse.ArgumentParser) -> None:
+    ablate.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="ablation=NAME experiment=NAME and whatever differs from them"
+    )
+    which = ablate.add_mutually_exclusive_group()
+    which.add_argument("--plan", action="store_true", help="show the trials and start nothing")
+    which.add_argument("--resume", metavar="ABLATION", help="continue an ablation, by its id or the id's beginning")
+    which.add_argument("--retry-failed", metavar="ABLATION", help="run an ablation's failed trials again")
+    _may_change(ablate)
+
+
+KEYS_HELP = """Lists configuration keys: type, default, what is allowed, and what they mean.
+
+  fedloom keys method.train                                  all keys that begin so, of the default method
+  fedloom keys data experiment=spider_cifar10                with a preset's values
+  fedloom keys method.train.options method.train.server=fedadam     the options of what is chosen
+"""
+
+
+PLUGINS_HELP = """Lists, place by place, what can be chosen by name. Everywhere module:name takes code of your own.
+
+  fedloom plugins server                 the server rules, their options, and how one of your own is called
+"""
+
+
+EXPORT_HELP = """Writes a trained model as safetensors, torch.export and ONNX files, with a card that says what it is.
+
+  fedloom export RUN --tier tier1                        what the run found for a tier
+  fedloom export RUN --target macs=1e9                    what it found for a target
+  fedloom export RUN --architecture "d=1,0,2,1 e=.14"     any subnet, cut from the run's supernet
+"""
+
+
+SUBMIT_HELP = """Sends a run, or an ablation, to a Ray cluster as a job, shows its output and ends with its exit code.
+
+  fedloom submit --address http://HOST:8265 experiment=fedoras_cifar10 results=/shared/results
+  fedloom submit --address http://HOST:8265 ablation=alpha experiment=fedoras_digits results=s3://bucket/results
+  fedloom submit --address http://HOST:8265 --include my_rules.py --env FEDLOOM_DATA=/shared/data \\
+      experiment=fedoras_cifar10 method.train.weighting=my_rules:mine results=/shared/results
+
+Only fedloom's own source and what --include names is sent, at most 50 MiB. Torch and Ray are the cluster's own.
+A cluster that asks for a token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (a file) or RAY_AUTH_TOKEN.
+"""
+
+
+def _add_submit(submit: argparse.ArgumentParser) -> None:
+    submit.add_argument("--address", required=True, metavar="URL", help="the cluster's dashboard: http://HOST:8265")
+    submit.add_argument(
+        "--include",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="own file or folder to send (not its data, results, tests, hidden entries); may be repeated",
+    )
+    submit.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="variable for the job; may be repeated"
+    )
+    submit.add_argument("--no-wait", action="store_true", help="print the job's id and return")
+    submit.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="experiment=NAME (and ablation=NAME), results=WHERE and whatever differs",
+    )
+
+
+def _add_export(export: argparse.ArgumentParser) -> None:
+    export.add_argument("run", metavar="RUN", help="run id, or its beginning")
+    export.add_argument("--tier", help="the model of this tier")
+    export.add_argument("--target", metavar="MEASURE=LIMIT", help="the model of a searched target, such as macs=1e9")
+    export.add_argument("--architecture", metavar="TEXT", help="smallest, largest, d=1,0,2,1 e=.14 or 3-1-8-0")
+    export.add_argument(
+        "--model", metavar="NAME", help="one of the run's kept models (with --tier: supernet_init, ...)"
+    )
+    export.add_argument("--out", type=Path, help="folder for the files (default: RESULTS/exports/RUN)")
+    export.add_argument(
+        "--formats", default="safetensors,pt2", help="any of safetensors,pt2,onnx (default: safetensors,pt2)"
+    )
+
+
+def _may_change(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--changed-plugins", action="store_true", help="go on although the source of a plug-in has changed meanwhile"
+    )
+
+
+def _overrides(command: argparse.ArgumentParser, text: str) -> None:
+    command.add_argument("overrides", nargs="*", metavar="key=value", help=text)
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    _overrides(run, "experiment=NAME (or a YAML file of your own) and whatever differs from it")
+
+
+def _add_resume(resume: argparse.ArgumentParser) -> None:
+    resume.add_argument("run", help="run id, or its beginning")
+    _overrides(resume, "executor.*, ray.*, checkpoint.* and where the data is may differ")
+    _may_change(resume)
+
+
+def _add_describe(describe: argparse.ArgumentParser) -> None:
+    _overrides(describe, "space=NAME (or experiment=NAME), ...")
+
+
+def _add_prepare(prepare: argparse.ArgumentParser) -> None:
+    _overrides(prepare, "dataset=NAME (or experiment=NAME), ...")
+
+
+def _add_keys(keys: argparse.ArgumentParser) -> None:
+    keys.add_argument(
+        "given", nargs="*", metavar="PREFIX or key=value", help="method.train, or experiment=NAME, method=NAME, ..."
+    )
+
+
+def _add_plugins(plugins: argparse.ArgumentParser) -> None:
+    plugins.add_argument("words", nargs="*", metavar="WORD", help="what to look for, such as server or data")
+
+
+def _add_report(report: argparse.ArgumentParser) -> None:
+    report.add_argument("runs", nargs="*", metavar="RUN", help="run ids, or an ablation's id (default: the latest run)")
+    report.add_argument("--out", type=Path, help="folder for the files (default: RESULTS/reports/RUN)")
+
+
+def _add_search(search: argparse.ArgumentParser) -> None:
+    search.add_argument("run", help="run id of a superfednas run, or its beginning")
+    search.add_argument("--macs", type=float, action="append", default=[], help="at most so many MACs; may be repeated")
+    search.add_argument(
+        "--latency-s", type=float, action="append", default=[], help="at most so many seconds on this machine"
+    )
+    search.add_argument("--samples", type=int, help="subnets to measure, if more than the run did")
+    search.add_argument("--min-tau", type=float, help="what Kendall's tau the predictors must reach")
+
+
+def _add_status(status: argparse.ArgumentParser) -> None:
+    status.add_argument("runs", nargs="*", metavar="RUN", help="run ids or their beginnings; all if none is given")
+
+
+def _command(commands: Any, name: str, handler: Handler, text: str, description: str = "") -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    description = (description or text[0].upper() + text[1:] + ".") + _presets(name)
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=description, formatter_class=formatter
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    command.set_defaults(command=handler)
+    return command
+
+
+def _presets(command: str) -> str:
+    from fedloom.experiments.runs.presets import ablations, experiments
+
+    if command == "ablate":
+        return "\nAblations: " + ", ".join(ablations()) + " (the README says which method each is for).\n"
+    return "\nPresets: " + ", ".join(experiments()) + ".\n" if command == "run" else ""
+
+
+COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "run": ("run an experiment to its end", RUN_HELP),
+    "resume": ("continue a run from its last checkpoint",),
+    "ablate": ("vary configuration values over seeds, with Ray Tune", ABLATE_HELP),
+    "describe": ("a space's size, costs and tiers",),
+    "keys": ("every configuration key with its type, default, range and meaning", KEYS_HELP),
+    "plugins": ("what can be chosen by name, and where code of your own goes", PLUGINS_HELP),
+    "prepare": ("prepare a data set and its partition",),
+    "report": ("tables, plots and one HTML page of runs, or of an ablation",),
+    "search": ("the best subnets of a trained supernet for new targets",),
+    "status": ("which runs there are and how they stand",),
+    "export": ("a trained model as files that run without fedloom", EXPORT_HELP),
+    "submit": ("run an experiment or an ablation on a Ray cluster", SUBMIT_HELP),
+}
+"""By name a line for the list of commands, and, where there is more to say, what the command's own help begins with."""
+
+ADD: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
+    "run": _add_run,
+    "resume": _add_resume,
+    "ablate": _add_ablate,
+    "describe": _add_describe,
+    "keys": _add_keys,
+    "plugins": _add_plugins,
+    "prepare": _add_prepare,
+    "report": _add_report,
+    "search": _add_search,
+    "status": _add_status,
+    "export": _add_export,
+    "submit": _add_submit,
+}

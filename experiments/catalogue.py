@@ -1,0 +1,231 @@
+"""`fedloom keys` and `fedloom plugins`: every configuration key, and all code that can be chosen by name."""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from textwrap import wrap
+from typing import Any
+
+from rich.console import Console
+
+from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.terminal.output import console, write_json
+from fedloom.platform.averaging.server import SERVER_RULES
+from fedloom.platform.averaging.shares import SHARES_RULES
+from fedloom.platform.averaging.weighting import WEIGHTING_RULES
+from fedloom.platform.clients.local_rules import LOCAL_RULES
+from fedloom.platform.clients.objectives import OBJECTIVES
+from fedloom.platform.data.augment import AUGMENTATIONS
+from fedloom.platform.data.sources import DATASETS, TORCHVISION
+from fedloom.platform.federation.budgets import BUDGETS
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.distribution import HEURISTICS
+from fedloom.platform.federation.selection import SELECTION_RULES
+from fedloom.platform.methods.registry import METHODS
+from fedloom.platform.plugins import Slot, nearest
+from fedloom.platform.search.config import SEARCHERS
+from fedloom.platform.search.predictors import PREDICTORS
+from fedloom.platform.settings import Brought, Setting, described, settings_of
+from fedloom.platform.spaces.registry import SPACES
+
+SLOTS: tuple[Slot[Any], ...] = (
+    DATASETS,
+    AUGMENTATIONS,
+    OBJECTIVES,
+    SPACES,
+    BUDGETS,
+    SELECTION_RULES,
+    LOCAL_RULES,
+    WEIGHTING_RULES,
+    SERVER_RULES,
+    HEURISTICS,
+    SHARES_RULES,
+    SEARCHERS,
+    PREDICTORS,
+)
+_SLOT_OF = {slot.kind: slot for slot in SLOTS}
+
+NEEDED = "?"
+"""Stands for the default of an option that has none: it must be given."""
+MOST_NARROW, LONGEST_LINE = 40, 120
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def known_keys(given: Sequence[str]) -> list[Setting]:
+    """The settings whose keys begin with one of the given words, all if there is none.
+
+    Words of the form key=value choose a preset or a method, and change values; of what a key chooses by name the
+    options are listed, too. Raises ValueError for a word that no key begins with.
+    """
+    config = compose_config([word for word in given if "=" in word])
+    prefixes = [word for word in given if "=" not in word]
+    settings = [*_with_options(config)]
+    keys = [s.key for s in settings]
+    for prefix in prefixes:
+        if not any(key == prefix or key.startswith(f"{prefix.rstrip('.')}.") for key in keys):
+            groups = sorted({key.rpartition(".")[0] for key in keys if "." in key} | set(keys))
+            raise ValueError(
+                f"no configuration key begins with {prefix!r} (method {config.method.name}){nearest(prefix, groups)}"
+            )
+    wanted = [p.rstrip(".") for p in prefixes]
+    return [s for s in settings if not wanted or any(s.key == p or s.key.startswith(f"{p}.") for p in wanted)]
+
+
+def _with_options(config: RunConfig) -> Iterator[Setting]:
+    """Every setting, and after the free mapping that takes them the options of what is chosen by name."""
+    settings = [*settings_of(config)]
+    places = [s.key.rpartition(".")[0] for s in settings if s.key.endswith(".options")]
+    options: dict[str, list[Setting]] = {place: [] for place in places}
+    for setting in settings:
+        slot = _SLOT_OF.get(setting.allowed.kind) if isinstance(setting.allowed, Brought) else None
+        above = [p for p in places if setting.key.startswith(f"{p}.")]
+        if slot is not None and above:
+            place = max(above, key=len)
+            options[place] += _options_of(slot, setting.default, f"{place}.options")
+    for setting in settings:
+        yield setting
+        place, _, name = setting.key.rpartition(".")
+        if name == "options":
+            yield from {option.key: option for option in options[place]}.values()
+
+
+def _options_of(slot: Slot[Any], name: str, key: str) -> Iterator[Setting]:
+    for parameter in slot.options_of(name).values():
+        annotation = Any if parameter.annotation is parameter.empty else parameter.annotation
+        default = NEEDED if parameter.default is parameter.empty else parameter.default
+        found = described(f"{key}.{parameter.name}", annotation, default)
+        yield Setting(found.key, found.kind, found.default, found.allowed, f"{slot.kind} {name}: {found.help}")
+
+
+def show_keys(settings: Sequence[Setting], *, as_json: bool) -> None:
+    """A line per key, and what it means below it."""
+    if as_json:
+        write_json({"keys": [_as_json(setting) for setting in settings]})
+        return
+    screen = console()
+    for setting in settings:
+        allowed = f"; {setting.allowed}" if setting.allowed is not None else ""
+        screen.print(f"{setting.key}={_written(setting.default)}  ({setting.kind}{allowed})", markup=False)
+        if setting.help:
+            _below(screen, setting.help)
+
+
+def _below(screen: Console, text: str) -> None:
+    for line in wrap(text, max(MOST_NARROW, min(screen.width, LONGEST_LINE)) - 4):
+        screen.print(f"    {line}", markup=False)
+
+
+def _as_json(setting: Setting) -> dict[str, Any]:
+    allowed = None if setting.allowed is None else str(setting.allowed)
+    values = {"key": setting.key, "type": setting.kind, "default": setting.default}
+    return {**values, "allowed": allowed, "help": setting.help}
+
+
+def _written(value: Any) -> str:
+    """A value as it would be given on the command line."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_written, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{k}:{_written(v)}' for k, v in value.items())}}}"
+    return str(value)
+
+
+# -- plug-ins ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Code:
+    """Something that is built in: its name, what it is, and its options."""
+
+    name: str
+    text: str
+    options: tuple[Setting, ...] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where code is chosen by name: its kind, the keys that choose it, what one's own has to be, and what there is."""
+
+    kind: str
+    keys: tuple[str, ...]
+    own: str
+    built_in: tuple[Code, ...]
+
+
+def known_code(words: Sequence[str]) -> list[Place]:
+    """The places that one of these words is in (of their kind or keys), all if none is given.
+
+    Raises ValueError for a word that is in none.
+    """
+    places = [_methods(), *(_place(slot) for slot in SLOTS)]
+    for word in words:
+        if not any(_is_of(place, word) for place in places):
+            kinds = [place.kind for place in places]
+            raise ValueError(f"nothing is chosen by {word!r}{nearest(word, kinds)}; there are {', '.join(kinds)}")
+    return [place for place in places if not words or any(_is_of(place, word) for word in words)]
+
+
+def _is_of(place: Place, word: str) -> bool:
+    named = any(word == code.name for code in place.built_in)
+    return named or any(word.lower().replace("_", " ") in text.replace("_", " ") for text in (place.kind, *place.keys))
+
+
+def _methods() -> Place:
+    found = tuple(Code(name, _first_line(sys.modules[method.config.__module__])) for name, method in METHODS.items())
+    return Place("method", ("method",), "a fedloom.platform.methods.method.Method", found)
+
+
+def _place(slot: Slot[Any]) -> Place:
+    keys = tuple(dict.fromkeys(s.key for s in _all_settings() if s.allowed == Brought(slot.kind)))
+    found = [Code(name, _first_line(_undressed(code)), tuple(_options_of(slot, name, "options")))
+             for name, code in slot.known.items()]  # fmt: skip
+    if slot is DATASETS:
+        found.append(Code(f"{TORCHVISION}NAME", "Any classification set of torchvision, such as FashionMNIST."))
+    return Place(slot.kind, keys, slot.form, tuple(found))
+
+
+def _undressed(code: Any) -> Any:
+    """What a partial function wraps: the design of a space, or the function."""
+    while hasattr(code, "func"):
+        code = type(code.args[-1]) if code.args and is_dataclass(code.args[-1]) else code.func
+    return code
+
+
+def _all_settings() -> Iterator[Setting]:
+    yield from settings_of(RunConfig())
+    for method in METHODS.values():
+        yield from settings_of(method.config(), "method.")
+
+
+def _first_line(documented: Any) -> str:
+    return (inspect.getdoc(documented) or "").partition("\n")[0]
+
+
+def show_code(places: Sequence[Place], *, as_json: bool) -> None:
+    """Per place the keys, how one's own is called, and a line for each that is built in."""
+    if as_json:
+        write_json({"places": [_place_as_json(place) for place in places]})
+        return
+    screen = console()
+    for place in places:
+        screen.print(f"{place.kind}: {', '.join(f'{key}=NAME' for key in place.keys)}", style="bold", markup=False)
+        _below(screen, f"module:name of your own is {place.own}")
+        for code in place.built_in:
+            screen.print(f"  {code.name:<22} {code.text}", markup=False)
+            for option in code.options:
+                allowed = f"; {option.allowed}" if option.allowed is not None else ""
+                name = option.key.rpartition(".")[2]
+                screen.print(f"    {name}={_written(option.default)}  ({option.kind}{allowed})", markup=False)
+        screen.print()
+
+
+def _place_as_json(place: Place) -> dict[str, Any]:
+    built_in = [{"name": c.name, "text": c.text, "options": [_as_json(o) for o in c.options]} for c in place.built_in]
+    return {"kind": place.kind, "keys": list(place.keys), "own": place.own, "built_in": built_in}

@@ -1,0 +1,58 @@
+"""What a watcher is told of a round: of which data its accuracy is, and what was scored on validation data."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fedloom.platform.clients.execution import Measurement, Report, SerialExecutor
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.loop import RoundProgress, Validated, split_of, validated
+from fedloom.platform.runs.run import Watcher, start_run
+
+
+def report(steps: int, *splits: str | None) -> Report:
+    measured = tuple(Measurement("m", "0", split, "accuracy", 0.5, 1) for split in splits)
+    return Report(0, "tier1", "ok", steps=steps, measurements=measured)
+
+
+def test_the_metric_is_of_training_data_unless_nobody_trained() -> None:
+    assert split_of([report(0), report(3, "validation")]) == "train"
+    assert split_of([report(0, None, "test")]) == "test"
+    assert split_of([report(0, "validation")]) == "validation"
+    assert split_of([]) == "train"
+
+
+def row(
+    value: float, client_id: int | None = None, metric: str = "accuracy", **more: Any
+) -> tuple[str, dict[str, Any]]:
+    return "evaluations", {"split": "validation", "metric": metric, "value": value, "client_id": client_id, **more}
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], None),
+        ([("candidates", {}), row(9.0, metric="loss")], None),
+        ([row(0.2), row(0.4), row(7.0, metric="loss")], Validated(pytest.approx(0.3), 5)),
+        ([row(0.2, client_id=1), row(0.4, client_id=2)], Validated(pytest.approx(0.3), 6)),
+        ([row(0.2), row(0.8, round=6)], Validated(0.8, 6)),
+        ([row(float("nan"))], None),
+    ],
+    ids=["nothing", "no accuracy", "the server before", "silos after", "the review", "not a number"],
+)
+def test_validation_is_the_latest_of_a_round(rows: Any, expected: Validated | None) -> None:
+    assert validated(rows, 5) == expected
+
+
+def test_a_run_tells_of_validation_after_its_last_round(tiny_config: Callable[..., RunConfig]) -> None:
+    told: list[RoundProgress] = []
+    config = tiny_config()
+    config.method.train = replace(config.method.train, rounds=3, evaluate_every=2)
+    start_run(config, lambda world: SerialExecutor(Worker(world.spec)), Watcher(round=told.append))
+    of_training = [p for p in told if p.stage == "supernet"]
+    assert [p.validated and p.validated.rounds for p in of_training] == [0, None, 3]
+    assert {p.metric_of for p in of_training} == {"train"}
+    assert {p.metric_of for p in told if p.stage == "evaluation"} == {"test"}
