@@ -14,7 +14,8 @@ from fedloom.actors.client import About
 from fedloom.actors.crew import Crew, Member, cause_of
 from fedloom.actors.placement import Lane
 from fedloom.actors.wire import accept_shared_memory, to_arrays, unpack
-from fedloom.platform.clients.execution import Assignment, Chunk, ChunkResult, Report, SharedWeights
+from fedloom.platform.clients.assignments import Assignment, Report
+from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights
 from fedloom.platform.clients.worker import WorkerSpec
 from fedloom.platform.federation.loop import RunFailedError
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Coverage, TensorSum, WeightedSums
-from fedloom.platform.clients.execution import ChunkResult, Report
+from fedloom.platform.clients.assignments import Report
+from fedloom.platform.clients.execution import ChunkResult
 from fedloom.platform.spaces.slices import Region, Weights
 
 Arrays = Mapping[str, np.ndarray]

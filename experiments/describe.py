@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from fedloom.experiments.runs.configuration import compose_config
+from fedloom.platform.federation.building import sampled_costs, split_into_tiers
 from fedloom.platform.federation.costs import measure_costs
-from fedloom.platform.federation.world import sampled_costs, split_into_tiers
 from fedloom.platform.spaces.registry import build_space
 from fedloom.tiers.bounds import share_of_models
 

@@ -220,11 +220,22 @@ def _import_cause(module_name: str, error: BaseException) -> str:
 def keyword_options(function: Any) -> dict[str, inspect.Parameter]:
     """The keyword-only parameters of a function, or of a class' constructor, with their annotations evaluated."""
     try:
-        # Evaluated by the function's own module, whose annotations may be texts.
-        parameters = inspect.signature(function, eval_str=True).parameters
-    except (ValueError, NameError):
-        try:
-            parameters = inspect.signature(function).parameters
-        except ValueError:
-            return {}
-    return {p.name: p for p in parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a builtin without a signature
+        return {}
+    names = getattr(function.__init__ if inspect.isclass(function) else inspect.unwrap(function), "__globals__", {})
+    return {
+        p.name: p.replace(annotation=_evaluated(p.annotation, names))
+        for p in parameters
+        if p.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
+    # One by one: beside an option there may be parameters whose types are imported for type checkers alone.
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, names)
+    except NameError:
+        return annotation

@@ -89,7 +89,7 @@ def tiny_config(
             spaces[repr(config)] = build_space(config)
         return spaces[repr(config)]
 
-    monkeypatch.setattr("fedloom.platform.federation.world.build_space", remembered)
+    monkeypatch.setattr("fedloom.platform.federation.building.build_space", remembered)
 
     return partial(tiny_run, tmp_path / "results")
 

@@ -9,8 +9,9 @@ from typing import Any
 from fedloom.experiments.ablation.needs import Bundles, Cluster, bundles_of_trial
 from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.ablations import Trial
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.runs.run import planned_stages
 from fedloom.platform.runs.supernets import supernet_key
 from fedloom.tiers.tier import Tier, make_tiers

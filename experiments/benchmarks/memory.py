@@ -18,15 +18,17 @@ import torch
 
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.averaging.average import WeightedSums
-from fedloom.platform.clients.execution import Assignment, SharedWeights, run_assignment
+from fedloom.platform.clients.assignments import Assignment
+from fedloom.platform.clients.execution import SharedWeights, run_assignment
 from fedloom.platform.clients.memory import peak_memory_bytes
-from fedloom.platform.clients.networks import Countable, Kept, Subnet
+from fedloom.platform.clients.mixed import Kept
+from fedloom.platform.clients.networks import Countable, Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import SUPERNET, TrainingStage
 from fedloom.platform.federation.training_config import local_sgd
-from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.spaces.slices import Architecture
 

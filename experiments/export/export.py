@@ -21,8 +21,9 @@ from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import scored_subnet
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.costs import load_costs
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.results.files import check_writable, sync_file, sync_folder
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table

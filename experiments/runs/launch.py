@@ -13,10 +13,11 @@ from fedloom.actors.placement import free_resources, lanes_of_run, nodes_to_fill
 from fedloom.actors.server import RemoteServer
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import RunCosts, load_costs
 from fedloom.platform.federation.loop import RoundProgress
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.results.mirror import mirror_run
 from fedloom.platform.results.paths import RunPaths, run_paths
 from fedloom.platform.results.remote import check_results, local_root

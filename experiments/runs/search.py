@@ -11,10 +11,11 @@ from fedloom.experiments.runs.configuration import stored_config
 from fedloom.experiments.terminal.output import console, write_json
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import load_costs
 from fedloom.platform.federation.training import SUPERNET
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import method_of
 from fedloom.platform.methods.stages.supernet_search import Found, search_supernet
 from fedloom.platform.methods.stages.target_search import SAMPLES

@@ -236,3 +236,15 @@ def average(old: Weights, updates: Iterable[Update], min_contributors: int = 1) 
     for update in updates:
         sums.add(update)
     return sums.finish(old, min_contributors).weights
+
+
+@torch.no_grad()
+def first_not_finite(tensors: Weights) -> str | None:
+    """The first floating tensor with a value that is no finite number, None if there is none."""
+    # One reduction per tensor, one answer for all: a sum is finite only if no entry is NaN or infinite (or the
+    # training diverged).
+    sums = {name: tensor.sum().double() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if not sums:
+        return None
+    broken = ~torch.isfinite(torch.stack(list(sums.values())))
+    return list(sums)[int(broken.nonzero()[0])] if bool(broken.any()) else None

@@ -1,4 +1,4 @@
-"""What to do, apart from where it runs: assignments, chunks of them, and the executor that takes them.
+"""Doing what is planned: chunks of assignments, and the executor that takes them.
 
 A chunk is a run of consecutive assignments of one tier. Its length comes from the configuration, never from the
 number of workers, and its weighted sums are added in plan order: a fixed reduction tree, so that any executor with
@@ -7,123 +7,18 @@ any number of workers gives the same bits.
 
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
-from fedloom.platform.averaging.average import Update, WeightedSums
+from fedloom.platform.averaging.average import Update, WeightedSums, first_not_finite
+from fedloom.platform.clients.assignments import Assignment, ClientState, Outcome, Report, TaskError
 from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.spaces.slices import Weights
-from fedloom.tiers.clock import EVALUATION_FACTOR, TRAINING_FACTOR, client_time_s
-from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile
-
-ClientState = Mapping[str, torch.Tensor]
-"""What a client keeps between rounds, handed in and out explicitly."""
-
-
-class TaskError(ValueError):
-    """A client's work cannot be used; the message becomes the row's error."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One measured value: becomes a row of `evaluations` or the score of a candidate; what costs has no `split`."""
-
-    model: str
-    architecture: str
-    split: str | None
-    metric: str
-    value: float
-    samples: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a task gives back inside the worker, before the chunk's sums take the update in."""
-
-    update: Update | None = None
-    samples: int = 0
-    steps: int = 0
-    macs: float = 0.0
-    bytes_down: int = 0
-    bytes_up: int = 0
-    loss: float | None = None
-    metric: float | None = None
-    architecture: str | None = None
-    subspace: str | None = None
-    parameters: int | None = None
-    measurements: tuple[Measurement, ...] = ()
-    state: ClientState | None = None
-    clock_factor: float = TRAINING_FACTOR
-    """What one counted MAC costs on the simulated device: training goes backward, too."""
-    forward_macs: float = 0.0
-    """Those of `macs` that belong to passes without a way back (a search's scores beside training)."""
-    loss_norm: float | None = None
-    """Root mean square of the samples' losses, where selection asks for it."""
-
-
-class Task(Protocol):
-    """A piece of work that a worker can do for a client (or for the server, on its own data)."""
-
-    def run(self, worker: Worker, assignment: "Assignment", weights: Weights) -> Outcome:
-        """Does the work; raises TaskError if the result must not be used."""
-        ...
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """One planned piece of work; for a client (`client_id`) it ends as exactly one row."""
-
-    stage: str
-    round: int
-    client_id: int | None
-    tier: str
-    task: Task
-    profile: DeviceProfile = DEFAULT_PROFILE
-    deadline_s: float | None = None
-    dropped: str = ""
-    """Why the simulated device leaves the round without an answer; empty if it stays."""
-    selection_probability: float = 1.0
-    selection_reason: str = ""
-    reads_test: bool = False
-    state: ClientState | None = None
-
-
-@dataclass(frozen=True)
-class Report:
-    """How one assignment ended: the figures of its row, its measurements and the client's new state."""
-
-    client_id: int | None
-    tier: str
-    status: str
-    error: str = ""
-    traceback: str | None = None
-    architecture: str | None = None
-    subspace: str | None = None
-    parameters: int | None = None
-    samples: int = 0
-    steps: int = 0
-    macs: float = 0.0
-    bytes_down: int = 0
-    bytes_up: int = 0
-    loss: float | None = None
-    metric: float | None = None
-    wall_s: float = 0.0
-    overhead_s: float = 0.0
-    simulated_s: float = 0.0
-    peak_memory_bytes: int = 0
-    device: str = ""
-    threads: int = 1
-    attempts: int = 1
-    selection_probability: float = 1.0
-    selection_reason: str = ""
-    node: str = ""
-    measurements: tuple[Measurement, ...] = ()
-    state: ClientState | None = None
-    loss_norm: float | None = None
+from fedloom.tiers.clock import EVALUATION_FACTOR, client_time_s
 
 
 @dataclass(frozen=True)
@@ -149,17 +44,6 @@ class SharedWeights:
 
     tensors: Weights
     version: str
-
-
-def client_of(assignment: Assignment) -> int:
-    """The client that an assignment is for."""
-    assert assignment.client_id is not None, "training is a client's work"
-    return assignment.client_id
-
-
-def places_of(assignment: Assignment) -> tuple[str | int, ...]:
-    """Stage, round and client: what every stream of a client's work is derived from."""
-    return (assignment.stage, assignment.round, client_of(assignment))
 
 
 class Executor(Protocol):
@@ -302,18 +186,6 @@ def _check_finite(update: Update) -> None:
     name = first_not_finite(update.tensors)
     if name is not None:
         raise TaskError(f"the update is not finite (first in {name}): it was left out of the average")
-
-
-@torch.no_grad()
-def first_not_finite(tensors: Weights) -> str | None:
-    """The first floating tensor with a value that is no finite number, None if there is none."""
-    # One reduction per tensor, one answer for all: a sum is finite only if no entry is NaN or infinite (or the
-    # training diverged).
-    sums = {name: tensor.sum().double() for name, tensor in tensors.items() if tensor.is_floating_point()}
-    if not sums:
-        return None
-    broken = ~torch.isfinite(torch.stack(list(sums.values())))
-    return list(sums)[int(broken.nonzero()[0])] if bool(broken.any()) else None
 
 
 class SerialExecutor:

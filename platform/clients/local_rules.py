@@ -8,20 +8,24 @@ supernet: what is shared or kept lies in the coordinates of the shared weights, 
 of them in another round finds what belongs to it.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor
 
-from fedloom.platform.averaging.server import ServerStep
-from fedloom.platform.clients.training import Correction, LocalSGD
 from fedloom.platform.plugins import Chosen, PluginError, Slot
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Slice, SliceMap, Weights
+
+if TYPE_CHECKING:
+    from fedloom.platform.averaging.server import ServerStep
+    from fedloom.platform.clients.training import Correction, LocalSGD
 
 PLAIN = Chosen("sgd")
 STATE = "rule/"

@@ -3,18 +3,20 @@
 A `Described` network is what travels in a task; on a worker it becomes a `Network` in one of the worker's modules.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor, nn
 
-from fedloom.platform.clients.execution import Assignment
-from fedloom.platform.clients.training import Trained
-from fedloom.platform.clients.worker import Worker
-from fedloom.platform.spaces.offers import summing_options
-from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, Subspace, architecture_id, subspace_id
-from fedloom.tiers.costs import size_of
+from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, Subspace, architecture_id
+
+if TYPE_CHECKING:
+    from fedloom.platform.clients.assignments import Assignment
+    from fedloom.platform.clients.training import Trained
+    from fedloom.platform.clients.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -113,36 +115,6 @@ class Subnet:
         size, parameters = (worker.space.cost_table(m).cost(self.architecture) for m in ("bytes", "parameters"))
         macs = worker.spec.macs_table.cost(self.architecture) * sum(batches)
         return Account(macs, size, int(parameters), architecture=architecture_id(self.architecture))
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The supernet's kept options (all if none are given), added up with weight 1, or with those of `mix`."""
-
-    kept: Subspace | None = None
-    mix: Callable[[], Tensor] | None = field(default=None, compare=False)
-
-    def on(self, worker: Worker, assignment: Assignment | None = None) -> Network:
-        """See `Described.on`; the same for every assignment."""
-        del assignment
-        space, module = summing_options(worker.space, "this network"), worker.supernet
-        used, mix = space.largest_subspace if self.kept is None else self.kept, self.mix
-        return Network(
-            module,
-            lambda x: cast(Tensor, module(x, used, None if mix is None else mix())),
-            space.subspace_slices(used),
-            size_of(worker.spec.macs_table, used),
-            subspace=subspace_id(used),
-            kept=used,
-        )
-
-    def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
-        """See `Countable.account`."""
-        del assignment
-        used = summing_options(worker.space, "this network").largest_subspace if self.kept is None else self.kept
-        size, parameters = (size_of(worker.space.cost_table(m), used) for m in ("bytes", "parameters"))
-        macs = size_of(worker.spec.macs_table, used) * sum(batches)
-        return Account(macs, size, int(parameters), subspace=subspace_id(used))
 
 
 def subnet_slices(worker: Worker, architecture: Architecture, stand_alone: bool) -> SliceMap:

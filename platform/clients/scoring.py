@@ -1,20 +1,30 @@
 """What is measured of networks: loss and metrics on the server's or a client's own data, and latency."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.clients.execution import Assignment, Measurement, Outcome, client_of, places_of
+from fedloom.platform.clients.assignments import (
+    Assignment,
+    Measurement,
+    Outcome,
+    client_of,
+    places_of,
+)
 from fedloom.platform.clients.networks import Network, Subnet
 from fedloom.platform.clients.training import Samples, Score, estimate_statistics, evaluate
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, bytes_of
 from fedloom.tiers.clock import EVALUATION_FACTOR
-from fedloom.tiers.measure import latency_s_of
+
+if TYPE_CHECKING:
+    from fedloom.platform.clients.worker import Worker
 
 PERSONAL, GLOBAL = "personal", "global"
 """How the tables call a client's own model and the shared one."""
@@ -152,28 +162,6 @@ class ScoreSubnet:
             measurements=measurements_of(self.model, architecture_id(architecture), self.split, score),
             clock_factor=EVALUATION_FACTOR,
         )
-
-
-@dataclass(frozen=True)
-class MeasureLatency:
-    """Measures subnets on this host, one sample at a time: median seconds and their interquartile range."""
-
-    architectures: tuple[Architecture, ...]
-    repeats: int = 20
-
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """Two measurements per architecture."""
-        del assignment
-        x, _ = worker.central_data("validation")
-        measurements: list[Measurement] = []
-        for architecture in self.architectures:
-            latency = latency_s_of(loaded_subnet(worker, Subnet(architecture), weights), x[:1], repeats=self.repeats)
-            figures = {"latency_s": latency.median_s, "latency_spread_s": latency.spread_s}
-            name = architecture_id(architecture)
-            measurements += [
-                Measurement("supernet", name, "validation", k, v, latency.repeats) for k, v in figures.items()
-            ]
-        return Outcome(measurements=tuple(measurements), clock_factor=EVALUATION_FACTOR)
 
 
 def _none_if_nan(value: float) -> float | None:

@@ -1,26 +1,27 @@
 """The one client trainer: local training of a network by a local rule, and what a client sends of it."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fedloom.platform.averaging.average import Update
+from fedloom.platform.averaging.average import Update, first_not_finite
 from fedloom.platform.averaging.weighting import FEDAVG, Work, weighting_rule
-from fedloom.platform.clients.execution import (
+from fedloom.platform.clients.assignments import (
     Assignment,
     ClientState,
     Measurement,
     Outcome,
     TaskError,
     client_of,
-    first_not_finite,
     places_of,
 )
 from fedloom.platform.clients.local_rules import PLAIN, STATE, LocalClient, local_rule
-from fedloom.platform.clients.networks import Countable, Network
 from fedloom.platform.clients.scoring import GLOBAL, measurements_of, score_loaded
 from fedloom.platform.clients.training import (
     SGD,
@@ -32,10 +33,13 @@ from fedloom.platform.clients.training import (
     batch_sizes,
     train_locally,
 )
-from fedloom.platform.clients.worker import Worker
-from fedloom.platform.plugins import Chosen
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Slice, Weights, bytes_of, extract
+
+if TYPE_CHECKING:
+    from fedloom.platform.clients.networks import Countable, Network
+    from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.plugins import Chosen
 
 
 @dataclass(frozen=True)
@@ -74,14 +78,14 @@ class TrainedNetwork:
         """Forward, over all samples that were seen."""
         return self.network.macs_of(self.figures)
 
-    def checked(self) -> "TrainedNetwork":
+    def checked(self) -> TrainedNetwork:
         """The same; TaskError for tensors that are not finite, as the last step may leave them after a finite loss."""
         broken = first_not_finite(self.tensors)
         if broken is not None:
             raise TaskError(f"the trained network is not finite (first in {broken})")
         return self
 
-    def copied(self) -> "TrainedNetwork":
+    def copied(self) -> TrainedNetwork:
         """The same with tensors of its own: the module trains another network next.
 
         Raises TaskError for tensors that are not finite: then what the client keeps stays as it was.

@@ -1,18 +1,22 @@
 """Local training: SGD over a client's samples, with whatever forward pass and correction the method asks for."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.data.augment import NO_AUGMENTATION, augmentation
-from fedloom.platform.plugins import Chosen
+
+if TYPE_CHECKING:
+    from fedloom.platform.clients.objectives import Objective
+    from fedloom.platform.plugins import Chosen
 
 Samples = tuple[Tensor, Tensor]
 """Inputs (n, ...) and targets (n,) or (n, T)."""

@@ -1,10 +1,13 @@
 """What the server remembers of the clients of a training stage: little, and only of those that took part."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedloom.platform.clients.execution import Report
+if TYPE_CHECKING:
+    from fedloom.platform.clients.assignments import Report
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,13 @@ from functools import partial
 from typing import Any
 
 from fedloom.platform.averaging.average import WeightedSums
-from fedloom.platform.clients.execution import Assignment, ChunkResult, Executor, Report, SharedWeights, make_chunks
+from fedloom.platform.clients.assignments import Assignment, Report
+from fedloom.platform.clients.execution import (
+    ChunkResult,
+    Executor,
+    SharedWeights,
+    make_chunks,
+)
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, FailuresConfig
 from fedloom.platform.federation.recorder import Record, Recorder
 from fedloom.platform.federation.stage import Merged, Plan, Review, RoundResult, Row, Stage
@@ -250,10 +256,11 @@ def split_of(clients: Sequence[Report]) -> str:
 def validated(rows: Sequence[Row], round_: int) -> Validated | None:
     """The mean of the latest accuracies on validation data among a stage's rows: the server's, or else the clients'."""
     # The server scores before the clients train, and clients their own models after it.
+    # What is measured of no data, such as a model's costs, has no split.
     found = [
         (row.get("round", round_ + (row["client_id"] is not None)), row["client_id"] is None, row["value"])
         for table, row in rows
-        if table == "evaluations" and row["split"] == "validation" and row["metric"] == "accuracy"
+        if table == "evaluations" and row.get("split") == "validation" and row["metric"] == "accuracy"
     ]
     if not found:
         return None

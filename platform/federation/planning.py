@@ -1,13 +1,19 @@
 """From the facts of a world to a round's assignments: who is chosen, on which budget, and what becomes of devices."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from fedloom.platform.clients.execution import Assignment, Task
-from fedloom.platform.federation.history import History
+from fedloom.platform.clients.assignments import SERVER, Assignment, Task
 from fedloom.platform.federation.selection import Choice, Cohort, select
-from fedloom.platform.federation.world import SERVER, World
-from fedloom.platform.plugins import Chosen
 from fedloom.platform.seeding import stream
+
+if TYPE_CHECKING:
+    from fedloom.platform.federation.history import History
+    from fedloom.platform.federation.world import World
+    from fedloom.platform.plugins import Chosen
 
 
 def choose_cohort(

@@ -1,14 +1,17 @@
 """What a stage of a method is: pure functions over the run's state; the loop does everything else."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fedloom.platform.averaging.average import WeightedSums
-from fedloom.platform.clients.execution import Assignment, Report
-from fedloom.platform.federation.state import RunState
-from fedloom.platform.spaces.slices import Weights
+if TYPE_CHECKING:
+    from fedloom.platform.averaging.average import WeightedSums
+    from fedloom.platform.clients.assignments import Assignment, Report
+    from fedloom.platform.federation.state import RunState
+    from fedloom.platform.spaces.slices import Weights
 
 Row = tuple[str, Mapping[str, Any]]
 """A table's name and the row's columns; the loop adds stage and round."""

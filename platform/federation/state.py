@@ -1,11 +1,15 @@
 """The explicit state of a run: a value that is checkpointed as it is."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedloom.platform.results.checkpoint import Bag
-from fedloom.platform.spaces.slices import Weights
+from fedloom.platform.results.bag import Bag
+
+if TYPE_CHECKING:
+    from fedloom.platform.spaces.slices import Weights
 
 CLIENT = "client-"
 """Bags of this prefix and a client's id hold what that client keeps between rounds."""
@@ -32,31 +36,31 @@ class RunState:
     data: Mapping[str, Json] = field(default_factory=dict)
     simulated_s: float = 0.0
 
-    def with_bag(self, name: str, tensors: Weights) -> "RunState":
+    def with_bag(self, name: str, tensors: Weights) -> RunState:
         """The same state with one bag replaced; its version tells that it changed."""
         version = self.bags[name].version + 1 if name in self.bags else 0
         return replace(self, bags={**self.bags, name: Bag(tensors, version)})
 
-    def without_bags(self, *names: str) -> "RunState":
+    def without_bags(self, *names: str) -> RunState:
         """The same state without these bags."""
         return replace(self, bags={name: bag for name, bag in self.bags.items() if name not in names})
 
-    def with_data(self, name: str, value: Json) -> "RunState":
+    def with_data(self, name: str, value: Json) -> RunState:
         """The same state with one JSON value replaced."""
         return replace(self, data={**self.data, name: value})
 
-    def without_data(self, *names: str) -> "RunState":
+    def without_data(self, *names: str) -> RunState:
         """The same state with JSON values that are not needed any more taken out."""
         return replace(self, data={name: value for name, value in self.data.items() if name not in names})
 
-    def with_client_states(self, states: Mapping[int, Weights]) -> "RunState":
+    def with_client_states(self, states: Mapping[int, Weights]) -> RunState:
         """The same state with what these clients keep until they are asked again; a bag for each."""
         state = self
         for client_id, tensors in states.items():
             state = state.with_bag(f"{CLIENT}{client_id}", tensors)
         return state
 
-    def without_client_tensors(self, prefix: str) -> "RunState":
+    def without_client_tensors(self, prefix: str) -> RunState:
         """The same state without what clients keep under names of this prefix, and without bags that hold no more."""
         state = self
         for name, bag in self.bags.items():

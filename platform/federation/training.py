@@ -4,21 +4,19 @@ What methods differ in are its slots: the initial weights, who is selected, whic
 the weighting that tasks carry, the server rule, and what a method makes of a round.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from fedloom.platform.averaging.average import Averaged
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
-from fedloom.platform.clients.execution import Task
 from fedloom.platform.clients.local_rules import STATE, local_rule, place_of
-from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.federation.history import packed, unpacked, with_reports
 from fedloom.platform.federation.planning import assign, choose_cohort, for_server, in_plan_order
-from fedloom.platform.federation.selection import Cohort
 from fedloom.platform.federation.stage import KeptModel, Merged, Plan, Review, RoundResult, Stage, evaluation_rows
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import (
@@ -28,10 +26,16 @@ from fedloom.platform.federation.training_config import (
     learning_rate,
     local_sgd,
 )
-from fedloom.platform.federation.world import World
 from fedloom.platform.plugins import Chosen
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Weights
+
+if TYPE_CHECKING:
+    from fedloom.platform.averaging.average import Averaged
+    from fedloom.platform.clients.assignments import Task
+    from fedloom.platform.clients.training import LocalSGD
+    from fedloom.platform.federation.selection import Cohort
+    from fedloom.platform.federation.world import World
 
 SUPERNET = "supernet"
 """The bag that holds the shared weights of a supernet."""

@@ -10,8 +10,7 @@ from fedloom.platform.averaging.weighting import WEIGHTING_RULES
 from fedloom.platform.clients.local_rules import LOCAL_RULES
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.federation.selection import SELECTION_RULES
-from fedloom.platform.federation.trying import try_rules
-from fedloom.platform.plugins import Chosen, Slot
+from fedloom.platform.plugins import Chosen, Slot, is_import_path
 from fedloom.platform.settings import BELOW_ONE, ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE, Brought, OneOf, chosen
 
 SCHEDULE_NAMES = ("fixed", "cosine", "step", "steps")
@@ -80,7 +79,11 @@ def rules_of(config: TrainingConfig, key: str, more: Mapping[str, tuple[Slot[Any
     found = dict(zip(named, chosen([*named.values()], config.options, f"{key}.options"), strict=True))
     own = [found.pop(name) for name in SLOTS]
     rules = Rules(own[0], own[1], own[2], own[3], found)
-    try_rules(rules.selection, rules.local, rules.weighting, rules.server, config.clients_per_round or 2)
+    if any(is_import_path(rule.name) for rule in own):
+        # Only what a user brings needs to be tried, and only then are the means imported.
+        from fedloom.platform.federation.trying import try_rules
+
+        try_rules(rules.selection, rules.local, rules.weighting, rules.server, config.clients_per_round or 2)
     return rules
 
 

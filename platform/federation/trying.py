@@ -24,8 +24,6 @@ def try_rules(selection: Chosen, local: Chosen, weighting: Chosen, server: Chose
         _try_server(server)
     if is_import_path(local.name):
         _try_local(local)
-    else:
-        local_rule(local)
 
 
 def _try_server(server: Chosen) -> None:

@@ -1,11 +1,14 @@
 """What a method is: its configuration, its stages, and what it declares about its runs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.world import World
+if TYPE_CHECKING:
+    from fedloom.platform.federation.stage import Stage
+    from fedloom.platform.federation.world import World
 
 Kind = Literal["tiers", "subnets", "silos", "shared"]
 """Whose models a run ends with: one per tier, subnets of an elastic supernet, one per client, or one for all."""

@@ -6,21 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from fedloom.platform.results.bag import Bag
 from fedloom.platform.results.files import check_name, remove_temporaries, write_atomically
 from fedloom.platform.results.tensor_files import content_hash, damaged, from_bytes, read_checked, to_bytes
 
 STATE_FILE = "state.json"
 CHECKPOINT_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Bag:
-    """Named tensors and the number of their state: as long as the version is the same, so is the content."""
-
-    tensors: Mapping[str, Tensor]
-    version: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
-from fedloom.platform.clients.execution import Assignment, Chunk, ChunkResult, Outcome, SerialExecutor, SharedWeights
+from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.execution import (
+    Chunk,
+    ChunkResult,
+    SerialExecutor,
+    SharedWeights,
+)
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
-from fedloom.platform.results.checkpoint import Bag
+from fedloom.platform.results.bag import Bag
 from fedloom.platform.spaces.slices import Weights
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.platform.clients.execution import Executor
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import RunCosts, load_costs, store_costs
 from fedloom.platform.federation.event_files import FOLDER as EVENTS
@@ -21,7 +22,7 @@ from fedloom.platform.federation.loop import InterruptedRunError, Loop, RoundPro
 from fedloom.platform.federation.recorder import Recorder, restored_state, save_state
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages, method_of, shared_training
 from fedloom.platform.results.checkpoint import Saved, check_same_config, load_checkpoint, stored_bags
 from fedloom.platform.results.files import write_atomically

@@ -1,7 +1,7 @@
 """What methods need of a space beyond architectures and slices, and the refusal of one that does not offer it."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace
@@ -78,25 +78,29 @@ class HasDepths(SearchSpace, Protocol):
 
 def with_subspaces(space: SearchSpace, who: str) -> HasSubspaces:
     """The space, if parts of its supernet can be sent; ValueError naming what it lacks."""
-    return cast(HasSubspaces, _offering(space, HasSubspaces, who, "cnn_cifar"))
+    offering: HasSubspaces = _offering(space, HasSubspaces, who, "cnn_cifar")
+    return offering
 
 
 def summing_options(space: SearchSpace, who: str) -> SumsOptions:
     """The space, if any options of a decision may be kept; ValueError naming what it lacks."""
-    return cast(SumsOptions, _offering(space, SumsOptions, who, "resnet18_modular"))
+    offering: SumsOptions = _offering(space, SumsOptions, who, "resnet18_modular or darts_s2")
+    return offering
 
 
 def with_cells(space: SearchSpace, who: str) -> HasCells:
     """The space, if it is one of cells; ValueError naming what it lacks."""
-    return cast(HasCells, _offering(space, HasCells, who, "darts_s2"))
+    offering: HasCells = _offering(space, HasCells, who, "darts_s2")
+    return offering
 
 
 def with_depths(space: SearchSpace, who: str) -> HasDepths:
     """The space, if its subnets differ in depth and width; ValueError naming what it lacks."""
-    return cast(HasDepths, _offering(space, HasDepths, who, "resnet_elastic"))
+    offering: HasDepths = _offering(space, HasDepths, who, "resnet_elastic")
+    return offering
 
 
-def _offering(space: SearchSpace, what: type, who: str, such_as: str) -> SearchSpace:
+def _offering(space: SearchSpace, what: type, who: str, such_as: str) -> Any:
     missing = lacking(space, what)
     if missing:
         needed = (what.__doc__ or "").partition(":")[0].partition(".")[0].strip()

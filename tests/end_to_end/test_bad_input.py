@@ -90,14 +90,20 @@ CASES = {
     "wrong type": (["data.alpha=much"], r"data.alpha.*much"),
     "unknown preset": (["experiment=fedoras_digit"], r"fedoras_digit: no such preset.*'fedoras_digits'.*there are"),
     "unknown method": (["method=fedors"], r"method=fedors.*'fedoras'.*fedavg"),
-    "unknown data set": (["data.dataset=cifar11"], r"data.dataset: unknown data set 'cifar11': known are .*did you mean 'cifar10'"),
+    "unknown data set": (
+        ["data.dataset=cifar11"],
+        r"data.dataset: unknown data set 'cifar11': known are .*did you mean 'cifar10'",
+    ),
     "alpha of 0": (["data.alpha=0"], r"data.alpha=0.0: must be greater than 0"),
     "negative alpha": (["data.alpha=-1"], r"data.alpha=-1.0: must be greater than 0"),
     "too many clients": (
         ["data.num_clients=8", "method.train.clients_per_round=9"],
         r"method.train.clients_per_round=9: must be between 1 and the 8 clients",
     ),
-    "no client in a round": (["method.finetune.clients_per_round=0"], r"clients_per_round=0: must be at least 1, or null"),
+    "no client in a round": (
+        ["method.finetune.clients_per_round=0"],
+        r"clients_per_round=0: must be at least 1, or null",
+    ),
     "more clients than samples": (["data.num_clients=5000"], r"num_clients"),
     "tier below the smallest path": (
         ["tiers.count=2", "tiers.upper_bounds=[1.5,1000]"],
@@ -115,15 +121,27 @@ CASES = {
         r"communication budget of 100 bytes is below one operator per layer",
     ),
     "communication budget above 1": (["method.train.communication.value=1.5"], r"above 0 and at most 1, given 1.5"),
-    "unknown communication unit": (["method.train.communication.unit=kilo"], r"communication.unit=kilo: must be one of fraction, parameters, bytes"),
+    "unknown communication unit": (
+        ["method.train.communication.unit=kilo"],
+        r"communication.unit=kilo: must be one of fraction, parameters, bytes",
+    ),
     "unknown weighting rule": (["method.train.weighting=opaa"], r"unknown weighting rule 'opaa'.*did you mean 'opa'"),
     "weighting plug-in that is not there": (["method.finetune.weighting=nowhere:rule"], r"nowhere:rule.*imported"),
     "unknown searcher": (["method.search.searcher=nsga3"], r"unknown searcher 'nsga3'.*nsga2, random"),
-    "unknown path sampler": (["method.train.paths=gredy"], r"method.train.paths=gredy: must be one of greedy, rejection; did you mean 'greedy'"),
+    "unknown path sampler": (
+        ["method.train.paths=gredy"],
+        r"method.train.paths=gredy: must be one of greedy, rejection; did you mean 'greedy'",
+    ),
     "unknown space": (["space.name=cnn_digit"], r"unknown space 'cnn_digit'.*did you mean 'cnn_digits'"),
     "space that does not fit": (["space.name=cnn_cifar"], r"cnn_cifar takes \(3, 32, 32\).*digits has \(1, 8, 8\)"),
-    "unknown schedule": (["method.train.schedule=linear"], r"method.train.schedule=linear: must be one of fixed, cosine, step, steps"),
-    "unknown scoring": (["method.search.scoring=mixed"], r"method.search.scoring=mixed: must be one of central, federated"),
+    "unknown schedule": (
+        ["method.train.schedule=linear"],
+        r"method.train.schedule=linear: must be one of fixed, cosine, step, steps",
+    ),
+    "unknown scoring": (
+        ["method.search.scoring=mixed"],
+        r"method.search.scoring=mixed: must be one of central, federated",
+    ),
     "unknown policy": (["executor.failures.policy=ignore"], r"policy=ignore: must be one of stop, retry, tolerate"),
     "impossible share of failures": (["executor.failures.max_share=2"], r"max_share=2.0: must be between 0 and 1"),
     "no time for a client": (["executor.client_timeout_s=0"], r"client_timeout_s=0.0: must be greater than 0"),
@@ -178,7 +196,10 @@ ELASTIC_CASES = {
     ),
     "target above the largest": (["method.search.macs=[1e9]"], r"subnets have 549504 .* choose a target in between"),
     "target between subnets": (["method.search.macs=[6e5]"], r"no subnet has macs in .* the nearest has about"),
-    "unknown predictor": (["method.search.predictor=gp"], r"method.search.predictor: unknown predictor 'gp': known are mlp, none, or module:name"),
+    "unknown predictor": (
+        ["method.search.predictor=gp"],
+        r"method.search.predictor: unknown predictor 'gp': known are mlp, none, or module:name",
+    ),
     "tolerance": (["method.search.tolerance=0"], r"tolerance=0.0: must be above 0 and below 1"),
     "too few samples": (
         ["method.search.samples=5"],
@@ -241,12 +262,19 @@ SILO_CASES = {
         [*SILOS, "space.operators=[skip_connect,conv]"],
         r"edge normal 0->2: unknown operator 'conv': known are none, noise",
     ),
-    "unknown searcher": ([*SILOS, "method.search.kind=darts"], r"search.kind=darts: must be one of perturbation, milenas"),
+    "unknown searcher": (
+        [*SILOS, "method.search.kind=darts"],
+        r"search.kind=darts: must be one of perturbation, milenas",
+    ),
     "tau of 0": ([*SILOS, "method.search.every=0"], r"method.search.every=0: must be at least 1"),
     "negative lambda": ([*SILOS, "method.train.pull=-1"], r"method.train.pull=-1.0: must be 0 or more"),
     "lambda that is no number": ([*SILOS, "method.train.pull=nan"], r"method.train.pull=nan: must be 0"),
     "no round": ([*SILOS, "method.train.rounds=0"], r"method.train.rounds=0: must be at least 1"),
-    "space without cells": ([*SILOS, "space.name=cnn_digits"], r"spider cannot use space cnn_digits, which has no .* and . more; choose space.name=darts_s2, or one of your own like this"),
+    "space without cells": (
+        [*SILOS, "space.name=cnn_digits"],
+        r"spider cannot use space cnn_digits, which has no .* and . more; choose space.name=darts_s2, or one of your "
+        r"own like this",
+    ),
     "gains of one silo": (
         [*SILOS, "method.gains.epochs=1", "method.gains.clients=1"],
         r"gains.clients=1: must be",
@@ -272,7 +300,8 @@ SILO_CASES = {
     ),
     "text for an architecture": (
         ["method=ditto", *FIXED, "method.architecture=abc"],
-        r"method.architecture: 'abc' is no architecture of cnn_digits: give smallest, largest, or an option for each of the 5",
+        r"method.architecture: 'abc' is no architecture of cnn_digits: give smallest, largest, or an option for each "
+        r"of the 5",
     ),
     "unknown option": (["method=ditto", *FIXED, "method.architecture=9-0-0"], r"cnn_digits"),
     "no adaptation": (["method=local_adaptation", *FIXED, "method.adapt.epochs=0"], r"method.adapt.epochs=0"),
@@ -343,7 +372,8 @@ ABLATION_CASES = {
     "key of the ablation that cannot be read": ([LR, "ablation.seeds=[1"], r"ablation.seeds=\[1 cannot be read"),
     "method of another preset": (
         ["axes: {m: {key: method, values: [fedavg]}}\n"],
-        r"experiment=fedoras_digits and method=fedavg do not go together: the preset sets method.search, which fedavg does not have; choose a preset of fedavg .fedadam_digits",
+        r"experiment=fedoras_digits and method=fedavg do not go together: the preset sets method.search, which fedavg "
+        r"does not have; choose a preset of fedavg .fedadam_digits",
     ),
     "too many trials": (
         [LR, "ablation.search.kind=random", "ablation.search.samples=20000"],

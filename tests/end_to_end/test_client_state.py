@@ -13,14 +13,15 @@ from fedloom.actors.placement import Lane
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
 from fedloom.experiments.runs.configuration import compose_config
-from fedloom.platform.clients.execution import Assignment, Executor, Outcome, SerialExecutor
+from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker, WorkerSpec
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig
 from fedloom.platform.federation.loop import InterruptedRunError, Loop
 from fedloom.platform.federation.recorder import Recorder, restored_state
 from fedloom.platform.federation.stage import Merged, Plan, RoundResult
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.world import build_world
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.writer import RunWriter

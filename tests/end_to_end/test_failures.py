@@ -19,21 +19,20 @@ from ray import cloudpickle
 from fedloom.actors.placement import Lane
 from fedloom.actors.pool import ActorPool
 from fedloom.platform.averaging.average import Update
+from fedloom.platform.clients.assignments import Assignment, Outcome, Task
 from fedloom.platform.clients.execution import (
-    Assignment,
     Chunk,
     ChunkResult,
     Executor,
-    Outcome,
     SerialExecutor,
     SharedWeights,
-    Task,
     make_chunks,
 )
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import ExecutorConfig, FailuresConfig, RunConfig
 from fedloom.platform.federation.loop import RunFailedError, merge_chunks
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import read_table

@@ -15,9 +15,10 @@ import torch
 
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.tables import read_table
@@ -167,7 +168,7 @@ def test_a_full_disk_for_the_supernet_fails_no_run(
 PROGRAM = """
 import os, signal, sys
 import torch
-from fedloom.experiments.config import compose_config
+from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.runs import supernets
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.runs.run import start_run

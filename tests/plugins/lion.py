@@ -8,9 +8,7 @@ from fedloom.platform.averaging.server import ServerStep
 from fedloom.platform.settings import POSITIVE
 
 
-def lion(
-    step: ServerStep, *, server_lr: Annotated[float, POSITIVE, "length of every scalar's step"] = 1e-3
-) -> Tensor:
+def lion(step: ServerStep, *, server_lr: Annotated[float, POSITIVE, "length of every scalar's step"] = 1e-3) -> Tensor:
     """Old values plus the learning rate, up or down."""
     mean = step.state("mean")
     direction = (0.9 * mean + 0.1 * step.change).sign()

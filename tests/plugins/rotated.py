@@ -10,9 +10,7 @@ from fedloom.platform.data.config import DataConfig
 from fedloom.platform.settings import ONE_OR_MORE
 
 
-def rotated(
-    _config: DataConfig, *, writers: Annotated[int, ONE_OR_MORE, "clients that there are"] = 12
-) -> Arrays:
+def rotated(_config: DataConfig, *, writers: Annotated[int, ONE_OR_MORE, "clients that there are"] = 12) -> Arrays:
     """Images (n, 8, 8) as bytes; the first fifth of each writer's samples is for testing."""
     digits = load_digits()
     writer = np.arange(len(digits.target)) * writers // len(digits.target)

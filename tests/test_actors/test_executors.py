@@ -19,21 +19,23 @@ from fedloom.actors.placement import Lane
 from fedloom.actors.pool import ActorPool
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.execution import (
+from fedloom.platform.clients.assignments import (
     Assignment,
-    ChunkResult,
-    Executor,
     Outcome,
     Report,
-    SerialExecutor,
-    SharedWeights,
     Task,
     TaskError,
+)
+from fedloom.platform.clients.execution import (
+    ChunkResult,
+    Executor,
+    SerialExecutor,
+    SharedWeights,
     make_chunks,
 )
 from fedloom.platform.clients.worker import Worker, WorkerSpec
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.loop import RunFailedError, merge_chunks
-from fedloom.platform.federation.world import build_world
 from fedloom.platform.spaces.slices import Slice, Weights
 
 pytestmark = pytest.mark.ray

@@ -25,21 +25,20 @@ from fedloom.actors.pool import ActorPool
 from fedloom.actors.server import make_pool
 from fedloom.experiments.runs.launch import _where_results_are
 from fedloom.platform.averaging.average import Update
+from fedloom.platform.clients.assignments import Assignment, Outcome, Task
 from fedloom.platform.clients.execution import (
-    Assignment,
     Chunk,
     ChunkResult,
-    Outcome,
     SerialExecutor,
     SharedWeights,
-    Task,
     make_chunks,
 )
 from fedloom.platform.clients.worker import Worker, WorkerSpec
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.federation.stage import RoundResult
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table

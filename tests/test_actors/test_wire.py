@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from fedloom.actors.wire import accept_shared_memory, pack, to_arrays, to_tensors, unpack
 from fedloom.platform.averaging.average import Update, WeightedSums
-from fedloom.platform.clients.execution import ChunkResult, Report
+from fedloom.platform.clients.assignments import Report
+from fedloom.platform.clients.execution import ChunkResult
 from fedloom.platform.spaces.slices import Slice
 
 OLD = {"w": torch.zeros(4, 3), "n": torch.zeros((), dtype=torch.int64)}

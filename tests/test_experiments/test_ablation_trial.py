@@ -118,6 +118,6 @@ def test_what_is_no_end_of_a_run_is_raised_to_tune(make: Make, monkeypatch: pyte
     def broken(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(module, "start_run", broken)
+    monkeypatch.setattr(module, "run_to_end", broken)
     with pytest.raises(OSError, match="disk full"):
         told(make())

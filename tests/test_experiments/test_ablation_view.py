@@ -152,9 +152,8 @@ def test_of_many_trials_those_at_work_are_shown_first() -> None:
 
 
 def arguments(**changes: Any) -> Namespace:
-    return Namespace(
-        **{"plan": False, "json": False, "resume": None, "retry_failed": None, "results": Path("r"), **changes}
-    )
+    usual: dict[str, Any] = {"plan": False, "json": False, "resume": None, "retry_failed": None}
+    return Namespace(**{**usual, "changed_plugins": False, "results": Path("r"), **changes})
 
 
 def test_a_plan_is_shown_and_nothing_is_started(
@@ -210,7 +209,7 @@ def test_the_end_says_what_to_do(
 ) -> None:
     ablation = make_ablation(len(names))
     end = AblationEnd(ID, kind, tuple(states(ablation, *names)))
-    monkeypatch.setattr(command, "resume_ablation", lambda *_: end)
+    monkeypatch.setattr(command, "resume_ablation", lambda *_, **__: end)
     given = arguments(resume=ID, results=tmp_path)
     assert command.run_command(ablation, given) == of_run_end(kind)
     out, err = capsys.readouterr()
@@ -233,7 +232,7 @@ def test_of_many_failures_the_first_ten_are_named(
 ) -> None:
     ablation = make_ablation(13)
     end = AblationEnd(ID, "failed", tuple(states(ablation, *["failed"] * 13)))
-    monkeypatch.setattr(command, "retry_failed", lambda *_: end)
+    monkeypatch.setattr(command, "retry_failed", lambda *_, **__: end)
     command.run_command(ablation, arguments(retry_failed=ID, results=tmp_path))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 12

@@ -26,9 +26,10 @@ from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.scoring import scored_subnet
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import TrainingConfig
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import ElasticTrainingConfig, SuperFedNASConfig
 from fedloom.platform.methods.stages.tier_search import TierSearchConfig
 from fedloom.platform.methods.tiered.fedoras import FedorASConfig, SupernetConfig

@@ -6,10 +6,10 @@ import pytest
 
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.presets import experiments
-from fedloom.platform.federation.world import build_world
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.runs.run import planned_stages
 
-IMAGES = [n for n in experiments() if n.startswith(("superfednas_c", "ifedavg", "fedavg"))]
+IMAGES = [n for n in experiments() if n.startswith(("superfednas_c", "ifedavg"))]
 SILO_METHODS = ("spider", "local", "ditto", "per_fedavg", "knn_per", "fedmn", "global_nas", "fednas", "fedpnas")
 SILOS = [n for n in experiments() if n.startswith(SILO_METHODS) and "digits" not in n]
 MADE_UP = ["data.dataset=synthetic", "data.train_samples=4000", "data.test_samples=100", "tiers.paths=1000"]

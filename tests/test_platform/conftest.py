@@ -12,12 +12,13 @@ import torch
 
 from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import Loop, merge_chunks
 from fedloom.platform.federation.recorder import Record, Recorder
 from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Stage
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import ElasticTrainingConfig, SuperFedNASConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.results.paths import list_runs

@@ -35,7 +35,8 @@ def test_what_a_data_set_allows_passes(dataset: str, partition: str) -> None:
         ({"test_samples": -5}, "data.test_samples=-5: must be at least 1, or null"),
         (
             {"dataset": "cifar"},
-            "data.dataset: unknown data set 'cifar': known are cifar10, cifar100, cinic10, digits, folder, npz, ptb, shake",
+            "data.dataset: unknown data set 'cifar': known are cifar10, cifar100, cinic10, digits, folder, npz, ptb, "
+            "shake",
         ),
         ({"sequence_length": 0}, "data.sequence_length=0: must be at least 1"),
         ({"sequence_length": 80}, "data.sequence_length=80: digits holds images; leave it out"),

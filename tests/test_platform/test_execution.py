@@ -15,15 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Update, WeightedSums
-from fedloom.platform.clients.execution import (
+from fedloom.platform.clients.assignments import (
     Assignment,
-    Chunk,
-    ChunkResult,
     Measurement,
     Outcome,
+    TaskError,
+)
+from fedloom.platform.clients.execution import (
+    Chunk,
+    ChunkResult,
     SerialExecutor,
     SharedWeights,
-    TaskError,
     make_chunks,
     run_assignment,
     run_chunk,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedloom.platform.averaging.average import Update, average
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.history import unpacked
 from fedloom.platform.federation.selection import Choice
@@ -20,7 +21,7 @@ from fedloom.platform.federation.stage import Plan
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import TrainingStage
 from fedloom.platform.federation.training_config import TrainingConfig
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.results.models import load_model

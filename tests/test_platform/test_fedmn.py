@@ -10,25 +10,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.averaging.average import Update, WeightedSums, average
+from fedloom.platform.clients.assignments import Assignment, Outcome
 from fedloom.platform.clients.execution import (
-    Assignment,
-    Outcome,
     SerialExecutor,
     SharedWeights,
     make_chunks,
     run_assignment,
 )
-from fedloom.platform.clients.networks import Kept
+from fedloom.platform.clients.mixed import Kept
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.training_config import local_sgd, rules_of
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo.fedmn import FedMnConfig, FedMnTrainingConfig, ScoreModular, TrainModular
 from fedloom.platform.methods.silo.silos import AdaptationConfig, SiloTrainingConfig
@@ -345,7 +345,7 @@ def test_other_spaces_and_adaptations_are_refused(fedmn_config: Make, tiny_confi
     method = FedMnConfig(train=FedMnTrainingConfig(rounds=2, pretraining_rounds=1))
     said = refused(tiny_config(method=method))
     assert said.startswith("fedmn cannot use space cnn_digits, ")
-    assert "; choose resnet18_modular or darts_s2, " in said
+    assert "; choose space.name=resnet18_modular or darts_s2, " in said
     config = fedmn_config()
     config.method.adapt = AdaptationConfig(epochs=0)
     assert refused(config) == "method.adapt.epochs=0: must be at least 1"

@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform.clients.execution import Assignment
+from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import BudgetConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered import fedoras
 from fedloom.platform.methods.tiered.fedoras import CommunicationConfig

@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.averaging.server import ServerStep
-from fedloom.platform.clients.execution import Assignment
+from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.local_rules import LOCAL_RULES, LocalClient, LocalRule, local_rule, place_of
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import SGD, Correction, LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig, rules_of
-from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.plugins import Chosen, PluginError
 from fedloom.platform.seeding import torch_stream

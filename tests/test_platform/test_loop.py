@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.execution import Assignment, Executor, Measurement, Outcome, Report, SerialExecutor
+from fedloom.platform.clients.assignments import (
+    Assignment,
+    Measurement,
+    Outcome,
+    Report,
+)
+from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig
 from fedloom.platform.federation.loop import InterruptedRunError, Loop, RoundProgress, round_row

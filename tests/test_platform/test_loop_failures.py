@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.execution import (
+from fedloom.platform.clients.assignments import (
     Assignment,
+    Outcome,
+    Report,
+    Task,
+)
+from fedloom.platform.clients.execution import (
     Chunk,
     ChunkResult,
     Executor,
-    Outcome,
-    Report,
     SerialExecutor,
     SharedWeights,
-    Task,
 )
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation import recorder as recorder_module

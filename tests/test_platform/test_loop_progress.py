@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fedloom.platform.clients.execution import Measurement, Report, SerialExecutor
+from fedloom.platform.clients.assignments import Measurement, Report
+from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress, Validated, split_of, validated

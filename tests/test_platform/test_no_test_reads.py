@@ -16,9 +16,10 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.guard import TestReadError
 from fedloom.platform.data.partition import Partition
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RunFailedError
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.stages import tier_search
 from fedloom.platform.methods.tiered import fedoras
 from fedloom.platform.results.checkpoint import load_checkpoint

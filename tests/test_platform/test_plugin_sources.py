@@ -12,9 +12,10 @@ import pytest
 
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.results.paths import run_paths
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.plugin_sources import UnknownSourceError, named_modules, plugin_sources, sources_of

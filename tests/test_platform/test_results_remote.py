@@ -23,7 +23,8 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.results import mirror as mirror_module
-from fedloom.platform.results.checkpoint import Bag, load_checkpoint, save_checkpoint
+from fedloom.platform.results.bag import Bag
+from fedloom.platform.results.checkpoint import load_checkpoint, save_checkpoint
 from fedloom.platform.results.mirror import Mirror, MirrorError, mirrored
 from fedloom.platform.results.order import rank
 from fedloom.platform.results.paths import RunPaths, find_run, run_paths
@@ -229,7 +230,7 @@ def moments(
         else:
             taken[-1].mkdir(parents=True)
 
-    def started(run_id: str) -> None:
+    def started(run_id: str, _: str) -> None:
         targets.append(watched(url, take))
         mirrors.append(Mirror(targets[0], run_paths(local_root(url), config.experiment, run_id)))
 

@@ -5,15 +5,16 @@ from collections.abc import Callable
 
 import pytest
 
-from fedloom.platform.clients.execution import Assignment, Outcome, Task
+from fedloom.platform.clients.assignments import Assignment, Outcome, Task
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.guard import TestReadError
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.tiered.fedoras import Paths
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from fedloom.platform.clients.execution import Report
+from fedloom.platform.clients.assignments import Report
 from fedloom.platform.federation.history import ClientRecord, History, packed, unpacked, with_reports
 from fedloom.platform.federation.selection import (
     DRAWS_PER_CLIENT,

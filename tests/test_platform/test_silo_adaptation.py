@@ -12,14 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.platform.clients.execution import Assignment, Outcome, Task, TaskError
+from fedloom.platform.clients.assignments import (
+    Assignment,
+    Outcome,
+    Task,
+    TaskError,
+)
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, LocalSGD, train_locally
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo import knn_per
 from fedloom.platform.methods.silo.ditto import DittoConfig, DittoTrainingConfig

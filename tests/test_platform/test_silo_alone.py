@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform.clients.execution import Assignment
-from fedloom.platform.clients.networks import Kept
+from fedloom.platform.clients.assignments import Assignment
+from fedloom.platform.clients.mixed import Kept
 from fedloom.platform.clients.trainer import client_samples, train_network
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.personal import Personal, unpacked, with_row
 from fedloom.platform.methods.silo.searchers import Perturbation
 from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider

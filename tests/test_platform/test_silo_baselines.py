@@ -10,16 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.clients.execution import Assignment, Measurement, Outcome, Task
+from fedloom.platform.clients.assignments import (
+    Assignment,
+    Measurement,
+    Outcome,
+    Task,
+)
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, endless_batches
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import rules_of
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo.ditto import DittoConfig, DittoTrainingConfig, TrainDitto
 from fedloom.platform.methods.silo.per_fedavg import MetaStep, PerFedAvgConfig, PerFedAvgTrainingConfig, TrainMeta

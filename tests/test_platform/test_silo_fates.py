@@ -14,14 +14,16 @@ from torch import Tensor
 
 import fedloom.platform.runs.run as run_module
 from fedloom.platform.averaging.average import WeightedSums
-from fedloom.platform.clients.execution import Assignment, Outcome, SerialExecutor
+from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import evaluate
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, FailuresConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.loop import InterruptedRunError, RunFailedError
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.gains import GainConfig
 from fedloom.platform.methods.silo.personal import unpacked
 from fedloom.platform.methods.silo.scoring import ScoreOwn
@@ -352,8 +354,9 @@ def test_a_second_run_and_one_that_is_interrupted_where_it_measures_are_the_same
 
     ids: list[str] = []
     last_of_training = iter([False, True])
+    watcher = Watcher(started=lambda run_id, _: ids.append(run_id), should_stop=lambda: next(last_of_training))
     with pytest.raises(InterruptedRunError, match=r"stopped after round 1 of spider"):
-        start_run(broken, serial, Watcher(started=ids.append, should_stop=lambda: next(last_of_training)))
+        start_run(broken, serial, watcher)
     for place in ("round 0 of evaluation", "round 0 of gains"):
         with pytest.raises(InterruptedRunError, match=f"stopped after {place}"):
             resume_run(broken, ids[0], serial, Watcher(should_stop=lambda: True))

@@ -8,14 +8,15 @@ import pandas as pd
 import pytest
 import torch
 
-from fedloom.platform.clients.execution import Assignment
+from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, LocalSGD, evaluate, train_locally
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo.gains import GainConfig, GainStage
 from fedloom.platform.methods.silo.personal import Personal, unpacked

@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.clients import trainer
-from fedloom.platform.clients.execution import Assignment, Outcome, Task
+from fedloom.platform.clients.assignments import Assignment, Outcome, Task
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import rules_of
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo import fedpnas
 from fedloom.platform.methods.silo.fednas import FedNasConfig

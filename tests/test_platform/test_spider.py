@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.clients.execution import Assignment, SerialExecutor
+from fedloom.platform.clients.assignments import Assignment
+from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.training import SGD, LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import rules_of
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.gains import GainConfig
 from fedloom.platform.methods.silo.personal import Personal, is_decided, undecided, unpacked, with_row
 from fedloom.platform.methods.silo.searchers import ArchitectureSearchConfig, Perturbation
@@ -205,7 +207,7 @@ def test_what_cannot_run_is_refused_and_unsearched_edges_are_counted(
     without = replace(config, data=replace(config.data, validation_share=0.0))
     with pytest.raises(ValueError, match=r"validation_share=0 leaves a silo without validation samples"):
         stages(without.method, build_world(without))
-    with pytest.raises(ValueError, match=r"^spider cannot use space cnn_digits, .*; choose darts_s2, "):
+    with pytest.raises(ValueError, match=r"^spider cannot use space cnn_digits, .*; choose space.name=darts_s2, "):
         stages(SpiderConfig(), build_world(tiny_config()))
 
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.clients.execution import Assignment, Outcome
+from fedloom.platform.clients.assignments import Assignment, Outcome
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.scoring import ScoreSubnet, calibration_samples, scored_subnet, subnet_scorer
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD, Samples, Score, estimate_statistics, evaluate
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.world import build_world
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.slices import Architecture, extract

@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform.clients.execution import Assignment
+from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import Shrinking, ShrinkingConfig, bag_of
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.seeding import torch_stream

@@ -15,11 +15,12 @@ from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.federation.stage import Plan, RoundResult
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import DistributionConfig, ElasticTrainingConfig, ShrinkingConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig

@@ -14,14 +14,16 @@ from torch import Tensor
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.averaging.weighting import Work
 from fedloom.platform.clients import trainer
-from fedloom.platform.clients.execution import Assignment, Outcome, SharedWeights, run_assignment
+from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.execution import SharedWeights, run_assignment
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.tiered import fedoras
 from fedloom.platform.methods.tiered.fedoras import Paths
 from fedloom.platform.plugins import Chosen

@@ -10,18 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform.clients.execution import Assignment
+from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import BudgetConfig, DevicesConfig, RunConfig, SeedsConfig, TiersConfig
 from fedloom.platform.federation.planning import assign, choose_cohort, in_plan_order, training_budget
 from fedloom.platform.federation.selection import Cohort
 from fedloom.platform.federation.stage import Plan
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered.fedoras import Paths
 from fedloom.platform.plugins import Chosen

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from fedloom.platform.averaging.shares import SHARES_RULES, Shares, SharesConfig, Sharing, shares_of
-from fedloom.platform.clients.execution import Assignment, places_of
+from fedloom.platform.clients.assignments import Assignment, places_of
 from fedloom.platform.clients.networks import Account, Network, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train

@@ -6,7 +6,7 @@ Settings of SPIDER, App. B.1.
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from fedloom.platform.clients.execution import Assignment, Outcome
+from fedloom.platform.clients.assignments import Assignment, Outcome
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import PERSONAL
@@ -22,7 +22,6 @@ from fedloom.platform.methods.silo.personal import Personal, begun
 from fedloom.platform.methods.silo.scoring import ScoreOwn
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, fresh_subnet, pair_outcome
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation
-from fedloom.platform.methods.stages.given import given_architecture
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Weights
 
@@ -75,7 +74,7 @@ class TrainDitto:
 def stages(config: DittoConfig, world: World) -> list[Stage]:
     """Two models per silo, then the evaluation of the silos' own."""
     train, rules = config.train, checked_silos(world, config.train)
-    subnet = Subnet(given_architecture(world, config.architecture), stand_alone=True)
+    subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
 
     def client(round_: Round) -> TrainDitto:
         return TrainDitto(subnet, round_.local, train.pull, rules, train.use_validation, round_.scored)

@@ -19,8 +19,13 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from fedloom.platform.clients.execution import Assignment, Outcome, Task, places_of
-from fedloom.platform.clients.networks import Kept
+from fedloom.platform.clients.assignments import (
+    Assignment,
+    Outcome,
+    Task,
+    places_of,
+)
+from fedloom.platform.clients.mixed import Kept
 from fedloom.platform.clients.trainer import (
     Train,
     client_samples,

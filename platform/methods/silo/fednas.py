@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from fedloom.platform.clients.execution import Assignment, Outcome, Task
-from fedloom.platform.clients.networks import Kept
+from fedloom.platform.clients.assignments import Assignment, Outcome, Task
+from fedloom.platform.clients.mixed import Kept
 from fedloom.platform.clients.trainer import (
     client_samples,
     train_network,

@@ -14,7 +14,7 @@ from typing import Annotated, cast
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.execution import Assignment, Outcome, client_of
+from fedloom.platform.clients.assignments import Assignment, Outcome, client_of
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.scoring import PERSONAL, own_test_data, score_network
 from fedloom.platform.clients.trainer import (

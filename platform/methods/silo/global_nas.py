@@ -7,8 +7,8 @@ in every round: all silos train what is kept of the supernet (FedAvg);
 
 from dataclasses import dataclass, field
 
-from fedloom.platform.clients.execution import Assignment, Outcome, Task
-from fedloom.platform.clients.networks import Kept
+from fedloom.platform.clients.assignments import Assignment, Outcome, Task
+from fedloom.platform.clients.mixed import Kept
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Plan, RoundResult, Stage
 from fedloom.platform.federation.state import RunState

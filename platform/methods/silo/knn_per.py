@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.clients.execution import Assignment, Measurement, Outcome, client_of, places_of
+from fedloom.platform.clients.assignments import (
+    Assignment,
+    Measurement,
+    Outcome,
+    client_of,
+    places_of,
+)
 from fedloom.platform.clients.networks import Network, Subnet
 from fedloom.platform.clients.scoring import GLOBAL, PERSONAL
 from fedloom.platform.clients.training import Score
@@ -23,7 +29,6 @@ from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.scoring import final_measurements, scored_outcome
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, check_validation, checked_silos, fedavg_stage
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation
-from fedloom.platform.methods.stages.given import given_architecture
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import ONE_OR_MORE, POSITIVE
 from fedloom.platform.spaces.slices import Weights
@@ -159,7 +164,7 @@ def stages(config: KnnPerConfig, world: World) -> list[Stage]:
     if train.use_validation:
         raise ValueError("method.train.use_validation: kNN-Per chooses its mixing weight on validation data; set false")
     check_validation(world, "choose the mixing weight")
-    subnet = Subnet(given_architecture(world, config.architecture), stand_alone=True)
+    subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
     task = ScoreNearest(subnet, config.neighbours, config.scale)
     return [fedavg_stage(world, train, rules, subnet, config.name), ClientEvaluation(world, lambda _state: task)]
 

@@ -19,7 +19,6 @@ from fedloom.platform.methods.silo.silos import (
     fedavg_stage,
 )
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation
-from fedloom.platform.methods.stages.given import given_architecture
 
 
 @dataclass
@@ -35,7 +34,7 @@ class LocalAdaptationConfig:
 def stages(config: LocalAdaptationConfig, world: World) -> list[Stage]:
     """FedAvg; then the shared model as it is and adapted, on every silo's test data."""
     train, rules = config.train, checked_silos(world, config.train)
-    subnet = Subnet(given_architecture(world, config.architecture), stand_alone=True)
+    subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
     task = AdaptAndScore(subnet, adaptation(world, config.adapt, train, train.lr), train.use_validation)
     training = fedavg_stage(world, train, rules, subnet, config.name)
     return [training, ClientEvaluation(world, lambda _state: task)]

@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from fedloom.platform.clients.execution import Assignment, Outcome, places_of
+from fedloom.platform.clients.assignments import Assignment, Outcome, places_of
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import (
@@ -36,7 +36,6 @@ from fedloom.platform.methods.silo.silos import (
     fresh_subnet,
 )
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation
-from fedloom.platform.methods.stages.given import given_architecture
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import POSITIVE
 from fedloom.platform.spaces.slices import Weights
@@ -122,7 +121,7 @@ class MetaStep:
 def stages(config: PerFedAvgConfig, world: World) -> list[Stage]:
     """MAML, then adaptation."""
     train, rules = config.train, checked_silos(world, config.train)
-    subnet = Subnet(given_architecture(world, config.architecture), stand_alone=True)
+    subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
     inner_lr = train.local_factor * train.lr
 
     def client(round_: Round) -> TrainMeta:

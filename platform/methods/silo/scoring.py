@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from fedloom.platform.clients.execution import Assignment, Measurement, Outcome
-from fedloom.platform.clients.networks import Described, Kept, Network, Subnet
+from fedloom.platform.clients.assignments import Assignment, Measurement, Outcome
+from fedloom.platform.clients.mixed import Kept
+from fedloom.platform.clients.networks import Described, Network, Subnet
 from fedloom.platform.clients.scoring import (
     GLOBAL,
     PERSONAL,

@@ -8,8 +8,9 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor
 
-from fedloom.platform.clients.execution import Assignment, client_of, places_of
-from fedloom.platform.clients.networks import Kept, Network
+from fedloom.platform.clients.assignments import Assignment, client_of, places_of
+from fedloom.platform.clients.mixed import Kept
+from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, Samples, Score, Step, endless_batches, evaluate
 from fedloom.platform.clients.worker import Worker

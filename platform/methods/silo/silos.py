@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from fedloom.platform.clients.execution import Outcome
+from fedloom.platform.clients.assignments import Outcome
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train, TrainedNetwork, trained_outcome, update_of
 from fedloom.platform.clients.training import LocalSGD, Samples

@@ -11,9 +11,9 @@ in the end every silo's network is scored on the silo's own test data; and, if a
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from fedloom.platform.clients.execution import Assignment, Outcome
+from fedloom.platform.clients.assignments import Assignment, Outcome
 from fedloom.platform.clients.local_rules import pull_towards
-from fedloom.platform.clients.networks import Kept
+from fedloom.platform.clients.mixed import Kept
 from fedloom.platform.clients.scoring import PERSONAL
 from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
 from fedloom.platform.clients.training import LocalSGD

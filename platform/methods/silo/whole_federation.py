@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from fedloom.platform.clients.networks import Kept
+from fedloom.platform.clients.mixed import Kept
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import SUPERNET, Assign, Round, to_all

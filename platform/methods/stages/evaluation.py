@@ -1,22 +1,26 @@
 """The final evaluation: the only stages that read test data."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from fedloom.platform.clients.execution import Assignment, Task
-from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.assignments import SERVER, Assignment, Task
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.federation.planning import assign, for_server, in_plan_order
 from fedloom.platform.federation.selection import Cohort
 from fedloom.platform.federation.stage import KeptModel, Merged, Plan, RoundResult, Row, Stage, evaluation_rows
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import SUPERNET
-from fedloom.platform.federation.world import SERVER, World
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, extract
+
+if TYPE_CHECKING:
+    from fedloom.platform.clients.networks import Subnet
+    from fedloom.platform.federation.state import RunState
+    from fedloom.platform.federation.world import World
 
 
 @dataclass

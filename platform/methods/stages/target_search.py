@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedloom.platform.clients.execution import Report, Task
-from fedloom.platform.clients.scoring import MeasureLatency, ScoreSubnets
+from fedloom.platform.clients.assignments import SERVER, Report, Task
+from fedloom.platform.clients.latency import MeasureLatency
+from fedloom.platform.clients.scoring import ScoreSubnets
 from fedloom.platform.federation.planning import for_server
 from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Row, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import SUPERNET
-from fedloom.platform.federation.world import SERVER, World
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.stages.candidates import candidate_rows
 from fedloom.platform.methods.stages.tier_search import (
     WINNERS,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from fedloom.platform.clients.execution import Assignment, Measurement, Report
+from fedloom.platform.clients.assignments import Assignment, Measurement, Report
 from fedloom.platform.clients.scoring import ScoreSubnets
 from fedloom.platform.federation.planning import assign, choose_cohort, for_server, in_plan_order
 from fedloom.platform.federation.selection import Cohort

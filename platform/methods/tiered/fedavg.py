@@ -6,19 +6,22 @@ in every round: the selected clients train the weights on their data (local rule
 in the end: the weights are scored on the test set, and on every client's own test data
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.training import Round, Slots, TrainingStage, from_generator, to_all
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
-from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
-from fedloom.platform.methods.stages.given import given_architecture
+
+if TYPE_CHECKING:
+    from fedloom.platform.federation.stage import Stage
+    from fedloom.platform.federation.world import World
 
 MODEL = "fedavg"
 """The stage, its bag, and the model in the tables."""
@@ -38,7 +41,7 @@ class FedAvgConfig:
 def stages(config: FedAvgConfig, world: World) -> list[Stage]:
     """Training, then the final evaluation."""
     check_training(config.train, "method.train", world.num_clients)
-    subnet = Subnet(given_architecture(world, config.architecture), stand_alone=True)
+    subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
     rules = rules_of(config.train, "method.train")
 
     def client(round_: Round) -> Train:

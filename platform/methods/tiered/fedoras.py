@@ -17,7 +17,7 @@ from typing import Annotated, cast
 import numpy as np
 from torch import Tensor
 
-from fedloom.platform.clients.execution import Assignment, places_of
+from fedloom.platform.clients.assignments import Assignment, places_of
 from fedloom.platform.clients.networks import Account, Network, Subnet
 from fedloom.platform.clients.path_samplers import SAMPLERS, PathSampler, path_sampler
 from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets

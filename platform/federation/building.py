@@ -1,0 +1,169 @@
+"""Builds what is given before the first round: data and partition, costs, tiers, devices, and who is in which tier."""
+
+from functools import lru_cache
+
+import numpy as np
+
+from fedloom.platform.clients.objectives import OBJECTIVES, check_objective
+from fedloom.platform.clients.worker import WorkerSpec
+from fedloom.platform.data.augment import check_augmentation
+from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.federated import FederatedData
+from fedloom.platform.data.partition import prepare_partition
+from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.data.sources import data_choices
+from fedloom.platform.federation.budgets import configured_budget
+from fedloom.platform.federation.config import GENERATED, RunConfig
+from fedloom.platform.federation.costs import RunCosts, measure_costs
+from fedloom.platform.federation.world import World
+from fedloom.platform.plugins import Chosen
+from fedloom.platform.seeding import stream
+from fedloom.platform.settings import chosen
+from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.genome import Genome
+from fedloom.platform.spaces.registry import build_space
+from fedloom.tiers.assignment import by_device_table, by_list, by_shares
+from fedloom.tiers.bounds import check_upper_bounds, tier_upper_bounds
+from fedloom.tiers.costs import CostTable
+from fedloom.tiers.devices import DeviceProfile, DeviceTable, generate_device_table, read_device_table
+from fedloom.tiers.tier import Tier, make_tiers
+
+TOP_TIER_MACS_PER_S = 2e10
+"""A recent phone in training (assumed); lower tiers run in proportion to their budgets."""
+
+TRIED_SAMPLES = 4
+"""Training samples on which augmentation and objective are tried before anything is written."""
+
+
+def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
+    """Prepares (or finds) data and partition, and works out tables, tiers and devices.
+
+    `costs` are the tables that a resumed run began with; measured afresh if not given.
+
+    Raises ValueError for whatever cannot be: missing data, impossible budgets, shares that do not sum to 1.
+    """
+    _, augment = data_choices(config.data)
+    objective = chosen([(OBJECTIVES, config.objective.name)], config.objective.options, "objective.options")[0]
+    dataset_path = prepare_dataset(config.data)
+    dataset = Dataset.open(dataset_path)
+    space = build_space(config.space)
+    _check_fit(space, dataset, config)
+    partition_path = prepare_partition(config.data, dataset, config.seed_for("partition"))
+    costs = costs or measure_costs(config.tiers, space)
+    cost_table, macs_table = costs.budget, costs.macs
+    tiers = split_into_tiers(config, space, cost_table)
+    data = FederatedData.open(dataset_path, partition_path)
+    _try_on_data(data, augment, objective, config.space.num_classes)
+    devices = _device_table(config, data.num_clients)
+    tier_of_client = _assign_clients(config, tiers, data.num_clients, devices)
+    spec = WorkerSpec(
+        space=config.space,
+        dataset_path=str(dataset_path),
+        partition_path=str(partition_path),
+        training_seed=config.seed_for("training"),
+        cost_table=cost_table,
+        macs_table=macs_table,
+        threads=config.executor.threads,
+        objective=objective,
+    )
+    return World(
+        config=config,
+        space=space,
+        data=data,
+        cost_table=cost_table,
+        macs_table=macs_table,
+        tiers=tiers,
+        tier_of_client=tier_of_client,
+        eligible_by_tier=tuple(np.flatnonzero(tier_of_client >= i) for i in range(len(tiers))),
+        budget=configured_budget(config.tiers.budget),
+        profiles=_profiles(config, tiers),
+        devices=devices,
+        augment=augment,
+        spec=spec,
+    )
+
+
+def _try_on_data(data: FederatedData, augment: Chosen, objective: Chosen, num_classes: int) -> None:
+    """Raises ValueError, in one line, for an augmentation or an objective that does not fit the data."""
+    x, y = data.dataset.tensors("train", np.arange(min(TRIED_SAMPLES, data.dataset.num_samples("train"))))
+    check_augmentation(augment, x)
+    check_objective(objective, y, num_classes)
+
+
+def _check_fit(space: SearchSpace, dataset: Dataset, config: RunConfig) -> None:
+    if tuple(space.input_shape) != tuple(dataset.input_shape) or config.space.num_classes != dataset.num_classes:
+        raise ValueError(
+            f"space {config.space.name} takes {tuple(space.input_shape)} and {config.space.num_classes} classes, "
+            f"{config.data.dataset} has {tuple(dataset.input_shape)} and {dataset.num_classes}: "
+            f"choose a space that fits, or set space.input_shape={list(dataset.input_shape)} and space.num_classes="
+            f"{dataset.num_classes}"
+        )
+
+
+def split_into_tiers(config: RunConfig, space: SearchSpace, table: CostTable) -> tuple[Tier, ...]:
+    """The tiers with their bounds, computed from random paths or as given."""
+    tiers = config.tiers
+    if tiers.upper_bounds is not None:
+        uppers = check_upper_bounds(tiers.upper_bounds, table.cost(space.cheapest(table)), table.largest)
+    else:
+        costs, start = sampled_costs(space.genome, table, tiers.paths), space.common_cost(table)
+        uppers = tier_upper_bounds(costs, start, table.largest, tiers.count, tiers.rho_low, tiers.rho_high)
+    num_gpus = tiers.num_gpus if tiers.num_gpus is not None else 0.0
+    num_cpus = tiers.num_cpus if tiers.num_cpus is not None else 1.0
+    return make_tiers(uppers, num_gpus=num_gpus, num_cpus=num_cpus)
+
+
+@lru_cache(maxsize=4)
+def sampled_costs(genome: Genome, table: CostTable, paths: int) -> np.ndarray:
+    """Costs of uniformly drawn architectures, shape (paths,); the same for every seed, as tiers belong to the space."""
+    return table.costs(genome.draw(paths, stream(0, "tier_bounds")))
+
+
+def _device_table(config: RunConfig, num_clients: int) -> DeviceTable | None:
+    given = config.tiers.device_table
+    if not given:
+        return None
+    if given == GENERATED:
+        return generate_device_table(num_clients, stream(config.seed_for("partition"), "device_table"))
+    return read_device_table(given)
+
+
+def _assign_clients(
+    config: RunConfig, tiers: tuple[Tier, ...], num_clients: int, devices: DeviceTable | None
+) -> np.ndarray:
+    given = config.tiers
+    if devices is not None:
+        if given.cost != "macs" or given.cost_weights:
+            cost = given.cost_weights or given.cost
+            raise ValueError(
+                f"tiers.device_table: speeds in MAC/s say nothing about tiers.cost={cost}: use tiers.cost=macs, "
+                "or give tiers.clients"
+            )
+        if len(devices) < num_clients:
+            raise ValueError(f"{given.device_table} has {len(devices)} devices: give each of {num_clients} clients one")
+        uppers = [t.upper for t in tiers]
+        table = by_device_table(devices, uppers, batch_size=given.step_batch_size, max_step_s=given.max_step_s)
+        return table[:num_clients]
+    if given.clients is not None:
+        return by_list(given.clients, len(tiers), num_clients)
+    shares = given.shares if given.shares is not None else [1 / len(tiers)] * len(tiers)
+    if len(shares) != len(tiers):
+        raise ValueError(f"tiers.shares has {len(shares)} values for {len(tiers)} tiers: give one per tier")
+    return by_shares(num_clients, shares, stream(config.seed_for("partition"), "client_tiers"))
+
+
+def _profiles(config: RunConfig, tiers: tuple[Tier, ...]) -> tuple[DeviceProfile, ...]:
+    devices = config.devices
+    rates = devices.macs_per_s or [TOP_TIER_MACS_PER_S * t.upper / tiers[-1].upper for t in tiers]
+    if len(rates) == 1:
+        rates = list(rates) * len(tiers)
+    if len(rates) != len(tiers):
+        raise ValueError(f"devices.macs_per_s has {len(rates)} values: give one, or one per tier ({len(tiers)})")
+    if devices.deadline_s is not None and devices.deadline_s <= 0:
+        raise ValueError(f"devices.deadline_s={devices.deadline_s}: must be greater than 0, or null for none")
+    return tuple(
+        DeviceProfile(
+            t.name, rate, devices.down_bytes_per_s, devices.up_bytes_per_s, devices.availability, devices.dropout
+        )
+        for t, rate in zip(tiers, rates, strict=True)
+    )
