@@ -1,6 +1,8 @@
 """What all tests share: a cache of their own, one thread, and a federation so small that a whole run takes a second."""
 
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -95,18 +97,50 @@ def tiny_config(
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    """Ray with two CPUs, for the tests of one module."""
+def ray_cluster() -> None:
+    """Ray with two free CPUs: one cluster for the session, begun by the first who needs it and left to the next."""
     import ray  # the tests below platform/ and tiers/ do without it
 
-    ray.init(
-        address="local",
-        num_cpus=2,
-        num_gpus=0,
-        object_store_memory=300_000_000,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    from fedloom.actors.cluster import PRELOADED
+
+    if not ray.is_initialized():
+        ray.init(
+            address="local",
+            num_cpus=2,
+            num_gpus=0,
+            object_store_memory=300_000_000,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=False,
+            _system_config={"preload_python_modules": PRELOADED},
+        )
+    end = time.monotonic() + 30
+    while ray.available_resources().get("CPU", 0) < 2:
+        assert time.monotonic() < end, "somebody's actors hold the cluster's CPUs"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def no_ray_cluster() -> None:
+    """No cluster of the session: for those that start one of their own."""
+    end_of_ray()
+
+
+def end_of_ray() -> None:
+    """Ends the session's cluster, if there is one."""
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+
+
+def pytest_sessionfinish() -> None:
+    """Nothing of Ray stays behind."""
+    end_of_ray()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those who share the cluster come before those who end it to start their own; else the order stays."""
+
+    def begins_its_own(item: pytest.Item) -> bool:
+        return item.get_closest_marker("ray") is not None and "ray_cluster" not in getattr(item, "fixturenames", ())
+
+    items.sort(key=begins_its_own)

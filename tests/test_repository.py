@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import zipfile
@@ -85,10 +86,10 @@ def test_the_import_rule_sees_a_violation(tmp_path: Path) -> None:
 
 
 def imported_files(file: Path) -> set[Path]:
-    """The modules of `experiments/` that a module of it imports, wherever in it."""
+    """The modules of fedloom that a module of it imports, wherever in it, be it for type checkers alone."""
     found: set[Path] = set()
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedloom.experiments"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedloom."):
             base = ROOT.joinpath(*(node.module or "").split(".")[1:])
             for alias in node.names:
                 inside = (base / f"{alias.name}.py", base / alias.name / "__init__.py")
@@ -113,17 +114,50 @@ def circle(imports: dict[Path, set[Path]]) -> list[Path]:
     return next((found for place in sorted(imports) if (found := search(place, []))), [])
 
 
-def test_no_modules_and_no_folders_of_the_experiments_import_each_other_in_a_circle() -> None:
+@pytest.fixture(scope="module")
+def modules() -> dict[Path, set[Path]]:
+    """Every module of fedloom with those that it imports."""
+    files = [file for folder in MAY_IMPORT for file in source_files(folder) if EXAMPLES not in file.parents]
+    return {file: imported_files(file) for file in files}
+
+
+def test_no_modules_and_no_folders_import_each_other_in_a_circle(modules: dict[Path, set[Path]]) -> None:
     """The commands at the root of `experiments/` may import everything, and nothing imports them."""
-    root = ROOT / "experiments"
-    modules = {file: imported_files(file) for file in source_files("experiments") if EXAMPLES not in file.parents}
     folders: dict[Path, set[Path]] = {}
     for file, others in modules.items():
         folders.setdefault(file.parent, set()).update(other.parent for other in others if other.parent != file.parent)
     assert circle(modules) == []
     assert circle(folders) == []
-    assert [folder for folder, others in folders.items() if root in others] == []
+    assert [folder for folder, others in folders.items() if ROOT / "experiments" in others] == []
     assert circle({Path("a"): {Path("b")}, Path("b"): {Path("c")}, Path("c"): {Path("b")}}) == [Path("b"), Path("c")]
+
+
+def test_files_and_functions_stay_small() -> None:
+    """A file of at most 400 lines, a function of at most 50: what is longer has two subjects."""
+    for file in (file for folder in (*MAY_IMPORT, "tests") for file in source_files(folder)):
+        text = file.read_text()
+        assert text.count("\n") <= 400, f"{file} is too long"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 50, f"{file}: {node.name} is too long"
+
+
+def test_hardly_anything_asks_which_class_a_space_is() -> None:
+    """A space says what it can do, so that a user's own takes part wherever it offers what is needed."""
+    asked = re.compile(r"isinstance\([^()]*Space\b|cast\(\"?\w*Space\b")
+    places = [line for folder in MAY_IMPORT for f in source_files(folder) for line in asked.findall(f.read_text())]
+    assert len(places) <= 6, places
+
+
+def test_a_method_is_imported_with_little_else() -> None:
+    """FedAvg once pulled in 83 modules of fedloom, all spaces and data sets among them."""
+    code = (
+        "import sys, fedloom.platform.methods.tiered.fedavg\n"
+        "files = [getattr(m, '__file__', None) or '' for n, m in sys.modules.items() if n.startswith('fedloom.')]\n"
+        "print(sum(f.endswith('.py') and not f.endswith('__init__.py') for f in files))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 10 < int(run.stdout) <= 83 // 3
 
 
 @pytest.mark.slow

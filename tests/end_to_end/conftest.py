@@ -138,17 +138,19 @@ def tiny(tmp_path: Path, tiny_overrides: list[str]) -> Callable[..., RunConfig]:
     return make
 
 
+Run = tuple[Path | str, str]
+"""A folder of results and a run's name in it."""
 Rows = dict[str, pd.DataFrame]
 
 
 @pytest.fixture(scope="session")
-def rows_of() -> Callable[[Path, str], Rows]:
+def rows_of() -> Callable[[Path | str, str], Rows]:
     """All tables of a run without what measures real time, and without its name."""
 
-    def read(results: Path, run_id: str) -> Rows:
+    def read(results: Path | str, run_id: str) -> Rows:
         tables = {}
         for table in TABLES:
-            frame = read_table(results, table, run_id=run_id)
+            frame = read_table(Path(results), table, run_id=run_id)
             aside = {"run_id", "experiment", *TIME_COLUMNS[table]} | ({"config"} if table == "runs" else set())
             tables[table] = frame.drop(columns=[c for c in frame.columns if c in aside])
         return tables
@@ -157,15 +159,15 @@ def rows_of() -> Callable[[Path, str], Rows]:
 
 
 @pytest.fixture(scope="session")
-def assert_same_run(rows_of: Callable[[Path, str], Rows]) -> Callable[..., None]:
+def assert_same_run(rows_of: Callable[[Path | str, str], Rows]) -> Callable[..., None]:
     """Two runs have the same rows and the same final weights, bit for bit."""
 
-    def check(results: Path, first: str, second: str, empty: tuple[str, ...] = ()) -> None:
-        a, b = rows_of(results, first), rows_of(results, second)
+    def check(first: Run, second: Run, empty: tuple[str, ...] = ()) -> None:
+        a, b = rows_of(*first), rows_of(*second)
         for table in TABLES:
             assert (len(a[table]) > 0) != (table in empty), f"table {table} has {len(a[table])} rows"
             pd.testing.assert_frame_equal(a[table], b[table], check_exact=True, obj=table)
-        bags = [load_checkpoint(find_run(results, run).checkpoint).bags for run in (first, second)]
+        bags = [load_checkpoint(find_run(Path(results), run).checkpoint).bags for results, run in (first, second)]
         assert bags[0].keys() == bags[1].keys()
         for name in bags[0]:
             for tensor, value in bags[0][name].tensors.items():

@@ -19,7 +19,7 @@ from fedloom.experiments.store.trials import trial_states
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("no_ray_cluster")]
 
 KILLS = int(os.environ.get("FEDLOOM_KILLS", "2"))
 LIMIT_S = 600

@@ -19,7 +19,8 @@ from fedloom.actors.client import About
 from fedloom.actors.placement import plan_lanes, resident_lane
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
-from fedloom.experiments.runs.launch import launch
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.tables import read_table
@@ -29,9 +30,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 Tiny = Callable[..., RunConfig]
 Same = Callable[..., None]
+Run = tuple[str, str]
+Serially = Callable[[RunConfig], Run]
 
 
-def run_on_actors(config: RunConfig, pool: type[ActorPool] = ActorPool) -> tuple[str, ActorPool]:
+def run_on_actors(config: RunConfig, pool: type[ActorPool] = ActorPool) -> tuple[Run, ActorPool]:
     accept_shared_memory()
     pools: list[ActorPool] = []
 
@@ -42,20 +45,28 @@ def run_on_actors(config: RunConfig, pool: type[ActorPool] = ActorPool) -> tuple
         pools.append(pool(world.spec, lanes, resident=config.executor.resident))
         return pools[0]
 
-    return start_run(config, make), pools[0]
+    return (config.results, start_run(config, make)), pools[0]
 
 
-class Unseen:
-    """A view that nobody looks at."""
+@pytest.fixture(scope="module")
+def run_serially(tmp_path_factory: pytest.TempPathFactory) -> Serially:
+    """The serial run of a configuration, made once however many are compared with it."""
+    known: dict[str, Run] = {}
 
-    def started(self, run_id: str) -> None: ...
+    def run(config: RunConfig) -> Run:
+        # How many actors there are, and whether they are resident, is nothing to one process.
+        executor = replace(config.executor, kind="serial", actors=None, resident=False)
+        alike = repr(replace(config, results="", executor=executor))
+        if alike not in known:
+            results = str(tmp_path_factory.mktemp("serial"))
+            known[alike] = (results, start_run(replace(config, results=results, executor=executor), serial))
+        return known[alike]
 
-    def round(self, progress: object) -> None: ...
+    return run
 
 
-def run_serially(config: RunConfig) -> str:
-    config = replace(config, executor=replace(config.executor, kind="serial"))
-    return launch(config, Unseen()).run_id
+def serial(world: World) -> SerialExecutor:
+    return SerialExecutor(Worker(world.spec))
 
 
 @pytest.mark.parametrize(
@@ -63,23 +74,25 @@ def run_serially(config: RunConfig) -> str:
     [("fedoras", 1), ("fedoras", 2), ("superfednas", 1), ("superfednas", 2), ("multi_stage", 2)],
     indirect=["family"],
 )
-def test_actors_give_the_bits_of_the_serial_executor(tiny: Tiny, assert_same_run: Same, actors: int) -> None:
+def test_actors_give_the_bits_of_the_serial_executor(
+    tiny: Tiny, run_serially: Serially, assert_same_run: Same, actors: int
+) -> None:
     config = tiny(f"executor.actors={actors}")
-    serial = run_serially(config)
+    reference = run_serially(config)
     on_actors, _ = run_on_actors(config)
-    assert_same_run(Path(config.results), serial, on_actors)
+    assert_same_run(reference, on_actors)
 
 
 @pytest.mark.parametrize("family", ["spider", "milenas", "fedpnas", "fedmn"], indirect=True)
 def test_what_silos_keep_is_the_same_pooled_or_resident(
-    tiny: Tiny, assert_same_run: Same, family: str, empty_tables: tuple[str, ...]
+    tiny: Tiny, run_serially: Serially, assert_same_run: Same, family: str, empty_tables: tuple[str, ...]
 ) -> None:
     config = tiny("executor.chunk_size=1")
-    serial = run_serially(config)
+    reference = run_serially(config)
     for actors, resident in ((1, False), (2, False), (2, True)) if family == "spider" else ((2, False),):
         executor = replace(config.executor, actors=actors, resident=resident)
         on_actors, _ = run_on_actors(replace(config, executor=executor))
-        assert_same_run(Path(config.results), serial, on_actors, empty=empty_tables)
+        assert_same_run(reference, on_actors, empty=empty_tables)
 
 
 class KillsOneActor(ActorPool):
@@ -107,28 +120,29 @@ class KillsOneActor(ActorPool):
 )
 def test_a_killed_actor_changes_nothing(
     tiny: Tiny,
+    run_serially: Serially,
     assert_same_run: Same,
     caplog: pytest.LogCaptureFixture,
     empty_tables: tuple[str, ...],
     resident: bool,
 ) -> None:
     config = tiny("executor.actors=2")
-    serial = run_serially(config)
+    reference = run_serially(config)
     config = replace(config, executor=replace(config.executor, resident=resident))
     killed, pool = run_on_actors(config, KillsOneActor)
     assert isinstance(pool, KillsOneActor)
     assert len(pool.killed) == 2
     assert sum("a client actor on" in r.message for r in caplog.records) >= 2
-    assert_same_run(Path(config.results), serial, killed, empty=empty_tables)
+    assert_same_run(reference, killed, empty=empty_tables)
 
 
-def test_resident_actors_give_the_same_bits(tiny: Tiny, assert_same_run: Same) -> None:
+def test_resident_actors_give_the_same_bits(tiny: Tiny, run_serially: Serially, assert_same_run: Same) -> None:
     changes = ["executor.chunk_size=1", "data.num_clients=6", "method.train.clients_per_round=4"]
     changes += ["method.finetune.clients_per_round=2", "method.rand_init.clients_per_round=2"]
     config = tiny(*changes)
-    serial = run_serially(config)
+    reference = run_serially(config)
     resident, pool = run_on_actors(replace(config, executor=replace(config.executor, actors=1, resident=True)))
-    assert_same_run(Path(config.results), serial, resident)
+    assert_same_run(reference, resident)
     assert {name for name in pool.lanes if name.startswith("resident")} <= {
         *(f"resident-{i}" for i in range(6)),
         "resident-server",
@@ -172,24 +186,22 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
     indirect=["family"],
 )
 def test_a_killed_run_resumes_to_the_same_bits(
-    tiny: Tiny, tiny_overrides: list[str], assert_same_run: Same, empty_tables: tuple[str, ...], stage: str
+    tiny: Tiny,
+    tiny_overrides: list[str],
+    run_serially: Serially,
+    assert_same_run: Same,
+    empty_tables: tuple[str, ...],
+    stage: str,
 ) -> None:
     config = tiny("executor.actors=2")
     results = Path(config.results)
     reference = run_serially(config)
-    reference_folder = results.rename(results.with_name("reference"))
     arguments = [*tiny_overrides, f"results={results}", "executor.actors=2"]
     process = subprocess.Popen(fedloom("run", *arguments), stdout=subprocess.DEVNULL)
     run_id = wait_for_round(results, stage)
     kill_all(process)
     resumed = subprocess.run(fedloom("resume", run_id, "--results", str(results)), capture_output=True, text=True)
     assert resumed.returncode == 0, resumed.stderr
-    # Both runs in one folder, to be compared.
-    for table in reference_folder.iterdir():
-        for folder in table.glob("*" if table.name == "artifacts" else "*/*"):
-            target = results / folder.relative_to(reference_folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            folder.rename(target)
-    assert_same_run(results, reference, run_id, empty=empty_tables)
+    assert_same_run(reference, (config.results, run_id), empty=empty_tables)
     rounds = read_table(results, "rounds", run_id=run_id)
     assert not rounds.duplicated(["stage", "round"]).any()

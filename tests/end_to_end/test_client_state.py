@@ -71,11 +71,10 @@ def spec() -> WorkerSpec:
 
 
 @pytest.fixture(params=["serial", "actors"])
-def executor(request: pytest.FixtureRequest, spec: WorkerSpec) -> Iterator[Executor]:
+def executor(request: pytest.FixtureRequest, spec: WorkerSpec, ray_cluster: None) -> Iterator[Executor]:
     if request.param == "serial":
         yield SerialExecutor(Worker(spec))
         return
-    request.getfixturevalue("ray_cluster")
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     accept_shared_memory()
     pool = ActorPool(spec, [Lane("clients", 2, 1.0, 0.0)])

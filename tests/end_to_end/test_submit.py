@@ -16,7 +16,7 @@ import pytest
 from fedloom.experiments.shipping import MIB
 from fedloom.platform.results.tables import read_table
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("no_ray_cluster")]
 
 FEDLOOM = str(Path(sys.executable).with_name("fedloom"))
 

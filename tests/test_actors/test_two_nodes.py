@@ -86,7 +86,7 @@ class Adds:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(no_ray_cluster: None) -> Iterator[Cluster]:
     """The driver's node; its files are kept away from other clusters', which would else be taken for this one."""
     folder = tempfile.mkdtemp(prefix="fl-")  # short: the paths of sockets must not be long
     with pytest.MonkeyPatch.context() as patch:

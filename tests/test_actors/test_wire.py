@@ -1,7 +1,5 @@
 """What travels between actors arrives as it was, and large arrays are not copied."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -52,25 +50,8 @@ def test_tensors_and_arrays_share_their_memory() -> None:
     assert (again["n"].dtype, again["n"].item()) == (torch.int64, 7)
 
 
-@pytest.fixture(scope="module")
-def ray_for_wire() -> Iterator[None]:
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=1,
-        num_gpus=0,
-        object_store_memory=100_000_000,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
-
-
 @pytest.mark.ray
-def test_large_arrays_arrive_from_the_object_store_without_a_copy(ray_for_wire: None) -> None:
+def test_large_arrays_arrive_from_the_object_store_without_a_copy(ray_cluster: None) -> None:
     import ray
 
     accept_shared_memory()
