@@ -160,7 +160,7 @@ class Place:
 
 
 def known_code(words: Sequence[str]) -> list[Place]:
-    """The places that one of these words is in (of their kind or keys), all if none is given.
+    """The places that one of these words is in (of their kind, their keys, or what is built in), all if none is given.
 
     Raises ValueError for a word that is in none.
     """
@@ -173,7 +173,7 @@ def known_code(words: Sequence[str]) -> list[Place]:
 
 
 def _is_of(place: Place, word: str) -> bool:
-    named = any(word == code.name for code in place.built_in)
+    named = any(word.lower() in code.name.lower() for code in place.built_in)
     return named or any(word.lower().replace("_", " ") in text.replace("_", " ") for text in (place.kind, *place.keys))
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, cast
 import numpy as np
 from torch import Tensor
 
-from fedloom.platform.averaging.shares import SHARES_RULES, Shares, SharesConfig, Sharing, shares_of
+from fedloom.platform.averaging.shares import SHARES_RULES, SharesConfig, Sharing, shares_of
 from fedloom.platform.clients.assignments import Assignment, places_of
 from fedloom.platform.clients.networks import Account, Network, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
@@ -47,7 +47,7 @@ from fedloom.platform.federation.training import (
     from_generator,
     to_all,
 )
-from fedloom.platform.federation.training_config import TrainingConfig, check_training, cohort_size, rules_of
+from fedloom.platform.federation.training_config import Rules, TrainingConfig, check_training, cohort_size, rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method, SharedTraining
 from fedloom.platform.methods.stages.evaluation import (
@@ -146,14 +146,6 @@ def _check_training(config: ElasticTrainingConfig, num_clients: int, family: int
         raise ValueError(f"{key}.distribution.heuristic={name} hands out a fixed family: give method.family")
 
 
-def named_subnet(world: World, text: str, key: str) -> Architecture:
-    """The subnet of a configured text; ValueError naming the configuration key and the field outside the space."""
-    try:
-        return world.space.parse(text)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
-
-
 # -- what a client trains where the whole supernet travels ------------------------------------------------------------
 
 
@@ -224,23 +216,11 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
     )
     clients = cohort_size(config, world.num_clients)
 
-    def hand_out(round_: Round) -> list[Architecture]:
-        client_ids, aware = tuple(sorted(round_.client_ids)), config.distribution.tier_aware
-        budgets = tuple(training_budget(world, c, round_.stage, round_.index) if aware else inf for c in client_ids)
-        rng = stream(world.config.seed_for("training"), "distribution", round_.stage, round_.index)
-        served = round_.state.data[SERVED]
-        handout = Handout(space, world.cost_table, round_.index, client_ids, budgets, family, served, rng)
-        given = distribute(rules.more["distribution.heuristic"], handout)
-        return [given[client_id] for client_id in round_.client_ids]
-
-    def share_out(round_: Round, architectures: Sequence[Architecture]) -> Shares:
+    def give(round_: Round) -> Tasks:
+        architectures = distributed(world, config, family, rules, round_)
         is_largest = tuple(architecture == space.largest for architecture in architectures)
         sharing = Sharing(config.shares, round_.index, config.rounds, clients, is_largest)
-        return shares_of(rules.more["shares.rule"], sharing)
-
-    def give(round_: Round) -> Tasks:
-        architectures = hand_out(round_)
-        shares = share_out(round_, architectures)
+        shares = shares_of(rules.more["shares.rule"], sharing)
         tasks = [
             Train(Subnet(architecture), round_.local, rules.weighting, share, rules.local)
             for architecture, share in zip(architectures, shares.values, strict=True)
@@ -255,7 +235,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
     def after(state: RunState, plan: Plan, _result: RoundResult) -> RunState:
         return state.with_data(SERVED, count_served(state.data[SERVED], given_in(plan), space))
 
-    evaluated = [Subnet(named_subnet(world, text, "method.train.evaluate")) for text in config.evaluate]
+    evaluated = [Subnet(world.architecture(text, "method.train.evaluate")) for text in config.evaluate]
     slots = Slots(
         initial=fresh_supernet(world),
         assign=give if slices else to_all(whole),
@@ -266,6 +246,19 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         data={SERVED: {}},
     )
     return TrainingStage(world, config, rules, slots, name=SUPERNET)
+
+
+def distributed(
+    world: World, config: ElasticTrainingConfig, family: tuple[Architecture, ...], rules: Rules, round_: Round
+) -> list[Architecture]:
+    """The subnet of each of the round's clients, in the order of the plan."""
+    client_ids, aware = tuple(sorted(round_.client_ids)), config.distribution.tier_aware
+    budgets = tuple(training_budget(world, c, round_.stage, round_.index) if aware else inf for c in client_ids)
+    rng = stream(world.config.seed_for("training"), "distribution", round_.stage, round_.index)
+    served = round_.state.data[SERVED]
+    handout = Handout(world.space, world.cost_table, round_.index, client_ids, budgets, family, served, rng)
+    given = distribute(rules.more["distribution.heuristic"], handout)
+    return [given[client_id] for client_id in round_.client_ids]
 
 
 def alone_stage(world: World, config: ElasticTrainingConfig, architecture: Architecture) -> TrainingStage:
@@ -303,7 +296,7 @@ def parse_family(config: SuperFedNASConfig, world: World) -> tuple[Architecture,
     """The family's subnets; ValueError naming the field that is outside the space, or a subnet named twice."""
     family: list[Architecture] = []
     for text in config.family:
-        architecture = named_subnet(world, text, "method.family")
+        architecture = world.architecture(text, "method.family")
         if architecture in family:
             raise ValueError(f"method.family: {text!r} is named twice: {world.space.label(architecture)}")
         family.append(architecture)

@@ -69,22 +69,12 @@ def search_supernet(
     for target in targets:
         predicted = value["found"][target.name]
         own = [verified[name] for name in predicted if name in verified]
-        won = choose(target, own, {s.architecture: world.macs_table.cost(s.architecture) for s in own})
-        if won is None:
-            continue
-        a = won.architecture
-        found.append(
-            Found(
-                target.name,
-                a,
-                world.macs_table.cost(a),
-                int(parameters.cost(a)),
-                predicted[architecture_id(a)],
-                won.metric,
-                won.loss,
-                won.latency_s,
-            )
-        )
+        macs = {s.architecture: world.macs_table.cost(s.architecture) for s in own}
+        won = choose(target, own, macs)
+        if won is not None:
+            a, as_predicted = won.architecture, predicted[architecture_id(won.architecture)]
+            size = int(parameters.cost(a))
+            found.append(Found(target.name, a, macs[a], size, as_predicted, won.metric, won.loss, won.latency_s))
     return found
 
 
