@@ -112,7 +112,8 @@ def ray_cluster() -> None:
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
             log_to_driver=False,
-            _system_config={"preload_python_modules": PRELOADED},
+            # Ray's workers would else give way to everything else that this machine does.
+            _system_config={"preload_python_modules": PRELOADED, "worker_niceness": 0},
         )
     end = time.monotonic() + 30
     while ray.available_resources().get("CPU", 0) < 2:
