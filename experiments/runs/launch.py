@@ -44,14 +44,15 @@ class View(Protocol):
 def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEnd:
     """Runs to the end, with the executor that the configuration names.
 
-    Raises ValueError for a configuration that cannot run, before any worker is started.
+    A configuration that cannot run is refused before any worker is started: in this process the run ends as refused,
+    for actors ValueError is raised.
     """
-    # Everything that can be refused is refused here, in a second, before Ray is started.
     check_results(config.results)
-    world = build_world(config, _stored_costs(config, resume))
-    planned_stages(world)
     if config.executor.kind == "serial" or config.dry_run:
         return run_to_end(config, _make_serial, Watcher(view.started, view.round), resume)
+    # Everything that can be refused is refused here, in a second, before Ray is started.
+    world = build_world(config, _stored_costs(config, resume))
+    planned_stages(world)
     with connected(config.ray):
         # What the cluster cannot hold is refused here, too: the server starts by writing the run down.
         lanes_of_run(config.executor, world.tiers, free_resources(), world.num_clients, nodes_to_fill())
