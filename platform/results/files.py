@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -89,16 +88,3 @@ def check_writable(folder: Path) -> None:
             f"results folder {folder} cannot be written ({error.strerror}): "
             "choose another folder or change its permissions"
         ) from error
-
-
-def check_free_space(folder: Path, needed_bytes: int) -> None:
-    """Raises ValueError if the disk of the folder (which need not exist yet) has less free space than needed."""
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    free_bytes = shutil.disk_usage(existing).free
-    if free_bytes < needed_bytes:
-        raise ValueError(
-            f"{folder} has {free_bytes / 1e9:.2f} GB free and {needed_bytes / 1e9:.2f} GB are needed: "
-            "free some space or choose a folder on another disk"
-        )

@@ -212,16 +212,6 @@ def as_architecture(row: NDArray[np.int64]) -> Architecture:
     return tuple(int(choice) for choice in row)
 
 
-def sample_in_interval(table: CostTable, interval: Interval, rng: np.random.Generator) -> Architecture | None:
-    """A random architecture inside the interval, None if there is none; see `IntervalSampler.sample`."""
-    return IntervalSampler(table, interval).sample(rng)
-
-
-def enumerate_in_interval(table: CostTable, interval: Interval, limit: int | None = None) -> Iterator[Architecture]:
-    """The architectures inside the interval in lexicographic order; see `IntervalSampler.enumerate`."""
-    return IntervalSampler(table, interval).enumerate(limit)
-
-
 def sample_new(
     sampler: IntervalSampler, count: int, known: Collection[Architecture], rng: np.random.Generator
 ) -> list[Architecture]:

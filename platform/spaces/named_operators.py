@@ -236,10 +236,6 @@ class NamedOperatorSpace(SearchSpace, ABC):
         """Trainable parameters of the fixed part and of each operator."""
         return self.cost_table("parameters")
 
-    def bytes_table(self) -> CostTable:
-        """Bytes of all tensors, buffers included, of the fixed part and of each operator: what travels."""
-        return self.cost_table("bytes")
-
     def cost_table(self, measure: str) -> CostTable:
         """Costs of the fixed part and of every operator, for one sample; computed once.
 

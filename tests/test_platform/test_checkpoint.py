@@ -17,7 +17,6 @@ from fedloom.platform.results.checkpoint import (
     save_checkpoint,
     stored_bags,
 )
-from fedloom.platform.results.files import check_free_space
 
 WEIGHTS = {
     "z": torch.arange(6.0).reshape(2, 3),
@@ -200,10 +199,3 @@ def test_another_configuration_is_shown_by_its_keys() -> None:
     )
     with pytest.raises(ValueError, match=r"k0 0 -> 1, k1 0 -> 1, k2 0 -> 1, k3 0 -> 1, k4 0 -> 1 and 4 more;"):
         check_same_config({f"k{i}": 0 for i in range(9)}, {f"k{i}": 1 for i in range(9)})
-
-
-def test_too_little_free_space_is_said_in_gigabytes(tmp_path: Path) -> None:
-    check_free_space(tmp_path / "not" / "yet", 1000)
-    with pytest.raises(ValueError, match=r"GB free and 1000000000\.00 GB are needed: free some space"):
-        check_free_space(tmp_path / "not" / "yet", 10**18)
-    assert not (tmp_path / "not").exists()

@@ -276,7 +276,7 @@ def test_tables_add_up_over_subspaces() -> None:
         net = MIXED.build_subspace(kept)
         assert size_of(MIXED.cost_table("macs"), kept) == macs_of(net, x)
         assert size_of(MIXED.parameters_table(), kept) == parameters_of(net)
-        assert size_of(MIXED.bytes_table(), kept) == bytes_of(net.state_dict())
+        assert size_of(MIXED.cost_table("bytes"), kept) == bytes_of(net.state_dict())
 
 
 class _WithBase(nn.Module):

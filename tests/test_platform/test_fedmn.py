@@ -122,7 +122,7 @@ def test_what_travels_is_what_was_chosen_and_the_router(world: World) -> None:
     assert kept != space.largest_subspace, "with 16 modules of probability .73 this is one draw in 150"
     router = {name: t for name, t in weights.items() if name.startswith("router/")}
     assert set(outcome.update.tensors) == set(space.subspace_slices(kept)) | set(router)
-    size = size_of(space.bytes_table(), kept) + bytes_of(router)
+    size = size_of(space.cost_table("bytes"), kept) + bytes_of(router)
     assert outcome.bytes_down == outcome.bytes_up == size == bytes_of(outcome.update.tensors)
     assert outcome.macs == size_of(world.macs_table, kept) * outcome.samples
     assert set(outcome.update.weights.values()) == {float(outcome.samples)}

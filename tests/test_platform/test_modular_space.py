@@ -275,7 +275,7 @@ def test_tables_add_up_over_subspaces(space: ModularSpace) -> None:
         net = space.build_subspace(kept)
         assert size_of(space.cost_table("macs"), kept) == macs_of(net, x)
         assert size_of(space.parameters_table(), kept) == parameters_of(net)
-        assert size_of(space.bytes_table(), kept) == bytes_of(net.state_dict())
+        assert size_of(space.cost_table("bytes"), kept) == bytes_of(net.state_dict())
     path = space.sample(rng)
     assert space.cost_table("activation_bytes").cost(path) == activation_bytes_of(space.build_subnet(path), x)
 

@@ -12,8 +12,6 @@ from fedloom.platform.search import sampling
 from fedloom.platform.search.base import Architecture, Interval
 from fedloom.platform.search.sampling import (
     IntervalSampler,
-    enumerate_in_interval,
-    sample_in_interval,
     sample_new,
 )
 from fedloom.tiers.costs import CostTable
@@ -51,16 +49,16 @@ def test_enumeration_and_samples_agree_with_the_reference(table: CostTable, inte
         patch.setattr(sampling, "REJECTION_DRAWS", 1)
         if crude:  # only bounds and the normal law, as in spaces whose costs are too many to list
             patch.setattr(sampling, "MAX_DISTINCT_COSTS", 1)
-        assert list(enumerate_in_interval(table, interval)) == expected
+        assert list(IntervalSampler(table, interval).enumerate()) == expected
         for seed in range(3):
-            drawn = sample_in_interval(table, interval, generator(seed))
+            drawn = IntervalSampler(table, interval).sample(generator(seed))
             assert (drawn is None) == (not expected)
             assert drawn is None or drawn in expected
 
 
 def test_an_interval_is_open_below_and_closed_above() -> None:
     table = CostTable("macs", 1.0, ((0.0, 1.0, 2.0),))
-    assert list(enumerate_in_interval(table, Interval(1.0, 2.0))) == [(1,)]
+    assert list(IntervalSampler(table, Interval(1.0, 2.0)).enumerate()) == [(1,)]
     assert not Interval(1.0, INF).contains(INF)
     with pytest.raises(ValueError, match="lower bound must be below"):
         Interval(2.0, 2.0)
@@ -70,9 +68,9 @@ def test_fractional_costs_are_judged_by_the_table_alone() -> None:
     # 0.1 + 0.2 + 0.3 depends on the order of addition: only the table's own order counts.
     table = CostTable("latency_s", 0.0, ((0.1, 0.7), (0.2, 0.7), (0.3, 0.7)))
     upper = table.cost((0, 0, 0))
-    assert list(enumerate_in_interval(table, Interval(0.0, upper))) == [(0, 0, 0)]
-    assert sample_in_interval(table, Interval(np.nextafter(upper, 0.0), upper), generator()) == (0, 0, 0)
-    assert sample_in_interval(table, Interval(0.0, np.nextafter(upper, 0.0)), generator()) is None
+    assert list(IntervalSampler(table, Interval(0.0, upper)).enumerate()) == [(0, 0, 0)]
+    assert IntervalSampler(table, Interval(np.nextafter(upper, 0.0), upper)).sample(generator()) == (0, 0, 0)
+    assert IntervalSampler(table, Interval(0.0, np.nextafter(upper, 0.0))).sample(generator()) is None
 
 
 def large_table(decisions: int = 16) -> CostTable:
@@ -94,7 +92,7 @@ def test_narrow_intervals_of_a_large_space_are_found(share: float, width: float)
 
 def test_the_single_largest_architecture_is_found() -> None:
     table = large_table()
-    drawn = sample_in_interval(table, Interval(table.largest - 1, table.largest), generator())
+    drawn = IntervalSampler(table, Interval(table.largest - 1, table.largest)).sample(generator())
     assert drawn is not None
     assert table.cost(drawn) == table.largest
 
@@ -107,7 +105,7 @@ def test_sampling_does_not_run_for_ever() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "MAX_NODES", 2_000)
         with pytest.raises(ValueError, match="widen the interval"):
-            sample_in_interval(table, Interval(middle, float(np.nextafter(middle, 9.0))), rng)
+            IntervalSampler(table, Interval(middle, float(np.nextafter(middle, 9.0)))).sample(rng)
 
 
 @pytest.mark.parametrize("rejection", [0, 256])
@@ -144,16 +142,16 @@ def test_the_normal_law_stands_in_for_counts() -> None:
 def test_the_same_generator_draws_the_same() -> None:
     table, interval = large_table(), Interval(60e6, 61e6)
     first, second = generator(5), generator(5)
-    assert sample_in_interval(table, interval, first) == sample_in_interval(table, interval, second)
+    assert IntervalSampler(table, interval).sample(first) == IntervalSampler(table, interval).sample(second)
     assert first.bit_generator.state == second.bit_generator.state
 
 
 def test_enumeration_stops_at_its_limit() -> None:
     table = large_table()
     interval = Interval(table.smallest - 1, table.largest)
-    assert len(list(enumerate_in_interval(table, interval, 10))) == 10
-    assert list(islice(enumerate_in_interval(table, interval), 2)) == [(0,) * 16, (0,) * 15 + (1,)]
-    assert list(enumerate_in_interval(table, interval, 0)) == []
+    assert len(list(IntervalSampler(table, interval).enumerate(10))) == 10
+    assert list(islice(IntervalSampler(table, interval).enumerate(), 2)) == [(0,) * 16, (0,) * 15 + (1,)]
+    assert list(IntervalSampler(table, interval).enumerate(0)) == []
 
 
 def test_new_samples_are_new_and_run_out_exactly() -> None:

@@ -211,7 +211,7 @@ def test_tables_equal_measures_of_whole_subnets(digits: OperatorChoiceSpace) -> 
         assert digits.cost_table("macs").cost(path) == macs_of(subnet, x)
         assert digits.cost_table("parameters").cost(path) == parameters_of(subnet)
         assert digits.cost_table("activation_bytes").cost(path) == activation_bytes_of(subnet, x)
-        assert digits.bytes_table().cost(path) == bytes_of(subnet.state_dict())
+        assert digits.cost_table("bytes").cost(path) == bytes_of(subnet.state_dict())
 
 
 def test_tables_are_computed_once_and_know_their_kind(digits: OperatorChoiceSpace) -> None:

@@ -145,7 +145,7 @@ def test_communication_budgets_resolve(digits: OperatorChoiceSpace) -> None:
     table, limit = CommunicationBudget("fraction", 0.5).resolve(digits)
     assert (table.measure, limit) == ("parameters", digits.num_parameters.supernet / 2)
     assert CommunicationBudget("parameters", 9e4).resolve(digits) == (table, 9e4)
-    assert CommunicationBudget("bytes", 5e5).resolve(digits) == (digits.bytes_table(), 5e5)
+    assert CommunicationBudget("bytes", 5e5).resolve(digits) == (digits.cost_table("bytes"), 5e5)
 
 
 @pytest.mark.parametrize(
