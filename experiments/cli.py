@@ -232,10 +232,6 @@ def _status(args: argparse.Namespace) -> int:
     return OK
 
 
-if __name__ == "__main__":
-    main()
-
-
 HANDLERS: Mapping[str, Handler] = {
     "run": _run,
     "resume": _resume,
@@ -250,3 +246,7 @@ HANDLERS: Mapping[str, Handler] = {
     "export": _export,
     "submit": _submit,
 }
+
+
+if __name__ == "__main__":
+    main()
