@@ -14,6 +14,9 @@ from torch import Tensor
 
 from fedloom.platform.spaces.slices import Region, SliceMap, Weights
 
+LIGHTEST, HEAVIEST = 1e-20, 1e20
+"""Weights above 0 lie between these: sums are float32, which holds nothing below 1e-45 and nothing above 3e38."""
+
 
 @dataclass(frozen=True)
 class Update:
@@ -162,7 +165,8 @@ class WeightedSums:
     def add(self, update: Update) -> None:
         """Adds one client's update; tensors with weight zero are left out.
 
-        Raises ValueError for a weight that is missing, negative or not finite, and then adds nothing.
+        Raises ValueError for a weight that is missing, negative, not finite, or too small or large for a sum of
+        float32; nothing is added then.
         """
         self._check_unused()
         _check_weights(update)
@@ -213,8 +217,13 @@ def _check_weights(update: Update) -> None:
     for name in update.tensors:
         if name not in update.weights:
             raise ValueError(f"the weighting rule gave no weight for {name}: give one to every tensor of the update")
-        if not 0.0 <= update.weights[name] < math.inf:
-            raise ValueError(f"the weight of {name} is {update.weights[name]}: weights are finite and at least 0")
+        weight = update.weights[name]
+        if not 0.0 <= weight < math.inf:
+            raise ValueError(f"the weight of {name} is {weight}: weights are finite and at least 0")
+        if weight and not LIGHTEST <= weight <= HEAVIEST:
+            raise ValueError(
+                f"the weight of {name} is {weight}: sums of float32 need weights of 0, or of {LIGHTEST} to {HEAVIEST}"
+            )
 
 
 def _write_mean(target: Tensor, total: Tensor, weight: float) -> None:

@@ -12,7 +12,7 @@ from fedloom.platform.spaces.space_config import SpaceConfig
 SAMPLES = 2
 
 
-def check_space(space: SearchSpace, config: SpaceConfig) -> None:
+def try_space(space: SearchSpace, config: SpaceConfig) -> None:
     """Raises PluginError for something that is no space, and for networks that do not give logits of the classes.
 
     The smallest and the largest subnet are built, cut from fresh supernet weights, and run on zeros, and so is the

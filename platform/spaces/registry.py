@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from fedloom.platform.plugins import Shipped, Slot, is_import_path
 from fedloom.platform.settings import chosen
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.checked import check_space
+from fedloom.platform.spaces.checked import try_space
 from fedloom.platform.spaces.space_config import SpaceBuilder, SpaceConfig
 
 _MODULES: Mapping[str, tuple[str, ...]] = {
@@ -36,5 +36,5 @@ def build_space(config: SpaceConfig) -> SearchSpace:
     builder = SPACES.make(chosen([(SPACES, config.name)], config.options, "space.options")[0])
     space = builder(config)
     if is_import_path(config.name):
-        check_space(space, config)
+        try_space(space, config)
     return space

@@ -263,6 +263,18 @@ def test_impossible_weights_are_refused(weight: float) -> None:
         average({"w": torch.zeros(1)}, [piece(torch.ones(1), None, weight)])
 
 
+@pytest.mark.parametrize("weight", [1e-60, 1e-21, 1e21, 1e60])
+def test_weights_that_a_sum_of_float32_cannot_hold_are_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match=r"weight of own is .*: sums of float32 need weights of 0, or of 1e-20 to"):
+        average({"w": torch.zeros(1)}, [piece(torch.ones(1), None, weight)])
+
+
+@pytest.mark.parametrize("weight", [1e-20, 1e20])
+def test_the_lightest_and_the_heaviest_weights_give_means(weight: float) -> None:
+    updates = [piece(torch.tensor([value]), None, weight) for value in (1e3, 3e3)]
+    assert average({"w": torch.zeros(1)}, updates)["w"].item() == pytest.approx(2e3)
+
+
 def test_a_refused_update_leaves_no_trace_in_the_sums() -> None:
     sums = WeightedSums()
     bad = whole({"a": torch.ones(1), "b": torch.ones(1)}, {"a": 1.0, "b": -1.0})

@@ -1,0 +1,109 @@
+"""Conformance: the laws of federated averaging, for rules and spaces of one's own as for those that are built in.
+
+    def test_my_rule() -> None:
+        check_weighting_rule("my_rules:halved")
+
+or one test per law:
+
+    @pytest.mark.parametrize("law", server_rule_laws("my_rules:slowly", {"share": 0.5}))
+    def test_my_server_rule(law: Law) -> None:
+        law()
+
+A law that is broken raises AssertionError in one line: what was checked, the law, and the numbers that disagree. What
+is checked is the name of something built in, an import path (`module:name`), or the thing itself. Laws that something
+breaks on purpose can be skipped, by their names.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fedloom.platform.averaging.conformance import architectures, means, networks, rounds
+from fedloom.platform.averaging.conformance.architectures import Tried
+from fedloom.platform.averaging.conformance.law import Law, laws_of
+from fedloom.platform.averaging.server import SERVER_RULES, ServerRule
+from fedloom.platform.averaging.weighting import WEIGHTING_RULES, WeightingRule
+from fedloom.platform.plugins import Slot
+from fedloom.platform.settings import chosen
+from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.registry import SPACES
+from fedloom.platform.spaces.space_config import SpaceConfig
+
+__all__ = [
+    "Law",
+    "check_server_rule",
+    "check_space",
+    "check_weighting_rule",
+    "server_rule_laws",
+    "space_laws",
+    "weighting_rule_laws",
+]
+
+NO_OPTIONS: Mapping[str, Any] = {}
+
+
+def check_weighting_rule(
+    rule: str | WeightingRule, options: Mapping[str, Any] = NO_OPTIONS, *, skip: Collection[str] = ()
+) -> None:
+    """Raises AssertionError for the first law that a weighting rule breaks."""
+    _check(weighting_rule_laws(rule, options, skip=skip))
+
+
+def check_server_rule(
+    rule: str | ServerRule, options: Mapping[str, Any] = NO_OPTIONS, *, skip: Collection[str] = ()
+) -> None:
+    """Raises AssertionError for the first law that a server rule breaks."""
+    _check(server_rule_laws(rule, options, skip=skip))
+
+
+def check_space(
+    space: str | SpaceConfig | SearchSpace, settings: Mapping[str, Any] = NO_OPTIONS, *, skip: Collection[str] = ()
+) -> None:
+    """Raises AssertionError for the first law that a space breaks; `settings` are fields of its `SpaceConfig`."""
+    _check(space_laws(space, settings, skip=skip))
+
+
+def weighting_rule_laws(
+    rule: str | WeightingRule, options: Mapping[str, Any] = NO_OPTIONS, *, skip: Collection[str] = ()
+) -> list[Law]:
+    """The laws of a weighting rule, to be called; ValueError for a rule or a law that is not there."""
+    return laws_of("weighting rule", *_rule(WEIGHTING_RULES, rule, options), means.LAWS, skip)
+
+
+def server_rule_laws(
+    rule: str | ServerRule, options: Mapping[str, Any] = NO_OPTIONS, *, skip: Collection[str] = ()
+) -> list[Law]:
+    """The laws of a server rule, to be called; ValueError for a rule or a law that is not there."""
+    return laws_of("server rule", *_rule(SERVER_RULES, rule, options), rounds.LAWS, skip)
+
+
+def space_laws(
+    space: str | SpaceConfig | SearchSpace, settings: Mapping[str, Any] = NO_OPTIONS, *, skip: Collection[str] = ()
+) -> list[Law]:
+    """The laws of a space, to be called; ValueError for a space or a law that is not there, PluginError if it fails."""
+    name, tried = _tried(space, settings)
+    return laws_of("space", name, tried, (*architectures.LAWS, *networks.LAWS), skip)
+
+
+def _check(laws: list[Law]) -> None:
+    for law in laws:
+        law()
+
+
+def _rule(
+    slot: Slot[Any], rule: str | Callable[..., Any], options: Mapping[str, Any]
+) -> tuple[str, Callable[..., Any]]:
+    if isinstance(rule, str):
+        return rule, slot.make(chosen([(slot, rule)], options, "options")[0])
+    return getattr(rule, "__name__", type(rule).__name__), partial(rule, **options)
+
+
+def _tried(space: str | SpaceConfig | SearchSpace, settings: Mapping[str, Any]) -> tuple[str, Tried]:
+    if not isinstance(space, str | SpaceConfig):
+        if settings:
+            raise ValueError(f"space {space.name} is built already: give its name or its SpaceConfig with settings")
+        return getattr(space, "name", type(space).__name__), Tried(space)
+    config = replace(SpaceConfig(space) if isinstance(space, str) else space, **settings)
+    choice = chosen([(SPACES, config.name)], config.options, "space.options")[0]
+    return config.name, Tried(SPACES.make(choice)(config), config.num_classes)

@@ -1,0 +1,129 @@
+"""What a law is, and how two bags of tensors are compared."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fedloom.platform.plugins import PluginError, blaming, nearest
+from fedloom.platform.spaces.slices import Weights
+
+T = TypeVar("T")
+
+Check = Callable[[T], Iterator[str]]
+"""From what is checked to its disagreements with a law, each in a few words with the numbers; none if it holds."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """A law and what has to obey it: called, it raises AssertionError in one line if the law is broken.
+
+    Attributes:
+        kind: what is checked, such as `weighting rule`.
+        name: how it is called.
+        law: the law's name, in words.
+        disagreements: what is wrong, the first first.
+    """
+
+    kind: str
+    name: str
+    law: str
+    disagreements: Callable[[], Iterator[str]]
+
+    @property
+    def __name__(self) -> str:
+        """What pytest shows of a test that is parametrised by laws."""
+        return f"{self.name}: {self.law}"
+
+    def __call__(self) -> None:
+        """Raises AssertionError naming what was checked, the law, and the numbers that disagree."""
+        what = f"{self.kind} {self.name!r}"
+        broken = f"{what} breaks the law {self.law!r}"
+        try:
+            with blaming(self.kind, self.name):
+                found = next(self.disagreements(), None)
+        except PluginError as error:
+            raise AssertionError(f"{broken}: it {str(error).removeprefix(f'{what} ')}") from error
+        if found is not None:
+            raise AssertionError(f"{broken}: {found}")
+
+
+def laws_of(kind: str, name: str, checked: T, checks: Sequence[Check[T]], skip: Collection[str]) -> list[Law]:
+    """The laws of a kind for one rule or space, without those that are skipped; ValueError for an unknown one."""
+    by_law = {in_words(check): check for check in checks}
+    for law in skip:
+        if law not in by_law:
+            known = ", ".join(map(repr, by_law))
+            raise ValueError(f"no law of a {kind} is called {law!r}: they are {known}{nearest(law, [*by_law])}")
+    return [Law(kind, name, law, partial(check, checked)) for law, check in by_law.items() if law not in skip]
+
+
+def in_words(check: Check[T]) -> str:
+    """A law's name: its function's, with spaces."""
+    return check.__name__.replace("_", " ")
+
+
+# -- comparing bags of tensors ----------------------------------------------------------------------------------------
+
+
+def differing(found: Weights, expected: Weights) -> Iterator[str]:
+    """Where the bits of two bags differ, the first scalar of each tensor; names, shapes and types count as well."""
+    yield from _differing_names(found, expected)
+    for name in _common(found, expected):
+        yield from different_bits(name, found[name], expected[name])
+
+
+def different_bits(name: str, found: Tensor, expected: Tensor, where: Tensor | None = None) -> Iterator[str]:
+    """The first scalar whose bits differ, among those where a mask says so if one is given."""
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        yield f"{name} is {kind_of(found)}, expected {kind_of(expected)}"
+        return
+    wrong = (_bits(found) != _bits(expected)).any(dim=1).reshape(found.shape)
+    yield from _first(name, wrong if where is None else wrong & where, found, expected)
+
+
+def far_apart(found: Weights, expected: Weights, share: float = 1e-5) -> Iterator[str]:
+    """Where two bags differ by more than a share of the expected value (and by more than a tenth of it at zero)."""
+    yield from _differing_names(found, expected)
+    for name in _common(found, expected):
+        a, b = found[name].double(), expected[name].double()
+        if a.shape != b.shape:
+            yield f"{name} is {kind_of(found[name])}, expected {kind_of(expected[name])}"
+            return
+        yield from _first(name, ~torch.isclose(a, b, rtol=share, atol=share / 10), a, b)
+
+
+def _differing_names(found: Weights, expected: Weights) -> Iterator[str]:
+    for name in sorted(found.keys() ^ expected.keys()):
+        yield f"{name} is {'missing' if name in expected else 'there, and should not be'}"
+
+
+def _common(found: Weights, expected: Weights) -> list[str]:
+    return [name for name in expected if name in found]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bytes of every scalar, (scalars, bytes): equal for NaNs that are the same, different for 0 and -0."""
+    return tensor.detach().cpu().contiguous().reshape(-1, 1).view(torch.uint8)
+
+
+def _first(name: str, wrong: Tensor, found: Tensor, expected: Tensor) -> Iterator[str]:
+    if bool(wrong.any()):
+        place = tuple(wrong.nonzero()[0].tolist())
+        where = f"{name}[{', '.join(map(str, place))}]" if place else name
+        count = int(wrong.sum())
+        others = f" (and {count - 1} others of {wrong.numel()} differ)" if count > 1 else ""
+        yield f"{where} is {_shown(found[place])}, expected {_shown(expected[place])}{others}"
+
+
+def _shown(scalar: Tensor) -> str:
+    value = scalar.item()
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def kind_of(tensor: Tensor) -> str:
+    """A tensor's type and shape, such as `float32 (3, 2)`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -1,0 +1,211 @@
+"""The laws of server rules: what nobody trained stays, and a round is a function of what went into it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedloom.platform.averaging.average import Averaged, Update, WeightedSums, part_of
+from fedloom.platform.averaging.conformance.law import different_bits, differing, kind_of
+from fedloom.platform.averaging.server import ServerRound, ServerRule, ServerStep, serve
+from fedloom.platform.results.tensor_files import from_bytes, to_bytes
+from fedloom.platform.spaces.slices import Region, Slice, Weights
+
+WEIGHT, BIAS = "layer.weight", "layer.bias"
+STATISTIC, COUNTER = "layer.running_mean", "layer.num_batches_tracked"
+PARAMETERS = (WEIGHT, BIAS)
+
+ROUNDS: tuple[tuple[Mapping[str, Region], ...], ...] = (
+    ({WEIGHT: ((0, 2), (0, 4)), BIAS: ((0, 4),), STATISTIC: ((0, 4),), COUNTER: ()}, {WEIGHT: ((0, 1), (0, 4))}),
+    ({WEIGHT: ((1, 2), (0, 2))}, {WEIGHT: ((0, 2), (1, 3)), STATISTIC: ((0, 2),)}),
+    ({BIAS: ((1, 3),), COUNTER: ()},),
+    ({WEIGHT: ((0, 2), (0, 3)), BIAS: ((0, 4),), STATISTIC: ((0, 4),), COUNTER: ()},),
+)
+"""Round by round what each client holds: no scalar of `WEIGHT` is covered in every round, and its last row in none."""
+
+CHANGES = (1.0, 0.0, 1e-6, 1e3)
+"""How far the clients' values are from the old ones, in standard deviations."""
+
+
+def first_weights() -> dict[str, Tensor]:
+    """The weights before the first round."""
+    generator = torch.Generator().manual_seed(0)
+    floats = {name: torch.randn(shape, generator=generator) for name, shape in ((WEIGHT, (3, 4)), (BIAS, (4,)))}
+    return {**floats, STATISTIC: torch.ones(4), COUNTER: torch.tensor(3)}
+
+
+def averaged_in(round_: int, old: Weights, change: float = 1.0) -> Averaged:
+    """The mean of the round's clients, whose values are `change` times a normal number away from the old ones."""
+    generator, sums = torch.Generator().manual_seed(100 + round_), WeightedSums()
+    for client, regions in enumerate(ROUNDS[round_ % len(ROUNDS)]):
+        tensors = {}
+        for name, region in regions.items():
+            held = part_of(old[name], region)
+            moved = torch.randn(held.shape, generator=generator) * change if held.is_floating_point() else round_ + 5
+            tensors[name] = held + moved
+        slices = {name: Slice(name, region) for name, region in regions.items()}
+        sums.add(Update(tensors, slices, dict.fromkeys(tensors, 1.0 + client)))
+    return sums.finish(old)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A round: what went in (weights, the clients' mean, the server's state) and what came out."""
+
+    round: int
+    old: Weights
+    averaged: Averaged
+    kept: Weights
+    new: Weights
+    kept_after: Weights
+
+    def covered(self, name: str) -> Tensor:
+        """Which scalars of a tensor the clients covered."""
+        mask = torch.zeros_like(self.old[name], dtype=torch.bool)
+        for region in self.averaged.coverage.get(name, ()):
+            part_of(mask, region).fill_(True)
+        return mask
+
+
+def served(rule: ServerRule, round_: int, old: Weights, averaged: Averaged, kept: Weights) -> Served:
+    """One round by the platform's own `serve`."""
+    rules = dict.fromkeys(PARAMETERS, ("rule", rule))
+    new, kept_after = serve(rules, old, averaged, kept, ServerRound(round_, len(ROUNDS[0]), 10))
+    return Served(round_, old, averaged, kept, new, kept_after)
+
+
+def played(
+    rule: ServerRule, rounds: Sequence[int] = range(2 * len(ROUNDS)), start: Served | None = None, change: float = 1.0
+) -> Iterator[Served]:
+    """Round after round, from the first weights or from where another round ended."""
+    weights, kept = (first_weights(), {}) if start is None else (start.new, start.kept_after)
+    for round_ in rounds:
+        moment = served(rule, round_, weights, averaged_in(round_, weights, change), kept)
+        yield moment
+        weights, kept = moment.new, moment.kept_after
+
+
+# -- the laws ---------------------------------------------------------------------------------------------------------
+
+
+def new_values_are_finite_and_of_the_old_kind(rule: ServerRule) -> Iterator[str]:
+    """Of small, large and no changes the rule makes finite values of the region's shape and type."""
+    found: list[str] = []
+
+    def watched(step: ServerStep) -> Tensor:
+        values: object = rule(step)
+        found.extend(f"round {step.about.round}, {step.name} is {problem}" for problem in _problems(values, step))
+        return values if isinstance(values, Tensor) and not found else step.old
+
+    for change in CHANGES:
+        for _ in played(watched, change=change):
+            yield from found
+
+
+def _problems(values: object, step: ServerStep) -> Iterator[str]:
+    if not isinstance(values, Tensor):
+        yield f"{values!r}, expected a tensor of new values"
+    elif (values.shape, values.dtype) != (step.old.shape, step.old.dtype):
+        yield f"{kind_of(values)}, expected {kind_of(step.old)}"
+    elif not bool(torch.isfinite(values).all()):
+        wrong = ~torch.isfinite(values)
+        yield f"{values[wrong][0].item()} for a change of {step.change[wrong][0].item():.6g}"
+
+
+def what_nobody_trained_keeps_its_bits(rule: ServerRule) -> Iterator[str]:
+    """Uncovered scalars move in no round, by momentum either, and neither does what the server keeps of them."""
+    for moment in played(rule):
+        for name in PARAMETERS:
+            yield from _in(moment, different_bits(name, moment.new[name], moment.old[name], ~moment.covered(name)))
+        for place, tensor in moment.kept_after.items():
+            uncovered = ~moment.covered(_tensor_of(place))
+            before = moment.kept.get(place)
+            if before is not None:
+                yield from _in(moment, different_bits(place, tensor, before, uncovered))
+            elif bool(uncovered.any()):
+                first = torch.full_like(tensor, tensor[uncovered][0].item())
+                yield from _in(moment, different_bits(place, tensor, first, uncovered))
+
+
+def buffers_are_the_clients_mean(rule: ServerRule) -> Iterator[str]:
+    """Running statistics and counters are averaged; no optimiser moves them or keeps anything of them."""
+    for moment in played(rule):
+        for name in (STATISTIC, COUNTER):
+            yield from _in(moment, different_bits(name, moment.new[name], moment.averaged.weights[name]))
+        for place in moment.kept_after:
+            if _tensor_of(place) not in PARAMETERS:
+                yield f"it keeps {place}, which is of no parameter"
+
+
+def what_goes_in_is_only_read(rule: ServerRule) -> Iterator[str]:
+    """The old weights, the mean and the state of before a round are not changed by it."""
+    weights: Weights = first_weights()
+    kept: Weights = {}
+    for round_ in range(len(ROUNDS)):
+        averaged = averaged_in(round_, weights)
+        given = {"old": weights, "mean": averaged.weights, "kept": kept}
+        copies = {what: {name: t.clone() for name, t in bag.items()} for what, bag in given.items()}
+        moment = served(rule, round_, weights, averaged, kept)
+        for what, bag in given.items():
+            for problem in differing(bag, copies[what]):
+                yield f"round {round_}, {what} {problem}"
+        weights, kept = moment.new, moment.kept_after
+
+
+def the_same_round_gives_the_same_bits(rule: ServerRule) -> Iterator[str]:
+    """Asked again, in another order of tensors and regions, a round gives the same weights and the same state."""
+    for moment in played(rule):
+        turned = {name: dict(reversed([*covered.items()])) for name, covered in moment.averaged.coverage.items()}
+        averaged = replace(moment.averaged, coverage=dict(reversed(turned.items())))
+        again = served(rule, moment.round, moment.old, averaged, moment.kept)
+        yield from _in(moment, differing(again.new, moment.new))
+        yield from _in(moment, differing(again.kept_after, moment.kept_after))
+
+
+def a_checkpoint_in_between_changes_nothing(rule: ServerRule) -> Iterator[str]:
+    """State and weights go through a checkpoint's bytes unchanged, and from there the rounds go on as they would."""
+    whole = [*played(rule)]
+    for moment in whole[:-1]:
+        weights, kept = (_reloaded(bag) for bag in (moment.new, moment.kept_after))
+        yield from _in(moment, differing(kept, moment.kept_after))
+        start = replace(moment, new=weights, kept_after=kept)
+        for resumed in played(rule, range(moment.round + 1, len(whole)), start):
+            yield from _in(resumed, differing(resumed.new, whole[resumed.round].new))
+            yield from _in(resumed, differing(resumed.kept_after, whole[resumed.round].kept_after))
+
+
+def no_change_is_no_step(rule: ServerRule) -> Iterator[str]:
+    """In the first round, when nothing is kept yet, a mean that equals the old weights leaves them as they are."""
+    old = first_weights()
+    averaged = averaged_in(0, old, change=0.0)
+    same = replace(averaged, weights={**averaged.weights, **{name: old[name].clone() for name in PARAMETERS}})
+    moment = served(rule, 0, old, same, {})
+    for name in PARAMETERS:
+        yield from different_bits(name, moment.new[name], old[name])
+
+
+def _in(moment: Served, problems: Iterator[str]) -> Iterator[str]:
+    for problem in problems:
+        yield f"round {moment.round}, {problem}"
+
+
+def _tensor_of(place: str) -> str:
+    """The tensor of which something is kept; a place is `SLOT/TENSOR`."""
+    return next(name for name in first_weights() if place.endswith(f"/{name}"))
+
+
+def _reloaded(bag: Weights) -> dict[str, Tensor]:
+    return from_bytes(to_bytes(bag), Path("checkpoint"))
+
+
+LAWS = (
+    new_values_are_finite_and_of_the_old_kind,
+    what_nobody_trained_keeps_its_bits,
+    buffers_are_the_clients_mean,
+    what_goes_in_is_only_read,
+    the_same_round_gives_the_same_bits,
+    a_checkpoint_in_between_changes_nothing,
+    no_change_is_no_step,
+)
