@@ -1,10 +1,10 @@
-# `make demo` and `make test` need only Python >= 3.11, pip and make: they create .venv and install everything.
+# `make demo`, `make test` and `make test-all` need only Python >= 3.11, pip and make: they create .venv and install everything.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RESULTS ?= results
 
-.PHONY: demo test check install clean
+.PHONY: demo test test-all check install clean
 
 install: $(VENV)/.installed
 
@@ -18,7 +18,13 @@ $(VENV)/.installed: pyproject.toml
 demo: install
 	$(BIN)/fedloom run experiment=fedoras_digits results=$(RESULTS)
 
+# In minutes, for every change. The tests with Ray have the processors to themselves.
 test: install
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not ray and not slow" -n 2 --dist loadfile
+	$(BIN)/pytest -m "ray and not slow"
+
+# Everything: also kill schedules, every preset, browsers, clusters with authentication.
+test-all: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not ray" -n 2 --dist loadfile
 	$(BIN)/pytest -m ray
 
