@@ -153,7 +153,7 @@ def fedloom(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "fedloom.experiments.cli", *arguments]
 
 
-def wait_for_round(results: Path, stage: str, timeout_s: float = 120) -> str:
+def wait_for_round(results: Path, stage: str, timeout_s: float = 600) -> str:
     """Waits until a run under `results` is at work in the stage; returns the run id."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:

@@ -280,7 +280,7 @@ def fedloom(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "fedloom.experiments.cli", *arguments]
 
 
-def wait_for_round(results: Path, round_: int, process: subprocess.Popen[bytes], timeout_s: float = 90) -> str:
+def wait_for_round(results: Path, round_: int, process: subprocess.Popen[bytes], timeout_s: float = 600) -> str:
     """Waits until the run under `results` is that far; returns its id."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
