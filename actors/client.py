@@ -1,4 +1,4 @@
-"""The client actor: one process pinned to its CPUs and its share of a GPU, which does clients' work."""
+"""The client actor: a process with its own CPUs and share of a GPU that runs the assignments of clients."""
 
 import os
 import platform
@@ -16,14 +16,14 @@ from fedloom.platform.runs.plugin_sources import sources_of
 from fedloom.platform.runs.source import source_hash
 
 WATCH = "watch"
-"""The group of methods that answer while the actor works."""
+"""Ray's concurrency group for methods that answer while the actor runs a chunk."""
 
 NODE_ID_DIGITS = 8
 
 
 @dataclass(frozen=True)
 class About:
-    """Where an actor lives and what it runs on."""
+    """The process, node, device and source version of an actor."""
 
     pid: int
     node: str
@@ -32,40 +32,43 @@ class About:
     threads: int
     source_hash: str
     missing_data: str | None = None
-    """What of the prepared data its node lacks, in one line."""
+    """One line naming the prepared data that its node lacks; None if it has all."""
 
     @property
     def place(self) -> str:
-        """Host and Ray node: two nodes may be on one machine."""
+        """Host and Ray node id, since one machine may run two Ray nodes."""
         return place(self.node, self.node_id)
 
 
 def place(host: str, node_id: str) -> str:
-    """Host and the beginning of a Ray node's id, as in the column `node` of the table `clients`."""
+    """Host and the first digits of the Ray node's id, as in the column `node` of the table `clients`."""
     return f"{host}/{node_id[:NODE_ID_DIGITS]}"
 
 
 def assigned_device(gpu_share: float) -> str:
-    """The device that Ray gave this actor; what torch could see besides is not used."""
+    """The device that Ray assigned to this actor; other devices that torch sees are not used.
+
+    Raises ValueError if Ray assigned a GPU and torch sees none.
+    """
     if not ray.get_gpu_ids():
         return "cpu"
     if not torch.cuda.is_available():
         raise ValueError("Ray gave this actor a GPU, torch sees none: start Ray with num_gpus=0 or mend the driver")
     if gpu_share < 1:
-        # Ray's fractions are bookkeeping; this is what keeps one client from taking its neighbours' memory.
+        # Ray does not enforce GPU fractions; this limit keeps a client from using the memory of its neighbours.
         torch.cuda.set_per_process_memory_fraction(gpu_share, 0)
     return "cuda:0"
 
 
 def source_of(spec: WorkerSpec) -> str:
-    """A hash of the code that a worker runs: fedloom's own, and the plug-ins' as they are on its node."""
+    """Hash of the code that a worker runs: fedloom and the plug-ins as installed on its node."""
     return source_hash(sources_of(spec.plugins))
 
 
 class ClientActor:
-    """Does chunks of clients' work; takes on one client after the other, or the same one always (resident).
+    """Runs chunks of assignments, for any client or (if resident) for one client only.
 
-    Holds the tier's device, memory cap and thread number, the memory-mapped data and one re-used module instance.
+    It holds the tier's device, memory limit and thread count, the memory-mapped data and one module that it reuses.
     """
 
     def __init__(self, spec: WorkerSpec, gpu_share: float) -> None:
@@ -79,14 +82,14 @@ class ClientActor:
         self._at: tuple[int, float] | None = None
 
     def about(self) -> About:
-        """Who and where this actor is."""
+        """The actor's process, node, device and source version."""
         device, missing = str(self.worker.device), self.worker.missing_data()
         source = source_of(self.worker.spec)
         return About(os.getpid(), platform.node(), self._node_id, device, self._threads, source, missing)
 
     def run_chunk(self, chunk: Chunk, weights_ref: list[ray.ObjectRef[Any]], version: str) -> PackedResult:
-        """Does the chunk on the shared weights; they are mapped once per version."""
-        # Threads are a property of the calling thread in some builds of torch.
+        """Runs the chunk on the shared weights, which are mapped into memory once per version."""
+        # Some builds of torch keep the thread count per calling thread.
         torch.set_num_threads(self.worker.spec.threads)
         if self._weights is None or self._weights.version != version:
             arrays: Arrays = ray.get(weights_ref[0])
@@ -102,13 +105,13 @@ class ClientActor:
 
     @ray.method(concurrency_group=WATCH)
     def position(self) -> tuple[int, float] | None:
-        """Index in the chunk of the assignment at work, and for how many seconds; answers while `run_chunk` runs.
+        """Index in the chunk of the running assignment and the seconds since it started; None if none is running.
 
-        None if no assignment is at work.
+        Answers while `run_chunk` runs.
         """
         at = self._at
         return None if at is None else (at[0], time.monotonic() - at[1])
 
 
 RemoteClient: Any = ray.remote(concurrency_groups={WATCH: 1})(ClientActor)  # type: ignore[call-overload]
-"""The client as a Ray actor class."""
+"""`ClientActor` as a Ray actor class."""

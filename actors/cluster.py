@@ -1,4 +1,4 @@
-"""Reaching Ray: a running cluster, or one of our own with explicit limits, on the loopback interface only."""
+"""Connects to Ray: to a running cluster, or to a new one with explicit limits on the loopback interface only."""
 
 import logging
 import os
@@ -15,15 +15,15 @@ SET_TOKEN = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (a file) or RAY_AUT
 
 
 PRELOADED = ["fedloom.actors.client", "fedloom.actors.server"]
-"""What Ray's idle processes import while the driver is still at work: half of an actor's start is torch's import."""
+"""Modules that Ray's idle workers import in advance: importing torch takes half of an actor's start-up time."""
 
 
 @contextmanager
 def connected(config: RayConfig) -> Iterator[None]:
-    """Connects to Ray for the block, and leaves it after; a cluster of our own ends with it.
+    """Connects to Ray for the duration of the block; a cluster started here ends with it.
 
     Raises:
-        ConnectionError: a given address does not answer.
+        ConnectionError: the cluster does not answer or could not be started.
     """
     address = resolve_address(config.address)
     try:
@@ -56,14 +56,14 @@ def _start_own(config: RayConfig) -> None:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may use: the smallest of affinity and SLURM's grant."""
+    """CPUs that this process may use: the smaller of its CPU affinity and SLURM_CPUS_PER_TASK."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     slurm = os.environ.get("SLURM_CPUS_PER_TASK", "")
     return min(cpus, int(slurm)) if slurm.isdigit() else cpus
 
 
 def free_memory_bytes() -> int:
-    """Memory that is free on this machine, or what its container leaves; 4 GB where neither is known."""
+    """Free memory of this machine or the limit of its container, whichever is smaller; 4 GB if neither is known."""
     limits = [_number(path, scale) for path, scale in MEMORY_FILES]
     return min((limit for limit in limits if limit is not None), default=4_000_000_000)
 
@@ -83,7 +83,7 @@ def _number(path: str, scale: int) -> int | None:
 
 
 def _hint(address: str, text: str) -> str:
-    # A cluster that refuses a wrong token looks to Ray like one that does not answer: its error names no token.
+    # A cluster that rejects a wrong token causes the same error as one that does not answer, without naming a token.
     if address == "local" and "token" not in text.lower() and "auth" not in text.lower():
         return ""
     return f"; {SET_TOKEN}" if address == "local" else f"; is it running there? If it asks for a token, {SET_TOKEN}"

@@ -1,4 +1,4 @@
-"""Which client actors there are: how many, with which CPUs and share of a GPU, for which tiers."""
+"""Plans the client actors of a run: their number, their CPUs and GPU share, and the tiers they serve."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from fedloom.tiers.tier import Tier
 
 
 @dataclass(frozen=True)
-class Lane:
-    """A group of equal actors. `tiers` are those that it serves; empty means all."""
+class ActorGroup:
+    """Client actors with equal resources. `tiers` names the tiers they serve; empty means all."""
 
     name: str
     actors: int
@@ -24,32 +24,32 @@ class Lane:
 
 
 ROUNDING = 1e-9
-"""What sums of fractions may lack."""
+"""Tolerance for rounding errors in sums of fractional resources."""
 
 
-def lanes_of_run(
+def groups_of_run(
     config: ExecutorConfig, tiers: Sequence[Tier], resources: Mapping[str, float], num_clients: int, nodes: int = 1
-) -> list[Lane]:
-    """The lanes of a run with `num_clients` registered clients, resident or not, on these free resources.
+) -> list[ActorGroup]:
+    """The actor groups of a run with `num_clients` registered clients, resident or not, on these free resources.
 
-    Raises ValueError as `plan_lanes` and `resident_lane`.
+    Raises ValueError under the conditions of `plan_groups` and `resident_group`.
     """
-    lanes = plan_lanes(config, tiers, resources)
+    groups = plan_groups(config, tiers, resources)
     if not config.resident:
-        return lanes
-    return [resident_lane(lanes[0], resources.get("CPU", 0.0), num_clients, nodes)]
+        return groups
+    return [resident_group(groups[0], resources.get("CPU", 0.0), num_clients, nodes)]
 
 
-def plan_lanes(config: ExecutorConfig, tiers: Sequence[Tier], resources: Mapping[str, float]) -> list[Lane]:
-    """The lanes for a cluster with these free resources (`CPU`, `GPU`).
+def plan_groups(config: ExecutorConfig, tiers: Sequence[Tier], resources: Mapping[str, float]) -> list[ActorGroup]:
+    """The actor groups for a cluster with these free resources (`CPU`, `GPU`).
 
-    Without GPU shares the pool is shared by all tiers and sized by the CPUs. With them each tier has its own lane:
-    every tier gets one actor first, then the lanes grow in turn while GPUs and CPUs last.
-    Where every client has an actor of its own (`config.resident`) there is one lane, of the hungriest tier's size:
-    `resident_lane` divides the CPUs of its actors among the clients, so that more of them need not fit.
+    Without GPU shares all tiers share one group, sized by the CPUs. With GPU shares each tier has its own group: every
+    tier first gets one actor, then the groups grow in turn until the GPUs or CPUs are used up.
+    If every client has its own actor (`config.resident`), there is one group, and its actors have the resources of the
+    largest tier; `resident_group` then divides the CPUs of these actors among the clients, so that all clients fit.
 
     Raises:
-        ValueError: the cluster cannot hold one actor of each lane; says what is missing.
+        ValueError: the cluster cannot hold one actor of each group; the message says what is missing.
     """
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     num_cpus = max(t.num_cpus for t in tiers)
@@ -63,47 +63,49 @@ def plan_lanes(config: ExecutorConfig, tiers: Sequence[Tier], resources: Mapping
                 f"{max(1, wanted)} client actors of {num_cpus:g} CPUs need {max(1, wanted) * num_cpus:g} CPUs, "
                 f"the cluster has {cpus:g} free: lower executor.actors or give Ray more CPUs (ray.num_cpus)"
             )
-        return [Lane("clients", wanted, num_cpus, 0.0)]
+        return [ActorGroup("clients", wanted, num_cpus, 0.0)]
     counts = _grow(tiers, cpus, gpus)
-    return [Lane(t.name, n, t.num_cpus, t.num_gpus, (t.name,)) for t, n in zip(tiers, counts, strict=True)]
+    return [ActorGroup(t.name, n, t.num_cpus, t.num_gpus, (t.name,)) for t, n in zip(tiers, counts, strict=True)]
 
 
 CPU_UNIT = 1e-4
-"""Ray counts CPUs in these units."""
+"""The smallest amount of CPU that Ray counts."""
 
 
-def resident_lane(lane: Lane, cpus: float, num_clients: int, nodes: int = 1) -> Lane:
-    """A lane of one actor for each client and one for the server's data, with so few CPUs that all fit into `cpus`.
+def resident_group(group: ActorGroup, cpus: float, num_clients: int, nodes: int = 1) -> ActorGroup:
+    """A group of one actor per client and one for the server's data, each with so few CPUs that all fit into `cpus`.
 
-    On several nodes they fit however the CPUs are spread: each node may have less than an actor's share left over.
-    The CPUs of an actor are Ray's bookkeeping: fewer mean that clients share them, not that results differ.
-    Raises ValueError if there are more clients than Ray can count fractions for.
+    On several nodes the actors fit for any distribution of the CPUs, since less than one actor's share is left over on
+    each node. An actor's CPUs are only an entry in Ray's resource accounting: with fewer, clients share CPUs, and the
+    results are the same.
+    Raises ValueError if an actor's share would be below the smallest amount that Ray counts.
     """
-    # With s = c / (n + N) at least n + 1 fit: sum_i floor(c_i / s) > sum_i (c_i / s - 1) = c / s - N = n.
+    # n clients, N nodes, c CPUs (c_i on node i). With s = c / (n + N) at least n + 1 actors fit:
+    # sum_i floor(c_i / s) > sum_i (c_i / s - 1) = c / s - N = n.
     share = cpus / (num_clients + nodes)
-    if share >= lane.num_cpus - ROUNDING:
-        return replace(lane, actors=num_clients + 1)
+    if share >= group.num_cpus - ROUNDING:
+        return replace(group, actors=num_clients + 1)
     units = math.floor(share / CPU_UNIT + 1e-6)
     if units < 1:
         raise ValueError(
             f"executor.resident: {num_clients} clients with an actor each do not fit into {cpus:g} CPUs: "
             "set executor.resident=false"
         )
-    return replace(lane, actors=num_clients + 1, num_cpus=round(units * CPU_UNIT, 4))
+    return replace(group, actors=num_clients + 1, num_cpus=round(units * CPU_UNIT, 4))
 
 
-def bundles_of(lanes: Sequence[Lane], resident: int | None = None) -> list[dict[str, float]]:
-    """One bundle of resources per client actor: what a placement group for a run with these lanes has to reserve.
+def bundles_of(groups: Sequence[ActorGroup], resident: int | None = None) -> list[dict[str, float]]:
+    """One bundle of resources per client actor, for the placement group of a run with these actor groups.
 
-    `lanes` are those of `lanes_of_run`, which on the sum of the bundles gives them again; `resident` is the number of
-    clients if each has an actor of its own (one more is for the server's data).
+    `groups` come from `groups_of_run`; the same call on the sum of the bundles returns the same groups. `resident` is
+    the number of clients if each has its own actor; one more bundle is for the server's data.
     """
-    counts = [lane.actors if resident is None else resident + 1 for lane in lanes]
-    return [dict(_needs(lane)) for lane, count in zip(lanes, counts, strict=True) for _ in range(count)]
+    counts = [group.actors if resident is None else resident + 1 for group in groups]
+    return [dict(_needs(group)) for group, count in zip(groups, counts, strict=True) for _ in range(count)]
 
 
 def total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The resources of all bundles together."""
+    """The sum of the bundles' resources."""
     return {
         name: math.fsum(bundle.get(name, 0.0) for bundle in bundles)
         for name in sorted({name for bundle in bundles for name in bundle})
@@ -111,25 +113,25 @@ def total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def free_resources() -> dict[str, float]:
-    """What client actors that this process starts can have.
+    """The resources available to client actors that this process starts.
 
-    In a placement group (an actor of a trial) that is what its bundles hold, less what the process was given itself:
-    its actors are placed in the group. Elsewhere it is what the whole cluster has free.
+    In a placement group (in the actor of a trial) these are the resources of the group's bundles, less those assigned
+    to this process, because its actors are placed in the group. Otherwise they are the free resources of the cluster.
     """
-    group = get_current_placement_group()
-    if group is None:
+    placement_group = get_current_placement_group()
+    if placement_group is None:
         free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
         return free
-    resources = total(group.bundle_specs)
+    resources = total(placement_group.bundle_specs)
     for name, amount in ray.get_runtime_context().get_assigned_resources().items():  # type: ignore[no-untyped-call]
         resources[name] = max(0.0, resources.get(name, 0.0) - amount)
     return resources
 
 
 def nodes_to_fill() -> int:
-    """Over how many nodes `free_resources` may be spread in pieces that do not fit an actor.
+    """Number of nodes over which `free_resources` may be spread, each with a rest too small for an actor.
 
-    One in a placement group: each of its bundles is made for an actor.
+    It is 1 in a placement group, because each of its bundles is sized for one actor.
     """
     if get_current_placement_group() is not None:
         return 1
@@ -138,17 +140,17 @@ def nodes_to_fill() -> int:
     return max(1, len(with_cpus))
 
 
-def _needs(lane: Lane) -> dict[str, float]:
-    return {name: amount for name, amount in (("CPU", lane.num_cpus), ("GPU", lane.num_gpus)) if amount}
+def _needs(group: ActorGroup) -> dict[str, float]:
+    return {name: amount for name, amount in (("CPU", group.num_cpus), ("GPU", group.num_gpus)) if amount}
 
 
-def _one_size(actors: int, num_cpus: float, num_gpus: float, gpus: float) -> Lane:
+def _one_size(actors: int, num_cpus: float, num_gpus: float, gpus: float) -> ActorGroup:
     if num_gpus > gpus + ROUNDING:
         raise ValueError(
             f"a client actor needs {num_gpus:g} GPUs, the cluster has {gpus:g} free: lower tiers.num_gpus or give "
             "Ray more GPUs (ray.num_gpus)"
         )
-    return Lane("clients", actors, num_cpus, num_gpus)
+    return ActorGroup("clients", actors, num_cpus, num_gpus)
 
 
 def _grow(tiers: Sequence[Tier], cpus: float, gpus: float) -> list[int]:

@@ -1,4 +1,4 @@
-"""The Ray executor: a fixed pool of client actors that take chunks as they become free."""
+"""The Ray executor: a fixed pool of client actors, each of which takes the next chunk when it is idle."""
 
 import logging
 import time
@@ -10,9 +10,9 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from fedloom.actors.actor_set import ActorSet, Member, cause_of
 from fedloom.actors.client import About
-from fedloom.actors.crew import Crew, Member, cause_of
-from fedloom.actors.placement import Lane
+from fedloom.actors.placement import ActorGroup
 from fedloom.actors.wire import accept_shared_memory, to_arrays, unpack
 from fedloom.platform.clients.assignments import Assignment, Report
 from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights
@@ -22,111 +22,116 @@ from fedloom.platform.federation.loop import RunFailedError
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""How often a waiting pool looks for clients that hang."""
+"""Seconds between two checks of a waiting pool for clients that hang."""
 
 LOOK_S = 1.0
-"""How often an actor with several clients is asked which one it is at: each has the whole time limit."""
+"""Seconds between two requests to an actor for its position in its chunk: the time limit holds for each client."""
 
 ANSWER_S = 2.0
-"""How long such an answer may take; it comes from a thread of its own."""
+"""Seconds within which the actor answers such a request, from a separate thread."""
 
 START_TIMEOUT_S = 300.0
-"""How long clients wait for the first actor that could take them: it imports torch before it answers, and may have to
-wait for CPUs, or for a node to come (back)."""
+"""Seconds that clients wait while no actor of their group is up.
+
+Long enough for an actor to import torch and to wait for free CPUs or for a node to join the cluster.
+"""
 
 RESIDENT = "resident"
 
 
 @dataclass
 class Job:
-    """A chunk on its way: its place in the plan, how often it was begun, and what is known to hang or to have hung."""
+    """A chunk in execution: its index in the plan, its attempts, and the clients in it that ran or may run too long."""
 
     index: int
     chunk: Chunk
     attempts: int = 0
     timed_out: dict[int, Report] = field(default_factory=dict)
+    """Reports of the clients that ran too long, by index in the chunk."""
     member: Member | None = None
     position: int = 0
-    """Index among `left` of the client at work, when last looked at."""
+    """Index in `left` of the running client, as last reported by the actor."""
     at_work_since_s: float = 0.0
-    """When that client began, as far as is known."""
+    """Start of that client on the monotonic clock, as last reported."""
     looked_s: float = 0.0
+    """Time of the last request for the position, on the monotonic clock."""
     nodes: set[str] = field(default_factory=set)
-    """Where its actors ended."""
+    """Ids of the nodes on which actors ended during this job."""
 
     @property
     def left(self) -> list[int]:
-        """Places in the chunk of the clients that have not hung."""
+        """Indices in the chunk of the clients that have not timed out."""
         return [i for i in range(len(self.chunk.assignments)) if i not in self.timed_out]
 
 
 Waiting = dict[str, deque[Job]]
-"""Jobs not begun, by lane, in plan order."""
+"""Jobs that have not started, by group, in plan order."""
 Running = dict[Any, Job]
-"""Jobs at work, by the reference of their answer."""
+"""Running jobs, by the reference of their result."""
 Finished = dict[int, ChunkResult]
-"""Results whose turn has not come, by place in the plan."""
+"""Results that have not been yielded, by index in the plan."""
 
 
 class ActorPool:
-    """Client actors behind the `Executor` protocol. Results come in the order of the plan.
+    """An `Executor` that runs chunks on client actors and yields results in the order of the plan.
 
     Args:
-        spec: from which each actor builds its worker.
-        lanes: which actors there are.
-        resident: every client has an actor of its own, made at first use, in the first lane's size.
-        actor_attempts: how often a chunk whose actor died is begun before its clients count as failed.
-        client_timeout_s: real time after which a client counts as hanging: it is reported, dropped, and its actor
-            is replaced.
+        spec: the specification from which each actor builds its worker.
+        groups: the actors to start.
+        resident: every client has its own actor, started at first use with the resources of the first group.
+        actor_attempts: attempts at a chunk whose actors die, before its clients are reported as failed.
+        client_timeout_s: wall-clock seconds after which a client is reported as timed out and its actor is replaced.
     """
 
     def __init__(
         self,
         spec: WorkerSpec,
-        lanes: Sequence[Lane],
+        groups: Sequence[ActorGroup],
         *,
         resident: bool = False,
         actor_attempts: int = 3,
         client_timeout_s: float = 3600.0,
     ) -> None:
         accept_shared_memory()
-        self.spec, self.lanes, self.resident = spec, {lane.name: lane for lane in lanes}, resident
+        self.spec, self.groups, self.resident = spec, {group.name: group for group in groups}, resident
         self.actor_attempts, self.client_timeout_s = actor_attempts, client_timeout_s
-        self.crew = Crew(spec, resident)
+        self.actors = ActorSet(spec, resident)
         self._shared: tuple[str, Any] | None = None
         self._down_since_s: dict[str, float] = {}
         if not resident:
             try:
-                self._start_crew()
+                self._start_actors()
             except RunFailedError:
-                self.crew.close()
+                self.actors.close()
                 raise
 
-    def _start_crew(self) -> None:
-        """Returns when all actors have answered; after a time it will do if there is one of each lane."""
-        for lane in self.lanes.values():
-            for _ in range(lane.actors):
-                self.crew.start(lane)
+    def _start_actors(self) -> None:
+        """Returns when all actors have answered, or after `START_TIMEOUT_S` if at least one of each group has.
+
+        Raises RunFailedError if a start fails or if a group has no actor after that time.
+        """
+        for group in self.groups.values():
+            for _ in range(group.actors):
+                self.actors.start(group)
         end_s = time.monotonic() + START_TIMEOUT_S
-        while (starting := self.crew.starting()) and time.monotonic() < end_s:
+        while (starting := self.actors.starting()) and time.monotonic() < end_s:
             for answer in ray.wait(starting, num_returns=1, timeout=min(POLL_S, START_TIMEOUT_S))[0]:
-                self.crew.hear(answer)
-            if self.crew.why:  # what fails at the very start (a GPU that torch does not see) would fail again
-                lane_name, cause = next(iter(self.crew.why.items()))
-                raise RunFailedError(f"a client actor ({lane_name}) could not be started: {cause}")
-        for lane in self.lanes.values():
-            if not self.crew.is_up(lane.name):
-                raise RunFailedError(self._no_actor(lane))
+                self.actors.take_answer(answer)
+            if self.actors.start_errors:  # causes at this point, such as a GPU that torch does not see, persist
+                group_name, cause = next(iter(self.actors.start_errors.items()))
+                raise RunFailedError(f"a client actor ({group_name}) could not be started: {cause}")
+        for group in self.groups.values():
+            if not self.actors.is_up(group.name):
+                raise RunFailedError(self._no_actor(group))
 
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
-        """See `Executor.run`; the first chunks are on their way when this returns."""
         reference = self._share(weights)
         waiting: Waiting = {}
         for index, chunk in enumerate(chunks):
-            waiting.setdefault(self._lane_of(chunk), deque()).append(Job(index, chunk))
+            waiting.setdefault(self._group_of(chunk), deque()).append(Job(index, chunk))
         running: Running = {}
         self._down_since_s.clear()
-        self._listen(timeout_s=0.0)
+        self._await_starts(timeout_s=0.0)
         self._dispatch(waiting, running, reference, weights.version)
         return self._results(len(chunks), waiting, running, reference, weights.version)
 
@@ -140,32 +145,32 @@ class ActorPool:
                 if running:
                     self._collect(waiting, running, finished)
                 else:
-                    self._listen(timeout_s=min(POLL_S, START_TIMEOUT_S))
-                self._give_up_lanes(waiting, finished)
+                    self._await_starts(timeout_s=min(POLL_S, START_TIMEOUT_S))
+                self._give_up_groups(waiting, finished)
             yield finished.pop(index)
 
     def _share(self, weights: SharedWeights) -> Any:
-        """The weights' reference in the object store; a search reads the same ones in every generation."""
+        """The weights' reference in the object store, kept while the version is the same, as throughout a search."""
         if self._shared is None or self._shared[0] != weights.version:
             self._shared = (weights.version, ray.put(to_arrays(weights.tensors)))
         return self._shared[1]
 
-    def _lane_of(self, chunk: Chunk) -> str:
+    def _group_of(self, chunk: Chunk) -> str:
         if self.resident:
             client_id = chunk.assignments[0].client_id
             name = f"{RESIDENT}-{client_id}" if client_id is not None else f"{RESIDENT}-server"
-            if name not in self.lanes:
-                self.lanes[name] = replace(next(iter(self.lanes.values())), name=name)
-                self.crew.start(self.lanes[name])
+            if name not in self.groups:
+                self.groups[name] = replace(next(iter(self.groups.values())), name=name)
+                self.actors.start(self.groups[name])
             return name
-        for name, lane in self.lanes.items():
-            if chunk.tier in lane.tiers:
+        for name, group in self.groups.items():
+            if chunk.tier in group.tiers:
                 return name
-        return next(reversed(self.lanes))
+        return next(reversed(self.groups))
 
     def _dispatch(self, waiting: Waiting, running: Running, weights: Any, version: str) -> None:
-        for lane, jobs in waiting.items():
-            while jobs and (member := self.crew.take(lane)):
+        for group, jobs in waiting.items():
+            while jobs and (member := self.actors.take(group)):
                 job = jobs.popleft()
                 job.member = member
                 job.attempts += 1
@@ -173,28 +178,28 @@ class ActorPool:
                 chunk = replace(job.chunk, assignments=tuple(job.chunk.assignments[i] for i in job.left))
                 running[member.actor.run_chunk.remote(chunk, [weights], version)] = job
 
-    def _listen(self, timeout_s: float) -> None:
-        """Waits for an actor that is starting; each that has come up idles."""
-        self.crew.start_due()
-        starting = self.crew.starting()
+    def _await_starts(self, timeout_s: float) -> None:
+        """Waits until a starting actor answers, or until the timeout."""
+        self.actors.start_due()
+        starting = self.actors.starting()
         if not starting:
             time.sleep(timeout_s)
             return
-        # All that are there, but no more than one is waited for.
+        # Waits for one answer and then takes all that are available.
         ready, rest = ray.wait(starting, num_returns=1, timeout=timeout_s)
         ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0] if ready and rest else []
         for answer in ready:
-            self.crew.hear(answer)
+            self.actors.take_answer(answer)
 
     def _collect(self, waiting: Waiting, running: Running, finished: Finished) -> None:
-        """Waits for something to happen to the jobs at work, or for an actor that could take another."""
-        self.crew.start_due()
-        references = [*running, *self.crew.starting()]
+        """Waits for a job to finish, an actor to start or a client to time out."""
+        self.actors.start_due()
+        references = [*running, *self.actors.starting()]
         ready, _ = ray.wait(references, num_returns=1, timeout=min(POLL_S, self.client_timeout_s))
         for reference in ready:
             job = running.pop(reference, None)
             if job is None:
-                self.crew.hear(reference)
+                self.actors.take_answer(reference)
             else:
                 self._finish(job, reference, waiting, finished)
         for reference, job in list(running.items()):
@@ -208,7 +213,7 @@ class ActorPool:
         except RayError as error:
             self._recover(job, cause_of(error), waiting, finished)
             return
-        self.crew.give_back(_member(job))
+        self.actors.give_back(_member(job))
         finished[job.index] = with_timed_out(result, job)
 
     def _recover(self, job: Job, cause: str, waiting: Waiting, finished: Finished) -> None:
@@ -217,45 +222,45 @@ class ActorPool:
         who = ", ".join(_who(a) for a in job.chunk.assignments)
         where = f"node {about.node} (pid {about.pid})"
         logger.warning("a client actor on %s ended while it worked on %s: %s", where, who, cause)
-        if self.crew.replace_lost(member) and about.node_id in job.nodes:
-            # The job was with two actors of one node: it is the node that is lost, once.
+        if self.actors.replace_lost(member) and about.node_id in job.nodes:
+            # Both actors of the job were on the same lost node: the loss counts as one attempt.
             job.attempts -= 1
         job.nodes.add(about.node_id)
         if job.attempts < self.actor_attempts:
-            waiting[member.lane.name].appendleft(job)
+            waiting[member.group.name].appendleft(job)
             return
         text = f"the client actor ended {job.attempts} times while it worked on {who}; last on {where}: {cause}"
         finished[job.index] = failed(job, text, about.place)
 
-    def _give_up_lanes(self, waiting: Waiting, finished: Finished) -> None:
-        """Clients for whom no actor has come up for too long fail; those at work elsewhere are not touched."""
+    def _give_up_groups(self, waiting: Waiting, finished: Finished) -> None:
+        """Fails the waiting clients of every group that has had no actor for `START_TIMEOUT_S`."""
         now_s = time.monotonic()
         for name, jobs in waiting.items():
-            if not jobs or self.crew.is_up(name):
+            if not jobs or self.actors.is_up(name):
                 self._down_since_s.pop(name, None)
             elif now_s - self._down_since_s.setdefault(name, now_s) >= START_TIMEOUT_S:
-                text = self._no_actor(self.lanes[name])
+                text = self._no_actor(self.groups[name])
                 logger.warning("%d chunks of clients fail: %s", len(jobs), text)
                 while jobs:
                     job = jobs.popleft()
                     finished[job.index] = failed(job, text)
 
-    def _no_actor(self, lane: Lane) -> str:
-        gpus = f" and {lane.num_gpus:g} GPUs" if lane.num_gpus else ""
-        cause = self.crew.why.get(lane.name)
-        # Without a cause Ray is still waiting to place it.
+    def _no_actor(self, group: ActorGroup) -> str:
+        gpus = f" and {group.num_gpus:g} GPUs" if group.num_gpus else ""
+        cause = self.actors.start_errors.get(group.name)
+        # No start error means that Ray has not placed the actor yet.
         because = f"the last one failed: {cause}" if cause else "no free CPUs, or no node that can run it"
         return (
-            f"no client actor ({lane.name}) of {lane.num_cpus:g} CPUs{gpus} came up within {START_TIMEOUT_S:g} s "
+            f"no client actor ({group.name}) of {group.num_cpus:g} CPUs{gpus} came up within {START_TIMEOUT_S:g} s "
             f"({because}): add a node or end what uses the cluster, and resume the run"
         )
 
     def _about(self, member: Member) -> About:
-        assert member.about is not None, "only those that have answered are given work"
+        assert member.about is not None, "only actors that have answered are given work"
         return member.about
 
     def _hangs(self, job: Job) -> bool:
-        """Whether the job's present client has been at work for longer than allowed."""
+        """Whether the job's running client has exceeded the time limit."""
         now_s = time.monotonic()
         late = now_s - job.at_work_since_s >= self.client_timeout_s
         alone = len(job.left) == 1
@@ -265,10 +270,10 @@ class ActorPool:
         try:
             at: tuple[int, float] | None = ray.get(_member(job).actor.position.remote(), timeout=ANSWER_S)
         except (GetTimeoutError, RayError):
-            # A dead actor is found by its result. One that holds the interpreter's lock cannot answer, and hangs.
+            # A dead actor is detected through its result. An actor that holds the interpreter lock counts as hanging.
             return late
         if at is not None:
-            # The actor's own clock: the clients before do not count.
+            # Measured by the actor from the start of this client, without the chunk's earlier clients.
             job.position, job.at_work_since_s = at[0], now_s - at[1]
         return now_s - job.at_work_since_s >= self.client_timeout_s
 
@@ -277,19 +282,19 @@ class ActorPool:
         place = left[job.position]
         assignment = job.chunk.assignments[place]
         member = _member(job)
-        self.crew.replace(member)
+        self.actors.replace(member)
         text = f"no answer within {self.client_timeout_s:g} s; its actor was replaced"
         logger.warning("%s gave %s", _who(assignment), text)
         job.timed_out[place] = _lost(assignment, "timed_out", text, self._about(member).place)
         job.attempts -= 1
         if len(left) > 1:
-            waiting[member.lane.name].appendleft(job)
+            waiting[member.group.name].appendleft(job)
         else:
             finished[job.index] = with_timed_out(ChunkResult(), job)
 
     def close(self) -> None:
         """Ends all actors."""
-        self.crew.close()
+        self.actors.close()
         self._shared = None
 
 
@@ -310,7 +315,7 @@ def _what(assignment: Assignment) -> str:
 
 
 def failed(job: Job, error: str, node: str = "") -> ChunkResult:
-    """The result of a job that nobody did: its clients failed, but for those that had hung before."""
+    """The result of a job that no actor finished: all clients failed, except those that had timed out."""
     reports = [_lost(a, "failed", error, node) for i, a in enumerate(job.chunk.assignments) if i not in job.timed_out]
     return with_timed_out(ChunkResult(reports=reports), job)
 
@@ -328,7 +333,7 @@ def _lost(assignment: Assignment, status: str, error: str, node: str) -> Report:
 
 
 def with_timed_out(result: ChunkResult, job: Job) -> ChunkResult:
-    """The chunk's reports in plan order, those of clients that hung among them."""
+    """The result with the reports of timed-out clients inserted, in plan order."""
     rest = iter(result.reports)
     places = range(len(job.chunk.assignments))
     return ChunkResult(result.sums, [job.timed_out[i] if i in job.timed_out else next(rest) for i in places])

@@ -1,4 +1,4 @@
-"""How tensors travel between actors: as NumPy arrays, which Ray shares without copying."""
+"""Converts tensors to NumPy arrays for transport between actors, because Ray shares arrays without copying."""
 
 import warnings
 from collections.abc import Mapping
@@ -18,35 +18,35 @@ PackedSum = tuple[Region, np.ndarray, dict[Region, Coverage]]
 
 
 def accept_shared_memory() -> None:
-    """Silences torch's warning about read-only arrays: shared tensors are only ever read here."""
+    """Silences torch's warning about read-only arrays: fedloom never writes to shared tensors."""
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 def to_arrays(tensors: Weights) -> dict[str, np.ndarray]:
-    """Tensors as arrays, without a copy if they lie in main memory."""
+    """Tensors as arrays, without a copy if they are in main memory."""
     return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
 
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """Arrays as tensors without a copy; not to be written to."""
+    """Arrays as tensors without a copy; the tensors must not be written to."""
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 @dataclass(frozen=True)
 class PackedResult:
-    """A chunk's result on its way to the server."""
+    """The result of a chunk in the form in which it is sent to the server."""
 
     sums: Mapping[str, PackedSum]
     reports: tuple[Report, ...]
 
 
 def pack(result: ChunkResult) -> PackedResult:
-    """The result with its sums as arrays."""
+    """Converts the sums of a result to arrays."""
     sums = {n: (s.box, s.total.cpu().numpy(), s.coverage) for n, s in result.sums.tensors.items()}
     return PackedResult(sums, tuple(result.reports))
 
 
 def unpack(packed: PackedResult) -> ChunkResult:
-    """The inverse of `pack`; the sums are only to be read."""
+    """The inverse of `pack`; the sums must not be written to."""
     sums = {n: TensorSum(box, torch.from_numpy(total), cover) for n, (box, total, cover) in packed.sums.items()}
     return ChunkResult(WeightedSums(sums), list(packed.reports))

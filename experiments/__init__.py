@@ -1,1 +1,1 @@
-"""What a person runs: command line, configuration, reports and benchmarks."""
+"""The user-facing part: command line, configuration, ablations, analysis, reports and benchmarks."""

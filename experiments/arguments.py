@@ -1,4 +1,4 @@
-"""The command line: what commands there are, what they take, and what their help says."""
+"""The command line: commands, arguments and help texts."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 Handler = Callable[[argparse.Namespace], int]
-"""Does what a command says and returns the exit code."""
+"""Executes a command and returns its exit code."""
 
 DESCRIPTION = """Federated architecture search across unequal devices.
 
@@ -18,7 +18,7 @@ DESCRIPTION = """Federated architecture search across unequal devices.
 
 
 def build_parser(handlers: Mapping[str, Handler]) -> argparse.ArgumentParser:
-    """The command line; `handlers` do the work, by the commands' names."""
+    """Builds the argument parser; `handlers` maps each command's name to the function that executes it."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="fedloom", description=DESCRIPTION, formatter_class=formatter)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -239,7 +239,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "export": ("a trained model as files that run without fedloom", EXPORT_HELP),
     "submit": ("run an experiment or an ablation on a Ray cluster", SUBMIT_HELP),
 }
-"""By name a line for the list of commands, and, where there is more to say, what the command's own help begins with."""
+"""By command: a line for the list of commands and, optionally, the beginning of the command's own help."""
 
 ADD: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "run": _add_run,

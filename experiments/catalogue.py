@@ -47,7 +47,7 @@ SLOTS: tuple[Slot[Any], ...] = (
 _SLOT_OF = {slot.kind: slot for slot in SLOTS}
 
 NEEDED = "?"
-"""Stands for the default of an option that has none: it must be given."""
+"""Shown as the default of an option that has none and must be given."""
 MOST_NARROW, LONGEST_LINE = 40, 120
 
 
@@ -55,10 +55,10 @@ MOST_NARROW, LONGEST_LINE = 40, 120
 
 
 def known_keys(given: Sequence[str]) -> list[Setting]:
-    """The settings whose keys begin with one of the given words, all if there is none.
+    """The settings whose keys start with one of the given words; all settings if no such word is given.
 
-    Words of the form key=value choose a preset or a method, and change values; of what a key chooses by name the
-    options are listed, too. Raises ValueError for a word that no key begins with.
+    Words of the form key=value choose a preset or a method, or change values. The options of plug-ins that are chosen
+    by name are included. Raises ValueError for a word that no key starts with.
     """
     config = compose_config([word for word in given if "=" in word])
     prefixes = [word for word in given if "=" not in word]
@@ -75,7 +75,7 @@ def known_keys(given: Sequence[str]) -> list[Setting]:
 
 
 def _with_options(config: RunConfig) -> Iterator[Setting]:
-    """Every setting, and after the free mapping that takes them the options of what is chosen by name."""
+    """All settings; a mapping `options` is followed by the options of the plug-ins that are chosen by name."""
     settings = [*settings_of(config)]
     places = [s.key.rpartition(".")[0] for s in settings if s.key.endswith(".options")]
     options: dict[str, list[Setting]] = {place: [] for place in places}
@@ -101,7 +101,7 @@ def _options_of(slot: Slot[Any], name: str, key: str) -> Iterator[Setting]:
 
 
 def show_keys(settings: Sequence[Setting], *, as_json: bool) -> None:
-    """A line per key, and what it means below it."""
+    """Prints one line per key, with its meaning below, or one JSON object."""
     if as_json:
         write_json({"keys": [_as_json(setting) for setting in settings]})
         return
@@ -125,7 +125,7 @@ def _as_json(setting: Setting) -> dict[str, Any]:
 
 
 def _written(value: Any) -> str:
-    """A value as it would be given on the command line."""
+    """Formats a value as on the command line."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float):
@@ -142,7 +142,7 @@ def _written(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Code:
-    """Something that is built in: its name, what it is, and its options."""
+    """A built-in plug-in: its name, a description, and its options."""
 
     name: str
     text: str
@@ -151,7 +151,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Place:
-    """Where code is chosen by name: its kind, the keys that choose it, what one's own has to be, and what there is."""
+    """A plug-in point: its kind, the keys that choose the code, the required form of user code, and the built-ins."""
 
     kind: str
     keys: tuple[str, ...]
@@ -160,9 +160,9 @@ class Place:
 
 
 def known_code(words: Sequence[str]) -> list[Place]:
-    """The places that one of these words is in (of their kind, their keys, or what is built in), all if none is given.
+    """The plug-in points whose kind, keys or built-in names contain one of these words; all if no word is given.
 
-    Raises ValueError for a word that is in none.
+    Raises ValueError for a word that no plug-in point contains.
     """
     places = [_methods(), *(_place(slot) for slot in SLOTS)]
     for word in words:
@@ -192,7 +192,7 @@ def _place(slot: Slot[Any]) -> Place:
 
 
 def _undressed(code: Any) -> Any:
-    """What a partial function wraps: the design of a space, or the function."""
+    """The object that carries the docstring: the design of a space, or the function in a partial function."""
     while hasattr(code, "func"):
         code = type(code.args[-1]) if code.args and is_dataclass(code.args[-1]) else code.func
     return code
@@ -209,7 +209,7 @@ def _first_line(documented: Any) -> str:
 
 
 def show_code(places: Sequence[Place], *, as_json: bool) -> None:
-    """Per place the keys, how one's own is called, and a line for each that is built in."""
+    """Prints the keys, the required form of user code and the built-ins of plug-in points, or one JSON object."""
     if as_json:
         write_json({"places": [_place_as_json(place) for place in places]})
         return

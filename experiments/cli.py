@@ -1,4 +1,4 @@
-"""The `fedloom` command: what each of its commands does."""
+"""The `fedloom` command: one function per subcommand."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from fedloom.experiments.terminal.reading import stop_printing, while_read
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, runs the command and exits with its code."""
-    # A user's own rules and spaces lie where the command is started; Ray's workers search the driver's path, too.
+    # The working directory holds a user's own rules and spaces; Ray's workers use the driver's path as well.
     sys.path.append(os.getcwd())
     prefer_huge_pages()
     parser = build_parser(HANDLERS)
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class _WhileRead:
-    """Shows a run for as long as somebody reads it: the run goes on without (`fedloom run | head`)."""
+    """Shows a run while its output has a reader; afterwards the run continues without output (`fedloom run | head`)."""
 
     def __init__(self, view: Any) -> None:
         self._view = view
@@ -66,7 +66,7 @@ def _refuse(error: ValueError) -> int:
 
 
 def _here(args: argparse.Namespace, runs: Sequence[str] | None, *, tensors: bool) -> Path:
-    """The results folder on this machine; of results at a URL, the runs are brought there."""
+    """The results folder on this machine; for results at a URL, downloads the runs first."""
     if isinstance(args.results, Path):
         return args.results
     from fedloom.platform.results.remote import fetch
@@ -74,7 +74,7 @@ def _here(args: argparse.Namespace, runs: Sequence[str] | None, *, tensors: bool
     return fetch(args.results, runs, tensors=tensors, ablations=True)
 
 
-# The heavy imports (torch, ray) wait until a command needs them: `fedloom --help` answers at once.
+# The commands import torch and Ray themselves, so that `fedloom --help` answers at once.
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -117,7 +117,7 @@ def _ablate(args: argparse.Namespace) -> int:
 
         ablation = planned_ablation(_here(args, [], tensors=False), given, args.overrides)
     else:
-        # As of the other commands; what is given as results=FOLDER goes before.
+        # --results works as in the other commands; results=FOLDER overrides it.
         place = [] if args.results == Path("results") else [f"results={override_text(str(args.results))}"]
         ablation = plan_ablation([*place, *args.overrides])
     stay_on_loopback(ablation.trials[0].config["ray"]["address"])
@@ -193,7 +193,7 @@ def _submit(args: argparse.Namespace) -> int:
 
     environment = parse_environment(args.env)
     submission = Submission(args.address, tuple(args.overrides), tuple(args.include), environment, not args.no_wait)
-    # The last line of the output is the JSON object alone: what the job says goes beside it.
+    # With --json, standard output holds only the JSON object, and the job's output goes to standard error.
     end = submit(submission, _teller(sys.stderr if args.json else sys.stdout))
     if end.message:
         sys.stderr.write(f"fedloom: {end.message}\n")
@@ -203,7 +203,7 @@ def _submit(args: argparse.Namespace) -> int:
 
 
 def _teller(stream: TextIO) -> Callable[[str], None]:
-    """Writes text as it comes; a job goes on and is followed to its end when nobody reads any more."""
+    """A function that writes text at once; if the reader is gone, it discards output and the job is still followed."""
 
     def tell(text: str) -> None:
         try:

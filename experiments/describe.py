@@ -1,4 +1,4 @@
-"""`fedloom describe`: a space in numbers."""
+"""`fedloom describe`: size, costs and tiers of a space."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,16 +13,16 @@ from fedloom.tiers.bounds import share_of_models
 
 
 def describe(overrides: Sequence[str]) -> dict[str, Any]:
-    """Architectures, parameters, MACs, tier upper bounds and the share of models per tier.
+    """Describes a space: architectures, parameters, MACs, tier upper bounds and the share of models per tier.
 
     `space=NAME` is short for `space.name=NAME`. Parameters and MACs are those of the whole supernet, of its fixed part,
-    and of the largest path (in an elastic space, of the smallest and the largest subnet); bounds are in the unit of the
+    and of the largest path (in an elastic space, of the smallest and the largest subnet). Bounds are in the unit of the
     tiers' cost.
     """
     config = compose_config([f"space.name={o[6:]}" if o.startswith("space=") else o for o in overrides])
     space = build_space(config.space)
     measured, parameters = measure_costs(config.tiers, space), space.cost_table("parameters")
-    if measured.budget.smallest == measured.budget.largest:  # one architecture, or all alike: nothing to be split
+    if measured.budget.smallest == measured.budget.largest:  # one tier, as all architectures cost the same
         config.tiers.count = 1
     macs, cost = measured.macs, measured.budget
     tiers = split_into_tiers(config, space, cost)

@@ -1,4 +1,4 @@
-"""`fedloom prepare`: data and partition, ahead of the runs that use them."""
+"""`fedloom prepare`: prepares a data set and its partition before the runs that use them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from fedloom.platform.data.prepare import prepare_dataset
 
 
 def prepare(overrides: Sequence[str]) -> dict[str, Any]:
-    """Writes (or checks) the memory-mapped arrays and the partition, and says what they hold.
+    """Writes or verifies the memory-mapped arrays and the partition, and returns a description of them.
 
     `dataset=NAME` is short for `data.dataset=NAME`.
     """

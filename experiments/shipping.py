@@ -1,4 +1,4 @@
-"""What a cluster job gets: this package's source and the files that the user names, no more than 50 MiB of it."""
+"""The files of a cluster job: this package's source and the user's included files, at most 50 MiB."""
 
 import importlib
 import os
@@ -15,12 +15,12 @@ PARTS = ("tiers", "platform", "actors", "experiments")
 MIB = 2**20
 MOST_BYTES = 50 * MIB
 LEFT_OUT = frozenset({"__pycache__", "data", "results", "tests", "venv"})
-"""Folders that are not shipped, nor are hidden ones; one that holds an `__init__.py` is code, whatever its name."""
+"""Folders that are not shipped, like hidden ones, unless they hold an `__init__.py` and are therefore code."""
 
 
 @dataclass(frozen=True)
 class ShippedFile:
-    """A file here, and where it lies in the job's folder."""
+    """A local file and its path in the job's folder."""
 
     source: Path
     target: PurePosixPath
@@ -29,7 +29,7 @@ class ShippedFile:
 
 @dataclass(frozen=True)
 class Shipment:
-    """All that is shipped, sorted by target."""
+    """All shipped files, sorted by target."""
 
     files: tuple[ShippedFile, ...]
 
@@ -52,18 +52,19 @@ class Shipment:
 
 
 def as_mib(size_bytes: int) -> str:
-    """A size in MiB, as the limit is given."""
+    """Formats a size in MiB, the unit of the limit."""
     return f"{size_bytes / MIB:.2f} MiB"
 
 
 def plan_shipment(include: Sequence[Path] = ()) -> Shipment:
-    """The package as it runs here and the included files; nothing is copied yet.
+    """Lists the files of the running package and the included files without copying them.
 
-    An included path keeps its place relative to the working directory, so that overrides name it as they do here; one
-    from elsewhere lies at the top. Below a named folder, data, results, tests and hidden entries are left out.
+    An included path keeps its location relative to the working directory, so that overrides with this path stay valid;
+    a path outside the working directory is placed at the top. In included folders, data, results, tests and hidden
+    entries are left out.
 
     Raises:
-        ValueError: a path that does not exist or lies where another does, or more than `MOST_BYTES`.
+        ValueError: a path does not exist or has the same target as another, or the size exceeds `MOST_BYTES`.
     """
     found: dict[PurePosixPath, ShippedFile] = {}
     for part in PARTS:
@@ -82,7 +83,7 @@ def plan_shipment(include: Sequence[Path] = ()) -> Shipment:
 
 @contextmanager
 def shipped(shipment: Shipment) -> Iterator[Path]:
-    """A temporary folder that holds the shipment for the block."""
+    """Copies the shipment to a temporary folder that exists for the duration of the block."""
     with tempfile.TemporaryDirectory(prefix="fedloom-submit-") as folder:
         for file in shipment.files:
             copy = Path(folder, file.target)
@@ -92,14 +93,14 @@ def shipped(shipment: Shipment) -> Iterator[Path]:
 
 
 def package_folder(part: str) -> Path:
-    """Where the running `fedloom.PART` lies, be it a checkout or an installed wheel."""
-    # A namespace package's path may begin with, or hold, entries that are no folders (an editable install's marker).
+    """The folder of the running `fedloom.PART`, in a checkout or an installed wheel."""
+    # The path of a namespace package may hold entries that are not folders (the marker of an editable install).
     places: Iterable[str] = importlib.import_module(f"fedloom.{part}").__path__
     return next(Path(place) for place in places if Path(place).is_dir())
 
 
 def target_of(path: Path) -> PurePosixPath:
-    """Where an included path lies in the job's folder."""
+    """The location of an included path in the job's folder."""
     absolute = Path(os.path.abspath(path.expanduser()))
     inside = absolute.is_relative_to(Path.cwd())
     return PurePosixPath(absolute.relative_to(Path.cwd()) if inside else absolute.name)
@@ -112,7 +113,7 @@ def _existing(path: Path) -> Path:
 
 
 def _files(source: Path, target: PurePosixPath, above: tuple[Path, ...] = ()) -> Iterator[ShippedFile]:
-    """The files at or below a path; links are followed, but not in circles."""
+    """The files at or below a path; follows links, but not in cycles."""
     if source.is_file():
         yield ShippedFile(source, target, source.stat().st_size)
     elif source.is_dir() and source.resolve() not in above:
@@ -122,7 +123,7 @@ def _files(source: Path, target: PurePosixPath, above: tuple[Path, ...] = ()) ->
 
 
 def _is_left_out(entry: Path) -> bool:
-    # Hidden: .git, .venv and caches, but also .env with its secrets and the .gitignore that Ray would obey.
+    # Hidden entries include .git, .venv and caches, .env with secrets, and .gitignore, which Ray would apply.
     if entry.name.startswith("."):
         return True
     if not entry.is_dir():

@@ -1,4 +1,4 @@
-"""What the terminal shows: one line per round, tables at the end, or one JSON object."""
+"""Terminal output of runs, reports and states: a line per round, tables at the end, or one JSON object."""
 
 import sys
 from dataclasses import asdict
@@ -25,7 +25,7 @@ LONGEST_MESSAGE = 70
 
 
 class RunView:
-    """Shows a run's rounds as they end."""
+    """Shows the rounds of a run as they finish."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
@@ -33,18 +33,18 @@ class RunView:
         self.run_id = ""
 
     def started(self, run_id: str, supernet_of: str) -> None:
-        """A run got its id, and perhaps a supernet that another run has trained."""
+        """Prints the run's id and, if it has one, the run whose supernet it reuses."""
         self.run_id = run_id
         self.console.print(f"run {run_id}")
         if supernet_of:
             self.console.print(f"begins with the supernet of run {supernet_of}: the same configuration up to there")
 
     def round(self, progress: RoundProgress) -> None:
-        """One line per round: loss, metric, bytes, time left in the stage."""
+        """Prints one line: loss, metric, bytes, and time left in the stage."""
         self.console.print(round_line(progress))
 
     def end(self, end: RunEnd, results: str | Path) -> None:
-        """How the run ended, with its table."""
+        """Prints how the run ended, with its table, or one JSON object."""
         if self.quiet:
             summary = _summary(_brought(results, end), end.run_id) if end.kind == "done" else {}
             write_json({"run_id": end.run_id, "status": end.kind, "message": end.message, **summary})
@@ -63,7 +63,7 @@ def _brought(results: str | Path, end: RunEnd) -> Path:
 
 
 def round_line(p: RoundProgress) -> str:
-    """One finished round in one line."""
+    """The line of a finished round."""
     left_s = (p.rounds_total - p.round - 1) * p.wall_s
     parts = [f"{p.stage:<18} {p.round + 1:>4}/{p.rounds_total}"]
     if p.clients_planned:
@@ -91,7 +91,7 @@ def _print_summary(console: Console, results: Path, run_id: str) -> None:
 
 
 def show_report(files: ReportFiles, table: RenderableType, figures: dict[str, Any], as_json: bool) -> None:
-    """Where a report was written, and its table."""
+    """Prints the report's table and the paths of its files, or one JSON object."""
     if as_json:
         places = {"html": str(files.html), "markdown": str(files.markdown), "plots": [str(p) for p in files.plots]}
         places |= {"latex": str(files.latex)} if files.latex else {}
@@ -106,7 +106,7 @@ def show_report(files: ReportFiles, table: RenderableType, figures: dict[str, An
 
 
 def show_status(results: Path, given: list[str], as_json: bool) -> None:
-    """One line per ablation and per run beside them, or per trial of the ablations that are given."""
+    """Prints one line per ablation and per run outside ablations, or one line per trial of the given ablations."""
     ablations = [find_ablation(results, g) for g in given if is_ablation(results, g)]
     runs = [find_run(results, g) for g in given if not is_ablation(results, g)]
     if not given:

@@ -1,4 +1,4 @@
-"""Sending a run or an ablation to a Ray cluster as a job: checked here, shipped small, followed to its true end."""
+"""Submits a run or an ablation to a Ray cluster as a job: checks it locally, ships its files, follows its output."""
 
 import asyncio
 import os
@@ -24,21 +24,21 @@ from fedloom.experiments.terminal.exit_codes import INFRASTRUCTURE, INTERRUPTED,
 from fedloom.platform.federation.config import GENERATED, RunConfig
 
 Tell = Callable[[str], None]
-"""Takes text as it comes, with its line ends."""
+"""Receives pieces of output, including line ends."""
 
 ANSWER_TIMEOUT_S = 10.0
 PATIENCE_S = 60.0
-"""How long a cluster that answered before may be silent."""
+"""Seconds for which a cluster that answered before may fail to answer."""
 RETRY_S = 2.0
 ABLATION = "ablation="
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What is sent where.
+    """The arguments of `fedloom submit`.
 
-    `address` is the URL of the cluster's dashboard; `include` names own files to ship; `environment` is set for the
-    job and its workers.
+    `address` is the URL of the cluster's dashboard; `include` names the user's files to ship; `environment` holds the
+    variables of the job and its workers.
     """
 
     address: str
@@ -50,7 +50,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job stands: Ray's status of it, and the exit code for this command."""
+    """The state of a job: its status in Ray, and the exit code of this command."""
 
     job_id: str
     status: str
@@ -60,12 +60,12 @@ class JobEnd:
 
 
 def submit(submission: Submission, tell: Tell) -> JobEnd:
-    """Ships and starts the job, tells its output as it comes, and returns its end.
+    """Ships and starts the job, passes its output to `tell`, and returns how it ended.
 
     Raises:
-        ValueError: what can be refused here, before anything is sent.
-        ConnectionError: no such cluster, or it does not accept the token.
-        OSError: the cluster does not take the job, or is silent before its end.
+        ValueError: a local check fails, before any file is sent.
+        ConnectionError: the cluster does not answer or does not accept the token.
+        OSError: the cluster rejects the job, or stops answering before the job ends.
     """
     address = check_address(submission.address)
     job = prepare(submission.overrides, submission.include)
@@ -84,7 +84,7 @@ def submit(submission: Submission, tell: Tell) -> JobEnd:
 
 
 def commands(address: str, job_id: str) -> str:
-    """How to go on with a job that nobody waits for."""
+    """The commands with which the user follows or stops the job."""
     return (
         f"follow it with `ray job logs --address {address} --follow {job_id}`, "
         f"end it with `ray job stop --address {address} {job_id}`"
@@ -93,16 +93,17 @@ def commands(address: str, job_id: str) -> str:
 
 @dataclass(frozen=True)
 class PreparedJob:
-    """A checked job: its shell command and its files."""
+    """The shell command and the files of a checked job."""
 
     entry_point: str
     shipment: Shipment
 
 
 def prepare(overrides: Sequence[str], include: Sequence[Path]) -> PreparedJob:
-    """Checks a run's or an ablation's overrides and finds the files of its job.
+    """Checks the overrides of a run or an ablation and collects the files of its job.
 
-    Raises ValueError in one line for what the job would refuse, and for results that would be lost with its folder.
+    Raises ValueError with one line for overrides that the job would reject, and for results in the job's own folder,
+    which is deleted after the job.
     """
     given = next((o.removeprefix(ABLATION) for o in overrides if o.startswith(ABLATION)), None)
     if given is None:
@@ -120,7 +121,7 @@ def prepare(overrides: Sequence[str], include: Sequence[Path]) -> PreparedJob:
 
 
 def entry_point(command: str, overrides: Sequence[str]) -> str:
-    """The job's shell command, run in its folder, which holds the shipped `fedloom/`."""
+    """The job's shell command; it runs in the job's folder, which holds the shipped `fedloom/`."""
     return shlex.join(["python", "-m", "fedloom.experiments.cli", command, *overrides])
 
 
@@ -132,7 +133,7 @@ def _check_ablation(given: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def _ship_definition(given: str, overrides: Sequence[str], include: Sequence[Path]) -> tuple[list[str], Sequence[Path]]:
-    """An ablation's own YAML goes along, and is named by its place in the job's folder."""
+    """Adds an ablation's YAML file to the shipped files and changes the override to its path in the job's folder."""
     if not given.endswith((".yaml", ".yml")):
         return list(overrides), include
     file = Path(given)
@@ -162,9 +163,9 @@ def _check_device_table(config: RunConfig, shipment: Shipment) -> None:
 
 
 def parse_environment(given: Sequence[str]) -> dict[str, str]:
-    """The variables of `NAME=VALUE` texts.
+    """Parses `NAME=VALUE` texts.
 
-    Raises ValueError for other texts, and for the cluster's token: Ray keeps a job's variables where others read them.
+    Raises ValueError for other texts, and for the cluster's token, because other users can read a job's variables.
     """
     environment = {}
     for text in given:
@@ -178,7 +179,7 @@ def parse_environment(given: Sequence[str]) -> dict[str, str]:
 
 
 def check_address(address: str) -> str:
-    """The URL of a dashboard, without an end slash; ValueError for anything else."""
+    """Returns the URL of a dashboard without a trailing slash; raises ValueError for any other text."""
     parts = urlsplit(address)
     if "@" in parts.netloc:
         raise ValueError("--address holds a user or password: give http://HOST:8265, and the token as Ray takes it")
@@ -188,9 +189,9 @@ def check_address(address: str) -> str:
 
 
 def connect(address: str) -> JobSubmissionClient:
-    """A client of the cluster's job server; ConnectionError, saying what to set, where none answers."""
+    """Connects to the cluster's job server; raises ConnectionError that says what to do if it does not answer."""
     try:
-        # Ray's client sets no time limit, and would wait minutes for an address that swallows what it is sent.
+        # Ray's client sets no timeout and would wait minutes for an address that drops packets.
         requests.get(f"{address}/api/version", timeout=ANSWER_TIMEOUT_S)
         with _this_address(address):
             return JobSubmissionClient(address)
@@ -206,7 +207,7 @@ def connect(address: str) -> JobSubmissionClient:
 
 @contextmanager
 def _this_address(address: str) -> Iterator[None]:
-    """Ray's client prefers RAY_ADDRESS to the address that it is given; what was typed shall win."""
+    """Makes Ray's client use this address in the block, since it otherwise prefers RAY_ADDRESS to its argument."""
     name = "RAY_API_SERVER_ADDRESS"
     before = os.environ.get(name)
     os.environ[name] = address
@@ -221,7 +222,7 @@ def _this_address(address: str) -> Iterator[None]:
 
 def _send(client: JobSubmissionClient, job: PreparedJob, environment: Mapping[str, str]) -> str:
     with shipped(job.shipment) as folder:
-        # No pip and no uv: the cluster's own torch and ray are used as they are.
+        # No pip or uv environment: the job uses the cluster's installed torch and Ray.
         runtime_env: dict[str, Any] = {"working_dir": str(folder), "env_vars": dict(environment)}
         try:
             return str(client.submit_job(entrypoint=job.entry_point, runtime_env=runtime_env))
@@ -230,16 +231,16 @@ def _send(client: JobSubmissionClient, job: PreparedJob, environment: Mapping[st
 
 
 class Follower:
-    """Tells a job's output once, over as many connections as that takes."""
+    """Passes on the output of a job exactly once, reconnecting as often as necessary."""
 
     def __init__(self, client: JobSubmissionClient, job_id: str, tell: Tell) -> None:
         self._client, self._job_id, self._tell = client, job_id, tell
         self._told = 0
 
     def follow(self) -> JobDetails:
-        """Tells the output until the job's end. A broken connection is made again, for up to `PATIENCE_S`.
+        """Passes on the output until the job ends, and retries a broken connection for up to `PATIENCE_S`.
 
-        Raises OSError when the cluster stays silent.
+        Raises OSError if the cluster still does not answer.
         """
         failing_since: float | None = None
         while True:
@@ -256,7 +257,7 @@ class Follower:
             time.sleep(RETRY_S)
 
     async def _tell_output(self) -> None:
-        # Every connection begins with the first line: what was told before is passed over.
+        # Every connection starts with the first line of the output, so that known text is skipped.
         seen = 0
         async for text in self._client.tail_job_logs(self._job_id):
             known = max(self._told - seen, 0)
@@ -267,7 +268,7 @@ class Follower:
 
 
 def exit_code(details: JobDetails) -> int:
-    """The job's own exit code; INFRASTRUCTURE for a job whose command was not run to its end."""
+    """The job's own exit code; INFRASTRUCTURE if its command did not run to its end."""
     code = details.driver_exit_code
     if details.status == JobStatus.SUCCEEDED:
         return OK
@@ -275,7 +276,7 @@ def exit_code(details: JobDetails) -> int:
         return INTERRUPTED
     if not code:
         return INFRASTRUCTURE
-    return code if code > 0 else 128 - code  # a signal, as shells say it
+    return code if code > 0 else 128 - code  # a signal, encoded as in shells
 
 
 def _message(job_id: str, details: JobDetails) -> str:

@@ -1,8 +1,8 @@
-"""Finding code by the name that a configuration gives: something built in, or a user's own by its import path.
+"""Lookup of code by its configured name: built-in code, or a user's own by its import path.
 
-A slot is a place where code is chosen by name, such as the weighting rule of a training stage. What is built in and
-what a user brings (`module:name`, from a file beside the user or an installed package) are found, given their options
-and called alike. A user's own that cannot be used ends in one line that names it.
+A slot is a place where code is chosen by name, such as the weighting rule of a training stage. Built-in code and a
+user's own (`module:name`, from the working directory or an installed package) are looked up, configured and called in
+the same way. A user's code that fails gives a one-line error that names it.
 """
 
 import importlib
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 class PluginError(ValueError):
-    """Code that a configuration names cannot be used; the message names it and says what is wrong."""
+    """Code that a configuration names cannot be used; the message names the code and the problem."""
 
 
 class Shipped(Mapping[str, Any]):
-    """What ships with fedloom, by name; a module is imported when something of it is asked for.
+    """Built-in objects by name, whose modules are imported on demand.
 
-    `places` are import paths: of the thing itself, or of a mapping that has it under its name.
+    `places` are import paths of the objects, or of mappings that contain them by name.
     """
 
     def __init__(self, places: Mapping[str, str]) -> None:
@@ -48,13 +48,13 @@ class Shipped(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Chosen:
-    """Code by its name, with the values of its own options: how a choice travels to workers."""
+    """The name of code with the values of its options, as sent to workers."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
 
     def __hash__(self) -> int:
-        # An option may be a list or a dictionary, which has no hash.
+        # Without the values, because lists and dictionaries have no hash.
         return hash((self.name, tuple(name for name, _ in self.options)))
 
 
@@ -63,10 +63,10 @@ class Slot(Generic[T]):
     """A place where code is chosen by name.
 
     Attributes:
-        kind: what is chosen, as messages call it, such as `server rule`.
-        known: what is built in, by name.
-        arguments: what it is called with, by position; keyword-only parameters after them are its options.
-        made: whether classes are welcome, too: one is called with its options alone, and its instance is used.
+        kind: the kind of code, as in messages, such as `server rule`.
+        known: the built-in code by name.
+        arguments: the positional arguments of a call; keyword-only parameters are options.
+        made: whether classes are also allowed: a class is called with its options, and the instance is used.
     """
 
     kind: str
@@ -75,24 +75,24 @@ class Slot(Generic[T]):
     made: bool = False
 
     def find(self, name: str) -> Any:
-        """The code of that name; PluginError if there is none, or if it cannot be called as the slot does."""
+        """The code of that name; PluginError if it does not exist or cannot be called with the slot's arguments."""
         found = resolve(self.kind, name, self.known)
         if is_import_path(name):
             self.check_callable(name, found)
         return found
 
     def make(self, chosen: Chosen) -> T:
-        """The code with its options; of a user's own, every error names it."""
-        # By what is found, not by its name alone: a module may be loaded anew in a notebook.
+        """The code with its options bound; errors in a user's code name it."""
+        # Cached by the found object, not only by its name, because a notebook may reload a module.
         made: T = _made(self, chosen, resolve(self.kind, chosen.name, self.known))
         return made
 
     def options_of(self, name: str) -> dict[str, inspect.Parameter]:
-        """The keyword-only parameters that are the options of the code of that name."""
+        """The options of the code of that name: its keyword-only parameters."""
         return keyword_options(self.find(name))
 
     def check_callable(self, name: str, found: Any) -> None:
-        """Raises PluginError for a user's own that cannot be called as the slot does."""
+        """Raises PluginError for a user's code that cannot be called with the slot's arguments."""
         if not callable(found):
             raise PluginError(f"{self.kind} {name!r} is {an(type(found).__name__)}, not {self.form}")
         places = () if self.made and inspect.isclass(found) else self.arguments
@@ -107,13 +107,13 @@ class Slot(Generic[T]):
 
     @property
     def form(self) -> str:
-        """What code of one's own has to be."""
+        """The required form of a user's code, for messages."""
         form = f"a function of ({', '.join(self.arguments)}) and of options by keyword"
         return f"{form}, or a class of such options" if self.made else form
 
 
 def an(name: str) -> str:
-    """A noun with its article."""
+    """A noun with its indefinite article."""
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
@@ -131,7 +131,7 @@ def _made(slot: "Slot[Any]", chosen: Chosen, found: Any) -> Any:
 
 
 class _Blamed:
-    """A user's own function, whose errors name it."""
+    """Wraps a user's function so that its errors name it."""
 
     def __init__(self, kind: str, name: str, function: Callable[..., Any]) -> None:
         self.kind, self.name, self.function = kind, name, function
@@ -143,7 +143,7 @@ class _Blamed:
 
 @contextmanager
 def blaming(kind: str, name: str, spare: type[Exception] = PluginError) -> Iterator[None]:
-    """Whatever is raised in the block becomes a PluginError that names the code and the place, but for `spare`."""
+    """Turns exceptions in the block into a PluginError that names the code and the line, except for `spare`."""
     try:
         yield
     except (spare, PluginError, KeyboardInterrupt):
@@ -153,7 +153,7 @@ def blaming(kind: str, name: str, spare: type[Exception] = PluginError) -> Itera
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's kind and text, and where it was raised."""
+    """An error's type, message and line of code, in one line."""
     text = " ".join(str(error).split())
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
@@ -168,13 +168,13 @@ def is_import_path(name: str) -> bool:
 
 
 def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
-    """`; did you mean X?` for the nearest known name, or an empty string."""
+    """`; did you mean X?` for the most similar known name, or an empty string."""
     match = get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def resolve(kind: str, name: str, known: Mapping[str, T]) -> T:
-    """The built-in of that name, or what the import path `package.module:attribute` names.
+    """The built-in object of that name, or the object at the import path `package.module:attribute`.
 
     Raises PluginError for an unknown name (listing the known ones), and for a path that cannot be imported.
     """
@@ -188,7 +188,7 @@ def resolve(kind: str, name: str, known: Mapping[str, T]) -> T:
 
 
 def imported(kind: str, path: str) -> Any:
-    """What `module:name` names; PluginError, saying what is missing or what the module raised."""
+    """The object at `module:name`; PluginError with what is missing or what the module raised."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -200,7 +200,7 @@ def imported(kind: str, path: str) -> Any:
         return getattr(module, attribute)
     except AttributeError as error:
         there = [name for name in vars(module) if not name.startswith("_")]
-        place = getattr(module, "__file__", None) or module_name  # one that is compiled into Python has no file
+        place = getattr(module, "__file__", None) or module_name  # built-in modules have no file
         raise PluginError(
             f"{kind} {path!r} cannot be imported: {place} has no {attribute!r}{nearest(attribute, there)}"
         ) from error
@@ -232,7 +232,7 @@ def keyword_options(function: Any) -> dict[str, inspect.Parameter]:
 
 
 def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
-    # One by one: beside an option there may be parameters whose types are imported for type checkers alone.
+    # Evaluated one by one, because types of other parameters may only be imported for type checking.
     if not isinstance(annotation, str):
         return annotation
     try:

@@ -1,4 +1,4 @@
-"""Every random stream of a run, derived from (seed, purpose, stage, round, client) and from nothing else."""
+"""Random streams of a run, derived only from (seed, purpose, stage, round, client)."""
 
 from hashlib import blake2b
 
@@ -9,13 +9,13 @@ Id = str | int
 
 
 def _key(seed: int, purpose: str, ids: tuple[Id, ...]) -> int:
-    # A hash of the text, not arithmetic on the numbers: (1, 23) and (12, 3) must not meet.
+    # A hash of the joined text instead of arithmetic on the numbers, so that (1, 23) and (12, 3) differ.
     text = "\x1f".join([str(seed), purpose, *(str(i) for i in ids)])
     return int.from_bytes(blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
 def stream(seed: int, purpose: str, *ids: Id) -> np.random.Generator:
-    """A NumPy generator for one purpose, the same wherever and whenever it is made.
+    """A NumPy generator for one purpose, identical in every process and at any time.
 
     `ids` name the place of use, such as stage, round and client.
     """

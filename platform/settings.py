@@ -1,6 +1,6 @@
-"""What a setting may be: ranges and choices beside the field that they belong to, checked in one place.
+"""Settings: allowed ranges and choices, declared with the fields they belong to, and their checks.
 
-A field of a configuration says so in its type, and so does a keyword of a function that is chosen by name:
+Fields of configurations and keyword parameters of functions chosen by name declare them in their types:
 
     lr: Annotated[float, Range(above=0), "the clients' learning rate"] = 0.1
 """
@@ -17,9 +17,9 @@ from fedloom.platform.plugins import Chosen, Slot, an, nearest
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that are allowed: from `least` or `above` (excluded) to `most` or `below` (excluded).
+    """The allowed numbers: from `least` or `above` (excluded) to `most` or `below` (excluded).
 
-    Of a list every number has to be inside. NaN never is, and infinity only if `infinite`.
+    Every number of a list must be inside. NaN is never allowed, infinity only if `infinite`.
     """
 
     least: float | None = None
@@ -59,7 +59,7 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """The names that are allowed."""
+    """The allowed names."""
 
     names: tuple[str, ...]
 
@@ -69,7 +69,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Brought:
-    """A name of something built in, or the import path of a user's own; `kind` says of what, such as `server rule`."""
+    """The name of built-in code, or the import path of a user's own; `kind` is its kind, such as `server rule`."""
 
     kind: str
 
@@ -87,7 +87,7 @@ BELOW_ONE = Range(least=0, below=1)
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting as people see it; `allowed` is None where the type says all."""
+    """One setting; `allowed` is None if its type is the only restriction."""
 
     key: str
     kind: str
@@ -97,7 +97,7 @@ class Setting:
 
 
 def settings_of(config: Any, prefix: str = "") -> Iterator[Setting]:
-    """Every setting of a configuration, nested ones too, by its dotted key and in the order of the fields."""
+    """Every setting of a configuration, including nested ones, by its dotted key in the order of the fields."""
     for name, annotation in _annotations(type(config)).items():  # type: ignore[arg-type]  # classes can be hashed
         value = getattr(config, name)
         if is_dataclass(value) and not isinstance(value, type):
@@ -121,7 +121,7 @@ def check_settings(config: Any, prefix: str = "") -> None:
 
 
 def check_value(setting: Setting, value: Any) -> None:
-    """Raises ValueError if the value is not allowed for this setting; null is where its type says so."""
+    """Raises ValueError if the value is not allowed for this setting; None is not checked."""
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
     for each in values:
         if isinstance(each, str) and isinstance(setting.allowed, OneOf) and each not in setting.allowed.names:
@@ -137,7 +137,7 @@ def check_value(setting: Setting, value: Any) -> None:
 
 
 def converted(setting: Setting, annotation: Any, value: Any) -> Any:
-    """A value given for a keyword of this annotation, with its type: whole numbers serve as fractions.
+    """A value given for a keyword of this annotation, converted to its type: ints are accepted as floats.
 
     Raises ValueError for another type, or a value out of range.
     """
@@ -177,10 +177,10 @@ def _type_name(kind: Any) -> str:
 
 
 def chosen(slots: Sequence[tuple[Slot[Any], str]], options: Mapping[str, Any], key: str) -> list[Chosen]:
-    """Each slot's choice with those of the options that it has; `key` is the configuration key of the options.
+    """The choice of each slot with its options; `key` is the configuration key of the options.
 
-    Raises ValueError for a choice that is not there, an option that none of them has, one that is missing, and a value
-    of the wrong type or out of range.
+    Raises ValueError for an unknown choice, an option that no choice has, a missing option, and a value of the wrong
+    type or out of range.
     """
     found = []
     known: dict[str, str] = {}

@@ -1,1 +1,1 @@
-"""What an architecture costs and who can afford it."""
+"""Device tiers: what an architecture costs, and which devices and clients can afford it."""

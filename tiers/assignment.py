@@ -1,4 +1,4 @@
-"""Which tier each registered client belongs to: by a share per tier, by a list, or by what its device can do."""
+"""Assigns each registered client to a tier: by a share per tier, by a list, or by the speed of its device."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,15 @@ from fedloom.tiers.clock import TRAINING_FACTOR
 from fedloom.tiers.devices import DeviceTable
 
 TierOfClient = npt.NDArray[np.int16]
-"""Shape (clients,): the index of each client's tier, 0 for tier1; two bytes a client."""
+"""Shape (clients,): the index of each client's tier, 0 for tier1; two bytes per client."""
 
 
 def by_shares(num_clients: int, shares: Sequence[float], rng: np.random.Generator) -> TierOfClient:
-    """Clients drawn into tiers irrespective of their data, with exact numbers.
+    """Assigns clients to tiers at random, independently of their data, with an exact number of clients per tier.
 
-    `shares` holds one share per tier; every tier gets its share of the clients rounded down, and those left over go
-    to the largest remainders (ties: the lower tier). Who belongs where is a uniform permutation.
-    Raises ValueError if a share is negative or they do not sum to 1 within 1e-6.
+    `shares` holds one share per tier. Every tier gets its share of the clients rounded down; the remaining clients go
+    to the tiers with the largest remainders (ties: the lower tier). The assignment is a uniform permutation.
+    Raises ValueError if a share is negative or if the shares do not sum to 1 within 1e-6.
 
     Source: FedorAS, App. E.4, Tab. 8.
     """
@@ -28,9 +28,9 @@ def by_shares(num_clients: int, shares: Sequence[float], rng: np.random.Generato
 
 
 def by_list(tier_of_client: Sequence[int] | npt.NDArray[np.integer], num_tiers: int, num_clients: int) -> TierOfClient:
-    """An explicit tier index per client, checked.
+    """Checks an explicit tier index per client and returns the indices.
 
-    Raises ValueError if the number of entries or an index does not fit.
+    Raises ValueError if the number of entries is not `num_clients` or if an entry is not the index of a tier.
     """
     given = np.asarray(tier_of_client)
     if given.shape != (num_clients,):
@@ -51,15 +51,15 @@ def by_list(tier_of_client: Sequence[int] | npt.NDArray[np.integer], num_tiers: 
 def by_device_table(
     table: DeviceTable, tier_uppers: Sequence[float], *, batch_size: int, max_step_s: float
 ) -> TierOfClient:
-    """The highest tier whose largest model a device trains in time; client i is the device in row i.
+    """Assigns each client to the highest tier whose largest model its device trains in time; client i has device row i.
 
     A device can train a tier if `TRAINING_FACTOR * upper_macs * batch_size / macs_per_s <= max_step_s`, where
     `upper_macs` is the tier's upper bound in MACs of one forward pass of one sample: one step on a batch takes at most
-    `max_step_s` seconds. (`TRAINING_FACTOR` is 3: a forward pass, and a backward pass of two.)
-    A device too slow for every tier belongs to tier 0 all the same, as the smallest models are all it can do.
+    `max_step_s` seconds. (`TRAINING_FACTOR` is 3: one forward pass, and a backward pass that costs two.)
+    A device that is too slow for every tier belongs to tier 0, which has the smallest models.
     Raises ValueError if the bounds do not increase or a limit is not positive.
 
-    Source: FedorAS, App. J.3, assigns tiers by a device trace; this rule for it is ours.
+    Source: FedorAS, App. J.3, assigns tiers by a device trace; the rule itself is our own.
     """
     if batch_size < 1 or not max_step_s > 0:
         raise ValueError(f"batch_size={batch_size} and max_step_s={max_step_s:g} must be positive")
@@ -79,7 +79,7 @@ def _exact_counts(num_clients: int, shares: Sequence[float]) -> npt.NDArray[np.i
     total = float(wanted.sum())
     if abs(total - 1) > 1e-6:
         raise ValueError(f"shares {list(shares)} sum to {total:.10g}, but must sum to 1")
-    # 0.29 * 100 is 28.999999999999996: without rounding, noise would make remainders and break ties.
+    # 0.29 * 100 is 28.999999999999996: without rounding, floating-point errors would decide remainders and ties.
     exact = np.round(wanted / total * num_clients, 6)
     counts = np.floor(exact).astype(np.int64)
     left_over = num_clients - int(counts.sum())

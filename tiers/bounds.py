@@ -1,4 +1,4 @@
-"""Where one tier ends and the next begins: bounds from a sample of the space, explicit bounds, and who falls where."""
+"""Cost bounds of tiers: computed from a sample of the space or given, and the tier of each cost."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,7 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 ROUNDING = 0.02
-"""Published bounds count normalisation and activation, too, and are rounded: ours may exceed them by this share."""
+"""Relative amount by which the largest path may exceed the last given bound.
+
+Published bounds are rounded and count normalisation and activation as well.
+"""
 
 
 def tier_upper_bounds(
@@ -18,21 +21,22 @@ def tier_upper_bounds(
     rho_low: float,
     rho_high: float,
 ) -> tuple[float, ...]:
-    """Upper bounds of the tiers of a space, from the costs of uniformly drawn paths.
+    """Computes the upper bounds of the tiers of a space from the costs of uniformly drawn paths.
 
-    The costs are sorted, normalised by their sum and cumulated; the top tier begins at the first cost whose cumulated
-    share exceeds `rho_high` and ends at `largest`. With `rho_low` > 0 tier 1 ends where the share exceeds `rho_low`,
-    and the bounds between are evenly spaced; with 0 all are, starting from `fixed`. A single tier ends at `largest`.
+    The costs are sorted, normalised by their sum and cumulated. The top tier begins at the first cost whose cumulated
+    share exceeds `rho_high` and ends at `largest`. If `rho_low` > 0, tier 1 ends at the first cost whose share exceeds
+    `rho_low`, and the bounds in between are evenly spaced; if it is 0, all bounds up to the top tier are evenly spaced
+    from `fixed`. A single tier ends at `largest`.
 
-    `path_costs` has shape (paths,); infinite costs (unsupported operators) are left out. `fixed` is the cost of what
-    every path holds and `largest` that of the largest path, in the same unit. Raises ValueError if shares or costs do
-    not make sense, or if the bounds would not increase.
+    `path_costs` has shape (paths,); infinite costs (unsupported operators) are left out. `fixed` is the cost of the
+    part that all paths share and `largest` that of the largest path, in the same unit. Raises ValueError if shares or
+    costs are out of range, or if the bounds would not increase.
 
     Source: FedorAS, App. E.4 (100 000 paths there).
     """
     _check_split(num_tiers, rho_low, rho_high)
     costs = _sorted_finite(path_costs, largest)
-    # Sums of floats in another order (a latency) may pass the largest path by a rounding error; no path may fall out.
+    # A latency summed in another order may exceed `largest` by a rounding error; every path must belong to a tier.
     top = max(float(largest), float(costs[-1]))
     if num_tiers == 1:
         return (top,)
@@ -54,12 +58,12 @@ def tier_upper_bounds(
 
 
 def check_upper_bounds(bounds: Sequence[float], smallest: float, largest: float) -> tuple[float, ...]:
-    """Explicit upper bounds, checked, so that every model of the space belongs to exactly one tier.
+    """Checks explicit upper bounds, so that every model of the space belongs to exactly one tier, and returns them.
 
-    `smallest` and `largest` are the costs of the cheapest and the dearest path, in the bounds' unit. A last bound that
-    falls short of `largest` by up to `ROUNDING` is extended to it. Raises ValueError if the bounds do not increase
-    strictly, if tier 1 could not hold the smallest model, if the last bound leaves models out, or if the top tier would
-    be empty.
+    `smallest` and `largest` are the costs of the cheapest and the most expensive path, in the unit of the bounds. A
+    last bound that is below `largest` by a share of up to `ROUNDING` is extended to it. Raises ValueError if the bounds
+    do not increase strictly, if tier 1 does not hold the smallest model, if the last bound excludes models, or if the
+    top tier would be empty.
     """
     uppers = tuple(float(bound) for bound in bounds)
     if not uppers:
@@ -87,14 +91,14 @@ def check_upper_bounds(bounds: Sequence[float], smallest: float, largest: float)
 def tier_of(costs: npt.ArrayLike, uppers: Sequence[float]) -> npt.NDArray[np.int64]:
     """Index of the tier whose interval (lower, upper] holds each cost, in the shape of `costs`.
 
-    The first tier is 0 and reaches down without end. A cost above the last bound (infinity and NaN included) belongs
-    to no tier: its index is `len(uppers)`.
+    The first tier is 0 and has no lower bound. A cost above the last bound, and infinity and NaN, belongs to no tier:
+    its index is `len(uppers)`.
     """
     return np.asarray(np.searchsorted(np.asarray(uppers, dtype=np.float64), costs, side="left"), dtype=np.int64)
 
 
 def share_of_models(path_costs: npt.ArrayLike, uppers: Sequence[float]) -> tuple[float, ...]:
-    """Share of the drawn paths that falls into each tier; they sum to 1 unless some cost more than the last bound.
+    """Share of the drawn paths in each tier; the shares sum to 1 unless some paths cost more than the last bound.
 
     Source: FedorAS, Tab. 8, "portion". Raises ValueError if there are no paths.
     """
@@ -123,7 +127,7 @@ def _sorted_finite(path_costs: npt.NDArray[np.float64], largest: float) -> npt.N
     costs = np.sort(costs[np.isfinite(costs)])
     if not costs.size or costs[-1] <= 0:
         raise ValueError("the space has no path of finite, positive cost: draw more paths, or use another cost measure")
-    # (1 + 1e-9): the rounding of a sum of floats, far below any operator's cost.
+    # (1 + 1e-9) allows for the rounding of a sum of floats, far below the cost of any operator.
     if not costs[-1] <= largest * (1 + 1e-9) or not np.isfinite(largest):
         raise ValueError(
             f"largest={largest:.10g} must be the cost of the largest path that is supported; "

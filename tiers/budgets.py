@@ -1,4 +1,4 @@
-"""How much of its tier's budget a client has in a round: a fixed share, a schedule, or a device's changing state."""
+"""The share of its tier's budget that a client has in a round: fixed, by a schedule, or by the state of its device."""
 
 import difflib
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ import numpy as np
 
 
 class Budget(Protocol):
-    """The share of a tier's budget that a client has in a round.
+    """Gives the share of its tier's budget that a client has in a round.
 
-    Asked at every assignment (FedorAS, "dynamic" budgets). The caller's generator is derived from (seed, round,
-    client), so nothing is kept per registered client and the answer is the same wherever it is asked.
+    Called for every assignment (FedorAS, "dynamic" budgets). The caller derives the generator from (seed, round,
+    client), so that no state is kept per registered client and the result is the same in every process.
     """
 
     def factor(self, round: int, rng: np.random.Generator) -> float:
-        """The share, in (0, 1]; `round` counts from 0."""
+        """The share, in (0, 1]; rounds count from 0."""
         ...
 
 
@@ -30,14 +30,13 @@ class StaticBudget:
         _check_share("share", self.share)
 
     def factor(self, round: int, rng: np.random.Generator) -> float:
-        """The constant share."""
-        del round, rng  # nothing changes it
+        del round, rng
         return self.share
 
 
 @dataclass(frozen=True)
 class ScheduleBudget:
-    """One share per round, from the start again when the list ends, for all clients alike."""
+    """One share per round, the same for all clients; the list is repeated when it ends."""
 
     factors: tuple[float, ...]
 
@@ -49,21 +48,21 @@ class ScheduleBudget:
 
     def factor(self, round: int, rng: np.random.Generator) -> float:
         """The share of this round; raises ValueError for a negative round."""
-        del rng  # a schedule is certain
+        del rng
         if round < 0:
             raise ValueError(f"round={round} must not be negative")
         return self.factors[round % len(self.factors)]
 
 
 class DeviceState(NamedTuple):
-    """A state that a device is in with some probability, and the share of its budget that is left then."""
+    """A state of a device, the share of the budget that is left in it, and the probability of the state."""
 
     name: str
     factor: float
     probability: float
 
 
-# Assumed, not measured: idle most of the time, at times in use, rarely nearly empty.
+# Assumed values, not measured ones.
 DEFAULT_STATES = (
     DeviceState("idle", 1.0, 0.6),
     DeviceState("busy", 0.5, 0.3),
@@ -73,7 +72,7 @@ DEFAULT_STATES = (
 
 @dataclass(frozen=True)
 class TraceBudget:
-    """A client is in one of several states, drawn afresh for every round and client.
+    """The share of a device state that is drawn independently for every round and client.
 
     `states` holds (name, factor, probability); the probabilities sum to 1.
     """
@@ -92,7 +91,7 @@ class TraceBudget:
             raise ValueError(f"the states' probabilities sum to {total:g}, but must sum to 1")
 
     def draw(self, rng: np.random.Generator) -> DeviceState:
-        """One state; takes exactly one number from the generator."""
+        """Draws one state; consumes exactly one number of the generator."""
         point, passed = rng.random(), 0.0
         possible = [DeviceState(*state) for state in self.states if state[2] > 0]
         for state in possible:
@@ -102,8 +101,7 @@ class TraceBudget:
         return possible[-1]  # the probabilities may sum to a rounding error below 1
 
     def factor(self, round: int, rng: np.random.Generator) -> float:
-        """The share that is left in the drawn state; the round is already in the generator."""
-        del round
+        del round  # the generator depends on it
         return self.draw(rng).factor
 
 
@@ -117,9 +115,10 @@ def make_budget(
     factors: Sequence[float] | None = None,
     states: Sequence[tuple[str, float, float]] | None = None,
 ) -> Budget:
-    """A budget from plain configuration values: "static" (share), "schedule" (factors) or "trace" (states).
+    """Makes a budget from configuration values: "static" (share), "schedule" (factors) or "trace" (states).
 
-    An option that is None takes its default. Raises ValueError for an unknown kind and for an option of another kind.
+    An option that is None has its default value. Raises ValueError for an unknown kind and for an option of another
+    kind.
     """
     if kind not in KINDS:
         near = difflib.get_close_matches(kind, KINDS, n=1)

@@ -1,4 +1,4 @@
-"""Simulated time: what a round would have lasted on the devices, whatever hardware simulates them."""
+"""Simulated time: the duration of a round on the simulated devices, independent of the hardware of the simulation."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fedloom.tiers.devices import DeviceProfile
 
 TRAINING_FACTOR = 3.0
-"""Cost of a training step in forward passes: one forward, and two for the gradients of inputs and of weights."""
+"""Cost of a training step in forward passes: one forward pass, and two for the gradients of inputs and of weights."""
 EVALUATION_FACTOR = 1.0
 """Cost of an evaluation step in forward passes."""
 
@@ -17,9 +17,9 @@ def client_time_s(
 ) -> float:
     """Simulated seconds of one client's work: download, then compute, then upload.
 
-    bytes_down / down + factor * macs / macs_per_s + bytes_up / up, where `macs` are those of the *forward* passes of
-    all samples together; evaluation passes `EVALUATION_FACTOR`. Raises ValueError for an amount that is negative or
-    not finite.
+    The time is bytes_down / down_bytes_per_s + factor * macs / macs_per_s + bytes_up / up_bytes_per_s, where `macs`
+    counts the *forward* passes of all samples. Evaluation has `factor=EVALUATION_FACTOR`. Raises ValueError for an
+    amount that is negative or not finite.
     """
     amounts = {"macs": macs, "bytes_down": bytes_down, "bytes_up": bytes_up, "factor": factor}
     for name, amount in amounts.items():
@@ -32,7 +32,7 @@ def client_time_s(
 
 @dataclass(frozen=True)
 class VirtualClock:
-    """Simulated seconds since the run began; a value, so that a checkpoint holds it and real time never enters."""
+    """Simulated seconds since the start of the run; immutable, stored in checkpoints and independent of real time."""
 
     now_s: float = 0.0
 
@@ -43,11 +43,11 @@ class VirtualClock:
     def after_round(
         self, client_times_s: Sequence[float], deadline_s: float | None = None
     ) -> tuple["VirtualClock", float]:
-        """The clock after a synchronous round, and how long the round lasted in seconds.
+        """The clock after a synchronous round, and the duration of the round in seconds.
 
-        The round lasts as long as its slowest client, or until the deadline if one takes longer. A client that never
-        answers has the time infinity, which needs a deadline. A round without clients takes no time.
-        Raises ValueError for a negative or undefined time, a deadline that is not positive, or an endless round.
+        The round lasts as long as its slowest client, but at most until the deadline. A client that never answers has
+        an infinite time, which requires a deadline. A round without clients takes 0 s.
+        Raises ValueError for a negative or undefined time, a deadline that is not positive, or an infinite round.
         """
         _check_times(client_times_s, deadline_s)
         round_s = float(max(client_times_s, default=0.0))

@@ -1,4 +1,4 @@
-"""Additive cost tables: what a path through a space costs, from one number per (decision, option)."""
+"""Cost tables: the cost of a path through a space, from one number per (decision, option)."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ class CostTable:
         return tuple(min(row) for row in self.options)
 
     def join(self, a: float, b: float) -> float:
-        """Two parts' cost together."""
+        """Joint cost of two parts: their sum, or their maximum for a peak."""
         return a + b if self.reduce == "sum" else max(a, b)
 
     def cost(self, architecture: Sequence[int]) -> float:
@@ -38,7 +38,7 @@ class CostTable:
         return total
 
     def costs(self, architectures: np.ndarray) -> np.ndarray:
-        """Costs of many architectures, an integer array of shape (paths, decisions)."""
+        """Costs, of shape (paths,), of many architectures, an integer array of shape (paths, decisions)."""
         per_decision = np.stack([np.asarray(row)[architectures[:, i]] for i, row in enumerate(self.options)])
         total: np.ndarray = per_decision.sum(axis=0) + self.fixed
         if self.reduce == "max":
@@ -46,7 +46,7 @@ class CostTable:
         return total
 
     def extreme(self, most: Callable[[Iterable[float]], float]) -> tuple[int, ...]:
-        """The cheapest (`min`) or the dearest supported (`max`) option of every decision."""
+        """The cheapest (`min`) or the most expensive supported (`max`) option of every decision."""
         return tuple(row.index(most([c for c in row if c < math.inf] or row)) for row in self.options)
 
     @property
@@ -56,12 +56,12 @@ class CostTable:
 
     @property
     def largest(self) -> float:
-        """Cost of the most expensive architecture that is supported (infinite only where none is)."""
+        """Cost of the most expensive supported architecture; infinite only if none is supported."""
         return self.cost(self.extreme(max))
 
 
 def size_of(table: CostTable, kept: Sequence[Sequence[int]]) -> float:
-    """Cost of the fixed part and of all kept options together."""
+    """Sum of the costs of the fixed part and of the options `kept[decision]` of every decision."""
     return table.fixed + sum(
         row[option] for row, options in zip(table.options, kept, strict=True) for option in options
     )
@@ -71,7 +71,7 @@ def with_unsupported(table: CostTable, unsupported: Iterable[tuple[int, int]]) -
     """The table with infinite cost for every (decision, option) that a device does not support.
 
     Raises:
-        ValueError: a pair outside the table, or a decision left without a supported option.
+        ValueError: a pair is outside the table, or a decision has no supported option left.
     """
     rows = [list(row) for row in table.options]
     for decision, option in unsupported:
@@ -87,14 +87,14 @@ def with_unsupported(table: CostTable, unsupported: Iterable[tuple[int, int]]) -
 
 
 def _weighted(costs: Sequence[float], weights: Sequence[float]) -> float:
-    # Infinity times a weight of zero would be NaN: an unsupported option stays unsupported.
+    # Infinity times a weight of 0 would be NaN, but an unsupported option stays unsupported.
     return math.inf if math.inf in costs else math.fsum(w * c for w, c in zip(weights, costs, strict=True))
 
 
 def combine(tables: Sequence[CostTable], weights: Sequence[float], measure: str | None = None) -> CostTable:
-    """The weighted sum of additive tables of one space, as one additive table.
+    """Weighted sum of additive tables of the same space, as one additive table.
 
-    `measure` names the result; by default it spells the sum out, such as `0.5*macs+2*parameters`.
+    `measure` names the result; the default spells out the sum, such as `0.5*macs+2*parameters`.
 
     Raises:
         ValueError: no table, unequal lengths or shapes, a negative or infinite weight, or a table of peaks.

@@ -1,4 +1,4 @@
-"""Simulated devices: what they compute and transfer per second, as a table in Parquet or CSV or from a generator."""
+"""Simulated devices: their compute and transfer rates, read from a Parquet or CSV table or generated."""
 
 import math
 import os
@@ -21,11 +21,11 @@ COLUMNS = ("device_id", *RATES, *PROBABILITIES)
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """One device.
+    """The rates and probabilities of one device.
 
-    `macs_per_s` is what it sustains in training, in multiply-accumulates per second; the link is in bytes per second,
-    seen from the device. `availability` is the probability that it can be chosen in a round, `dropout` that it is lost
-    once chosen.
+    `macs_per_s` is the sustained rate in training, in multiply-accumulates per second; the link rates are in bytes per
+    second, and down is towards the device. `availability` is the probability that the device can be selected in a
+    round, `dropout` the probability that a selected device drops out.
     Raises ValueError for rates that are not positive and finite and for probabilities outside [0, 1].
     """
 
@@ -47,15 +47,15 @@ class DeviceProfile:
 
 
 DEFAULT_PROFILE = DeviceProfile("default", macs_per_s=5e9, down_bytes_per_s=2.5e6, up_bytes_per_s=7.5e5)
-"""A middling phone: 5 GMAC/s, 20 Mbit/s down, 6 Mbit/s up (assumed; the generator's medians)."""
+"""A mid-range phone: 5 GMAC/s, 20 Mbit/s down, 6 Mbit/s up (assumed; the medians of `generate_device_table`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceTable:
     """Many devices, one array of shape (devices,) per column; the units are those of `DeviceProfile`.
 
-    `device_id` is int64 and unique, the rest float64. The table sees its columns read-only.
-    Raises ValueError naming the column and the row of a bad value.
+    `device_id` is int64 and unique, the other columns are float64; all are read-only.
+    Raises ValueError that names the column and the row of an invalid value.
     """
 
     device_id: npt.NDArray[np.int64]
@@ -68,7 +68,7 @@ class DeviceTable:
     def __post_init__(self) -> None:
         for name in COLUMNS:
             column = _read_only(name, getattr(self, name))
-            object.__setattr__(self, name, column)  # normalised once, before anyone has seen the value
+            object.__setattr__(self, name, column)  # a frozen dataclass allows no assignment
             if column.shape != self.device_id.shape:
                 raise ValueError(f"column {name} has shape {column.shape}, but device_id has {self.device_id.shape}")
         _check_values(self)
@@ -77,7 +77,7 @@ class DeviceTable:
         return len(self.device_id)
 
     def profile(self, i: int) -> DeviceProfile:
-        """The device in row `i`, named after its id, in constant time; raises IndexError outside 0 … len - 1."""
+        """The device in row `i`, named after its id, in constant time; raises IndexError outside 0 to len - 1."""
         if not 0 <= i < len(self):
             raise IndexError(f"device row {i} is outside 0 to {len(self) - 1}")
         values = (float(getattr(self, name)[i]) for name in (*RATES, *PROBABILITIES))
@@ -85,16 +85,16 @@ class DeviceTable:
 
 
 def generate_device_table(num_devices: int, rng: np.random.Generator) -> DeviceTable:
-    """Devices with a spread as between phones, so that everything runs offline; assumed values, not a measured trace.
+    """Generates devices that vary as phones do, so that no download is needed; assumed values, not a measured trace.
 
-    Rates are log-normal: compute median 5 GMAC/s, sigma 0.8 (90 % within a factor of 3.7); download median 20 Mbit/s
-    and upload 6 Mbit/s, sigma 1.0 (a factor of 5.2), their logarithms correlated 0.7 as they share a link. Availability
-    (median 0.62) and dropout (median 0.05) are logit-normal. A larger table from the same seed begins with the smaller
-    one's devices. Raises ValueError for fewer than one device.
+    Rates are log-normal. Compute has the median 5 GMAC/s and sigma 0.8 (90 % within a factor of 3.7); download has the
+    median 20 Mbit/s and upload 6 Mbit/s, both sigma 1.0 (a factor of 5.2), and their logarithms have the correlation
+    0.7, since they share a link. Availability (median 0.62) and dropout (median 0.05) are logit-normal. For the same
+    seed, a larger table begins with the devices of a smaller one. Raises ValueError for fewer than one device.
     """
     if num_devices < 1:
         raise ValueError(f"num_devices={num_devices} must be at least 1")
-    z_DF = rng.standard_normal((num_devices, 5))  # one row per device, hence the common beginning
+    z_DF = rng.standard_normal((num_devices, 5))  # one row per device, so that a larger table extends a smaller one
     link, own = z_DF[:, 1], z_DF[:, 2]
     return DeviceTable(
         device_id=np.arange(num_devices, dtype=np.int64),
@@ -107,9 +107,10 @@ def generate_device_table(num_devices: int, rng: np.random.Generator) -> DeviceT
 
 
 def read_device_table(path: str | Path) -> DeviceTable:
-    """The device table in a .parquet or .csv file, which needs all of `COLUMNS`; other columns are ignored.
+    """Reads a device table from a .parquet or .csv file with all of `COLUMNS`; other columns are ignored.
 
-    Raises ValueError, in one line that names the file (and the column), if it is missing, damaged or holds bad values.
+    Raises ValueError with one line that names the file (and the column) if the file is missing or damaged or holds
+    invalid values.
     """
     file = Path(path)
     found = _read_columns(file)
@@ -124,9 +125,9 @@ def read_device_table(path: str | Path) -> DeviceTable:
 
 
 def write_device_table(path: str | Path, table: DeviceTable) -> None:
-    """Writes a .parquet or .csv file that `read_device_table` gives back exactly.
+    """Writes a .parquet or .csv file from which `read_device_table` restores the table exactly.
 
-    The file appears whole or not at all: it is written beside its place, flushed to disk and renamed.
+    The write is atomic: a temporary file in the same folder is written, flushed to disk and renamed.
     """
     file = Path(path)
     _check_suffix(file)
@@ -184,7 +185,7 @@ def _read_columns(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file")
     try:
-        # Through an open file, as pyarrow takes a bare path for a data set and infers columns from folder names.
+        # Given a path instead of an open file, pyarrow reads a data set and infers columns from folder names.
         with file.open("rb") as stream:
             read = pyarrow.parquet.read_table if file.suffix == ".parquet" else pyarrow.csv.read_csv
             table = read(stream)

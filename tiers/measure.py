@@ -1,4 +1,4 @@
-"""What one module costs on one input: multiply-accumulates, parameters, activation memory, latency."""
+"""Measures the cost of a module on an input: multiply-accumulates, parameters, activation memory and latency."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 MEASURES: Final = {"macs": "sum", "parameters": "sum", "activation_bytes": "max", "latency_s": "sum"}
-"""Every measure of a cost table and how its parts are joined (`CostTable.reduce`)."""
+"""The measures of cost tables and how the costs of parts are joined (`CostTable.reduce`)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 def _forward_on_meta(module: nn.Module, x: Tensor) -> None:
-    # Shapes are all that is needed: no arithmetic is done, and the module keeps its tensors and buffers.
+    # Only shapes are needed: meta tensors do no arithmetic, and the module's own tensors and buffers stay unchanged.
     tensors = {name: t.to("meta") for name, t in chain(module.named_parameters(), module.named_buffers())}
     with torch.no_grad(), _evaluation_mode(module):
         functional_call(module, tensors, (x[:1].to("meta"),))
@@ -47,8 +47,8 @@ def _forward_on_meta(module: nn.Module, x: Tensor) -> None:
 def macs_of(module: nn.Module, x: Tensor) -> int:
     """Multiply-accumulates of one forward pass of one sample (the first of the batch `x`).
 
-    Convolutions and matrix products alone count, as in `torch.utils.flop_counter`; normalisation, activation,
-    pooling and additions are free.
+    Only convolutions and matrix products count, as in `torch.utils.flop_counter`; normalisation, activation, pooling
+    and additions count 0.
     """
     counter = FlopCounterMode(display=False)
     with counter:
@@ -57,7 +57,7 @@ def macs_of(module: nn.Module, x: Tensor) -> int:
 
 
 def parameters_of(module: nn.Module) -> int:
-    """Number of trainable scalars; a tensor that is used twice counts once."""
+    """Number of trainable scalars; a shared tensor counts once."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
@@ -72,9 +72,9 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 def activation_bytes_of(module: nn.Module, x: Tensor) -> int:
     """Peak activation memory of one forward pass of one sample (the first of the batch `x`), in bytes.
 
-    The largest, over all leaf modules (those without children), of the bytes of the distinct tensors among the
-    leaf's inputs and outputs: what an executor that frees as early as it can must hold for the hungriest step.
-    Tensors that wait on a residual link are not counted, so that the peak of a path is the maximum over its parts.
+    It is the maximum, over all leaf modules (those without children), of the bytes of the distinct tensors among the
+    leaf's inputs and outputs: the memory of the largest step if every tensor is freed as early as possible.
+    Tensors that are held for a residual link are not counted, so that the peak of a path is the maximum over its parts.
     """
     peak_bytes = 0
 
@@ -102,12 +102,12 @@ def _timed_s(run: Callable[[], object], synchronise: Callable[[], None]) -> floa
 
 
 def latency_s_of(module: nn.Module, x: Tensor, *, warmup: int = 3, repeats: int = 20) -> Latency:
-    """Measured seconds of one forward pass on the batch `x`, on the device where the module and `x` are.
+    """Measures the seconds of one forward pass on the batch `x`, on the device of the module and `x`.
 
-    Evaluation mode, no gradients; `warmup` passes are thrown away first.
+    The module runs in evaluation mode without gradients; the first `warmup` passes are discarded.
 
     Raises:
-        ValueError: fewer than one repeat, or a negative warm-up.
+        ValueError: `repeats` is below 1 or `warmup` is negative.
     """
     if repeats < 1 or warmup < 0:
         raise ValueError(f"a latency needs repeats >= 1 and warmup >= 0, given repeats={repeats}, warmup={warmup}")

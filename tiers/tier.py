@@ -1,19 +1,19 @@
-"""A tier: the interval of costs that a group of devices affords, and what Ray reserves to simulate one of them."""
+"""A tier: the interval of costs that a group of devices affords, and the Ray resources to simulate one of them."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 SMALLEST_SHARE = 0.0001
-"""Ray counts fractional resources in ten-thousandths."""
+"""The smallest GPU share: Ray counts fractional resources in units of 0.0001."""
 
 
 @dataclass(frozen=True)
 class Tier:
     """Devices that afford models whose cost lies in (lower, upper].
 
-    `lower` and `upper` are in the unit of the cost measure (MACs of one forward pass by default). A tier from 0 holds
-    the cost 0, too: it is the lowest. `num_gpus` (0, a whole number, or a fraction 1/k) and `num_cpus` are reserved for
+    `lower` and `upper` are in the unit of the cost measure (MACs of one forward pass by default). The lowest tier, with
+    `lower` 0, includes the cost 0. `num_gpus` (0, a whole number, or a fraction 1/k) and `num_cpus` are reserved for
     each client that is simulated at the same time; `profile` names the device profile.
     Raises ValueError for an empty interval and for resources that cannot be reserved.
 
@@ -47,7 +47,7 @@ class Tier:
 
 
 def nearest_num_gpus(num_gpus: float) -> float:
-    """The GPU share nearest to the given one that fills whole devices: 0, 1/k, or a whole number."""
+    """The nearest GPU share that divides devices evenly: 0, 1/k, or a whole number."""
     if not num_gpus >= SMALLEST_SHARE:
         return 0.0
     if math.isinf(num_gpus):
@@ -55,7 +55,7 @@ def nearest_num_gpus(num_gpus: float) -> float:
     if num_gpus >= 1:
         return float(round(num_gpus))
     k = round(1 / num_gpus)
-    # Between two fractions the nearest in value need not be the nearest in k.
+    # Rounding 1 / num_gpus finds the nearest k, but the share of a neighbouring k may be nearer.
     return min((1 / j for j in (k, k + 1, max(k - 1, 1))), key=lambda share: abs(share - num_gpus))
 
 
@@ -66,11 +66,12 @@ def make_tiers(
     num_cpus: float | Sequence[float] = 1.0,
     profile: str | Sequence[str] = "default",
 ) -> tuple[Tier, ...]:
-    """Tiers "tier1", "tier2", … that join without gaps, from their upper bounds.
+    """Makes adjacent tiers "tier1", "tier2", … from their upper bounds.
 
-    Resources and profiles are one value for all tiers or one per tier. The first tier starts at 0 rather than at the
-    fixed cost, as in Tab. 8: intervals are open below, and the all-identity model, whose cost *is* the fixed cost, must
-    belong to it. Raises ValueError if there are no bounds, they do not increase, or the numbers of values differ.
+    Resources and profiles are one value for all tiers or one per tier. The first tier starts at 0 instead of the fixed
+    cost, as in FedorAS, Tab. 8, because intervals exclude their lower bound and the first tier must include the
+    all-identity model, whose cost *is* the fixed cost. Raises ValueError if there are no bounds, if they do not
+    increase, or if the number of values is neither one nor one per tier.
     """
     if not len(uppers):
         raise ValueError("no tier bounds were given: give one upper bound per tier")

@@ -1,4 +1,4 @@
-"""What the driver keeps on disk of an ablation while its trials are at work: a status with a heartbeat, and ends."""
+"""The files that the driver of a running ablation writes: a status with a heartbeat, and how trials ended."""
 
 import logging
 import platform
@@ -32,27 +32,27 @@ from fedloom.platform.results.target import is_remote
 logger = logging.getLogger(__name__)
 
 SEND_S = 15.0
-"""How often the ablation's heartbeat goes to the URL of the results."""
+"""Seconds between two uploads of the ablation's heartbeat to the URL of the results."""
 
 OLD_PROCESSES_S = 30.0
-"""How long the processes of a killed driver's trials may take to end."""
+"""Seconds within which the trials' processes of a killed driver must end."""
 
 INTERRUPTED = "interrupted; the round in progress is lost"
 
 
 class AblationView(Protocol):
-    """Where an ablation's progress is shown; called by the driver."""
+    """Shows the progress of an ablation; called by the driver."""
 
     def planned(self, ablation: Ablation, states: Sequence[TrialState], at_once: int, to_run: int) -> None:
-        """What is going to be run: so many of the trials, up to `at_once` at the same time."""
+        """`to_run` of the trials will run, at most `at_once` at the same time."""
         ...
 
     def started(self, index: int) -> None:
-        """A trial began."""
+        """A trial started."""
         ...
 
     def round(self, index: int, figures: Mapping[str, Any]) -> None:
-        """News of a trial: its stage, round, metric and loss."""
+        """A trial finished a round; `figures` holds its stage, round, metric and loss."""
         ...
 
     def ended(self, index: int, end: End) -> None:
@@ -60,25 +60,25 @@ class AblationView(Protocol):
         ...
 
     def waiting(self, message: str) -> None:
-        """Nothing goes on, and why."""
+        """No trial runs; `message` says why."""
         ...
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where results are: a folder or URL as it was given, and the folder on this machine."""
+    """Location of the results: the folder or URL as given, and the folder on this machine."""
 
     results: str
     root: Path
 
     @property
     def of_trials(self) -> str:
-        """What the trials' processes are told: theirs is another working directory."""
+        """The URL or absolute folder for the trials' processes, whose working directory differs."""
         return self.results if is_remote(self.results) else str(self.root.absolute())
 
 
 def kind_of(states: Sequence[TrialState]) -> str:
-    """How an ablation with its trials in these states stands: done, interrupted, infrastructure or failed."""
+    """The state of an ablation whose trials have these states: done, interrupted, infrastructure or failed."""
     left = {s.state for s in states if s.state not in FINAL}
     if not left:
         return "done"
@@ -88,7 +88,7 @@ def kind_of(states: Sequence[TrialState]) -> str:
 
 
 def check_idle(ablation: Ablation, root: Path) -> None:
-    """Raises ValueError while the ablation is at work elsewhere."""
+    """Raises ValueError if another driver runs the ablation."""
     path = ablation.folder(root) / STATUS
     if not path.exists():
         return
@@ -102,9 +102,9 @@ def check_idle(ablation: Ablation, root: Path) -> None:
 
 
 def wait_for_old(root: Path, trials: Sequence[Trial]) -> None:
-    """Waits for the processes of an earlier driver's trials, which end with it, but not in the same moment.
+    """Waits for the trials' processes of an earlier driver, which end shortly after it.
 
-    Raises ValueError for one that goes on.
+    Raises ValueError if one still runs after `OLD_PROCESSES_S`.
     """
     end_s = time.monotonic() + OLD_PROCESSES_S
     while at_work := [t for t in trials if _state_of_run(root, t) == "running"]:
@@ -118,11 +118,11 @@ def _state_of_run(root: Path, trial: Trial) -> str:
     return read_status(path).state if path.exists() else ""
 
 
-class AtWork:
-    """An ablation that is being run: claims it, tells how it stands, and keeps how its trials end.
+class RunningAblation:
+    """Context of an ablation that runs: claims the ablation, writes its status, and records how trials end.
 
     Args:
-        indices: the trials to be run; how they ended before does not count any more.
+        indices: the trials to run; their earlier ends are discarded.
     """
 
     def __init__(self, ablation: Ablation, place: Place, indices: Sequence[int]) -> None:
@@ -134,7 +134,7 @@ class AtWork:
         self._over = threading.Event()
         self._sender = threading.Thread(target=self._send_beats, name="ablation-mirror", daemon=True)
 
-    def __enter__(self) -> "AtWork":
+    def __enter__(self) -> "RunningAblation":
         self._ends = {i: e for i, e in read_ends(self.root, self.ablation).items() if i not in self.indices}
         states = trial_states(self.root, self.ablation)
         self._done = sum(s.state in FINAL for s in states)
@@ -148,7 +148,7 @@ class AtWork:
         self._heartbeat.stop()
         self._over.set()
         self._sender.join()
-        # Now that their processes are gone, nobody else writes these files.
+        # The trials' processes have ended, so that no other process writes these files.
         for state in trial_states(self.root, self.ablation):
             if state.trial.index in self.indices:
                 self._mark(state.trial, "stopped early" if state.state == STOPPED else INTERRUPTED)
@@ -165,7 +165,7 @@ class AtWork:
             logger.warning("run %s was not sent: %s", trial.run_id, error)
 
     def ended(self, index: int, end: End) -> None:
-        """Remembers an end of which the trial's run says nothing."""
+        """Records the end of a trial if the files of its run do not show it."""
         self._done += end.kind in FINAL
         if end.kind not in ("done", "failed", "interrupted"):
             self._ends[index] = end
@@ -184,22 +184,22 @@ class AtWork:
             logger.warning("what the ablation knows of its trials was not sent: %s", error)
 
 
-class Told:
-    """What Tune tells of the trials that are run, by index: written down, and shown for as long as somebody reads.
+class TrialEvents:
+    """Receives Tune's events of trials by index, records them, and shows them while the output is open.
 
-    Nothing is ever raised: Tune would take it for the trial's own failure, and begin it again beside itself.
+    No method raises: Tune would treat the error as a failure of the trial and start the trial a second time.
     """
 
-    def __init__(self, view: AblationView, at_work: AtWork) -> None:
+    def __init__(self, view: AblationView, at_work: RunningAblation) -> None:
         self.view, self.at_work = view, at_work
 
     def started(self, index: int) -> None:
-        """A trial began."""
+        """A trial started."""
         if index in self.at_work.indices:
             while_read(self.view.started, index)
 
     def round(self, index: int, figures: Mapping[str, Any]) -> None:
-        """News of a trial."""
+        """A trial finished a round."""
         if index in self.at_work.indices:
             while_read(self.view.round, index, figures)
 
@@ -214,5 +214,5 @@ class Told:
         while_read(self.view.ended, index, end)
 
     def waiting(self, message: str) -> None:
-        """Nothing goes on."""
+        """No trial runs; `message` says why."""
         while_read(self.view.waiting, message)

@@ -1,4 +1,4 @@
-"""Everything about trials that can be refused before any is started: their configurations, data, and size."""
+"""Checks of trials before any of them starts: their configurations, data and resources."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ class Checked:
     """A trial that can run.
 
     Attributes:
-        bundles: what its placement group holds beside its server.
-        supernet: the key of a supernet that it may share; None for none.
-        at_once: how many of its kind the cluster holds at the same time.
+        bundles: the bundles of its placement group, without its server's.
+        supernet: key of the supernet that it may share with other trials; None if it shares none.
+        at_once: number of such trials that the cluster holds at the same time.
         compared_stage: the stage in which a scheduler compares trials; None without a scheduler.
     """
 
@@ -43,9 +43,9 @@ def checked_trials(
     scheduler: Mapping[str, Any] | None = None,
     concurrent: int | None = None,
 ) -> list[Checked]:
-    """The trials with what they need, at most `concurrent` at the same time.
+    """Checks the trials and computes their resources, for at most `concurrent` trials at the same time.
 
-    Raises ValueError naming the trial: what is missing of the cluster first, which takes no time to find out.
+    Raises ValueError that names the trial. Missing resources are reported first, since that check needs no data.
     """
     at_once = min(len(trials), concurrent or len(trials))
     looked_at: set[str] = set()
@@ -59,13 +59,13 @@ def checked_trials(
 
 
 def _size(config: Mapping[str, Any]) -> str:
-    """All of a configuration that says how many actors of which size it needs."""
+    """The part of a configuration that determines the number and size of its actors, as text."""
     tiers = {key: config["tiers"][key] for key in ("count", "upper_bounds", "num_gpus", "num_cpus")}
     return json.dumps([config["executor"], tiers, config["data"]["num_clients"]])
 
 
 def _look_at_size(trial: Trial, cluster: Cluster, at_once: int) -> None:
-    """The need as far as the configuration alone tells it: resident clients may be numbered by the data."""
+    """Checks the resources that follow from the configuration alone; the number of clients may come from the data."""
     config = config_from_dict(trial.config)
     if config.executor.resident and config.data.num_clients is None:
         return
@@ -76,7 +76,7 @@ def _look_at_size(trial: Trial, cluster: Cluster, at_once: int) -> None:
 
 
 def _tiers(config: RunConfig) -> tuple[Tier, ...]:
-    """The tiers with their CPUs and GPU shares; their bounds do not matter here."""
+    """The tiers with their CPUs and GPU shares, and placeholder bounds."""
     count = len(config.tiers.upper_bounds) if config.tiers.upper_bounds is not None else config.tiers.count
     num_gpus = config.tiers.num_gpus if config.tiers.num_gpus is not None else 0.0
     num_cpus = config.tiers.num_cpus if config.tiers.num_cpus is not None else 1.0
@@ -84,14 +84,14 @@ def _tiers(config: RunConfig) -> tuple[Tier, ...]:
 
 
 class _Worlds:
-    """The last world that was built: neighbouring trials often differ in nothing that it is made of."""
+    """Caches the last world, since consecutive trials often share the settings that it is built from."""
 
     def __init__(self) -> None:
         self._key = ""
         self._world: World | None = None
 
     def of(self, config: RunConfig) -> World:
-        """The configuration's world; built anew only if data, space, tiers, devices or the partition differ."""
+        """The configuration's world, built again only if the data, space, tiers, devices, seeds or threads differ."""
         values = asdict(config)
         parts = {name: values[name] for name in ("data", "space", "tiers", "devices")}
         key = json.dumps([parts, config.seed_for("partition"), config.executor.threads, config.seed_for("training")])
@@ -126,7 +126,7 @@ def _compared(scheduler: Mapping[str, Any] | None, stages: Sequence[str]) -> str
 
 
 def _holds(bundles: Bundles, cluster: Cluster) -> int:
-    """How many of these the cluster holds at once; roughly, by the sums alone."""
+    """Approximate number of such bundle sets that the cluster holds at once, from total resources only."""
     sizes: Mapping[str, float] = {n: sum(b.get(n, 0.0) for b in bundles) for n in ("CPU", "GPU")}
     return max(1, min((int(cluster.total(n) / size + 1e-6) for n, size in sizes.items() if size), default=1))
 

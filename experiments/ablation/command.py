@@ -1,4 +1,4 @@
-"""`fedloom ablate`: from the planned ablation to its end, its table and its exit code."""
+"""`fedloom ablate`: runs a planned ablation, prints its table and returns its exit code."""
 
 import logging
 import sys
@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from rich.table import Table
 
 from fedloom.experiments.ablation.launch import AblationEnd, resume_ablation, retry_failed, start_ablation
-from fedloom.experiments.ablation.view import AblationView
+from fedloom.experiments.ablation.view import TerminalView
 from fedloom.experiments.store.ablations import Ablation
 from fedloom.experiments.store.trials import FAILED, TrialState, counted
 from fedloom.experiments.terminal.exit_codes import INFRASTRUCTURE, OK, of_run_end
@@ -22,14 +22,14 @@ from fedloom.platform.results.target import is_remote
 
 
 def run_command(ablation: Ablation, args: Namespace) -> int:
-    """Runs, resumes, retries or only shows the plan, as the command line asks; the exit code."""
+    """Runs, resumes, retries or only shows the plan, depending on the arguments; returns the exit code."""
     if args.plan:
         _show_plan(ablation, args.json)
         return OK
     stored = args.resume if args.resume is not None else args.retry_failed
     given = str(ablation.trials[0].config["results"])
     results = args.results if stored is not None else given if is_remote(given) else Path(given)
-    view = AblationView(quiet=args.json)
+    view = TerminalView(quiet=args.json)
     view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
     try:
         with _repeated_warnings_once():
@@ -49,14 +49,13 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
 
 
 class _Once(logging.Filter):
-    """Lets a warning through that many trials share only the first time."""
+    """Passes a warning that many trials repeat only once."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether this is the first of its kind."""
         text = record.getMessage()
         new = text not in self._seen
         self._seen.add(text)
@@ -120,7 +119,7 @@ def _show_end(end: AblationEnd, results: str | Path, as_json: bool) -> None:
 
 
 WORDS = {"infrastructure": "incomplete"}
-"""How an end is called where its kind is no word for it."""
+"""Words for kinds of ends that are unclear in a sentence."""
 
 
 def _unfinished(states: Sequence[TrialState], most: int = 10) -> list[str]:

@@ -1,4 +1,4 @@
-"""What an ablation varies: axes, seeds and how they are gone through; from a preset, a user's YAML and overrides."""
+"""The configuration of an ablation (axes, seeds, search, scheduler), from a preset or a YAML file and overrides."""
 
 import json
 import math
@@ -22,15 +22,15 @@ NOT_AXES = {
     "seed": "an ablation has several seeds; give ablation.seeds=[1,2]",
     "results": "all trials of an ablation lie in one results folder; give results=FOLDER",
 }
-"""Configuration keys that no axis may vary, and what to do instead."""
+"""Configuration keys that no axis may vary, and the advice for each."""
 
 
 @dataclass
 class AxisConfig:
-    """One thing that varies.
+    """One axis of an ablation.
 
-    Either a configuration `key` with its `values`, or with a range to draw from in a random search (`uniform`,
-    `log_uniform`, `integers`: the least and the greatest value), or named `settings` of several keys each.
+    An axis has a configuration `key` with its `values`, a `key` with a range for random search (`uniform`,
+    `log_uniform` or `integers`: the least and the greatest value), or named `settings` of several keys each.
     """
 
     key: str = ""
@@ -43,7 +43,7 @@ class AxisConfig:
 
 @dataclass
 class SearchConfig:
-    """How the axes are gone through: `grid` (all combinations) or `random` (`samples` draws, from `seed`)."""
+    """How points of the axes are chosen: `grid` (all combinations) or `random` (`samples` draws, from `seed`)."""
 
     kind: str = "grid"
     samples: int = 20
@@ -54,9 +54,9 @@ class SearchConfig:
 class SchedulerConfig:
     """Which trials are stopped early: `none`, or `asha` (Li et al. 2020, asynchronous successive halving).
 
-    ASHA compares the trials' `metric` (`metric` or `loss` of the table `rounds`: what the clients report) after
-    `grace_rounds` rounds of `stage` (by default the first), then after `reduction_factor` times as many, and so on, and
-    keeps the best 1 / `reduction_factor`.
+    ASHA compares the trials' `metric` (`metric` or `loss` of the table `rounds`, as reported by clients) after
+    `grace_rounds` rounds of `stage` (default: the first stage), then after `reduction_factor` times as many, and so on.
+    Each time it keeps the best 1 / `reduction_factor` of the trials.
     """
 
     kind: str = "none"
@@ -68,11 +68,11 @@ class SchedulerConfig:
 
 @dataclass
 class AblationConfig:
-    """An ablation: each point of its axes is run with every seed, `overrides` holding for all.
+    """An ablation: each point of its axes runs with every seed; `overrides` apply to all trials.
 
     `title` is the question that it answers. `figures` names the figures of its report (see
-    `fedloom.experiments.report.pages.ablation`). `attempts` is how often a trial whose process died is begun;
-    `concurrent` limits the trials at work at once beyond what the cluster holds.
+    `fedloom.experiments.report.pages.ablation`). `attempts` limits the starts of a trial whose process dies;
+    `concurrent` limits the number of trials that run at once, in addition to the cluster's resources.
     """
 
     title: str = ""
@@ -87,7 +87,7 @@ class AblationConfig:
 
 
 def load_ablation_config(given: str, overrides: Sequence[str] = ()) -> tuple[str, AblationConfig]:
-    """The ablation's name and definition: a preset's name or a YAML file, changed by `ablation.KEY=VALUE` overrides.
+    """Loads the name and definition of an ablation from a preset or a YAML file, with `ablation.KEY=VALUE` overrides.
 
     Raises ValueError in one line for an unknown preset, an unreadable file, an unknown key or a value out of range.
     """
@@ -106,7 +106,7 @@ def load_ablation_config(given: str, overrides: Sequence[str] = ()) -> tuple[str
 
 
 def _explained(error: OmegaConfBaseException) -> str:
-    """OmegaConf's sentence without its own classes' names."""
+    """OmegaConf's message in the terms of the ablation's keys instead of class names."""
     line = _first_line(error)
     if "is not a ListConfig" in line:
         return f"{line.partition(':')[0]}: must be a list, such as [1,2,3]"
@@ -215,7 +215,7 @@ def _check_keys(where: str, keys: Sequence[str]) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """What is wrong, and where: the key that OmegaConf names, or the file's line."""
+    """The problem and its place: the key that OmegaConf names, or the line of the file."""
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem} in line {error.problem_mark.line + 1}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

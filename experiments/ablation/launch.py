@@ -1,4 +1,4 @@
-"""Runs an ablation's trials with Ray Tune: in placement groups of their own, as many at once as the cluster holds."""
+"""Runs the trials of an ablation with Ray Tune, each in its own placement group and as many at once as fit."""
 
 import os
 import shutil
@@ -15,9 +15,9 @@ from fedloom.actors.address import resolve_address
 from fedloom.actors.cluster import connected, usable_cpus
 from fedloom.experiments.ablation.at_work import (
     AblationView,
-    AtWork,
     Place,
-    Told,
+    RunningAblation,
+    TrialEvents,
     check_idle,
     kind_of,
     wait_for_old,
@@ -37,21 +37,24 @@ if TYPE_CHECKING:
     from fedloom.experiments.ablation.trial import Job
 
 QUIET = {
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the tables hold what its files would
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # fedloom's tables hold the same values
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
-    "TUNE_GLOBAL_CHECKPOINT_S": "86400",  # what Tune knows is in the plan and in the runs' own files
+    "TUNE_GLOBAL_CHECKPOINT_S": "86400",  # the plan and the files of the runs hold Tune's state
     "TUNE_WARN_THRESHOLD_S": "30",
     "TUNE_FORCE_TRIAL_CLEANUP_S": "20",
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
-"""How Tune is kept from writing files and lines of its own; it reads these when it is imported or started."""
+"""Environment variables that stop Tune from writing its own files and output; read when it is imported or started."""
 
 
 @dataclass(frozen=True)
 class AblationEnd:
-    """How an ablation ended: `kind` is done (every trial, or stopped early), failed, infrastructure or interrupted."""
+    """How an ablation ended.
+
+    `kind` is done (every trial is done or was stopped early), failed, infrastructure or interrupted.
+    """
 
     ablation_id: str
     kind: str
@@ -61,23 +64,23 @@ class AblationEnd:
 def start_ablation(ablation: Ablation, results: str | Path, view: AblationView) -> AblationEnd:
     """Runs a new ablation to its end; `results` is a folder or a URL.
 
-    Raises ValueError, before anything is written, for a trial that cannot run or does not fit the cluster.
+    Raises ValueError, before any file is written, for a trial that cannot run or does not fit the cluster.
     """
     place = Place(str(results), check_results(str(results)))
     indices = [trial.index for trial in ablation.trials]
     with _checked(ablation, place, indices) as checked:
         write_ablation(place.root, ablation)
-        with AtWork(ablation, place, indices) as at_work:
-            _tune(ablation, place, checked, Told(view, at_work))
+        with RunningAblation(ablation, place, indices) as at_work:
+            _tune(ablation, place, checked, TrialEvents(view, at_work))
     return _end(ablation, place.root)
 
 
 def resume_ablation(
     ablation: Ablation, results: str | Path, view: AblationView, *, changed_plugins: bool = False
 ) -> AblationEnd:
-    """Continues an ablation with the trials that are not at an end, or whose process died.
+    """Continues an ablation with the trials that have not ended or whose process died.
 
-    Those that are done, were stopped early, or failed by themselves stay as they are. `changed_plugins` as in
+    Trials that are done, were stopped early, were refused or failed stay as they are. `changed_plugins` is that of
     `resume_run`.
     """
     place = _found(ablation, results)
@@ -89,7 +92,10 @@ def resume_ablation(
 def retry_failed(
     ablation: Ablation, results: str | Path, view: AblationView, *, changed_plugins: bool = False
 ) -> AblationEnd:
-    """Runs exactly those trials again that failed, each from its last checkpoint; `changed_plugins` as above."""
+    """Repeats the failed trials, each from its last checkpoint; `changed_plugins` is that of `resume_run`.
+
+    Raises ValueError if no trial has failed.
+    """
     place = _found(ablation, results)
     indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state in FAILED]
     if not indices:
@@ -106,20 +112,20 @@ def _found(ablation: Ablation, results: str | Path) -> Place:
 def _again(
     ablation: Ablation, place: Place, view: AblationView, indices: Sequence[int], changed_plugins: bool
 ) -> AblationEnd:
-    if not indices:  # all that could be run was run, perhaps just before the driver was killed
-        with AtWork(ablation, place, indices):
+    if not indices:  # no trial is left; writes the status in case the driver was killed before it did
+        with RunningAblation(ablation, place, indices):
             return _end(ablation, place.root)
     with _checked(ablation, place, indices) as checked:
-        check_idle(ablation, place.root)  # once more: Ray has taken seconds
-        with AtWork(ablation, place, indices) as at_work:
+        check_idle(ablation, place.root)  # again, as another driver may have started while Ray did
+        with RunningAblation(ablation, place, indices) as at_work:
             wait_for_old(place.root, [ablation.trials[i] for i in indices])
-            _tune(ablation, place, checked, Told(view, at_work), changed_plugins)
+            _tune(ablation, place, checked, TrialEvents(view, at_work), changed_plugins)
     return _end(ablation, place.root)
 
 
 @contextmanager
 def _checked(ablation: Ablation, place: Place, indices: Sequence[int]) -> Iterator[list[Checked]]:
-    """The trials of these indices, checked, on a cluster that is connected for the block."""
+    """Checks the trials of these indices and connects to the cluster for the duration of the block."""
     chosen = [ablation.trials[i] for i in indices]
     ray_config = config_from_dict(ablation.trials[0].config).ray
     own = is_own(ablation)
@@ -128,7 +134,7 @@ def _checked(ablation: Ablation, place: Place, indices: Sequence[int]) -> Iterat
         raise ValueError(
             f"ray.address={ray_config.address}: an ablation's driver runs on the cluster itself; use fedloom submit"
         )
-    if own:  # known before Ray is started, which takes seconds
+    if own:  # the resources are known before Ray is started, which takes seconds
         checked = checked_trials(chosen, place.root, _own_cluster(ray_config), **limits)
     with connected(ray_config):
         if not own:
@@ -137,7 +143,7 @@ def _checked(ablation: Ablation, place: Place, indices: Sequence[int]) -> Iterat
 
 
 def is_own(ablation: Ablation) -> bool:
-    """Whether Ray is started for this ablation alone, on this machine."""
+    """Whether this ablation starts its own Ray cluster on this machine."""
     return resolve_address(str(ablation.trials[0].config["ray"]["address"])) == "local"
 
 
@@ -152,19 +158,19 @@ def _own_cluster(config: RayConfig) -> Cluster:
 
 
 def _tune(
-    ablation: Ablation, place: Place, checked: Sequence[Checked], told: Told, changed_plugins: bool = False
+    ablation: Ablation, place: Place, checked: Sequence[Checked], events: TrialEvents, changed_plugins: bool = False
 ) -> None:
-    """The checked trials to their ends, or until Ctrl-C."""
+    """Runs the checked trials until they end or until Ctrl-C."""
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
-    from fedloom.experiments.ablation.tuning import Work, tune_trials  # it imports Tune, which reads the environment
+    from fedloom.experiments.ablation.tuning import Work, tune_trials  # imports Tune, which reads the environment
 
     states = trial_states(place.root, ablation)
     at_once = max(1, min(len(checked), *(c.at_once for c in checked), ablation.concurrent or len(checked)))
-    while_read(told.view.planned, ablation, states, at_once, len(checked))
+    while_read(events.view.planned, ablation, states, at_once, len(checked))
     stage = checked[0].compared_stage
     work = [Work(_job(ablation, place, c, changed_plugins), c.bundles, c.supernet) for c in checked]
-    if stage is not None:  # a scheduler begins anew: it is told first of what the others reached
-        ended = [s.trial for s in states if s.trial.index not in told.at_work.indices and s.status is not None]
+    if stage is not None:  # a new scheduler first receives the rounds of trials that have ended
+        ended = [s.trial for s in states if s.trial.index not in events.at_work.indices and s.status is not None]
         work = [*(Work(_replay(ablation, place, t.index, stage), REPLAY) for t in ended), *work]
     storage = Path(tempfile.mkdtemp(prefix="fedloom-tune-"))
     try:
@@ -177,14 +183,14 @@ def _tune(
             concurrent=ablation.concurrent,
             storage=storage,
             name=ablation.ablation_id,
-            told=told,
+            events=events,
         )
     finally:
         shutil.rmtree(storage, ignore_errors=True)
 
 
 REPLAY = ({"CPU": 0.01},)
-"""What it takes to tell of rounds that are in the tables."""
+"""Resources of a job that only replays the rounds in the tables of a run."""
 
 
 def _job(ablation: Ablation, place: Place, checked: Checked, changed_plugins: bool) -> "Job":
@@ -205,7 +211,7 @@ def _replay(ablation: Ablation, place: Place, index: int, stage: str) -> "Job":
 
 
 def _absolute(config: Any) -> dict[str, Any]:
-    """The configuration with paths that mean the same in the working directory of another process."""
+    """The configuration with absolute paths, for a process with another working directory."""
     changed = dict(config)
     for group, key in (("tiers", "device_table"), ("data", "root"), ("data", "cache")):
         path = config[group].get(key)

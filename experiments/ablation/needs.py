@@ -1,10 +1,10 @@
-"""What a trial needs of a cluster, and whether it fits; looked at before anything is started."""
+"""The resources that a trial needs, and whether the cluster holds them; computed before any actor starts."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedloom.actors.placement import Lane, bundles_of, plan_lanes, resident_lane
+from fedloom.actors.placement import ActorGroup, bundles_of, plan_groups, resident_group
 from fedloom.platform.federation.config import RunConfig
 from fedloom.tiers.tier import Tier
 
@@ -21,41 +21,41 @@ class Cluster:
     nodes: tuple[Resources, ...]
 
     def total(self, name: str) -> float:
-        """The whole cluster's CPUs or GPUs."""
+        """Sum of a resource over all nodes."""
         return sum(node.get(name, 0.0) for node in self.nodes)
 
 
 def bundles_of_trial(
     config: RunConfig, tiers: Sequence[Tier], num_clients: int, cluster: Cluster, trials: int
 ) -> Bundles:
-    """One bundle per client actor of a trial; its server takes no CPU of its own.
+    """One bundle per client actor of a trial; the trial's server reserves no CPU.
 
-    Without `executor.actors` a trial has as many actors as let all `trials` run at once, at least one (per tier, where
-    tiers have GPU shares). Raises ValueError, saying what is missing, if the cluster cannot hold the trial.
+    Without `executor.actors` the number of actors is such that all `trials` fit at once, but at least one (one per tier
+    if tiers have GPU shares). Raises ValueError that says what is missing if the cluster cannot hold the trial.
     """
     if config.executor.kind == "serial":
         bundles: Bundles = ({"CPU": float(config.executor.threads)},)
     else:
-        lanes = _lanes(config, tiers, cluster, trials)
+        groups = _groups(config, tiers, cluster, trials)
         if config.executor.resident:
-            cpus, nodes = lanes[0].actors * lanes[0].num_cpus, len(cluster.nodes)
-            lanes = [resident_lane(lanes[0], cpus, num_clients, nodes)]
-        bundles = tuple(bundles_of(lanes, num_clients if config.executor.resident else None))
+            cpus, nodes = groups[0].actors * groups[0].num_cpus, len(cluster.nodes)
+            groups = [resident_group(groups[0], cpus, num_clients, nodes)]
+        bundles = tuple(bundles_of(groups, num_clients if config.executor.resident else None))
     check_fits(bundles, cluster)
     return bundles
 
 
-def _lanes(config: RunConfig, tiers: Sequence[Tier], cluster: Cluster, trials: int) -> list[Lane]:
+def _groups(config: RunConfig, tiers: Sequence[Tier], cluster: Cluster, trials: int) -> list[ActorGroup]:
     whole = {"CPU": _usable_cpus(config, tiers, cluster), "GPU": cluster.total("GPU")}
     least = _least(tiers)
     if config.executor.actors is not None and not any(t.num_gpus for t in tiers):
         least = {"CPU": config.executor.actors * max(t.num_cpus for t in tiers), "GPU": 0.0}
     share = {name: max(least[name], whole[name] / max(1, trials)) for name in whole}
-    return plan_lanes(config.executor, tiers, share)
+    return plan_groups(config.executor, tiers, share)
 
 
 def _usable_cpus(config: RunConfig, tiers: Sequence[Tier], cluster: Cluster) -> float:
-    """The cluster's CPUs, without what is left over on each node where actors of one size fill it."""
+    """The cluster's CPUs, less those of each node that are too few for another actor if all have the same size."""
     if config.executor.resident or any(t.num_gpus for t in tiers):
         return cluster.total("CPU")
     size = max(t.num_cpus for t in tiers)
@@ -63,14 +63,14 @@ def _usable_cpus(config: RunConfig, tiers: Sequence[Tier], cluster: Cluster) -> 
 
 
 def _least(tiers: Sequence[Tier]) -> dict[str, float]:
-    """What the smallest pool takes: one actor, or one per tier where tiers have GPU shares."""
+    """Resources of the smallest pool: one actor, or one per tier if tiers have GPU shares."""
     if not any(t.num_gpus for t in tiers):
         return {"CPU": max(t.num_cpus for t in tiers), "GPU": 0.0}
     return {"CPU": sum(t.num_cpus for t in tiers), "GPU": sum(t.num_gpus for t in tiers)}
 
 
 def check_fits(bundles: Bundles, cluster: Cluster) -> None:
-    """Raises ValueError naming the shortage if an empty cluster could not hold all bundles at once."""
+    """Raises ValueError that names the missing resources if an empty cluster cannot hold all bundles at once."""
     for name in ("CPU", "GPU"):
         wanted, there = sum(b.get(name, 0.0) for b in bundles), cluster.total(name)
         if wanted > there + EPSILON:

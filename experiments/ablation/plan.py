@@ -1,4 +1,4 @@
-"""From an ablation's definition to its trials: every point of the axes with every seed, composed and checked."""
+"""Plans the trials of an ablation: composes and checks a configuration for every point of the axes and every seed."""
 
 import itertools
 import json
@@ -24,31 +24,31 @@ from fedloom.platform.seeding import stream
 
 MOST_TRIALS = 10_000
 MOST_DRAWS = 50
-"""Draws per sample before the axes count as exhausted."""
+"""Draws per sample after which the axes count as exhausted."""
 DEFAULT_FIGURES = ("metric_by_axis",)
 GROUPS = ("experiment", "method")
-"""Keys that choose whole groups of values: what they bring must be composed, not merged."""
+"""Keys that select whole groups of values, which must be composed by Hydra and not merged."""
 
 Changes = Mapping[str, Any]
 """Configuration keys with their values."""
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _WORDS = ("null", "true", "false", "inf", "nan")
-"""What Hydra reads as something else than a text."""
+"""Words that Hydra does not parse as a string."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of the axes: by axis how it is called, and what it changes."""
+    """One combination of the axes: the name of the value by axis, and the changed configuration keys."""
 
     setting: Mapping[str, Any]
     changes: Changes
 
 
 def plan_ablation(arguments: Sequence[str]) -> Ablation:
-    """The plan that `ablation=NAME experiment=NAME key=value ...` asks for; nothing is written.
+    """Plans the ablation of the arguments `ablation=NAME experiment=NAME key=value ...` without writing files.
 
-    Every trial's configuration is composed and checked. Raises ValueError in one line for whatever is unknown, out of
-    range, or varied and set at the same time.
+    Every trial's configuration is composed and checked. Raises ValueError with one line for a key or value that is
+    unknown or out of range, or a key that is varied and set at the same time.
     """
     given, own, common = _sorted_arguments(arguments)
     name, config = load_ablation_config(given, own)
@@ -91,7 +91,10 @@ def _check_names_experiment(config: AblationConfig, overrides: Sequence[str]) ->
 
 
 def _base(given: str, overrides: Sequence[str], common: Sequence[str]) -> RunConfig:
-    """What all trials have in common; tells the ablation's mistakes from those of whoever typed the command."""
+    """The configuration that all trials share.
+
+    The error distinguishes mistakes in the ablation's overrides from mistakes in those of the command line.
+    """
     try:
         return compose_config(overrides)
     except ValueError as error:
@@ -102,7 +105,7 @@ def _base(given: str, overrides: Sequence[str], common: Sequence[str]) -> RunCon
 
 
 def planned_ablation(root: Path, given: str, overrides: Sequence[str]) -> Ablation:
-    """A stored ablation, with overrides that do not change what is computed (`ray.*`, `executor.actors`, ...)."""
+    """Loads a stored ablation and applies overrides that do not change results (`ray.*`, `executor.actors`, ...)."""
     ablation = find_ablation(root, given)
     if not overrides:
         return ablation
@@ -114,7 +117,7 @@ def planned_ablation(root: Path, given: str, overrides: Sequence[str]) -> Ablati
 
 
 def _sorted_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
-    """The ablation's name, its own overrides, and those of the runs."""
+    """The ablation's name, its `ablation.` overrides, and the overrides of its runs."""
     names = [a.partition("=")[2] for a in arguments if a.startswith("ablation=")]
     if len(names) != 1 or not names[0]:
         given = f"{len(names)} ablations were given: " if len(names) > 1 else ""
@@ -141,7 +144,7 @@ def _points(config: AblationConfig) -> Iterator[Point]:
 
 
 def _different(config: AblationConfig) -> Iterator[Point]:
-    """So many different points; what was drawn before is passed over, so that no run is done twice."""
+    """Draws `search.samples` distinct points; a repeated point is skipped, so that no run is repeated."""
     seen: set[str] = set()
     for index in range(MOST_DRAWS * config.search.samples):
         point = _drawn(config, index)
@@ -158,7 +161,7 @@ def _different(config: AblationConfig) -> Iterator[Point]:
 
 
 def _choices(axis: AxisConfig) -> list[tuple[Any, Changes]]:
-    """What an axis may be: the name and what it changes."""
+    """The values of an axis: name and changed configuration keys."""
     if axis.settings:
         return list(axis.settings.items())
     return [(value, {axis.key: value}) for value in axis.values]
@@ -176,7 +179,7 @@ def _point(combination: Sequence[tuple[str, Any, Changes]]) -> Point:
 
 
 def _drawn(config: AblationConfig, index: int) -> Point:
-    """The random search's point of this index; each axis has a stream of its own."""
+    """Draws the random search's point of this index, with a separate random stream per axis."""
     combination: list[tuple[str, Any, Changes]] = []
     for name, axis in config.axes.items():
         rng = stream(config.search.seed, "ablation", name, index)
@@ -190,14 +193,14 @@ def _drawn(config: AblationConfig, index: int) -> Point:
 
 
 def _draw(axis: AxisConfig, share: float) -> float:
-    """The value at this share of the range; four digits are enough for a hyper-parameter, and can be read."""
+    """The value at this share of the range, rounded to four significant digits for readability."""
     if axis.integers:
         low, high = axis.integers
         return int(low + math.floor(share * (high - low + 1)))
     if axis.log_uniform:
         least, greatest = axis.log_uniform
         return float(f"{least * (greatest / least) ** share:.4g}")
-    assert axis.uniform is not None, "the three ranges were looked at"
+    assert axis.uniform is not None, "the axis has one of three ranges"
     least, greatest = axis.uniform
     return float(f"{least + (greatest - least) * share:.4g}")
 
@@ -217,7 +220,7 @@ def _trials(
     ablation_id: str, overrides: Sequence[str], base: RunConfig, points: Sequence[Point], seeds: Sequence[int]
 ) -> Iterator[Trial]:
     known = cast(DictConfig, OmegaConf.structured(base))
-    OmegaConf.set_struct(known, True)  # as Hydra does: without a + no mapping takes a new key
+    OmegaConf.set_struct(known, True)  # as in Hydra: a mapping accepts a new key only with a +
     index = 0
     for point in points:
         own = tuple(f"{key}={override_text(value)}" for key, value in point.changes.items())
@@ -230,7 +233,7 @@ def _trials(
 
 
 def _config(overrides: Sequence[str], known: DictConfig, changes: Changes, own: Sequence[str], seed: int) -> RunConfig:
-    """The trial's configuration; merging is many times quicker than composing, which is left for whole groups."""
+    """The trial's configuration; merging is much faster than composing, which only whole groups need."""
     if any(key in GROUPS for key in changes):
         return compose_config([*overrides, *own, f"seed={seed}"])
     try:
@@ -239,19 +242,19 @@ def _config(overrides: Sequence[str], known: DictConfig, changes: Changes, own: 
             OmegaConf.update(merged, key, value, merge=True)
         config = cast(RunConfig, OmegaConf.to_object(merged))
     except OmegaConfBaseException:
-        # Composed again for its message: it knows the nearest key.
+        # Composing again raises the better message, which suggests the nearest key.
         return compose_config([*overrides, *own, f"seed={seed}"])
     check_config(config)
     return config
 
 
 def override_text(value: Any) -> str:
-    """A value as Hydra reads it in `key=value`."""
+    """Formats a value for Hydra's `key=value`."""
     if isinstance(value, str):
         plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
         return value if plain else QuotedString(value, Quote.double).with_quotes()
     if isinstance(value, float):
-        return repr(value)  # JSON has other words for infinity and NaN
+        return repr(value)  # JSON spells infinity and NaN differently
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{k}:{override_text(v)}" for k, v in value.items()) + "}"
     if isinstance(value, Sequence):
@@ -260,7 +263,7 @@ def override_text(value: Any) -> str:
 
 
 def _axes(config: AblationConfig, points: Sequence[Point]) -> dict[str, tuple[Any, ...]]:
-    """By axis its values; of a random search those that were drawn, in order."""
+    """The values of each axis; for a random search the drawn values, sorted if they are numbers."""
     if config.search.kind == "grid":
         return {name: tuple(value for value, _ in _choices(axis)) for name, axis in config.axes.items()}
     drawn = {name: [point.setting[name] for point in points] for name in config.axes}
@@ -274,7 +277,7 @@ def _in_order(values: Sequence[Any]) -> list[Any]:
 
 
 def _reference(config: AblationConfig, base: RunConfig) -> dict[str, Any]:
-    """By axis what the experiment has by itself, where that is among the axis' values."""
+    """The experiment's own value of each axis, if it is among the values of the axis."""
     known = cast(DictConfig, OmegaConf.structured(base))
     found: dict[str, Any] = {}
     for name, axis in config.axes.items():

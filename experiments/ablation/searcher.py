@@ -1,4 +1,4 @@
-"""Hands trials to Tune in the plan's order; those that share a supernet wait until one of them has trained it."""
+"""Suggests trials to Tune in the order of the plan; trials that share a supernet wait until one has trained it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from fedloom.experiments.ablation.trial import TRIAL
 
 @dataclass(frozen=True)
 class Pending:
-    """A trial to be run, and the key of the supernet that it trains or begins with (None: none is shared).
+    """A trial to run, and the key of the supernet that it trains or starts from (None: it shares none).
 
-    `replay` is for one that only tells a scheduler of its rounds: the others wait for it.
+    A trial with `replay` only reports its finished rounds to a scheduler; all others wait for it.
     """
 
     index: int
@@ -25,8 +25,8 @@ class PlanSearcher(Searcher):
     """Suggests the planned trials, one after the other.
 
     Args:
-        pending: the trials, in the order in which they should begin.
-        is_stored: whether the supernet of a key is there to begin with.
+        pending: the trials, in the order in which they should start.
+        is_stored: whether a trained supernet with the given key is stored.
     """
 
     def __init__(self, pending: Sequence[Pending], is_stored: Callable[[str], bool]) -> None:
@@ -37,9 +37,9 @@ class PlanSearcher(Searcher):
         """By Tune's trial id."""
 
     def suggest(self, trial_id: str) -> dict[str, Any] | None:
-        """The next trial that need not wait; None while all that are left must."""
+        """The next trial that need not wait; None while all remaining trials must wait."""
         if not self._pending:
-            return cast(dict[str, Any], Searcher.FINISHED)  # a text; Tune declares only the others
+            return cast(dict[str, Any], Searcher.FINISHED)  # a string, which Tune's annotation omits
         for place, trial in enumerate(self._pending):
             if self._can_begin(trial):
                 self._at_work[trial_id] = self._pending.pop(place)
@@ -55,11 +55,11 @@ class PlanSearcher(Searcher):
         return key is None or not trained or self._is_stored(key)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """A trial that ended without leaving a supernet makes room for the next one to train it."""
+        # If the trial ended without a stored supernet, the next trial with its key trains one.
         self._at_work.pop(trial_id, None)
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing: the plan and the runs' own files tell what is left."""
+        """Saves nothing: the plan and the files of the runs show which trials are left."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """See `save`."""
+        """Restores nothing, as `save` saves nothing."""

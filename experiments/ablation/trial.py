@@ -1,4 +1,4 @@
-"""One trial of an ablation: a Tune trainable whose process is the run's server; its clients are actors of its group."""
+"""A trial of an ablation: a Tune trainable whose process is the run's server; its placement group holds its clients."""
 
 import json
 import queue
@@ -30,27 +30,27 @@ from fedloom.platform.runs.ending import Resume, run_to_end
 from fedloom.platform.runs.run import COSTS, Label, Watcher
 
 STEP_S = 1.0
-"""How long Tune waits for news before it looks whether the trial should stop."""
+"""Seconds that Tune waits for a round before it checks whether to stop the trial."""
 
 STOP_TIMEOUT_S = 8.0
-"""How long the round in progress may take when a trial is stopped; then it is lost."""
+"""Seconds within which the current round may finish when a trial is stopped; otherwise the round is lost."""
 
 TRIAL = "trial"
 END = "end"
 MESSAGE = "message"
 STAGE_ROUND = "stage_round"
-"""What Tune is told besides a round's figures: finished rounds of the stage that a scheduler compares trials in."""
+"""Key of a result to Tune: the number of finished rounds in the stage in which a scheduler compares trials."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a trial's process is to do; plain data.
+    """The task of a trial's process, as plain data.
 
     Attributes:
-        index: the trial's place in the plan.
-        stage: the stage whose rounds a scheduler compares; None for no scheduler.
-        replay: only tell of the rounds that the run has, for a scheduler that begins anew.
-        changed_plugins: whether the run may go on although the source of a plug-in has changed.
+        index: the trial's index in the plan.
+        stage: the stage whose rounds a scheduler compares; None without a scheduler.
+        replay: only report the rounds that the run has finished, for a new scheduler.
+        changed_plugins: whether the run may continue although the source of a plug-in has changed.
     """
 
     index: int
@@ -62,25 +62,22 @@ class Job:
 
 
 class TrialActor(tune.Trainable):
-    """Runs (or resumes) one run to its end in a thread; `step` hands its rounds to Tune."""
+    """Runs or resumes one run in a thread; `step` passes its rounds to Tune."""
 
     def setup(self, config: dict[str, Any], jobs: Mapping[int, Job] | None = None) -> None:
-        """Starts the run."""
         assert jobs is not None, "given by tune.with_parameters"
-        self._run = Running(jobs[config[TRIAL]])
+        self._run = RunThread(jobs[config[TRIAL]])
         self._run.start()
 
     def step(self) -> dict[str, Any]:
-        """The next news of the run."""
         return self._run.news()
 
     def cleanup(self) -> None:
-        """Stops the run after its present round, if that ends soon."""
         self._run.stop()
 
 
-class Running:
-    """A run at work in a thread of its own; separate from Tune, so that it can be tried without."""
+class RunThread:
+    """Executes a run in a separate thread; independent of Tune, so that it can be tested without it."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -92,18 +89,19 @@ class Running:
         self._thread = threading.Thread(target=self._work, name="run", daemon=True)
 
     def start(self) -> None:
-        """Begins the work."""
+        """Starts the run."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Asks the run to end after its present round, and waits a little."""
+        """Asks the run to end after its current round, and waits up to `STOP_TIMEOUT_S`."""
         self._stop.set()
         self._thread.join(STOP_TIMEOUT_S)
 
     def news(self) -> dict[str, Any]:
-        """What is new since the last call, or the last news once more; `done` with the end.
+        """The next result of the run, or the last one again if there is none within `STEP_S`.
 
-        Raises whatever ended the run and is no end of a run: then its process is of no more use.
+        The last result has `done` and tells how the run ended. Raises the error of a run that crashed, after which its
+        process cannot be used.
         """
         try:
             self._last = self._news.get(timeout=STEP_S)
@@ -115,7 +113,7 @@ class Running:
     def _work(self) -> None:
         try:
             end, message = self._to_the_end()
-        except BaseException as error:  # noqa: BLE001 - handed over to Tune's thread, which raises it
+        except BaseException as error:  # noqa: BLE001 - raised again in Tune's thread
             self._error = error
         else:
             self._news.put({**self._last, "done": True, END: end, MESSAGE: message})
@@ -125,7 +123,7 @@ class Running:
         torch.set_num_threads(self.config.executor.threads)
         try:
             return self._start_or_resume()
-        except MirrorError as error:  # of a run that had ended
+        except MirrorError as error:  # the run ended, but its results were not uploaded
             return UNSENT, str(error)
 
     def _start_or_resume(self) -> tuple[str, str]:
@@ -136,12 +134,12 @@ class Running:
             self._tell_history(run_id)
             return "done", ""
         if paths.status.exists() and read_status(paths.status).state == "done":
-            mirror_run(self.config.results, paths)  # its process died while it told of the end, or could not send it
+            mirror_run(self.config.results, paths)  # an earlier process died before its upload succeeded
             return "done", ""
         if paths.artifacts.exists() and not (paths.artifacts / COSTS).exists():
-            # Killed in its first milliseconds: nothing was done yet, and there is nothing to go on from.
+            # Killed during its first writes: the run has no state from which it could be resumed.
             shutil.rmtree(paths.artifacts)
-        # A scheduler that begins anew is told first of what was done before, as soon as the tables are whole again.
+        # A new scheduler first receives the earlier rounds, once the tables have been repaired.
         watcher = Watcher(self._tell_history, self._tell, self._stop.is_set)
         resume = Resume(run_id, self.job.changed_plugins) if paths.artifacts.exists() else None
         end = run_to_end(self.config, self._executor, watcher, resume, self.job.label)
@@ -156,7 +154,7 @@ class Running:
         try:
             return RunPaths(fetch(self.config.results, [run_id]), self.config.experiment, run_id)
         except ValueError as error:
-            # The driver has reached it: what is wrong now will be right again, and the trial may be begun again.
+            # The driver could reach the results, so the error is temporary and the trial may be started again.
             raise ConnectionError(str(error)) from error
 
     def _tell_history(self, run_id: str, _supernet_of: str = "") -> None:
@@ -172,7 +170,7 @@ class Running:
 
 
 def figures(progress: RoundProgress) -> dict[str, Any]:
-    """A round as Tune is told of it: without what is missing."""
+    """The result of a round for Tune, without missing values."""
     known = {"metric": progress.metric, "loss": progress.loss}
     return {
         "stage": progress.stage,
@@ -184,7 +182,7 @@ def figures(progress: RoundProgress) -> dict[str, Any]:
 
 
 def finished_rounds(config: RunConfig, run_id: str) -> Iterator[RoundProgress]:
-    """The rounds in a run's table, in their order."""
+    """The rounds in the tables of a run, in order."""
     paths = RunPaths(local_root(config.results), config.experiment, run_id)
     rows = read_runs([paths], "rounds")
     totals = rows.groupby("stage")["round"].max() + 1

@@ -1,4 +1,4 @@
-"""The one place that drives Ray Tune: a Tuner over planned trials, each in a placement group of its own."""
+"""Drives Ray Tune: one Tuner over the planned trials, each in its own placement group."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ from ray.tune.error import TuneError
 from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 
-from fedloom.experiments.ablation.at_work import Told
+from fedloom.experiments.ablation.at_work import TrialEvents
 from fedloom.experiments.ablation.needs import Bundles
 from fedloom.experiments.ablation.searcher import Pending, PlanSearcher
 from fedloom.experiments.ablation.trial import END, MESSAGE, STAGE_ROUND, TRIAL, Job, TrialActor
@@ -22,16 +22,16 @@ from fedloom.experiments.store.trials import STOPPED, End
 
 MOST_ROUNDS = 1_000_000_000
 NODE_SHARE = 0.001
-"""Of a node's own resource: binds a trial's server to the node whose disk the results are on."""
+"""Share of the resource `node:ADDRESS` that binds a trial's server to the node whose disk holds the results."""
 
 
 WAITING_S = 30.0
-"""How long nothing may go on before somebody is told why."""
+"""Seconds without a running trial after which the reason is reported."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A trial for Tune: its job, what its placement group holds beside its server, and the supernet that it shares."""
+    """A trial for Tune: its job, the bundles of its client actors, and the key of the supernet that it shares."""
 
     job: Job
     bundles: Bundles
@@ -48,14 +48,14 @@ def tune_trials(
     concurrent: int | None,
     storage: Path,
     name: str,
-    told: Told,
+    events: TrialEvents,
 ) -> None:
-    """Runs the trials to their ends; returns early after Ctrl-C, with every trial stopped.
+    """Runs the trials until they end; after Ctrl-C it stops all trials and returns.
 
-    With `pin` the trials' servers stay on the driver's node. `storage` is a folder for what Tune itself writes. A trial
-    whose process dies is begun again, `attempts` times in all.
+    With `pin` the trials' servers run on the driver's node. `storage` is a folder for Tune's own files. A trial whose
+    process dies is started again, up to `attempts` starts in all.
     """
-    for logger in ("ray.tune", "ray.train"):  # what went wrong is told by trial, in our words
+    for logger in ("ray.tune", "ray.train"):  # fedloom reports the failures of trials itself
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     pinned = _own_node() if pin else {}
     groups = {w.job.index: _group(w.job, pinned, w.bundles) for w in work}
@@ -74,7 +74,7 @@ def tune_trials(
         run_config=tune.RunConfig(
             name=name,
             storage_path=str(storage),
-            callbacks=[_Callback(told)],
+            callbacks=[_Callback(events)],
             checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
             failure_config=tune.FailureConfig(max_failures=attempts - 1),
             verbose=0,
@@ -87,7 +87,7 @@ def tune_trials(
 
 
 def _group(job: Job, pinned: Mapping[str, float], bundles: Bundles) -> tune.PlacementGroupFactory:
-    """The trial's placement group, first the server's bundle; a serial run's server does its clients' work itself."""
+    """The trial's placement group: the server's bundle, then the clients'; a serial run has one bundle for both."""
     if job.config["executor"]["kind"] == "serial" or job.replay:
         return tune.PlacementGroupFactory([{**pinned, **bundles[0]}], strategy="PACK")
     return tune.PlacementGroupFactory([dict(pinned), *bundles], strategy="PACK")
@@ -112,53 +112,51 @@ def _scheduler(config: Mapping[str, Any]) -> TrialScheduler:
 
 
 class _Callback(tune.Callback):
-    """Tells of trials by their index in the plan."""
+    """Forwards Tune's events by the trials' indices in the plan."""
 
-    def __init__(self, told: Told) -> None:
-        self._told = told
+    def __init__(self, events: TrialEvents) -> None:
+        self._events = events
         self._last_s = time.monotonic()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tune writes its callbacks down to restore them; a terminal cannot be, and a resumed ablation has a new one.
+        # Tune pickles its callbacks; a terminal cannot be pickled, and a resumed ablation has a new one.
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
-        """A trial's placement group is there and its process begins."""
-        self._told.started(trial.config[TRIAL])
+        self._events.started(trial.config[TRIAL])
 
     def on_trial_result(
         self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, result: dict[str, Any], **info: Any
     ) -> None:
-        """A round."""
         if "stage" in result:
-            self._told.round(trial.config[TRIAL], result)
+            self._events.round(trial.config[TRIAL], result)
 
     def on_step_end(self, iteration: int, trials: list[TuneTrial], **info: Any) -> None:
-        """Tells, once a while, that trials wait for a cluster that others use or that has lost a node."""
+        """Reports every `WAITING_S` that trials wait because the cluster is in use or has lost a node."""
         if any(trial.status == TuneTrial.RUNNING for trial in trials):
             self._last_s = time.monotonic()
         waiting = [trial.config[TRIAL] for trial in trials if trial.status == TuneTrial.PENDING]
         if waiting and time.monotonic() - self._last_s > WAITING_S:
             self._last_s = time.monotonic()
             free = ray.available_resources()  # type: ignore[no-untyped-call]
-            self._told.waiting(
+            self._events.waiting(
                 f"trial {waiting[0]} waits for room: the cluster has {free.get('CPU', 0):g} CPUs and "
                 f"{free.get('GPU', 0):g} GPUs free"
             )
 
     def on_trial_complete(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
-        """The run came to an end, or the scheduler stopped it."""
+        """The run ended, or the scheduler stopped it."""
         last = trial.last_result or {}
         end = End(last[END], last.get(MESSAGE, "")) if END in last else End(STOPPED, "stopped early by the scheduler")
-        self._told.ended(trial.config[TRIAL], end)
+        self._events.ended(trial.config[TRIAL], end)
 
     def on_trial_error(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
-        """The trial's process died for the last time."""
-        self._told.ended(trial.config[TRIAL], End("died", _cause(trial)))
+        """The trial's process died and no attempt is left."""
+        self._events.ended(trial.config[TRIAL], End("died", _cause(trial)))
 
 
 def _cause(trial: TuneTrial) -> str:
-    """What ended the trial's process, in one line."""
+    """The error that ended the trial's process, in one line."""
     path = trial.error_file
     text = Path(path).read_text() if path and Path(path).exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]

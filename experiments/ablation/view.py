@@ -1,4 +1,4 @@
-"""What the terminal shows of an ablation: one line per trial, kept up to date, or a line per beginning and end."""
+"""Terminal output of an ablation: a live table with one line per trial, or one line per start and end of a trial."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from fedloom.experiments.store.trials import WAITING, End, TrialState
 from fedloom.experiments.terminal.output import as_time, console
 
 MOST_LINES = 40
-"""Trials that a terminal shows at once; those at work come first."""
+"""Maximum number of trials in the live table; running trials come first."""
 
 TELL_S = 60.0
 AT_WORK = "running"
@@ -21,7 +21,7 @@ _ORDER = {AT_WORK: 0, WAITING: 2}
 
 
 class Line:
-    """What is known of one trial."""
+    """The displayed state of one trial."""
 
     def __init__(self, state: TrialState) -> None:
         self.trial: Trial = state.trial
@@ -33,13 +33,13 @@ class Line:
         self.told_s = time.monotonic()
 
     def cells(self) -> list[str]:
-        """Its index, setting, state, place and figures."""
+        """Index, setting, state, stage and round, figures, and time."""
         seconds = self.took_s if self.took_s is not None else self._so_far_s()
         took = as_time(seconds) if seconds else ""
         return [str(self.trial.index), self.trial.label(), self.state, self._place(), self._reached(), took]
 
     def text(self) -> str:
-        """All of it in one line."""
+        """All cells and the message in one line."""
         *parts, took = (part for part in self.cells())
         message = f"  {self.message}" if self.message and self.state != "done" else ""
         return "  ".join(p for p in [f"trial {parts[0]:>4}", *parts[1:], took] if p) + message
@@ -54,13 +54,13 @@ class Line:
 
     def _reached(self) -> str:
         if self.figures.get("stage") == "evaluation":
-            return ""  # of whichever model was evaluated last
+            return ""  # the values belong to the model that was evaluated last, whichever it is
         known = [f"{name} {self.figures[name]:.4f}" for name in ("loss", "metric") if name in self.figures]
         return " ".join(known)
 
 
-class AblationView:
-    """Follows an ablation in the terminal; told of it by the driver."""
+class TerminalView:
+    """Shows an ablation in the terminal; implements `at_work.AblationView`."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.console: Console = console(quiet)
@@ -69,7 +69,6 @@ class AblationView:
         self._title = ""
 
     def planned(self, ablation: Ablation, states: Sequence[TrialState], at_once: int, to_run: int) -> None:
-        """The trials, how many of them are to be run, and how many the cluster holds at once."""
         self._lines = [Line(state) for state in states]
         self._title = f"ablation {ablation.ablation_id}"
         self.console.print(f"{self._title}: {len(states)} trials, {to_run} to run, up to {at_once} at once")
@@ -80,31 +79,28 @@ class AblationView:
             self._live.start()
 
     def started(self, index: int) -> None:
-        """A trial began."""
         line = self._lines[index]
         line.state, line.began_s = AT_WORK, time.monotonic()
         self._print(line)
 
     def round(self, index: int, figures: Mapping[str, Any]) -> None:
-        """News of a trial; a line of them once a minute where the terminal is none."""
+        """Updates the trial's line; outside a terminal, prints it at most once every `TELL_S`."""
         line = self._lines[index]
         line.figures = figures
         if time.monotonic() - line.told_s >= TELL_S:
             self._print(line)
 
     def ended(self, index: int, end: End) -> None:
-        """A trial ended."""
         line = self._lines[index]
         line.state, line.message = end.kind, end.message
         line.took_s = None if line.began_s is None else time.monotonic() - line.began_s
         self._print(line)
 
     def waiting(self, message: str) -> None:
-        """Nothing goes on."""
         self.console.print(message)
 
     def close(self) -> None:
-        """Leaves the terminal as it is; also after an error."""
+        """Stops the live table; must also be called after an error."""
         if self._live is not None:
             self._live.stop()
             self._live = None

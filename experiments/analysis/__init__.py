@@ -1,4 +1,4 @@
-"""From the result tables to tidy pandas frames, and to comparisons over seeds; reports are made of the same frames.
+"""Tidy pandas frames from the result tables, and comparisons over seeds; the reports use the same frames.
 
 from fedloom.experiments import analysis
 

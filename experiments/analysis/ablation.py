@@ -1,4 +1,4 @@
-"""An ablation's runs as tidy frames: per setting and per axis over seeds, and in pairs against a reference."""
+"""The runs of an ablation as tidy frames: per setting and per axis over seeds, and in pairs against a reference."""
 
 import json
 import math
@@ -26,10 +26,10 @@ _OWN = ("trial", "seed")
 def load_ablation(
     results: str | Path, ablation_id: str, *, tables: Iterable[str] = ALL_TABLES
 ) -> tuple[Ablation, Tables]:
-    """The plan of an ablation (its id or an unambiguous beginning), and the tables of those trials that have begun.
+    """Loads the plan of an ablation, and the tables of its trials that have started.
 
-    Runs that began with a supernet of another run have the rows of its training (see `with_training`). Raises
-    ValueError as `find_ablation` and `load`.
+    `ablation_id` is its id or an unambiguous prefix. Runs that started from the supernet of another run include the
+    rows of its training (see `with_training`). Raises ValueError under the conditions of `find_ablation` and `load`.
     """
     root = fetch(results, [ablation_id], tensors=False, ablations=True)
     ablation = find_ablation(root, ablation_id)
@@ -38,11 +38,11 @@ def load_ablation(
 
 
 def ablation_frame(tables: Tables, ablation: Ablation) -> pd.DataFrame:
-    """`per_model` of the trials that have begun, with trial, seed and one column per axis, in the plan's order.
+    """`per_model` of the trials that have started, with trial, seed and one column per axis, in the plan's order.
 
-    An axis' column is an ordered categorical of the axis' values; lists and nulls are JSON text. Trials that have not
-    been evaluated have one row with null qualities, those that have not begun none. Raises ValueError for an axis
-    that is called like another column.
+    The column of an axis is an ordered categorical of the axis' values; lists and nulls are JSON text. A trial that has
+    not been evaluated has one row with null qualities; a trial that has not started has none. Raises ValueError if an
+    axis has the name of another column.
     """
     frame = per_model(tables)
     taken = sorted({*frame.columns, *_OWN} & set(ablation.axes))
@@ -64,23 +64,23 @@ def _places(trials: Sequence[Trial], ablation: Ablation) -> pd.DataFrame:
 
 
 def axis_value(value: Any) -> Any:
-    """An axis' value as the frames have it: numbers, truth values and names as they are, all else as JSON text."""
+    """The value of an axis in the frames: numbers, booleans and strings unchanged, all else as JSON text."""
     return value if isinstance(value, str | int | float) else short(value)
 
 
 def values_of(ablation: Ablation, axis: str) -> list[Any]:
-    """An axis' values in their order, as the frames have them."""
+    """The values of an axis in order, converted by `axis_value`."""
     return [axis_value(value) for value in ablation.axes[axis]]
 
 
 def is_grid(ablation: Ablation) -> bool:
-    """Whether every combination of the axes' values was planned; a random search draws some of them."""
+    """Whether every combination of the axes' values was planned, unlike in a random search."""
     settings = {json.dumps([axis_value(t.setting[axis]) for axis in ablation.axes]) for t in ablation.trials}
     return len(settings) == math.prod(len(values) for values in ablation.axes.values())
 
 
 def references(ablation: Ablation) -> dict[str, Any]:
-    """By axis the value that others are compared with: the experiment's own, or the first where that is not there."""
+    """The reference value of each axis: the experiment's own value if it is on the axis, else the axis' first value."""
     return {
         axis: axis_value(ablation.reference[axis]) if axis in ablation.reference else values_of(ablation, axis)[0]
         for axis in ablation.axes
@@ -88,7 +88,7 @@ def references(ablation: Ablation) -> dict[str, Any]:
 
 
 def held(ablation: Ablation, *axes: str) -> dict[str, Any]:
-    """The values of the other axes while these are looked at: their references; in a random search none is held."""
+    """The fixed values of all axes other than `axes`: their references; empty for a random search."""
     if not is_grid(ablation):
         return {}
     return {axis: value for axis, value in references(ablation).items() if axis not in axes}
@@ -104,7 +104,7 @@ def holding(frame: pd.DataFrame, values: Mapping[str, Any]) -> pd.DataFrame:
 def over_seeds(frame: pd.DataFrame, measure: str, by: Sequence[str]) -> pd.DataFrame:
     """One row per combination of the columns `by`: n (seeds), mean, half_width (95 %, Student's t; null for one seed).
 
-    Rows of one seed count once, with their mean. Combinations of which no row knows the measure are left out.
+    Rows of one seed count once, with their mean. Combinations without any value of the measure are left out.
     """
     found = []
     for key, group in frame.dropna(subset=[measure]).groupby(list(by), sort=True, observed=True):
@@ -119,8 +119,8 @@ def over_seeds(frame: pd.DataFrame, measure: str, by: Sequence[str]) -> pd.DataF
 def by_setting(frame: pd.DataFrame, measure: str, axes: Sequence[str]) -> pd.DataFrame:
     """One row per setting of these axes and (model, tier, subnet): n (seeds), mean and half_width (95 %) of a measure.
 
-    `frame` as from `ablation_frame`, `measure` one of `MEASURES`. Rows are in the axes' order, models, tiers and
-    subnets as they are shown. Over axes that are not named, a seed counts once, with its mean.
+    `frame` comes from `ablation_frame`; `measure` is one of `MEASURES`. Rows are in the order of the axes' values, then
+    in the display order of models, tiers and subnets. A seed counts once, with its mean over the axes not in `axes`.
     """
     order = {tuple(place.values()): i for i, (place, _) in enumerate(by_model(frame))}
     rows = over_seeds(frame, measure, [*axes, *MODEL_KEY])
@@ -129,7 +129,10 @@ def by_setting(frame: pd.DataFrame, measure: str, axes: Sequence[str]) -> pd.Dat
 
 
 def marginal(frame: pd.DataFrame, ablation: Ablation, axis: str, measure: str = METRIC) -> pd.DataFrame:
-    """`by_setting` along one axis, the others at their references (see `held`)."""
+    """`by_setting` along one axis, with the other axes at their references (see `held`).
+
+    Raises ValueError for an unknown axis.
+    """
     _check_axis(ablation, axis)
     return by_setting(holding(frame, held(ablation, axis)), measure, [axis])
 
@@ -140,12 +143,13 @@ def _check_axis(ablation: Ablation, axis: str) -> None:
 
 
 def against_reference(frame: pd.DataFrame, ablation: Ablation, axis: str, measure: str = METRIC) -> pd.DataFrame:
-    """Each value of an axis less its reference, per (model, tier, subnet), in pairs of one seed and one rest.
+    """Paired differences between each value of an axis and its reference, per (model, tier, subnet).
 
-    Two runs are a pair if they differ in this axis alone. Columns: axis, value, reference, model, tier, subnet, n
-    (pairs), seeds (different ones among them), mean (of the differences), low and high (95 %), test ("paired t", or
-    "none" for one pair), p_value (two-sided, not corrected for the number of rows). Pairs of one seed are taken as
-    independent, though they share data and initialisation. A random search has no such pairs, and no rows.
+    Two runs are a pair if they differ only in this axis; they have the same seed. Columns: axis, value, reference,
+    model, tier, subnet, n (pairs), seeds (distinct seeds among the pairs), mean (of the differences), low and high
+    (95 %), test ("paired t", or "none" for one pair), p_value (two-sided, not corrected for the number of rows). Pairs
+    of one seed count as independent, although they share data and initialisation. A random search has no such pairs
+    and therefore no rows.
     """
     _check_axis(ablation, axis)
     reference = references(ablation)[axis]
@@ -166,7 +170,7 @@ def against_reference(frame: pd.DataFrame, ablation: Ablation, axis: str, measur
 def _tested(
     rows: pd.DataFrame, axis: str, values: tuple[Any, Any], others: Sequence[str], measure: str
 ) -> dict[str, Any]:
-    """The paired test of two values of an axis; empty if no two runs are a pair."""
+    """The paired test of two values of an axis; empty if there are no pairs."""
     key = ["seed", *others]
     sides = [rows[rows[axis] == value].groupby(key, observed=True)[measure].mean() for value in values]
     both = pd.concat(sides, axis=1, join="inner", keys=["value", "reference"])

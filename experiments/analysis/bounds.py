@@ -1,11 +1,11 @@
-"""The tiers' upper bounds, as the runs recorded them."""
+"""The upper bounds of tiers that the runs recorded."""
 
 import json
 
 from fedloom.experiments.analysis.tables import Tables
 
 Bounds = dict[tuple[str, str], float]
-"""Per (run, tier) the greatest cost that the tier affords, in the unit of `tiers.cost`."""
+"""By (run, tier): the largest cost that the tier affords, in the unit of `tiers.cost`."""
 
 
 def upper_bounds(tables: Tables) -> Bounds:

@@ -1,4 +1,4 @@
-"""One configuration key's values, or experiments, side by side: over seeds, and tested against a baseline."""
+"""Compares the values of one configuration key, or experiments, over seeds and tests them against a baseline."""
 
 import difflib
 import json
@@ -23,7 +23,7 @@ _KEYS_SHOWN = 8
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it is compared: its value of the key, and the rest of its configuration but for seeds."""
+    """A run in a comparison: its value of the key, and the rest of its configuration without seeds."""
 
     run_id: str
     value: str
@@ -32,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Difference:
-    """A value's mean less the baseline's: `low` to `high` is its 95 % interval; None where it cannot be known."""
+    """The mean of a value minus that of the baseline, with its 95 % interval; None where it is undefined."""
 
     test: str
     compared: int
@@ -53,16 +53,16 @@ def compare(
 ) -> pd.DataFrame:
     """One row per value of `by` (a configuration key, or "experiment"), model and tier: the metric over seeds.
 
-    Runs are compared with runs that differ in `by`, in seeds and in the keys of `ignore` (or below them) alone; where
-    there are several such groups, `within` names them. Columns: within, model, tier, subnet, value, n (seeds), mean and
-    half_width (95 %, Student's t; null for one seed), baseline; and against it test ("paired t" over the same seeds,
-    "Welch t" where the seeds of the two are not the same, "none" where one seed gives no test), compared (pairs, or
-    values of both), difference (of the means), difference_low and difference_high (95 %), p_value (two-sided, not
-    corrected for the number of rows; null where nothing varies).
+    A run is compared with runs that differ from it only in `by`, in seeds and in the keys of `ignore` (or below them).
+    If there are several such groups, `within` names them. Columns: within, model, tier, subnet, value, n (seeds), mean
+    and half_width (95 %, Student's t; null for one seed), baseline; and for the comparison with the baseline: test
+    ("paired t" for equal seeds, "Welch t" for different seeds, "none" if one of the two has a single seed), compared
+    (number of pairs, or of values of both), difference (of the means), difference_low and difference_high (95 %),
+    p_value (two-sided, not corrected for the number of rows; null if the values do not vary).
 
-    `metric` is one of `MEASURES`; `baseline` a value of `by`, that of the oldest run if not given. `pair` is "seed"
-    (runs of which all seeds are the same), one seed's key such as "seeds.partition", or None for no pairs. Raises
-    ValueError for unknown names (with the nearest), and if there is nothing to compare.
+    `metric` is one of `MEASURES`; `baseline` is a value of `by`, by default that of the oldest run. `pair` is "seed"
+    (pairs of runs with all seeds equal), the key of one seed such as "seeds.partition", or None for no pairs. Raises
+    ValueError for unknown names (with the nearest known ones), and if there is nothing to compare.
     """
     if metric not in MEASURES:
         raise ValueError(f"there is no metric {metric!r}: {_nearest(metric, MEASURES)}")
@@ -92,7 +92,7 @@ def compare(
 def _nearest(name: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
-    # The end of a key is what people remember of it.
+    # Users often remember only the last part of a key.
     close += [n for n in names if n.split(".")[-1] == name.split(".")[-1] and n not in close]
     return f"the nearest are {', '.join(close[:3])}" if close else f"there are {', '.join(names[:_KEYS_SHOWN])}"
 
@@ -117,7 +117,7 @@ def _runs(
 
 
 def _one_setting_each(runs: list[Run]) -> list[Run]:
-    """Experiments may differ in anything; the runs of one may not."""
+    """The runs without their configurations; ValueError if the runs of one experiment differ in more than seeds."""
     rests = {run.value: run.rest for run in runs}
     for run in runs:
         keys = differing([run.rest, rests[run.value]])
@@ -164,7 +164,7 @@ def _groups(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
 
 
 def _pair_of(seeds: str, config: Mapping[str, Any], pair: str | None, by: str) -> str | None:
-    """What a run has in common with its partner under another value of `by`."""
+    """The text that a run shares with its partner under another value of `by`."""
     every = json.loads(seeds)
     if pair is None:
         return None
@@ -177,7 +177,7 @@ def _pair_of(seeds: str, config: Mapping[str, Any], pair: str | None, by: str) -
 
 
 def _values(rows: pd.DataFrame, metric: str, baseline: str) -> list[dict[str, Any]]:
-    """The row of each value, the baseline's first."""
+    """One row per value; the baseline's comes first."""
     groups = {str(value): group for value, group in rows.groupby("value", sort=False)}
     names = sorted(groups, key=lambda name: name != baseline)
     found = []
@@ -203,10 +203,10 @@ def _against(rows: pd.DataFrame, baseline: pd.DataFrame | None, metric: str) -> 
 
 
 def _paired(rows: pd.DataFrame, baseline: pd.DataFrame, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """The values of both in the order of their pairs; None unless every one has exactly one partner."""
+    """The values of both sides in the order of their pairs; None unless every value has exactly one partner."""
     both = []
     for side in (rows, baseline):
-        values = side.groupby(["seeds", "pair"])[metric].mean().reset_index()  # without a pair: no rows
+        values = side.groupby(["seeds", "pair"])[metric].mean().reset_index()  # groupby drops rows without a pair
         if values.empty or values["pair"].duplicated().any():
             return None
         both.append(values.set_index("pair")[metric].sort_index())
@@ -216,15 +216,15 @@ def _paired(rows: pd.DataFrame, baseline: pd.DataFrame, metric: str) -> tuple[np
 
 
 def difference(values: np.ndarray, baseline: np.ndarray, *, paired: bool) -> Difference:
-    """Student's t test for pairs, or Welch's; the interval belongs to the test. Source: scipy.stats."""
-    from scipy import stats  # here, because it takes long to load and reports do without
+    """Student's t test for pairs, or Welch's t test, and the test's interval. Source: scipy.stats."""
+    from scipy import stats  # imported here, because it loads slowly and reports do not need it
 
     name, compared = ("paired t", len(values)) if paired else ("Welch t", len(values) + len(baseline))
     mean = float(np.mean(values) - np.mean(baseline))
     if min(len(values), len(baseline)) < 2:
         return Difference("none", compared, mean)
     varying = [values - baseline] if paired else [values, baseline]
-    # Rounding errors of equal differences would be taken for a tiny variance, and the p value for a tiny one.
+    # Rounding errors of equal differences would look like a tiny variance and give a tiny p value.
     scale = max(float(np.abs(side).max()) for side in (values, baseline))
     if all(float(np.ptp(side)) <= _ROUNDING * scale for side in varying):
         return Difference(name, compared, mean, mean, mean)

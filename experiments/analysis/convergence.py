@@ -1,4 +1,4 @@
-"""Loss and accuracy against finished rounds: of the clients in training, and of the server's validation data."""
+"""Loss and accuracy over finished rounds, on the clients' training data and on the server's validation data."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,13 +19,13 @@ from fedloom.experiments.analysis.tables import RUN_KEY, Tables, requires
 
 
 def convergence(tables: Tables) -> pd.DataFrame:
-    """Loss and metric against finished rounds of each stage, long over `series`.
+    """Loss and metric over the finished rounds of each stage, in long form with the column `series`.
 
     Columns: experiment, run_id, stage, kind, tier (empty for the supernet), series, rounds_done, loss, metric.
-    "train" is what the round's clients report while they train (mean weighted by samples), put at the end of the
-    round. "validation" is the server's, of the weights after so many rounds; for the supernet the mean over its
-    evaluated paths. Weights after a stage's last round are those that the stage scored itself, or else the final
-    evaluation.
+    "train" is what the clients of a round report during training (mean weighted by samples), at the end of the round.
+    "validation" is measured by the server with the weights after `rounds_done` rounds; for the supernet it is the mean
+    over the evaluated paths. After a stage's last round the values are the stage's own scores or, without any, those
+    of the final evaluation.
     """
     requires(tables, "rounds", "evaluations")
     rounds = by_stage(real_rounds(tables.rounds))
@@ -49,10 +49,10 @@ def _validation(tables: Tables) -> pd.DataFrame:
 
 
 def _at_the_end(final: pd.DataFrame, own: pd.DataFrame, rounds: Mapping[tuple[str, str], int]) -> pd.DataFrame:
-    """The rows of the final evaluation as the last points of the stages that trained what they score.
+    """The rows of the final evaluation as the last points of the stages that trained the scored models.
 
-    Left out are models without a training of their own (supernet_init is where fine-tuning starts), stages that scored
-    their last weights themselves, and supernets of which training scored other subnets.
+    It leaves out models without their own training (supernet_init is where fine-tuning starts), stages that scored
+    their last weights themselves, and supernets for which training scored other subnets.
     """
     stages = [_trained_in(*place) for place in zip(final["model"], final["tier"], final["architecture"], strict=True)]
     done = [rounds.get((str(run), stage)) for run, stage in zip(final["run_id"], stages, strict=True)]

@@ -1,4 +1,4 @@
-"""What k models cost: one supernet for all of them against iFedAvg, which trains each alone (SuperFedNAS, Fig. 6)."""
+"""Training cost of k models: one supernet for all, or iFedAvg, which trains each alone (SuperFedNAS, Fig. 6)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from fedloom.experiments.analysis.settings import Setting, flat, settings_of
 from fedloom.experiments.analysis.tables import Tables
 
 HEURISTIC_KEYS = ("distribution", "shares", "shrinking", "travels", "evaluate", "evaluate_every")
-"""What of `method.train` is the supernet's own business: a comparison at equal terms may differ in it."""
+"""Keys of `method.train` that only a supernet has: a comparison on equal terms may differ in them."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of training: bytes both ways over all clients, and MACs of all clients."""
+    """Cost of training, summed over all clients: bytes received and sent, and MACs."""
 
     size_bytes: float
     macs: float
@@ -31,7 +31,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Member:
-    """A subnet that was trained alone, and what that cost."""
+    """A subnet that was trained alone, and the cost of its training."""
 
     architecture: str
     label: str
@@ -42,7 +42,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Step:
-    """iFedAvg over the first k members, and how many times the supernet's cost that is."""
+    """The cost of iFedAvg for the first k members, and its ratio to the supernet's cost."""
 
     k: int
     member: Member
@@ -53,10 +53,10 @@ class Step:
 
 @dataclass(frozen=True)
 class CostComparison:
-    """A supernet's training against that of a family one by one; costs are means over the setting's seeds.
+    """The cost of training a supernet compared with training a family one by one, as means over the setting's seeds.
 
-    `largest` is the costliest member alone, as a step (FedAvg on the largest). `differences` are configuration keys in
-    which the two were not trained at equal terms, with their values.
+    `largest` is the most expensive member alone, as a step (FedAvg on the largest subnet). `differences` lists the
+    configuration keys in which the two were not trained on equal terms, with both values.
     """
 
     supernet: str
@@ -69,10 +69,10 @@ class CostComparison:
 
 
 def cost_comparisons(tables: Tables, labels: Labels) -> list[CostComparison]:
-    """Every supernet setting against every setting that trained its members alone, on one data set and space.
+    """Compares every supernet setting with every setting that trained members alone, on the same data set and space.
 
-    Members are taken in the order of the configured family. Stages that did not run all their rounds do not count.
-    The search, which trains nothing, and the final evaluation are no part of it.
+    Members are in the order of the configured family. Stages that did not run all their rounds are left out, and so
+    are the search, which trains nothing, and the final evaluation.
     """
     settings = [s for s in settings_of(tables) if s.kind == SUBNETS]
     stages = _complete(communication(tables), settings)
@@ -95,14 +95,14 @@ def _same(one: Setting, other: Setting, path: Sequence[str]) -> bool:
 
 
 def _complete(stages: pd.DataFrame, settings: Iterable[Setting]) -> pd.DataFrame:
-    """The stages that trained for all the rounds that were configured."""
+    """The stages that trained for all configured rounds."""
     wanted = {run_id: s.config["method"]["train"]["rounds"] for s in settings for run_id in s.run_ids}
     rounds = stages["run_id"].map(wanted)
     return stages[(stages["rounds"] >= rounds).fillna(False) & stages["kind"].isin(["supernet", "alone"])]
 
 
 def _stage_costs(stages: pd.DataFrame) -> dict[str, Cost]:
-    """Per stage the mean over seeds, in the stages' order."""
+    """Mean cost over seeds by stage, in the stages' order."""
     sums = stages.assign(both=stages["bytes_down"] + stages["bytes_up"])
     per_seed = sums.groupby(["stage", SEEDS], sort=False)[["both", "macs"]].mean()
     means = per_seed.groupby("stage", sort=False).mean()
@@ -138,7 +138,7 @@ def _step(k: int, member: Member, total: Cost, supernet: Cost) -> Step:
 
 
 def _differences(one: Setting, other: Setting) -> Iterable[str]:
-    """Keys of the data and of training with both values, the supernet's first."""
+    """Differing keys of data and training with both values, the supernet's first."""
     first, second = dict(flat(one.config)), dict(flat(other.config))
     for key in sorted({*first, *second}):
         part = key.removeprefix("method.train.").split(".")[0]

@@ -1,4 +1,4 @@
-"""From the result tables to tidy frames: per tier, fairness, communication, candidates, failures."""
+"""Tidy frames from the result tables: per tier, fairness, communication, candidates, failures."""
 
 import re
 from collections.abc import Sequence
@@ -17,23 +17,24 @@ from fedloom.experiments.analysis.tables import RUN_KEY, Tables, configuration, 
 
 METRIC = "accuracy"
 MODELS = ("supernet_init", "fine_tuned", "rand_init")
-"""Models in the order in which they are shown: the supernet's slices, after fine-tuning, and from fresh weights."""
+"""Models in display order: slices of the supernet, the slices after fine-tuning, and models from fresh weights."""
 
 
 def natural(name: str) -> tuple[Any, ...]:
-    """A key that sorts tier10 after tier2."""
+    """A sort key that puts tier10 after tier2."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)
 
 
 def shown_models(names: Sequence[str]) -> list[str]:
-    """These models, the known ones first and in their order."""
+    """Distinct names in display order: first the known models, then the others by name."""
     return sorted(set(names), key=lambda n: (MODELS.index(n) if n in MODELS else len(MODELS), n))
 
 
 def tiers_of(tables: Tables, run_id: str) -> list[str]:
-    """The run's tiers in their order: those that it has worked on, and those of its configuration if it searches.
+    """The tiers of a run in order: those in its tables and, if it searches, those of its configuration.
 
-    None for SuperFedNAS, whose subnets are for everybody, and none for cross-silo methods; "all" for one model of all.
+    Empty for SuperFedNAS, whose subnets do not belong to tiers, and for cross-silo methods; "all" if the run trains one
+    model for all clients.
     """
     config, kind = configuration(tables, run_id), kind_of(tables, run_id)
     if kind != TIERS:
@@ -50,7 +51,7 @@ def tiers_of(tables: Tables, run_id: str) -> list[str]:
 
 
 def architectures(tables: Tables) -> dict[tuple[str, str], str]:
-    """Per (run, tier) the architecture that was kept, is being trained, or won the search so far."""
+    """By (run, tier): the architecture that was kept, is being trained, or is the best of the search so far."""
     trained = by_stage(tables.clients[["run_id", "stage", "architecture"]].drop_duplicates())
     measured = tables.evaluations[tables.evaluations["model"] != TRAINING]
     frames = [
@@ -67,18 +68,18 @@ def architectures(tables: Tables) -> dict[tuple[str, str], str]:
 
 
 def _search_winners(candidates: pd.DataFrame) -> pd.DataFrame:
-    """Best metric, then fewest MACs, as the search itself decides."""
+    """The candidate with the best metric, then fewest MACs, by the rule of the search itself."""
     feasible = candidates[candidates["feasible"].fillna(False).astype(bool)]
     ordered = feasible.sort_values(["metric", "macs"], ascending=[False, True], kind="stable")
     return ordered.drop_duplicates(["run_id", "tier"])[["run_id", "tier", "architecture"]]
 
 
 def per_tier(tables: Tables, upper_bounds: dict[tuple[str, str], float] | None = None) -> pd.DataFrame:
-    """One row per (run, tier); what is not known yet is null.
+    """One row per (run, tier); values that are not known yet are null.
 
     Columns: experiment, run_id, tier, upper_bound (in the unit of `tiers.cost`), architecture, macs, parameters,
     search_metric (validation, with the supernet's weights), test_MODEL for every model (whole test set), gain
-    (fine_tuned less rand_init), kendall_tau (federated against central scoring, mean over generations).
+    (fine_tuned minus rand_init), kendall_tau (of federated and central scores, mean over generations).
     """
     requires(tables, "rounds", "evaluations", "candidates", "models")
     chosen, bounds = architectures(tables), upper_bounds or {}
@@ -104,7 +105,7 @@ def _costs(tables: Tables) -> dict[tuple[str, str, Any], tuple[Any, Any, Any]]:
     columns = ["run_id", "tier", "architecture", "macs", "parameters", "metric"]
     kept = for_all(tables, tables.models).reindex(columns=columns)
     both = pd.concat([kept.astype(object), tables.candidates[columns].astype(object)], ignore_index=True)
-    # A candidate's row comes last and knows the metric, too.
+    # Rows of candidates come last and replace those of models, because they also have the metric.
     return {(r[0], r[1], r[2]): (r[3], r[4], r[5]) for r in both.itertuples(index=False)}
 
 
@@ -129,9 +130,10 @@ def _measured(evaluations: pd.DataFrame, split: str, metric: str) -> pd.DataFram
 
 
 def client_metrics(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
-    """One row per (run, model, tier, client) measured on its own test share: value, samples, and whether it counts.
+    """One row per (run, model, tier, client) that was measured on its own test share: value, samples, and `counts`.
 
-    A client without test samples has no metric and does not count. Cross-silo runs have figures of their own.
+    `counts` is False for a client without test samples, which has no metric. Cross-silo runs are left out; they have
+    their own frames.
     """
     requires(tables, "evaluations")
     rows = _measured(tables.evaluations, "test", metric)
@@ -145,10 +147,10 @@ def client_metrics(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
 
 
 def fairness(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
-    """Per (run, model, tier), and with tier "all" per (run, model): how the metric is spread over clients.
+    """Distribution of the metric over clients per (run, model, tier), and with tier "all" per (run, model).
 
-    Columns: experiment, run_id, model, tier, clients (that count), excluded (no test samples), mean, std (of the
-    clients themselves, divided by their number), worst. Every client weighs the same. Source: FedorAS, Tab. 7.
+    Columns: experiment, run_id, model, tier, clients (that count), excluded (no test samples), mean, std (over the
+    clients, with divisor n), worst. Every client has the same weight. Source: FedorAS, Tab. 7.
     """
     rows = client_metrics(tables, metric)
     whole = pd.concat([rows, rows.assign(tier=ALL_TIERS)], ignore_index=True)
@@ -162,7 +164,7 @@ def fairness(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
 
 
 def _sorted(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
-    """By run as asked, model, tier; "all" last."""
+    """Sorted by run in the order of `tables`, then model, then tier with "all" last."""
     runs = {p.run_id: i for i, p in enumerate(tables.paths)}
     models = shown_models(list(frame["model"]))
 
@@ -174,10 +176,10 @@ def _sorted(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
 
 
 def communication(tables: Tables) -> pd.DataFrame:
-    """One row per (run, stage), in the stages' order: what it sent and computed.
+    """Communication and compute per (run, stage), in the stages' order.
 
     Columns: experiment, run_id, stage, kind, tier, rounds, clients (tasks), bytes_down, bytes_up, macs, simulated_s,
-    wall_s. Bytes are what all clients together received and sent, MACs those of forward passes. Source: FedorAS,
+    wall_s. Bytes are the totals that all clients received and sent; MACs are those of forward passes. Source: FedorAS,
     Tab. 17 and 18.
     """
     requires(tables, "rounds")
@@ -188,9 +190,9 @@ def communication(tables: Tables) -> pd.DataFrame:
 
 
 def communication_by_kind(frame: pd.DataFrame) -> pd.DataFrame:
-    """`communication` summed over tiers, with a row of kind "method" per run: all that the method itself needs.
+    """`communication` summed over tiers, with a row of kind "method" per run: the total of the method itself.
 
-    The rand-init baseline beside a supernet, the final evaluation and personalisation gains are not part of it.
+    The total excludes the rand-init baseline of a supernet, the final evaluation and personalisation gains.
     """
     values = ["rounds", "clients", "bytes_down", "bytes_up", "macs", "simulated_s", "wall_s"]
     kinds = frame.groupby([*RUN_KEY, "kind"], sort=False)[values].sum().reset_index()
@@ -200,17 +202,17 @@ def communication_by_kind(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def is_own(frame: pd.DataFrame) -> "pd.Series[bool]":
-    """Which rows belong to the method itself; without a supernet stage, rand_init is the method."""
+    """Which rows belong to the method itself; rand_init belongs to it if the run has no supernet stage."""
     with_supernet = set(frame.loc[frame["kind"] == TRAINING, "run_id"])
     baseline = (frame["kind"] == "rand_init") & frame["run_id"].isin(with_supernet)
     return ~(baseline | frame["kind"].isin(MEASUREMENTS))
 
 
 def pareto(tables: Tables) -> pd.DataFrame:
-    """The scored candidates of every tier's search, one row each.
+    """One row per scored candidate of every tier's search.
 
     Columns: experiment, run_id, tier, generation, architecture, macs (forward, per sample), parameters, loss and metric
-    (accuracy as a share, validation data), on_front (as the search had it), is_winner.
+    (accuracy as a share, validation data), on_front (as recorded by the search), is_winner.
     """
     requires(tables, "candidates")
     chosen = architectures(tables)
@@ -223,10 +225,10 @@ def pareto(tables: Tables) -> pd.DataFrame:
 
 
 def failures(tables: Tables) -> pd.DataFrame:
-    """Client rows that are not ok, by kind of stage, status and cause: how many, and one of them.
+    """Client rows whose status is not ok, counted by kind of stage, status and cause, with one example each.
 
-    Columns: experiment, run_id, kind, status, cause, count, example (of the error), stage, round and client_id of it.
-    Numbers in the cause are left out of the comparison, so that 200 missed deadlines are one row.
+    Columns: experiment, run_id, kind, status, cause, count, example (of the error), and the example's stage, round and
+    client_id. Numbers in the cause are replaced by "#", so that 200 missed deadlines are one row.
     """
     requires(tables, "clients")
     rows = by_stage(tables.clients[tables.clients["status"] != "ok"])

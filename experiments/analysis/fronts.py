@@ -1,4 +1,4 @@
-"""How much of the plane of cost and accuracy the fronts of searches dominate."""
+"""Hypervolume of the fronts of searches in the plane of cost and accuracy."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from fedloom.experiments.analysis.frames import pareto
 from fedloom.experiments.analysis.tables import Tables
 
 MARGIN = 0.1
-"""How far beyond the worst of the fronts the reference lies by default, as a share of their range."""
+"""Default distance of the reference point from the worst values of the fronts, as a share of their range."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """What hypervolumes are a share of: from the ideal point to the reference, each (MACs, metric)."""
+    """The box that normalises hypervolumes, from the ideal point to the reference point, each (MACs, metric)."""
 
     ideal: tuple[float, float]
     reference: tuple[float, float]
@@ -24,12 +24,12 @@ class Box:
 def hypervolume(tables: Tables, reference: tuple[float, float] | None = None) -> pd.DataFrame:
     """One row per (run, tier): the share of a box in the plane of MACs and metric that the run's candidates dominate.
 
-    Per tier the box is one for all runs: from the ideal (fewest MACs and best metric of any run's front) to the
-    `reference` (MACs, metric), which is by default a tenth of the range beyond the worst of the fronts. Columns:
+    All runs of a tier share one box: from the ideal point (fewest MACs and best metric of any run's front) to the
+    `reference` (MACs, metric), by default a tenth of the range beyond the worst values of the fronts. Columns:
     experiment, run_id, tier, points (on the run's front), hypervolume (0 to 1), ideal_macs, ideal_metric,
-    reference_macs, reference_metric; numbers compare between rows of the same box only. Candidates are the feasible
-    ones of the table `candidates`, scored on validation data; cost is MACs, whatever the tiers are bound by.
-    Raises ValueError for a reference that is no worse than the ideal. Source: Zitzler and Thiele, 1998.
+    reference_macs, reference_metric. Only rows with the same box are comparable. Candidates are the feasible ones of
+    the table `candidates`, scored on validation data; the cost is always MACs, independent of the cost measure of the
+    tiers. Raises ValueError for a reference that is not worse than the ideal. Source: Zitzler and Thiele, 1998.
     """
     rows = pareto(tables)
     rows = rows[rows["macs"].notna() & np.isfinite(rows["metric"].astype("float64"))]
@@ -43,7 +43,7 @@ def hypervolume(tables: Tables, reference: tuple[float, float] | None = None) ->
 
 
 def front_of(candidates: pd.DataFrame) -> np.ndarray:
-    """The points (MACs, metric) that no other candidate beats in both, shape (n, 2), by MACs."""
+    """The non-dominated points (MACs, metric), shape (n, 2), sorted by MACs."""
     ordered = candidates[["macs", "metric"]].astype("float64").sort_values(["macs", "metric"], ascending=[True, False])
     best_before = ordered["metric"].cummax().shift(fill_value=-np.inf)
     return ordered[ordered["metric"] > best_before].to_numpy()
@@ -52,7 +52,7 @@ def front_of(candidates: pd.DataFrame) -> np.ndarray:
 def _box(points: np.ndarray, reference: tuple[float, float] | None, tier: str) -> Box:
     (least, lowest), (most, best) = points.min(axis=0), points.max(axis=0)
     if reference is None:
-        # Fronts of one point, or without a range, still have a box.
+        # A front of one point, or without a range, still needs a box with an area.
         wide, high = (most - least) or abs(least) or 1.0, (best - lowest) or abs(best) or 1.0
         reference = (most + MARGIN * wide, lowest - MARGIN * high)
     if reference[0] <= least or reference[1] >= best:
@@ -64,10 +64,10 @@ def _box(points: np.ndarray, reference: tuple[float, float] | None, tier: str) -
 
 
 def _share(front: np.ndarray, box: Box) -> float:
-    from pymoo.indicators.hv import HV  # here, because it takes long to load and reports do without
+    from pymoo.indicators.hv import HV  # imported here, because it loads slowly and reports do not need it
 
     ideal, reference = np.array(box.ideal), np.array(box.reference)
-    # 0 is the ideal and 1 the reference in both; what lies beyond the reference dominates nothing.
+    # In both dimensions 0 is the ideal and 1 the reference; a point beyond the reference adds no volume.
     scaled = (front - ideal) / (reference - ideal)
     inside = scaled[(scaled < 1).all(axis=1)]
     return float(HV(ref_point=np.ones(2))(inside)) if len(inside) else 0.0

@@ -1,4 +1,4 @@
-"""A mean with its 95 % interval."""
+"""Means with 95 % confidence intervals."""
 
 import math
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of `runs` independent values; the interval is mean ± half_width, which one value alone does not give.
+    """The mean of `runs` independent values and the interval mean ± half_width; one value has no half_width.
 
-    Runs that repeat a seed are not independent: they count as one, with their mean.
+    Runs that repeat a seed are not independent: they count as one value, their mean.
     """
 
     mean: float
@@ -24,17 +24,17 @@ class Estimate:
 
 
 def is_absent(value: Any) -> bool:
-    """Whether there is no number: None, NaN or pandas' NA."""
+    """Whether a value is None, NaN or pandas' NA."""
     return bool(pd.isna(value))
 
 
 def estimate(values: Iterable[Any]) -> Estimate | None:
-    """Mean and 95 % interval by Student's t with n - 1 degrees of freedom; None if no value is there."""
+    """Mean and 95 % interval by Student's t with n - 1 degrees of freedom; None if all values are absent."""
     known = [float(v) for v in values if not is_absent(v)]
     n = len(known)
     if n == 0:
         return None
-    mean = math.fsum(known) / n  # the order of the runs does not matter
+    mean = math.fsum(known) / n  # independent of the order of the runs
     if n == 1:
         return Estimate(mean, None, 1)
     variance = math.fsum((v - mean) ** 2 for v in known) / (n - 1)

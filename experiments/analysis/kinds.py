@@ -1,7 +1,6 @@
-"""What a run's method declares of its runs: whose models they end with, and what silos keep of their own.
+"""The traits that a run's method declares: which models its runs produce, and what silos keep for themselves.
 
-It is recorded with every run (`traits` in the table `runs`), so that a method of one's own is reported like those that
-ship with fedloom.
+Every run records them (`traits` in the table `runs`), so that a user's method is reported like those of fedloom.
 """
 
 from collections.abc import Mapping
@@ -14,14 +13,14 @@ import pandas as pd
 from fedloom.experiments.analysis.tables import Tables, configuration, read_table_of
 
 TIERS, SUBNETS, SILOS, SHARED = "tiers", "subnets", "silos", "shared"
-"""What a run ends with: a model per tier, subnets for targets, a model per silo, or one model for all."""
+"""What a run produces: a model per tier, subnets for targets, a model per silo, or one model for all clients."""
 
 ALL_TIERS = "all"
-"""Stands for a tier where something is of all of them."""
+"""The tier in rows that concern all tiers."""
 
 
 def traits_of(tables: Tables, run_id: str) -> Mapping[str, Any]:
-    """What the run's method declares; nothing if the run stored no configuration."""
+    """The traits of the run's method; empty if the run stored no configuration."""
     recorded: Mapping[str, Any] | None = tables.recorded(run_id, "traits")
     if recorded is not None:
         return recorded
@@ -30,7 +29,7 @@ def traits_of(tables: Tables, run_id: str) -> Mapping[str, Any]:
 
 @cache
 def _of_older_runs(method: str) -> Mapping[str, Any]:
-    """What a method declares now, for runs from before it was recorded; one model for all had a tier then."""
+    """A method's current traits, for older runs that recorded none; these assigned a shared model to a tier."""
     from fedloom.platform.methods.registry import METHODS
 
     if method not in METHODS:
@@ -45,12 +44,12 @@ def kind_of(tables: Tables, run_id: str) -> str:
 
 
 def runs_of_kind(tables: Tables, kind: str) -> list[str]:
-    """The runs whose method is of a kind."""
+    """The runs whose method has this kind."""
     return [p.run_id for p in tables.paths if kind_of(tables, p.run_id) == kind]
 
 
 def elastic_run_ids(tables: Tables) -> list[str]:
-    """The runs that end with subnets of an elastic supernet."""
+    """The runs that produce subnets of an elastic supernet."""
     return runs_of_kind(tables, SUBNETS)
 
 
@@ -60,17 +59,17 @@ def silo_run_ids(tables: Tables) -> list[str]:
 
 
 def keeps_own_models(tables: Tables, run_id: str) -> bool:
-    """Whether silos keep a model of their own from round to round; where one keeps none, the shared one is scored."""
+    """Whether silos keep their own model between rounds; the shared model is scored for a silo that has none."""
     return traits_of(tables, run_id).get("own") == "model"
 
 
 def keeps_own_cells(tables: Tables, run_id: str) -> bool:
-    """Whether silos put cells of their own behind a shared base."""
+    """Whether silos have their own cells on top of a shared base."""
     return traits_of(tables, run_id).get("own") == "cells"
 
 
 def for_all(tables: Tables, frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame, where what is of a run's one model for all is of tier "all"; rows of single clients stay."""
+    """The frame with tier "all" in the rows of models that all clients share; rows of single clients stay unchanged."""
     shared = frame["run_id"].isin(runs_of_kind(tables, SHARED))
     if not shared.any():
         return frame
@@ -80,12 +79,12 @@ def for_all(tables: Tables, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_silo_clients(tables: Tables) -> Tables:
-    """The tables with the rows of `clients` of cross-silo runs, which are few, where they were left out."""
+    """The tables with `clients` of the cross-silo runs, which have few rows; other runs' rows are not read."""
     own = set(silo_run_ids(tables))
     paths = [p for p in tables.paths if p.run_id in own]
     return replace(tables, clients=read_table_of(paths, "clients")) if paths else tables
 
 
 def is_dry(tables: Tables, run_id: str) -> bool:
-    """Whether the run only counted what its clients would do."""
+    """Whether the run was a dry run, which counts the clients' work without training."""
     return bool(configuration(tables, run_id).get("dry_run", False))

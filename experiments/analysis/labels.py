@@ -1,4 +1,4 @@
-"""Subnets as people read them: `d=1,0,2,1 e=.14` instead of the choices `11-1-154-6`."""
+"""Readable labels of subnets: `d=1,0,2,1 e=.14` instead of the choices `11-1-154-6`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Labels:
-    """Names the subnets of every run whose stored configuration gives an elastic space; others keep their ids."""
+    """Labels of subnets for runs whose stored configuration defines an elastic space; other runs keep the ids."""
 
     spaces: Mapping[str, "ElasticSpace"]
 
     def of(self, run_id: str, architecture: str) -> str:
-        """The subnet's label, or its id where there is none."""
+        """The subnet's label, or its id if it has none."""
         space = self.spaces.get(run_id)
         if space is None:
             return architecture
@@ -29,13 +29,13 @@ class Labels:
             return architecture  # written with another version of the space
 
     def is_largest(self, run_id: str, architecture: str) -> bool:
-        """Whether this is the largest subnet of the run's space; False where the space is not known."""
+        """Whether this is the largest subnet of the run's space; False if the space is unknown."""
         space = self.spaces.get(run_id)
         return space is not None and architecture == "-".join(map(str, space.largest))
 
 
 def labels_of(tables: Tables) -> Labels:
-    """The labels of the runs' spaces; a space that this version cannot build has none."""
+    """The labels of the runs' spaces, without spaces that this version cannot build."""
     spaces: dict[str, ElasticSpace] = {}
     for run_id in elastic_run_ids(tables):
         space = _elastic(configuration(tables, run_id))
@@ -52,8 +52,8 @@ def _elastic(config: Mapping[str, Any]) -> "ElasticSpace | None":
 
 
 def space_of(config: Mapping[str, Any]) -> "SearchSpace | None":
-    """The space that a stored configuration describes; None for none, or one that this version cannot build."""
-    # Here, because torch takes seconds to load and other reports do without.
+    """The space of a stored configuration; None if it has none or one that this version cannot build."""
+    # Imported here, because torch takes seconds to load and other reports do not need it.
     from fedloom.platform.spaces.registry import build_space
     from fedloom.platform.spaces.space_config import SpaceConfig
 

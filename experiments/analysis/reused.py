@@ -1,4 +1,4 @@
-"""Runs that began with a supernet which another run trained: the rows of that training, as if they were their own."""
+"""Adds the rows of a supernet's training to the runs that reused the supernet."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,11 +11,11 @@ from fedloom.platform.results.paths import RunPaths, list_runs
 
 
 def with_training(tables: Tables) -> Tables:
-    """The tables in which runs that began with a trained supernet have the rows of its training, too.
+    """Adds the rows of the supernet's training to the tables of runs that started from a trained supernet.
 
-    Rows of `rounds` and `evaluations` of the run that trained it (`supernet_run_id`), under the id of the run that
-    began with it, so that curves begin where the training began and costs are those of a run that shares nothing.
-    Where the run that trained it is gone, nothing is added.
+    The rows of `rounds` and `evaluations` of the run that trained it (`supernet_run_id`) are copied under the id of the
+    run that reused it, so that curves start where the training started and costs are those of a run that shares no
+    supernet. If the run that trained the supernet was deleted, no rows are added.
     """
     sources = _sources(tables)
     if not sources:
@@ -36,7 +36,7 @@ def with_training(tables: Tables) -> Tables:
 
 
 def _sources(tables: Tables) -> dict[str, str]:
-    """By run that began with another's supernet the run that trained it."""
+    """For each run that reused a supernet, the run that trained it."""
     rows = tables.runs[tables.runs["supernet_run_id"].notna()]
     pairs = {str(r.run_id): str(r.supernet_run_id) for r in rows.itertuples()}
     stages = tables.rounds["stage"].astype(object)
@@ -47,7 +47,7 @@ def _sources(tables: Tables) -> dict[str, str]:
 def _copies(
     name: str, trained: list[RunPaths], sources: Mapping[str, str], experiments: Mapping[str, str]
 ) -> list[pd.DataFrame]:
-    """The training's rows of a table, once per run that began with it."""
+    """The rows of a supernet's training, one copy per run that reused it."""
     rows = by_stage(read_table_of(trained, name))
     rows = rows[rows["kind"] == TRAINING].drop(columns=["kind", "stage_tier"])
     by_source = {str(run_id): group for run_id, group in rows.groupby("run_id", sort=False)}

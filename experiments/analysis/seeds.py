@@ -1,4 +1,4 @@
-"""Statistics over seeds: runs that repeat a seed are one sample, the mean of their values."""
+"""Statistics over seeds: runs that repeat a seed count as one sample, the mean of their values."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def by_seed(rows: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
 
 
 def estimate_by_seed(values: Iterable[Any], seeds: Iterable[str]) -> Estimate | None:
-    """Mean and interval over distinct seeds of values of which `seeds` names each one's; None if no value is there."""
+    """Mean and interval over distinct seeds; `seeds` holds the seed of each value. None if all values are absent."""
     known: dict[str, list[float]] = {}
     for value, seed in zip(values, seeds, strict=True):
         if not is_absent(value):
@@ -40,9 +40,9 @@ def estimate_by_seed(values: Iterable[Any], seeds: Iterable[str]) -> Estimate | 
 
 
 def spread(rows: pd.DataFrame, by: Sequence[str], value: str) -> pd.DataFrame:
-    """Per combination of the columns `by` the mean, min and max of a value over the rows' `seeds`.
+    """Mean, min and max of a value over `seeds`, per combination of the columns `by`.
 
-    What a run has several rows of is averaged first, then the runs that repeat a seed.
+    Several rows of a run are averaged first, then the runs that repeat a seed.
     """
     per_run = rows.groupby([*by, SEEDS, "run_id"], observed=True)[value].mean()
     per_seed = per_run.groupby([*by, SEEDS], observed=True).mean()

@@ -1,6 +1,6 @@
-"""Which runs belong together: those of one configuration, whatever their seeds and the machine.
+"""Settings: groups of runs whose configurations differ only in seeds and in where and how they are computed.
 
-Every report, table, figure and comparison asks here what a setting is.
+All reports, tables, figures and comparisons use this definition of a setting.
 """
 
 import json
@@ -16,29 +16,29 @@ from fedloom.experiments.analysis.tables import Tables, configuration
 
 DATA_PLACES = ("data.root", "data.cache", "data.download")
 FREE = ("seed", "seeds", "results", "reuse_supernet", "tensorboard", "executor", "ray", "checkpoint", *DATA_PLACES)
-"""Keys, and the beginnings of keys, that do not say what is trained: seeds, and where and how it is computed."""
+"""Keys and key prefixes that do not affect what is trained: seeds, and where and how it is computed."""
 
 NOT_SET = "(not set)"
-"""Stands for the value of a key that a run's version did not know."""
+"""Value of a key that the configuration of a run does not have, for instance because its version is older."""
 
 MOST_KEYS = 4
-"""Differences that a setting's name shows."""
+"""Maximum number of differences in the name of a setting."""
 
 LONGEST_VALUE = 32
-"""Letters of a value that a setting's name shows."""
+"""Maximum number of characters of a value in the name of a setting."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs of one experiment that differ in seeds alone.
+    """Runs of one experiment that differ only in seeds.
 
     Attributes:
-        name: the experiment, and what sets the setting apart from the experiment's others.
-        run_ids: in the order in which the runs were asked for.
+        name: the experiment, and the keys and values that distinguish the setting from the experiment's others.
+        run_ids: the runs, in the order in which they were requested.
         seeds: all seeds of each of these runs, as JSON text.
-        kind: what its method ends with, one of those of `kinds`.
-        config: the first run's configuration.
-        differences: by dotted key the value wherever the experiment's settings differ; empty if there is only one.
+        kind: what its method produces, one of the constants of `kinds`.
+        config: the configuration of the first run.
+        differences: the values of the dotted keys in which the experiment's settings differ; empty for one setting.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def num_seeds(self) -> int:
-        """Distinct seeds: runs that repeat one are no further sample."""
+        """Number of distinct seeds; runs that repeat a seed are not a further sample."""
         return len(set(self.seeds))
 
     @property
@@ -61,7 +61,7 @@ class Setting:
 
     @property
     def seeds_by_run(self) -> dict[str, str]:
-        """By run all of its seeds."""
+        """All seeds of each run."""
         return dict(zip(self.run_ids, self.seeds, strict=True))
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
@@ -71,13 +71,13 @@ class Setting:
 
 
 def settings_of(tables: Tables) -> list[Setting]:
-    """The runs by configuration, in the order in which they were asked for.
+    """Groups the runs by configuration, in the order in which they were requested.
 
-    A setting is named after its experiment; where an experiment has several, the keys in which they differ follow.
+    A setting is named after its experiment, followed by the keys that differ if the experiment has several settings.
     """
     experiments = {p.run_id: p.experiment for p in tables.paths}
     values = {run_id: essential(configuration(tables, run_id)) for run_id in experiments}
-    # Runs that did not get so far as to store their configuration may differ in anything.
+    # Runs without a stored configuration may differ in any key, so that each is its own setting.
     unlike = {r: experiment if values[r] else f"{experiment}/{r}" for r, experiment in experiments.items()}
     groups = alike(values, unlike)
     of_experiment: dict[str, list[list[str]]] = {}
@@ -107,7 +107,7 @@ def _settings(
 
 
 def alike(values: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, str] | None = None) -> list[list[str]]:
-    """The runs in groups of the same values (and the same of `kinds`), in the order of each group's first run."""
+    """Groups runs with equal values (and equal `kinds`), in the order of each group's first run."""
     groups: dict[str, list[str]] = {}
     for run_id, own in values.items():
         key = json.dumps([kinds[run_id] if kinds else None, sorted(own.items())], default=str)
@@ -125,7 +125,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def essential(config: Mapping[str, Any], ignore: Sequence[str] = ()) -> dict[str, Any]:
-    """The dotted keys and values that say what is trained: all but the `FREE` ones, and those of `ignore`."""
+    """The dotted keys and values that affect what is trained: all except those in `FREE` and `ignore`."""
     free = (*FREE, *ignore)
     return {k: v for k, v in flat(config) if not any(k == f or k.startswith(f"{f}.") for f in free)}
 
@@ -137,10 +137,10 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def names_apart(configs: Sequence[Mapping[str, Any]], run_ids: Sequence[str], head: str = "") -> list[str]:
-    """A name for each configuration: the head, and as "key=value" what sets it apart from the others.
+    """A name for each configuration: the head, and the "key=value" pairs that distinguish it from the others.
 
-    Only keys that all of them know are named: what one of two versions did not know yet tells nobody anything. Where
-    that leaves two without a difference, the id of a run of each follows, from `run_ids`.
+    Only keys that all configurations have are named, since a key that an older version lacks is no informative
+    difference. If two names are still equal, the id of a run of each follows, from `run_ids`.
     """
     keys = [key for key in differing(configs) if all(key in config for config in configs)]
     known = {key for config in configs for key in config}
@@ -153,14 +153,14 @@ def names_apart(configs: Sequence[Mapping[str, Any]], run_ids: Sequence[str], he
 
 
 def _differences(values: Mapping[str, Any], others: Sequence[Mapping[str, Any]], brief: Mapping[str, str]) -> list[str]:
-    """Some keys with their values, those first that tell this configuration from the others; and how many more."""
+    """Up to `MOST_KEYS` keys with values that best distinguish this configuration, and the number of omitted keys."""
     shown = sorted(_telling(values, others, list(brief))[:MOST_KEYS])
     more = [f"and {len(brief) - len(shown)} more"] if len(brief) > len(shown) else []
     return [*(f"{brief[key]}={_short(values[key])}" for key in shown), *more]
 
 
 def _telling(values: Mapping[str, Any], others: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
-    """The keys, first those that tell this configuration from the most others that are not yet told apart."""
+    """The keys in greedy order: each next key distinguishes this configuration from most of the remaining others."""
     ordered: list[str] = []
     left, same = list(keys), [o for o in others if o is not values]
     while left and len(ordered) < MOST_KEYS:
@@ -172,7 +172,7 @@ def _telling(values: Mapping[str, Any], others: Sequence[Mapping[str, Any]], key
 
 
 def _brief(key: str, known: Collection[str]) -> str:
-    """The end of a key that no other key has: legends are narrow."""
+    """The shortest suffix of a key that no other key has, since legends are narrow."""
     parts = key.split(".")
     for length in range(1, len(parts)):
         end = ".".join(parts[-length:])
@@ -187,5 +187,5 @@ def _short(value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A configuration's value as names and tables write it."""
+    """A configuration value as text for names and tables."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":")).replace('"', "")

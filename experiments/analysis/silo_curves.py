@@ -1,4 +1,4 @@
-"""How silos' own models train: curves over rounds, and the phases of their search."""
+"""Training of the silos' own models: curves over rounds, and the phases of their search."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from fedloom.experiments.analysis.tables import RUN_KEY, Tables, configuration, 
 
 
 def curves(tables: Tables) -> pd.DataFrame:
-    """What the silos' own models reach while they train, over finished rounds of all training stages together.
+    """Loss and accuracy of the silos' own models over the finished rounds of all training stages.
 
-    Columns: experiment, run_id, series (train: loss and accuracy on a silo's training data; validation: on its
-    validation data), rounds_done, mean_loss, mean, std (of the accuracy over silos, divided by their number), silos.
+    Columns: experiment, run_id, series (train: on a silo's training data; validation: on its validation data),
+    rounds_done, mean_loss, mean, std (of the accuracy over silos, with divisor n), silos.
     """
     own = silos(tables)
     before, rounds = _rounds_before(own.rounds), rounds_by_stage(training(own.rounds))
     parts = [_train_rows(own), _validation_rows(own)]
     rows = pd.concat([p.astype({"loss": "float64", "metric": "float64"}) for p in parts], ignore_index=True)
     places = list(zip(rows["run_id"], rows["stage"], rows["round"], strict=True))
-    # A silo is scored after the round's training; what is scored after the last round is numbered one further.
+    # A silo is scored after the round's training; a score after the last round has the next round number.
     done = [
         min(int(n) + 1, rounds.get((run, stage), int(n) + 1)) + before.get((run, stage), 0) for run, stage, n in places
     ]
@@ -40,7 +40,7 @@ def curves(tables: Tables) -> pd.DataFrame:
 
 
 def _rounds_before(rounds: pd.DataFrame) -> dict[tuple[str, str], int]:
-    """Per (run, stage) the rounds of the training stages before it: each stage counts its rounds from 0."""
+    """By (run, stage): the number of rounds of earlier training stages, since each stage counts from 0."""
     found: dict[tuple[str, str], int] = {}
     sums: dict[str, int] = {}
     for (run_id, stage), count in rounds_by_stage(training(rounds)).items():
@@ -70,11 +70,11 @@ def _validation_rows(tables: Tables) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Phases:
-    """When a run's silos searched, in finished rounds: pre-training until `search_start`, then the search.
+    """The phases of a run's silos, in finished rounds: pre-training until `search_start`, then the search.
 
-    The first silo had decided every edge after `first_decided` rounds and the last after `last_decided`, None while
-    one has not: decisions are made before a round's training. `rounds` are all finished ones. Source: SPIDER, Sec. 4.3
-    and Fig. 6.
+    The first silo had decided every edge after `first_decided` rounds and the last silo after `last_decided` rounds;
+    the latter is None while a silo is undecided, and both while all are. Decisions are made before the training of a
+    round. `rounds` is the number of finished rounds. Source: SPIDER, Sec. 4.3 and Fig. 6.
     """
 
     run_id: str
@@ -85,7 +85,7 @@ class Phases:
 
 
 def phases(tables: Tables) -> list[Phases]:
-    """The phases of every run that searches per silo; a run that has none, or no finished round, is left out."""
+    """The phases of every run that searches per silo; runs without a search or a finished round are left out."""
     own = silos(tables)
     found = (_phases(only(own, [p.run_id]), configuration(own, p.run_id)) for p in own.paths)
     return [p for p in found if p is not None]
@@ -104,7 +104,7 @@ def _phases(run: Tables, config: Mapping[str, Any]) -> Phases | None:
     places = zip(rows["run_id"], rows["stage"], rows["round"], strict=True)
     begun = [before.get((str(run_id), str(stage)), 0) + int(round_) for run_id, stage, round_ in places]
     finished = max(begun) + 1
-    # What a round's row shows was decided before that round: after as many finished ones as its number says.
+    # The decisions in a row of round n were made before that round, which is after n finished rounds.
     rows = rows.assign(begun=begun, decided=decided)
     first = rows[rows["decided"]].groupby("client_id")["begun"].min()
     whole = len(first) == rows["client_id"].nunique()

@@ -1,4 +1,4 @@
-"""Personalisation gains: whose architecture fits whose data (SPIDER, Sec. 5.2.2)."""
+"""Personalisation gains: how well each silo's architecture fits the data of each silo (SPIDER, Sec. 5.2.2)."""
 
 import pandas as pd
 
@@ -8,14 +8,14 @@ from fedloom.experiments.analysis.stages import GAINS
 from fedloom.experiments.analysis.tables import RUN_KEY, Tables
 
 SILO = "silo-"
-"""Models of the stage `gains`: "silo-3" is the architecture of silo 3, fine-tuned on another's data."""
+"""Prefix of models in the stage `gains`: "silo-3" is the architecture of silo 3, fine-tuned on another silo's data."""
 
 
 def p_matrix(tables: Tables) -> pd.DataFrame:
-    """p_ij, one row per (run, client_id i, silo j): the accuracy on i's test data of j's architecture.
+    """p_ij, one row per (run, client_id i, silo j): the accuracy of j's architecture on i's test data.
 
-    j's architecture was fine-tuned on i's data. Columns: experiment, run_id, client_id, silo, accuracy. Only what was
-    measured. Source: SPIDER, Sec. 5.2.2, Fig. 3.
+    j's architecture was fine-tuned on i's data. Columns: experiment, run_id, client_id, silo, accuracy. Pairs that were
+    not measured have no row. Source: SPIDER, Sec. 5.2.2, Fig. 3.
     """
     rows = silos(tables).evaluations
     chosen = (rows["stage"] == GAINS) & (rows["split"] == "test") & (rows["metric"] == METRIC)
@@ -30,9 +30,11 @@ def p_matrix(tables: Tables) -> pd.DataFrame:
 
 
 def personalisation_gains(matrix: pd.DataFrame) -> pd.DataFrame:
-    """Per (run, client i): own (p_ii), others (mean p_ij over j != i), best_other, compared (how many j), gain (g_i).
+    """The personalisation gain of every (run, client i).
 
-    g_i is the mean over j != i of p_ii - p_ij, null where p_ii or every p_ij is missing. Source: SPIDER, Eq. 6.
+    Columns: experiment, run_id, client_id, own (p_ii), others (mean p_ij over j != i), best_other, compared (number of
+    j), gain (g_i). g_i is the mean over j != i of p_ii - p_ij; it is null if p_ii or every p_ij is missing. Source:
+    SPIDER, Eq. 6.
     """
     found = []
     for key, rows in matrix.groupby([*RUN_KEY, "client_id"], sort=False):
@@ -45,7 +47,7 @@ def personalisation_gains(matrix: pd.DataFrame) -> pd.DataFrame:
 
 
 def as_square(matrix: pd.DataFrame) -> pd.DataFrame:
-    """One run's `p_matrix` with a row per client i and a column per architecture j, each of all silos; else NaN."""
+    """The `p_matrix` of one run with a row per client i and a column per architecture j; missing pairs are NaN."""
     names = sorted({*matrix["client_id"], *matrix["silo"]})
     square = matrix.pivot(index="client_id", columns="silo", values="accuracy")
     return square.reindex(index=names, columns=names).astype("float64")

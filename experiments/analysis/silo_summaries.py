@@ -1,4 +1,4 @@
-"""What the silos of a setting reach, and what that costs."""
+"""Accuracy and cost of the silos of a setting, over its seeds."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,13 +31,13 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class SiloSummary:
-    """One setting over its seeds.
+    """Estimates of one setting over its seeds.
 
     `values` holds an estimate, or None, for: accuracy, std and worst (of the silos' own test accuracies);
-    global_accuracy (the shared model's mean, where silos have one of their own beside it); gain (mean
-    personalisation gain); parameters and macs (of the silos' models, means); peak_memory_bytes (the greatest of any
-    silo in training); bytes_per_round (both ways, per silo); wall_s (of all training rounds); architectures (how many
-    different ones the silos have).
+    global_accuracy (mean of the shared model, if silos also have their own model); gain (mean personalisation gain);
+    parameters and macs (means over the silos' models); peak_memory_bytes (maximum over silos in training);
+    bytes_per_round (received and sent, per silo); wall_s (of all training rounds); architectures (number of distinct
+    architectures of the silos).
     """
 
     setting: Setting
@@ -47,12 +47,12 @@ class SiloSummary:
 
 
 def silo_settings(tables: Tables) -> list[Setting]:
-    """The settings of cross-silo methods, named among all that are there."""
+    """The settings of cross-silo methods, with names that are unique among all settings."""
     return [s for s in settings_of(tables) if s.kind == SILOS]
 
 
 def silo_summaries(tables: Tables) -> list[SiloSummary]:
-    """Per setting what its silos reached and what that cost, over its seeds; a setting without any is left out."""
+    """One summary per setting of a cross-silo method; settings without any value are left out."""
     own = silos(tables)
     measured, values = per_silo(own), {p.run_id: _run_values(only(own, [p.run_id])) for p in own.paths}
     found = []
@@ -67,7 +67,7 @@ def silo_summaries(tables: Tables) -> list[SiloSummary]:
 
 
 def _run_values(run: Tables) -> dict[str, float | None]:
-    """The numbers of one run by the names of `MEASURED`; every silo with test data weighs the same."""
+    """The values of one run by the names of `MEASURED`; every silo with test data has the same weight."""
     rows, gains = per_silo(run), personalisation_gains(p_matrix(run))
     rounds = real_rounds(training(run.rounds))
     sent, tasks = rounds["bytes_down"].sum() + rounds["bytes_up"].sum(), rounds["clients_planned"].sum()

@@ -1,4 +1,4 @@
-"""Runs of methods that give every silo a model of its own: from the result tables to tidy frames."""
+"""Tidy frames of cross-silo runs, whose methods give every silo its own model."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,10 +12,10 @@ from fedloom.experiments.analysis.stages import EVALUATION, MEASUREMENTS
 from fedloom.experiments.analysis.tables import RUN_KEY, Tables, configuration, only
 
 PERSONAL, GLOBAL = "personal", "global"
-"""The models that silos are measured with: their own, and the one that they share."""
+"""The models that are measured for a silo: its own, and the one that all silos share."""
 
 EDGES_KEPT = 2
-"""Incoming edges of a node that are left where edges are pruned, as in DARTS."""
+"""Number of incoming edges that a node keeps if edges are pruned, as in DARTS."""
 
 PER_SILO = ("accuracy", "loss", "global_accuracy", "parameters", "macs", "neighbour_share")
 
@@ -31,16 +31,17 @@ def training(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def took_part(clients: pd.DataFrame) -> "pd.Series[bool]":
-    """Which rows of `clients` count: an update that fails, drops out or arrives late is ignored, as is its state."""
+    """Which rows of `clients` count: the update and state of a client that fails, drops out or is late are ignored."""
     return clients["status"].fillna("ok") == "ok"
 
 
 def per_silo(tables: Tables) -> pd.DataFrame:
-    """One row per (run, silo) that the final evaluation measured; what was not measured is null.
+    """One row per (run, silo) that the final evaluation measured; values that were not measured are null.
 
-    Columns: experiment, run_id, client_id, model (personal, or global where there is none), architecture, samples (of
-    the silo's test data), accuracy and loss on them, global_accuracy (of the shared model, beside a personal one),
-    parameters, macs (forward, per sample), neighbour_share (kNN-Per's). A silo without test samples has no accuracy.
+    Columns: experiment, run_id, client_id, model (personal, or global if the silo has no personal model), architecture,
+    samples (of the silo's test data), accuracy and loss on them, global_accuracy (of the shared model, if the silo also
+    has a personal one), parameters, macs (forward, per sample), neighbour_share (kNN-Per only). A silo without test
+    samples has no accuracy.
     """
     rows = silos(tables).evaluations
     rows = rows[(rows["stage"] == EVALUATION) & rows["client_id"].notna()]
@@ -74,7 +75,7 @@ def _silo(key: tuple[Any, ...], rows: pd.DataFrame) -> dict[str, Any]:
 
 
 def in_order(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
-    """By run as asked, then by silo."""
+    """Sorted by run in the order of `tables`, then by silo."""
     place = {p.run_id: i for i, p in enumerate(tables.paths)}
     return (
         frame.assign(_run=frame["run_id"].map(place))
@@ -84,9 +85,10 @@ def in_order(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
 
 
 def is_decided(subspace: str, *, prune_edges: bool = False) -> bool:
-    """Whether nothing is left to be searched in the text ("0,1/0//1": options by commas, edges by slashes).
+    """Whether the search of this subspace is complete ("0,1/0//1": commas separate options, slashes edges).
 
-    No edge of the two cells has a choice left and, if edges are pruned, no node has more than two incoming edges.
+    It is complete if no edge of the two cells has more than one option and, with `prune_edges`, no node has more than
+    `EDGES_KEPT` incoming edges.
     """
     return "," not in subspace and not (prune_edges and _is_crowded(subspace.split("/")))
 
@@ -94,7 +96,7 @@ def is_decided(subspace: str, *, prune_edges: bool = False) -> bool:
 def _is_crowded(pieces: Sequence[str]) -> bool:
     half = len(pieces) // 2
     for cell in (pieces[:half], pieces[half:]):
-        first, node = 0, 2  # nodes 0 and 1 are the inputs, which every node has an edge from
+        first, node = 0, 2  # nodes 0 and 1 are the cell's inputs, and every later node has an edge from both
         while first < half:
             if sum(map(bool, cell[first : first + node])) > EDGES_KEPT:
                 return True
@@ -103,13 +105,13 @@ def _is_crowded(pieces: Sequence[str]) -> bool:
 
 
 def decided_ones(texts: "pd.Series[Any]", config: Mapping[str, Any]) -> "pd.Series[bool]":
-    """Which of these texts of a run with this configuration leave nothing to be searched."""
+    """Which of these subspaces of a run with this configuration are completely searched."""
     prune_edges = bool(config["method"]["search"].get("prune_edges", False))
     return texts.map(partial(is_decided, prune_edges=prune_edges)).astype(bool)
 
 
 def latest_architectures(tables: Tables) -> pd.DataFrame:
-    """Per (run, silo) the architecture of its model as text: the evaluated one, or the latest of its training.
+    """One row per (run, silo) with its architecture as text: the evaluated one, or else the latest of its training.
 
     Columns: experiment, run_id, client_id, architecture, accuracy (null before the evaluation).
     """
@@ -127,14 +129,14 @@ def latest_architectures(tables: Tables) -> pd.DataFrame:
 
 
 def undecided_silos(tables: Tables, run_id: str) -> list[int]:
-    """The silos of a run that searches whose model has something left to be searched."""
+    """The silos of a run with a search whose search is not complete."""
     rows = latest_architectures(only(tables, [run_id]))
     decided = decided_ones(rows["architecture"], configuration(tables, run_id))
     return [int(c) for c in rows.loc[~decided, "client_id"]]
 
 
 def in_short(architecture: str) -> str:
-    """The text of DARTS cells in little room: an option per edge, "." for a pruned one, {01} for undecided ones.
+    """Short text of DARTS cells: an option per edge, "." for a pruned edge, {01} for an undecided edge.
 
     The normal cell comes first.
     """

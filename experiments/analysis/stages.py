@@ -1,21 +1,21 @@
-"""Stages and their rounds: which of them train, and which rows of `rounds` are rounds of training."""
+"""Kinds of stages, and the rounds of each stage."""
 
 import pandas as pd
 
 TRAINING = "supernet"
-"""The kind of the stage that trains a supernet, which runs may share."""
+"""The kind of the stage that trains a supernet; several runs may share the supernet."""
 
 ALONE = "alone"
-"""The kind of the stages that train a subnet without a supernet, and the model that comes of it."""
+"""The kind of the stages that train a subnet without a supernet, and the name of the resulting model."""
 
 SEARCH, EVALUATION, GAINS = "search", "evaluation", "gains"
 MEASUREMENTS = (EVALUATION, GAINS)
-"""Kinds of stages that are no part of what a method itself sends: they measure what it has trained."""
+"""Kinds of stages that measure trained models and do not count as communication of the method itself."""
 
 
 def by_stage(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with the stage's `kind` and `stage_tier`: "search/tier2" is of kind search, for tier2."""
-    # There are few stages, and up to millions of rows.
+    """The frame with the columns `kind` and `stage_tier`: stage "search/tier2" has kind "search" and tier "tier2"."""
+    # Parses each of the few stages once, since there may be millions of rows.
     parts = {stage: stage.partition("/") for stage in frame["stage"].dropna().unique()}
     kinds = frame["stage"].map({stage: part[0] for stage, part in parts.items()}).astype(object)
     tiers = frame["stage"].map({stage: part[2] for stage, part in parts.items()}).astype(object)
@@ -23,9 +23,9 @@ def by_stage(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def real_rounds(rounds: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `rounds` without those in which a training stage only scored the weights of its last round.
+    """The rows of `rounds` without those in which a training stage only scored its final weights.
 
-    Such a row comes after the stage's last round of training, and no client was planned for it.
+    Such a row follows the stage's last training round and has no planned clients.
     """
     trains = ~by_stage(rounds)["kind"].isin([SEARCH, *MEASUREMENTS])
     last = rounds["round"] == rounds.groupby(["run_id", "stage"])["round"].transform("max")
@@ -34,6 +34,6 @@ def real_rounds(rounds: pd.DataFrame) -> pd.DataFrame:
 
 
 def rounds_by_stage(rounds: pd.DataFrame) -> dict[tuple[str, str], int]:
-    """Per (run, stage), in their order, how many rounds it has gone through."""
+    """Number of finished rounds by (run, stage), in the order of the rows."""
     last = real_rounds(rounds).groupby(["run_id", "stage"], sort=False, as_index=False)["round"].max()
     return {(str(row.run_id), str(row.stage)): int(row.round) + 1 for row in last.itertuples()}

@@ -1,4 +1,4 @@
-"""Validation accuracy along the steps of a run: a client's training is a step, and so is a scored candidate."""
+"""Validation accuracy over the steps of a run, where a step is the training of one client or one scored candidate."""
 
 import pandas as pd
 
@@ -10,9 +10,9 @@ from fedloom.experiments.analysis.tables import Tables, requires
 def steps(tables: Tables) -> pd.DataFrame:
     """One row per validated path of the supernet in training, and per scored candidate of the search.
 
-    Columns: run_id, phase ("supernet" or "search"), step, accuracy (a share, validation data). The supernet after r
-    rounds stands at the clients that took part in them; candidates follow in the order of their scoring. Source:
-    FedorAS, Fig. 5 and 10.
+    Columns: run_id, phase ("supernet" or "search"), step, accuracy (a share, validation data). The step of the supernet
+    after r rounds is the number of clients planned in these rounds; candidates follow in the order of their scoring.
+    Source: FedorAS, Fig. 5 and 10.
     """
     requires(tables, "rounds", "evaluations", "candidates")
     parts = [_training(tables), _search(tables)]
@@ -21,7 +21,7 @@ def steps(tables: Tables) -> pd.DataFrame:
 
 
 def training_steps(tables: Tables) -> dict[str, int]:
-    """By run how many clients its supernet's training took."""
+    """Number of client trainings planned for the supernet, by run."""
     rounds = by_stage(tables.rounds)
     sums = rounds[rounds["kind"] == TRAINING].groupby("run_id")["clients_planned"].sum()
     return {str(run): int(total) for run, total in sums.items()}
@@ -43,7 +43,7 @@ def _training(tables: Tables) -> pd.DataFrame:
 
 def _search(tables: Tables) -> pd.DataFrame:
     rows = tables.candidates[tables.candidates["metric"].notna()]
-    # The search begins where the longest training ends, so that runs without rows of their training stand beside.
+    # All searches start at the end of the longest training, so that runs without training rows align with the others.
     begin = max(training_steps(tables).values(), default=0)
     step = begin + 1 + rows.groupby("run_id").cumcount()
     return pd.DataFrame(

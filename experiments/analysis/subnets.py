@@ -1,4 +1,4 @@
-"""The evaluated subnets of SuperFedNAS runs: what each costs and reaches, over the seeds of a setting."""
+"""The evaluated subnets of SuperFedNAS runs: cost and quality of each, over the seeds of a setting."""
 
 import json
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from fedloom.experiments.analysis.tables import Tables, configuration
 
 SUPERNET, SEARCHED = "supernet", "searched"
 SAMPLES, FRONT = "samples", "front"
-"""Tiers of the table `candidates` that are no targets: what the predictors learn from, and NSGA-II's front."""
+"""Values of `tier` in the table `candidates` that are not targets: training samples of predictors, NSGA-II's front."""
 COSTS = ("macs", "parameters")
 QUALITIES = ("accuracy", "perplexity", "loss")
 MEASURED = (*COSTS, *(f"{split}_{quality}" for split in ("validation", "test") for quality in QUALITIES))
@@ -24,11 +24,11 @@ MEASURED = (*COSTS, *(f"{split}_{quality}" for split in ("validation", "test") f
 
 @dataclass(frozen=True)
 class Subnet:
-    """One subnet, or one target's winners, over the seeds of a setting.
+    """One subnet, or the winners of one target, over the seeds of a setting.
 
-    `target` is empty but for the winners of a search; `architecture` is None where the runs found different ones.
-    `values` holds an estimate, or None, for macs, parameters, and SPLIT_accuracy, SPLIT_perplexity and SPLIT_loss of
-    validation and test data.
+    `target` is empty except for winners of a search; `architecture` is None if the runs found different ones.
+    `values` holds an estimate, or None, for macs, parameters, and SPLIT_accuracy, SPLIT_perplexity and SPLIT_loss with
+    the splits validation and test.
     """
 
     model: str
@@ -40,7 +40,7 @@ class Subnet:
 
 @dataclass(frozen=True)
 class Predictor:
-    """How good a predictor is on held-out subnets, over the seeds of a setting; `measure` is accuracy or latency_s."""
+    """Quality of a predictor on held-out subnets, over the seeds of a setting; `measure` is accuracy or latency_s."""
 
     measure: str
     kendall_tau: Estimate | None
@@ -50,7 +50,7 @@ class Predictor:
 
 @dataclass(frozen=True)
 class SubnetSummary:
-    """One setting: its subnets in the order of their evaluation, and its predictors."""
+    """The subnets of one setting, in the order of their evaluation, and its predictors."""
 
     setting: Setting
     subnets: tuple[Subnet, ...]
@@ -61,8 +61,8 @@ def subnets(tables: Tables, labels: Labels) -> pd.DataFrame:
     """One row per (run, model, target, architecture) of a SuperFedNAS run's final evaluation.
 
     Columns: experiment, run_id, model (supernet: a subnet of the family; searched: a target's winner; alone: trained
-    by itself), target, architecture, label, macs, parameters, and per split accuracy, perplexity (texts) and loss on
-    the whole of the server's data. What is not known is null.
+    without a supernet), target, architecture, label, macs, parameters, and per split accuracy, perplexity (text data)
+    and loss on all of the server's data. Unknown values are null.
     """
     rows = _evaluated(tables)
     names = rows["metric"].where(rows["split"].isna(), rows["split"].astype(object) + "_" + rows["metric"])
@@ -71,7 +71,7 @@ def subnets(tables: Tables, labels: Labels) -> pd.DataFrame:
     key = ["experiment", "run_id", "model", "target", "architecture"]
     table = rows.pivot_table(index=key, columns="name", values="value", aggfunc="last", sort=False)
     values = table.reindex(columns=list(MEASURED)).astype("float64").reset_index().rename_axis(columns=None)
-    # Pivoting orders the rows by their keys: back to the order of the evaluation.
+    # Pivoting sorts the rows by key; this restores the order of the evaluation.
     wide = (
         rows[key].drop_duplicates().astype(object).merge(values.astype(dict.fromkeys(key, object)), on=key, how="left")
     )
@@ -87,7 +87,7 @@ def _evaluated(tables: Tables) -> pd.DataFrame:
 
 
 def _with_known_costs(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
-    """Costs that the evaluation did not write, from the kept models and the scored candidates."""
+    """Fills costs that the evaluation did not record from the kept models and the scored candidates."""
     both = pd.concat([f[["architecture", "run_id", *COSTS]].astype(object) for f in (tables.models, tables.candidates)])
     known = {(r.run_id, r.architecture): r for r in both.itertuples()}
     for cost in COSTS:
@@ -99,7 +99,7 @@ def _with_known_costs(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
 
 
 def subnet_summaries(tables: Tables, labels: Labels) -> list[SubnetSummary]:
-    """Per setting its subnets with means and intervals over its seeds; settings without any are left out."""
+    """One summary per setting, with means and intervals over its seeds; settings without subnets are left out."""
     frame = subnets(tables, labels)
     found = []
     for setting in settings_of(tables):
@@ -111,7 +111,7 @@ def subnet_summaries(tables: Tables, labels: Labels) -> list[SubnetSummary]:
 
 
 def _subnets(rows: pd.DataFrame) -> Iterable[Subnet]:
-    # Seeds may find different winners for a target; a member of the family is the same subnet in all runs.
+    # Winners are grouped by target, because seeds may find different ones; members of the family by architecture.
     place = rows["target"].where(rows["model"] == SEARCHED, rows["architecture"])
     for (model, _), group in rows.groupby([rows["model"], place], sort=False):
         names = list(dict.fromkeys(group["architecture"]))
@@ -132,9 +132,9 @@ def _predictors(evaluations: pd.DataFrame) -> Iterable[Predictor]:
 
 
 def scored(tables: Tables) -> pd.DataFrame:
-    """The subnets that the searches of SuperFedNAS runs scored on validation data, with `is_winner`.
+    """One row per subnet that the search of a SuperFedNAS run scored on validation data.
 
-    Columns: experiment, run_id, tier (samples, front, or the target), architecture, macs, metric, on_front.
+    Columns: experiment, run_id, tier (samples, front, or the target), architecture, macs, metric, on_front, is_winner.
     """
     rows = tables.candidates[tables.candidates["run_id"].isin(elastic_run_ids(tables))]
     rows = rows[rows["feasible"].fillna(False).astype(bool) & rows["metric"].notna() & rows["macs"].notna()]
@@ -148,7 +148,7 @@ def scored(tables: Tables) -> pd.DataFrame:
 
 
 def targets_of(tables: Tables, run_id: str) -> list[str]:
-    """The targets that the run's configuration asks for, as the tables name them; its tiers if it names none."""
+    """The targets of the run's configuration, as named in the tables; its tiers if it names no targets."""
     config = configuration(tables, run_id)
     search = config["method"].get("search", {})
     if config["method"].get("separately") or search.get("samples", 0) == 0:

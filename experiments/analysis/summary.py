@@ -1,4 +1,4 @@
-"""What the models of the runs reach and cost: per run, and per setting with mean and interval over seeds."""
+"""Quality and cost of models: per run, and per setting with mean and interval over seeds."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from fedloom.experiments.analysis.subnets import SEARCHED
 from fedloom.experiments.analysis.tables import RUN_KEY, Tables, requires
 
 MEASURES = (METRIC, "loss", "macs", "parameters", "total_bytes", "simulated_s", "wall_s")
-"""What `summary` and `compare` know of a model: see `per_model`."""
+"""The measures of a model in `summary` and `compare`; `per_model` describes them."""
 
 MODEL_KEY = ["model", "tier", "subnet"]
 _QUALITIES, _COSTS = [METRIC, "loss"], ["macs", "parameters"]
@@ -30,10 +30,10 @@ def per_model(tables: Tables) -> pd.DataFrame:
     """One row per (run, model, tier) of the final evaluation, and per subnet of an elastic supernet's family.
 
     Columns: experiment, run_id, seeds (all of them as JSON), model, tier ("all" for models of silos), subnet (empty
-    but for a family's), architecture, accuracy (a share) and loss on the whole test data (the mean over silos of
-    cross-silo runs), macs (forward, per sample), parameters; and of all that the method did in that run total_bytes
-    (received and sent by all clients), simulated_s and wall_s, the same for all its models. A run that was not
-    evaluated has one row with the latter only.
+    except for members of a family), architecture, accuracy (a share) and loss on the whole test data (the mean over
+    silos for cross-silo runs), macs (forward, per sample), parameters; and the totals of the method in that run, equal
+    for all its models: total_bytes (received and sent by all clients), simulated_s and wall_s. A run that was not
+    evaluated has one row with only these totals.
     """
     requires(tables, "rounds", "evaluations", "candidates", "models")
     parts = [_of_server(tables), _of_silos(tables)]
@@ -56,7 +56,7 @@ def _of_server(tables: Tables) -> pd.DataFrame:
     names = {name: rows[name].astype(object).fillna("") for name in ("model", "tier", "architecture")}
     rows = rows.assign(**names, subnet=names["architecture"].where(family, ""))
     key = [*RUN_KEY, *MODEL_KEY]
-    # What was evaluated again counts as it was last.
+    # The last evaluation of a model counts.
     values = rows.drop_duplicates([*key, "metric"], keep="last").astype(dict.fromkeys([*key, "metric"], object))
     wide = values.pivot(index=key, columns="metric", values="value").reindex(columns=_QUALITIES)
     heads = rows.drop_duplicates(key, keep="last")[[*key, "architecture"]].astype(object)
@@ -65,7 +65,7 @@ def _of_server(tables: Tables) -> pd.DataFrame:
 
 
 def _architecture_costs(tables: Tables) -> pd.DataFrame:
-    """MACs and parameters per (run, architecture): as evaluated, as kept, or as the search counted them."""
+    """MACs and parameters per (run, architecture), from the evaluations, else the kept models, else the candidates."""
     key = ["run_id", "architecture"]
     rows = tables.evaluations[tables.evaluations["metric"].isin(_COSTS)].dropna(subset=key)
     rows = rows.drop_duplicates([*key, "metric"], keep="last").astype(dict.fromkeys([*key, "metric"], object))
@@ -97,11 +97,11 @@ def _run_costs(tables: Tables) -> pd.DataFrame:
 def summary(tables: Tables) -> pd.DataFrame:
     """One row per (setting, model, tier), and per subnet of a family: means with 95 % intervals over seeds.
 
-    A setting is runs of one configuration that differ in seeds alone. Columns: setting (its name), experiment, model,
-    tier, subnet, architecture (null where seeds found different ones), runs, seeds (different ones: runs that repeat
-    a seed count once, with their mean); and for each of `MEASURES`, explained at `per_model`, NAME_n (seeds that know
-    it), NAME_mean and NAME_half_width (by Student's t; null for one seed). Settings of which no run has been evaluated
-    have one row, with what they cost.
+    A setting is a group of runs whose configurations differ only in seeds. Columns: setting (its name), experiment,
+    model, tier, subnet, architecture (null if seeds found different ones), runs, seeds (distinct ones: runs that repeat
+    a seed count once, with their mean); and for each of `MEASURES` (see `per_model`) NAME_n (seeds with a value),
+    NAME_mean and NAME_half_width (by Student's t; null for one seed). A setting without an evaluated run has one row
+    with its costs.
     """
     frame = per_model(tables)
     found = []
@@ -117,7 +117,7 @@ def summary(tables: Tables) -> pd.DataFrame:
 
 
 def by_model(rows: pd.DataFrame) -> list[tuple[dict[str, str | None], pd.DataFrame]]:
-    """The rows of `per_model` by (model, tier, subnet), as they are shown; runs without any if there are no others.
+    """The rows of `per_model` by (model, tier, subnet) in display order; one group of all rows if none has a model.
 
     The subnets of a family are in the order of their evaluation.
     """

@@ -1,4 +1,4 @@
-"""The result tables of some runs in memory."""
+"""Loads the result tables of runs into memory."""
 
 import json
 from collections.abc import Hashable, Iterable, Sequence
@@ -15,20 +15,20 @@ from fedloom.platform.results.tables import TABLES, read_runs
 
 ALL_TABLES = tuple(TABLES)
 RUN_KEY = ["experiment", "run_id"]
-"""The columns that say of which run a row is."""
+"""The columns that identify the run of a row."""
 
 CLIENT_COLUMNS = (
     "stage", "round", "client_id", "tier", "architecture", "subspace", "macs", "bytes_down", "bytes_up", "loss",
     "metric", "simulated_s", "peak_memory_bytes", "status", "error"
 )  # fmt: skip
-"""What is read of the table `clients`, by far the longest; `pandas.read_parquet` knows the other columns."""
+"""The columns read from the table `clients`, by far the longest table; read others with `pandas.read_parquet`."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The result tables of some runs, in the order in which the runs were asked for.
+    """The result tables of some runs, in the order in which the runs were requested.
 
-    Tables that were not read (`read` names those that were) are empty.
+    `read` names the tables that were read; the others are empty.
     """
 
     paths: tuple[RunPaths, ...]
@@ -42,7 +42,7 @@ class Tables:
 
     @cached_property
     def _recorded(self) -> dict[str, dict[Hashable, Any]]:
-        """The rows of `runs` by run: frames ask for configurations again and again."""
+        """The rows of `runs` by run, cached because frames request configurations often."""
         return {str(row["run_id"]): row for row in self.runs.to_dict("records")}
 
     @cached_property
@@ -50,7 +50,7 @@ class Tables:
         return {}
 
     def recorded(self, run_id: str, column: str) -> Any:
-        """The JSON value that the run recorded in a column of `runs`; None if it did not get so far."""
+        """The JSON value that the run recorded in a column of `runs`; None if it ended before recording it."""
         place = (run_id, column)
         if place not in self._parsed:
             text = self._recorded.get(run_id, {}).get(column)
@@ -65,27 +65,27 @@ def load(
     experiment: str | None = None,
     tables: Iterable[str] = ALL_TABLES,
 ) -> Tables:
-    """The tables of these runs (ids or unambiguous beginnings of ids), or of all runs, of one experiment if given.
+    """Loads the tables of these runs (ids or unambiguous prefixes), or of all runs; only of `experiment` if given.
 
-    Results at a URL (s3://bucket/path) are first brought to this machine, what has changed of them. Only the named
-    `tables`, and the table `runs`, are read; of `clients` its `CLIENT_COLUMNS`. Raises ValueError for
-    an unknown run, experiment or table, if there are no runs, and for a damaged file.
+    Results at a URL (s3://bucket/path) are downloaded first, as far as they have changed. Only the named `tables` and
+    the table `runs` are read, and of `clients` only `CLIENT_COLUMNS`. Raises ValueError for an unknown run, experiment
+    or table, if there are no runs, and for a damaged file.
     """
     return load_paths(_find(fetch(results, _ids(run_ids), tensors=False), run_ids, experiment), tables)
 
 
 def load_paths(paths: Sequence[RunPaths], tables: Iterable[str] = ALL_TABLES) -> Tables:
-    """The tables of these runs, which may be none; otherwise as `load`."""
+    """Loads the tables of the runs at these paths, which may be empty; `tables` and errors are those of `load`."""
     names = {"runs", *([tables] if isinstance(tables, str) else tables)}
-    # A table that is not wanted is read of no run: an empty frame with its columns.
+    # An unrequested table is read for no run, which gives an empty frame with its columns.
     frames = {name: read_table_of(paths if name in names else (), name) for name in TABLES}
     for name in names - set(TABLES):
-        read_table_of((), name)  # says which tables there are
+        read_table_of((), name)  # raises an error that lists the known tables
     return Tables(paths=tuple(paths), read=frozenset(names), **frames)
 
 
 def read_table_of(paths: Sequence[RunPaths], table: str) -> pd.DataFrame:
-    """One table of these runs, with the columns that frames are made of."""
+    """One table of these runs, with the columns that the frames use."""
     return read_runs(paths, table, CLIENT_COLUMNS if table == "clients" else None)
 
 
@@ -133,13 +133,13 @@ def only(tables: Tables, run_ids: Sequence[str]) -> Tables:
 
 
 def requires(tables: Tables, *names: str) -> None:
-    """ValueError if a table was not read: numbers made of it would be silently wrong."""
+    """Raises ValueError if a table was not read, since numbers computed from it would be silently wrong."""
     missing = [name for name in names if name not in tables.read]
     if missing:
         raise ValueError(f"this needs the table {missing[0]!r}, which was not read: name it in load(..., tables=...)")
 
 
 def configuration(tables: Tables, run_id: str) -> dict[str, Any]:
-    """The configuration that the run stored; empty if it did not get so far."""
+    """The configuration that the run stored; empty if it ended before storing it."""
     config: dict[str, Any] = tables.recorded(run_id, "config") or {}
     return config

@@ -1,1 +1,1 @@
-"""Programs that print ratios measured in one run."""
+"""Benchmarks: programs that measure and print time and memory ratios."""

@@ -1,10 +1,10 @@
-"""How quickly a large results folder loads and summarises, and in how much memory.
+"""Time and memory to load and summarise a large results folder.
 
     python -m fedloom.experiments.benchmarks.analysis [--runs 200] [--rounds 500] [--clients 10] [--folder FOLDER]
 
-Generates the folder (unless FOLDER holds one), then loads and summarises it in a process of its own, three times, and
-prints a table and one JSON object with all figures on the last line. Times are those from the first call on, without
-Python's and pandas' start; `cpu_s` is the process's time on processors, which other work on the machine leaves alone.
+Generates the folder (unless FOLDER holds runs), then loads and summarises it three times, each in a separate process,
+and prints a table and one JSON object with all figures on the last line. Times exclude the start of Python and pandas;
+`cpu_s` is the process's CPU time, which other work on the machine hardly affects.
 """
 
 import argparse
@@ -27,7 +27,7 @@ REPEATS = 3
 
 
 def main() -> None:
-    """Generates and measures, or (for itself) measures once."""
+    """Generates the folder and measures; with --measure, in the child processes, measures once."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=500)
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def figures_of(root: Path) -> dict[str, Any]:
-    """The figures of a folder: the quickest of a few processes, and the greatest memory of any."""
+    """The figures of a folder: the times of the fastest of `REPEATS` processes, and the largest memory of any."""
     found = [_in_process(root) for _ in range(REPEATS)]
     best = min(found, key=lambda figures: float(figures["load_s"]) + float(figures["summary_s"]))
     figures = {**best, "peak_bytes": max(f["peak_bytes"] for f in found), **files_of(root)}
@@ -59,7 +59,7 @@ def figures_of(root: Path) -> dict[str, Any]:
 
 
 def files_of(root: Path) -> dict[str, int]:
-    """How many files the tables have, and the most that a table of one run has."""
+    """The number of files of all tables, and the maximum per table and run."""
     counts = [len(list(run.table(table).glob("*.parquet"))) for run in list_runs(root) for table in TABLES]
     return {"files": sum(counts), "most_files_per_table_and_run": max(counts)}
 

@@ -1,11 +1,11 @@
-"""Extraction and averaging of subnets of the full supernet, against the machine's copy bandwidth and the state's size.
+"""Extraction and averaging of subnets of a supernet, relative to the machine's copy bandwidth and the state's size.
 
     python -m fedloom.experiments.benchmarks.averaging
 
-Eight subnets (the largest, the smallest, six random ones) are cut out of the supernet, given back and averaged, one
-after the other as a server does it in a round. Every byte that has to be read or written counts once per pass: a copy
-of a slice reads and writes it, a weighted sum reads the update and the sum and writes the sum, the mean reads the sum
-and writes the weights. Prints one JSON object on its last line.
+Eight subnets (the largest, the smallest, six random ones) are extracted from the supernet, returned and averaged, one
+after the other as in a round of the server. Every byte that must be read or written counts once per pass: a copy of a
+slice reads and writes it, a weighted sum reads the update and the sum and writes the sum, the mean reads the sum and
+writes the weights. Prints one JSON object on its last line.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TIMES = 5
 
 
 def one_round(space: ElasticSpace, weights: dict[str, Tensor], seed: int) -> int:
-    """A round's extraction and averaging; returns the bytes that it touches."""
+    """Extracts and averages as in one round; returns the number of bytes read and written."""
     rng = np.random.default_rng(seed)
     architectures = [space.largest, space.smallest, *(space.sample(rng) for _ in range(SUBNETS - 2))]
     sums, touched = WeightedSums(), 0
@@ -44,7 +44,7 @@ def one_round(space: ElasticSpace, weights: dict[str, Tensor], seed: int) -> int
 
 
 def copy_bandwidth(size_bytes: int) -> float:
-    """Bytes per second that a copy of this size reads and writes, between buffers that are in use."""
+    """Bytes per second that a copy of this size reads and writes, between buffers that were accessed before."""
     source, target = torch.ones(size_bytes // 4), torch.zeros(size_bytes // 4)
     target.copy_(source)
     times_s = [_timed(lambda: target.copy_(source))[0] for _ in range(2 * TIMES)]
@@ -58,7 +58,7 @@ def _timed(do: Callable[[], object]) -> tuple[float, object]:
 
 
 def measure(threads: int) -> dict[str, float]:
-    """The ratios."""
+    """Measures rates and ratios with this number of threads."""
     prefer_huge_pages()
     torch.set_num_threads(threads)
     space = ElasticSpace(ResnetDesign(norm="batch"))
@@ -83,7 +83,7 @@ def measure(threads: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the figures."""
+    """Measures and prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     figures = measure(parser.parse_args().threads)

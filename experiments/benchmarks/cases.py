@@ -1,4 +1,4 @@
-"""What the overhead benchmark runs: FedAvg rounds on random data of CIFAR-10's shape."""
+"""The cases of the overhead benchmark: FedAvg rounds on random data of CIFAR-10's shape."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ CASES = {
 
 
 def run_config(case: Case, actors: int, results: str) -> RunConfig:
-    """The case as a configuration of the platform; 0 actors is the serial executor."""
+    """The case as a run configuration; 0 actors means the serial executor."""
     train = TrainingConfig(
         rounds=case.rounds,
         clients_per_round=case.cohort,

@@ -1,10 +1,10 @@
-"""The first round of every family of methods, by two revisions of fedloom: is the newer one slower?
+"""Compares the time of the first round of every family of methods between two revisions of fedloom.
 
     python -m fedloom.experiments.benchmarks.first_round OLD_PYTHON NEW_PYTHON [--repeats 7]
 
-Each is the Python of an environment that has a revision installed. The revisions take turns, every run in a process of
-its own on the serial executor; printed are the medians of the first round's seconds and of the whole command's, their
-ratios new / old, and one JSON object on the last line. Only ratios within one call mean anything.
+Each argument is the Python of an environment in which a revision is installed. The revisions alternate; every run is a
+separate process with the serial executor. Prints the median seconds of the first round and of the whole command, their
+ratios new / old, and one JSON object on the last line. Only ratios within one call are meaningful.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CASES = {
 
 
 def main() -> None:
-    """Times the cases and prints them."""
+    """Times the cases and prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old")
     parser.add_argument("new")
@@ -47,7 +47,7 @@ def main() -> None:
         for _ in range(args.repeats + 1):
             for name in seconds:
                 seconds[name].append(timed(getattr(args, name), [*overrides, *SERIAL]))
-        # The first of each reads everything from the disk.
+        # The first repeat is dropped, since it reads all files from disk.
         rounds, commands = ({n: median(s[i] for s in all_s[1:]) for n, all_s in seconds.items()} for i in (0, 1))
         figures[case] = {
             "round_s": rounds,
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def timed(python: str, overrides: list[str]) -> tuple[float, float]:
-    """Seconds of the first round, as the table `rounds` has them, and of the whole command."""
+    """Seconds of the first round, from the table `rounds`, and of the whole command."""
     with tempfile.TemporaryDirectory() as folder:
         command = [python, "-m", "fedloom.experiments.cli", "run", *overrides, f"results={folder}"]
         begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Results folders of any size, written by the platform's own writer with drawn numbers instead of trained ones."""
+"""Generates results folders of any size with the platform's own writer, from random numbers without training."""
 
 import json
 from pathlib import Path
@@ -10,18 +10,18 @@ from fedloom.platform.results.writer import RunWriter
 EXPERIMENT = "generated"
 TIERS = ("tier1", "tier2", "tier3", "tier4")
 MODELS = {"supernet_init": 0.0, "fine_tuned": 0.1, "rand_init": -0.1}
-"""Models and by how much their accuracy is above the supernet's."""
+"""Models, and how much their accuracy exceeds the supernet's."""
 WEIGHTINGS = {"opa": 0.02, "fedavg": 0.0}
-"""Values of `method.train.weighting`, which the runs take in turns, and what they bring."""
+"""Values of `method.train.weighting`, between which the runs alternate, and their effect on accuracy."""
 LEARNING_RATES = (0.01, 0.1)
 
 
 def write_results(
     root: Path, runs: int, rounds: int, clients: int, *, candidates: int = 30, rows_per_file: int = 250_000
 ) -> list[str]:
-    """Writes that many runs of `rounds` rounds with `clients` clients each; their ids.
+    """Writes `runs` runs of `rounds` rounds with `clients` clients each; returns their ids.
 
-    Every four runs have one seed: two weightings with two learning rates.
+    Four consecutive runs share a seed: two weightings with two learning rates.
     """
     ids = [f"g{i:04d}" for i in range(runs)]
     for i, run_id in enumerate(ids):

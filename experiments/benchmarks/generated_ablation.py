@@ -1,4 +1,4 @@
-"""Ablations of any state, written by the platform's own writer with planted effects instead of trained numbers."""
+"""Generates ablations in any state with the platform's own writer, with known effects instead of training."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +17,7 @@ from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.writer import RunWriter
 
 BASE, PER_PLACE = 0.70, 0.04
-"""The accuracy of the smallest subnet or tier at the references, and how much the next larger one has more."""
+"""The accuracy of the smallest subnet or tier at the references, and the difference to the next larger one."""
 EFFECTS: Mapping[str, Mapping[Any, float]] = {
     "beta_0": {0.9: 0.0, 0.5: -0.04},
     "decay": {"cosine": 0.0, "linear": -0.01, "constant": -0.03},
@@ -27,23 +27,24 @@ EFFECTS: Mapping[str, Mapping[Any, float]] = {
     "searcher": {"nsga2": 0.0, "random": -0.015, "federated": 0.005},
     "averaging": {"opa": 0.0, "fedavg": -0.02, "plain": -0.05},
 }
-"""By axis and value what it adds to the accuracy."""
+"""The effect on accuracy, by axis and value."""
 OF_SEED: Mapping[int, tuple[float, float]] = {1: (-0.002, 0.9), 2: (0.002, 1.1)}
-"""By seed what it adds, and by what it multiplies the effects."""
+"""By seed: the term added to the accuracy, and the factor of the effects."""
 OF_MODEL: Mapping[str, float] = {"supernet_init": -0.08, "fine_tuned": 0.0, "rand_init": -0.12}
 TIERS = ("tier1", "tier2", "tier3", "tier4")
 MACS = 150_000
-"""Of the smallest subnet or tier; the n-th has n times as many."""
+"""MACs of the smallest subnet or tier; the n-th has n times as many."""
 BYTES, ROUND_S = 4000, 2.0
-"""Per client and direction, and simulated seconds, of a round."""
+"""Bytes per client and direction, and simulated seconds, of a round."""
 CLIENTS = 10
 
 
 @dataclass(frozen=True)
 class Fates:
-    """Trials, by index, that are not done: `failed` and `running` ones stopped in training, `waiting` ones not begun.
+    """Indices of trials with special states; all other trials are done.
 
-    `reusing` names trials that are done but began with another trial's supernet.
+    `failed` and `running` trials have half of the training rounds, `waiting` trials have not started. `reusing` maps
+    trials to the trial whose supernet they start from.
     """
 
     failed: Collection[int] = ()
@@ -55,9 +56,9 @@ class Fates:
 def write_planned(
     root: Path, arguments: Sequence[str], fates: Fates | None = None, *, rounds: int = 40, candidates: int = 30
 ) -> Ablation:
-    """Plans an ablation (`ablation=NAME experiment=NAME ...`) and writes its plan and its trials' runs.
+    """Plans an ablation (`ablation=NAME experiment=NAME ...`) and writes its plan and the runs of its trials.
 
-    Evaluated accuracies are `planted`; other axes than those of `EFFECTS` change nothing.
+    Evaluated accuracies come from `planted`; axes that are not in `EFFECTS` have no effect.
     """
     fates = fates or Fates()
     ablation = plan_ablation([*arguments, f"results={root}"])
@@ -69,7 +70,7 @@ def write_planned(
 
 
 def planted(trial: Trial, place: int) -> float:
-    """The accuracy of a trial's subnet or tier number `place`, from 0, after fine-tuning."""
+    """The known accuracy of a trial's subnet or tier with index `place` (from 0) after fine-tuning."""
     offset, scale = OF_SEED.get(trial.seed, (0.0, 1.0))
     effects = sum(EFFECTS.get(axis, {}).get(axis_value(value), 0.0) for axis, value in trial.setting.items())
     return BASE + PER_PLACE * place + offset + scale * effects
@@ -134,7 +135,7 @@ def _add_training(writer: RunWriter, trial: Trial, done: int, rounds: int, rng: 
 
 
 def _grown(top: float, round_: int, rounds: int) -> float:
-    """A learning curve from 0.1 on, close to `top` after all rounds."""
+    """The value of a learning curve that starts at 0.1 and is close to `top` after all rounds."""
     return float(top - (top - 0.1) * np.exp(-5.0 * round_ / rounds))
 
 

@@ -1,11 +1,11 @@
-"""Peak memory of one silo's round: SPIDER's pair of models against FedAvg of the supernet alone, and Ditto's pair.
+"""Peak memory of a silo's round: the two models of SPIDER and of Ditto, each relative to FedAvg with one model.
 
     python -m fedloom.experiments.benchmarks.memory
 
-Each case runs two rounds of one silo on made-up images in a process of its own; what counts is the peak of the second
-round above what the process held before it had built a model: parameters, optimiser state, what a silo keeps,
-activations and gradients of a batch. (The paper: 4.18 GB for SPIDER's pair and 2.14 GB for the supernet, 2.90 GB for
-Ditto's ResNet-18 and 1.45 GB for one of them.) Prints one JSON object on its last line.
+Each case runs two rounds of one silo on synthetic images in a separate process. The figure is the peak of the second
+round minus the memory of the process before it built a model: parameters, optimiser state, the silo's kept state,
+activations and gradients of a batch. (The paper reports 4.18 GB for SPIDER's two models and 2.14 GB for the supernet,
+2.90 GB for Ditto's two ResNet-18 and 1.45 GB for one.) Prints one JSON object on its last line.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.execution import SharedWeights, run_assignment
 from fedloom.platform.clients.memory import peak_memory_bytes
-from fedloom.platform.clients.mixed import Kept
+from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.networks import Countable, Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
@@ -33,14 +33,14 @@ from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.spaces.slices import Architecture
 
 ONLY: Architecture = (0,)
-ALONE: dict[str, tuple[str, Countable]] = {"supernet": ("spider", Kept()), "resnet18": ("ditto", Subnet(ONLY))}
-"""Cases of one model, trained alone, each with the method whose configuration it takes."""
+ALONE: dict[str, tuple[str, Countable]] = {"supernet": ("spider", MixedNetwork()), "resnet18": ("ditto", Subnet(ONLY))}
+"""Cases with one model that is trained alone, each with the method that provides the configuration."""
 CASES = {"supernet": "darts_s2", "spider": "darts_s2", "resnet18": "resnet18", "ditto": "resnet18"}
-"""What is measured, and its space."""
+"""The measured cases and their spaces."""
 
 
 def peak_of(case: str, space: str, batch_size: int, extra: list[str]) -> int:
-    """Bytes of one case, measured in this process, which should have done nothing else."""
+    """Bytes of one case, measured in this process, which must not have run other work before."""
     with tempfile.TemporaryDirectory() as folder:
         config = compose_config(
             [
@@ -81,7 +81,7 @@ def peak_of(case: str, space: str, batch_size: int, extra: list[str]) -> int:
 
 
 def measure(batch_size: int, extra: list[str]) -> dict[str, float]:
-    """Peaks in MB, and the ratios of the pairs to one model alone."""
+    """Peaks in MB, and the ratios of two models to one model."""
     peaks = {}
     for case in CASES:
         command = [sys.executable, "-m", __spec__.name, "--case", case, "--batch-size", str(batch_size), *extra]
@@ -95,7 +95,7 @@ def measure(batch_size: int, extra: list[str]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the figures."""
+    """Measures and prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=[*CASES], help="measure this case alone and print its bytes")
     parser.add_argument("--batch-size", type=int, default=32)

@@ -1,4 +1,4 @@
-"""The benchmarks' networks, as spaces of one architecture."""
+"""The networks of the benchmarks, as spaces with one architecture."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ Layers = Sequence[Callable[[Tensor], Tensor]]
 
 
 class TwoConvCnn(nn.Module):
-    """The CNN of many federated papers: two 5x5 convolutions (32, 64), each pooled, and two linear layers."""
+    """The CNN of many papers on federated learning: two 5x5 convolutions (32, 64) with pooling, two linear layers."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""What the platform costs: the same FedAvg round by plain processes, the serial executor, and Ray actors.
+"""The platform's overhead: the same FedAvg round in plain processes, with the serial executor, and with Ray actors.
 
     python -m fedloom.experiments.benchmarks.overhead [--case cnn|logistic|registered|memory|all] [--repeats 3]
 
-Prints tables, and one JSON object with all figures on the last line. Every variant runs in a process of its own, the
-variants take turns, and only ratios of medians within one call mean anything. Rounds are timed from one finished round
-to the next: planning, shipping, training, averaging, rows and checkpoint are all in them.
+Prints tables, and one JSON object with all figures on the last line. Every variant runs in a separate process, the
+variants alternate, and only ratios of medians within one call are meaningful. The time of a round is the time between
+two finished rounds: it includes planning, communication, training, averaging, table rows and checkpoint.
 """
 
 import argparse
@@ -21,7 +21,7 @@ VARIANTS = ("plain", "serial", "ray_1", "ray_2")
 
 
 def main() -> None:
-    """Runs the cases and prints them."""
+    """Runs the cases and prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="all", choices=["cnn", "logistic", "registered", "memory", "all"])
     parser.add_argument("--repeats", type=int, default=3)
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def compare(case: str, repeats: int) -> dict[str, Any]:
-    """All variants of a case, in turns."""
+    """Measures all variants of a case, alternating between them."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     for _ in range(repeats):
         for name in VARIANTS:
@@ -67,7 +67,7 @@ def compare(case: str, repeats: int) -> dict[str, Any]:
 
 
 def registered(repeats: int) -> dict[str, float]:
-    """The same round with 100 and with 100 000 registered clients."""
+    """Measures the same round with 100 and with 100 000 registered clients."""
     names = ("registered_100", "registered_100000")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(repeats):
@@ -81,7 +81,7 @@ def registered(repeats: int) -> dict[str, float]:
 
 
 def flat_memory() -> dict[str, float]:
-    """The pool's memory after round 5 and after round 50."""
+    """Measures the pool's memory after round 5 and after round 50."""
     result = run_in_process("long", "ray_2_memory")
     ratio = result["bytes_50"] / result["bytes_5"]
     early, late = (result[name] / 1e6 for name in ("bytes_5", "bytes_50"))
@@ -90,7 +90,7 @@ def flat_memory() -> dict[str, float]:
 
 
 def run_in_process(case: str, variant: str, watch: bool = False) -> dict[str, Any]:
-    """Runs a variant in a process of its own; with `watch`, its memory too (which slows it down)."""
+    """Runs a variant in a separate process; with `watch` also measures its memory, which slows it down."""
     command = [sys.executable, "-m", "fedloom.experiments.benchmarks.variant", case, variant]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     if not watch:

@@ -1,4 +1,4 @@
-"""The yardstick: two plain processes split the clients, with nothing around them."""
+"""The baseline of the overhead benchmark: two plain processes that share the clients, without the platform."""
 
 import multiprocessing
 import time
@@ -16,12 +16,12 @@ NETWORKS = {"cnn": TwoConvCnn, "logistic": Logistic}
 
 
 def identity(x: torch.Tensor) -> torch.Tensor:
-    """The benchmark networks' only operator."""
+    """The only operator of the benchmark networks."""
     return x
 
 
 def serve(pipe: Connection, case: Case, images: str, labels: str, mean: list[float], std: list[float]) -> None:
-    """A worker: receives weights and clients, trains one after the other, sends the sum of their weights."""
+    """A worker process: receives weights and clients, trains the clients, sends the weighted sum of their weights."""
     torch.set_num_threads(1)
     x_all, y_all = np.load(images, mmap_mode="r"), np.load(labels, mmap_mode="r")
     model = NETWORKS[case.network](10)
@@ -47,7 +47,7 @@ def serve(pipe: Connection, case: Case, images: str, labels: str, mean: list[flo
 
 
 def plain_rounds(case: Case, dataset: str, mean: Sequence[float], std: Sequence[float]) -> list[float]:
-    """Seconds of each round with two processes."""
+    """Runs the case with two worker processes; returns the seconds of each round."""
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
     pipes = []

@@ -1,14 +1,14 @@
-"""Memory of a process and all that it started: proportional set size, so that shared pages count once."""
+"""Memory of a process and its descendants as proportional set size, so that shared pages count once."""
 
 import threading
 from pathlib import Path
 
 RAY_OWN = ("raylet", "gcs_server", "dashboard", "log_monitor", "monitor.py", "runtime_env", "agent.py", "plasma")
-"""Marks in the command lines of the processes that Ray itself needs."""
+"""Parts of the command lines of Ray's own processes."""
 
 
 def descendants(pid: int) -> list[int]:
-    """The process and everything below it."""
+    """The ids of the process and all of its descendants."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -25,7 +25,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def pss_bytes(pid: int) -> int:
-    """One process's proportional set size; 0 if it is gone."""
+    """Proportional set size of one process; 0 if it has ended."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
@@ -35,7 +35,7 @@ def pss_bytes(pid: int) -> int:
 
 
 def is_rays_own(pid: int) -> bool:
-    """Whether the process is Ray's machinery, not a driver, server or client actor."""
+    """Whether the process belongs to Ray itself, not to a driver, server or client actor."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -44,7 +44,7 @@ def is_rays_own(pid: int) -> bool:
 
 
 class MemoryWatch:
-    """Samples a process tree's memory while the block runs; keeps the highest sum, ours and Ray's own apart."""
+    """Samples the memory of a process tree during the block; keeps the peaks of fedloom's and Ray's own processes."""
 
     def __init__(self, pid: int, every_s: float = 0.3) -> None:
         self.pid, self.every_s = pid, every_s

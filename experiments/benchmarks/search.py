@@ -1,12 +1,12 @@
-"""Search of one trained supernet for many targets: how long it takes, and what its winners are worth.
+"""Search of a trained supernet for many targets: its duration, and the accuracy of its winners.
 
     fedloom run experiment=superfednas_digits
     python -m fedloom.experiments.benchmarks.search results RUN
 
-For each seed `samples` subnets are measured and predictors fitted; then 20 MACs targets are searched (that is what is
-timed) and the best predicted subnets of each are verified. Random search gets as many real evaluations, spread over the
-same targets' intervals. Winners are chosen on validation data and compared on the whole test set. Prints one JSON
-object on its last line.
+For each seed `samples` subnets are measured and predictors fitted; then 20 MACs targets are searched (only this part is
+timed) and the best predicted subnets of each target are verified. Random search has as many real evaluations, divided
+among the same targets' intervals. Winners are chosen on validation data and compared on the whole test set. Prints one
+JSON object on its last line.
 """
 
 import argparse
@@ -43,7 +43,7 @@ TARGETS = 20
 
 @dataclass
 class Judge:
-    """Scores subnets for real, each one once."""
+    """Evaluates subnets on the server's data, and caches the scores."""
 
     trained: Trained
     worker: Worker
@@ -60,7 +60,7 @@ class Judge:
         return self.known[architecture, split]
 
     def samples(self, architectures: Sequence[Architecture]) -> list[Sample]:
-        """Validation scores."""
+        """The validation scores of several subnets as samples."""
         scores = [self.score(a) for a in architectures]
         return [Sample(a, s.loss, s.metric) for a, s in zip(architectures, scores, strict=True)]
 
@@ -110,7 +110,7 @@ def _winners(
 
 
 def main() -> None:
-    """Prints the figures per seed, then their means."""
+    """Measures and prints the figures per seed and their means."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("run")

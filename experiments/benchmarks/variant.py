@@ -1,4 +1,4 @@
-"""One variant of the overhead benchmark, in a process of its own; prints its figures as JSON."""
+"""Runs one variant of the overhead benchmark in this process and prints its figures as JSON."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def plain(case_name: str) -> dict[str, Any]:
-    """Two plain processes."""
+    """Measures the case with two plain processes."""
     from fedloom.experiments.benchmarks.cases import CASES, run_config
     from fedloom.experiments.benchmarks.plain import plain_rounds
     from fedloom.platform.data.dataset import Dataset
@@ -44,7 +44,7 @@ def plain(case_name: str) -> dict[str, Any]:
 
 
 class Stopwatch:
-    """Times the rounds as the driver or the server sees them end."""
+    """Records the times at which rounds end."""
 
     def __init__(self, memory_pid: int | None = None) -> None:
         self.ends: list[float] = []
@@ -52,10 +52,10 @@ class Stopwatch:
         self.bytes_after: dict[int, int] = {}
 
     def started(self, run_id: str, supernet_of: str) -> None:
-        """Nothing to time yet."""
+        """Records nothing."""
 
     def round(self, progress: Any) -> None:
-        """A round ended."""
+        """Records the end of a round and, after rounds 5 and 50, the memory."""
         self.ends.append(time.perf_counter())
         if self.memory_pid is not None and progress.round in (5, 50):
             from fedloom.experiments.benchmarks.processes import descendants, is_rays_own, pss_bytes
@@ -65,7 +65,7 @@ class Stopwatch:
 
 
 def platform(case_name: str, actors: int, memory: bool) -> dict[str, Any]:
-    """The platform's own loop, with its rows and checkpoints; with actors, the loop is the driver's own process."""
+    """Measures the case with the platform's own loop, tables and checkpoints; the loop runs in this process."""
     from fedloom.actors.cluster import connected
     from fedloom.actors.server import make_pool
     from fedloom.experiments.benchmarks.cases import CASES, run_config

@@ -1,4 +1,4 @@
-"""From result files to the numbers of a paper: run in a folder that holds `results`, cell by cell or at once."""
+"""Example: the numbers of a paper from result files. Run it in a folder with `results`, cell by cell or as a whole."""
 
 # %% The tables are Parquet: one row per round, with the columns run_id and experiment
 import pandas as pd
@@ -18,20 +18,20 @@ summary = analysis.summary(tables)
 shown = ["setting", "model", "tier", "seeds", "accuracy_mean", "accuracy_half_width", "macs_mean", "total_bytes_mean"]
 print(summary[shown].to_string(index=False))
 
-# %% The clients: how the accuracy is spread over them
+# %% The distribution of accuracy over clients
 fairness = analysis.fairness(tables)
 print(fairness[fairness["tier"] == "all"].to_string(index=False))
 
-# %% What travelled, and how training went
+# %% Communication, and validation accuracy over rounds
 print(analysis.communication_by_kind(analysis.communication(tables)).to_string(index=False))
 curves = analysis.convergence(tables).query("series == 'validation'")
 print(curves.groupby(["kind", "rounds_done"])["metric"].mean().unstack("kind"))
 
-# %% The searches: fronts, and how much of the plane of MACs and accuracy they dominate
+# %% The searches: winners, and the hypervolume of the fronts in the plane of MACs and accuracy
 print(analysis.pareto(tables).query("is_winner").to_string(index=False))
 print(analysis.hypervolume(tables).to_string(index=False))
 
-# %% One key's values side by side, tested over seeds, where runs differ in it
+# %% Comparison of the values of one configuration key, tested over seeds, if the runs differ in it
 KEY = "method.train.weighting"
 try:
     print(analysis.compare(tables, by=KEY).to_string(index=False))

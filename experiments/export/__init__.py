@@ -1,1 +1,1 @@
-"""Trained models as files that other programs load without fedloom."""
+"""Exports trained models as files that other programs load without fedloom."""

@@ -1,4 +1,4 @@
-"""What an exported file is: all that somebody needs who has the file and not the run."""
+"""The model card of an exported file: everything that a user of the file needs without the run."""
 
 import json
 import math
@@ -32,7 +32,7 @@ Card = dict[str, Any]
 def model_card(
     paths: RunPaths, world: World, chosen: Chosen, module: nn.Module, sample: Tensor, comparison: Comparison
 ) -> Card:
-    """Everything about the model but its files; JSON data."""
+    """The card of a model as JSON data, without the entries of its files."""
     config = asdict(world.config)
     dataset = world.data.dataset
     return {
@@ -58,7 +58,7 @@ def model_card(
 
 
 def describe_architecture(space: SearchSpace, architecture: Architecture) -> Card:
-    """The choices, and what they mean: depths and expansions, or the operator of every layer."""
+    """The choices of an architecture and their meaning: depths and expansions, or the operator of every layer."""
     choices = [int(option) for option in architecture]
     return {
         "space": space.name,
@@ -69,7 +69,7 @@ def describe_architecture(space: SearchSpace, architecture: Architecture) -> Car
 
 
 def preprocessing(dataset: Dataset) -> Card:
-    """From what a user has to the model's input: for images (pixel / scale - mean) / std, per channel."""
+    """The conversion of raw data to the model's input; for images (pixel / scale - mean) / std, per channel."""
     if dataset.kind == "tokens":
         return {"kind": dataset.kind, "rule": "the place of each token in class_names"}
     values = {"scale": dataset.scale, "mean": list(dataset.mean), "std": list(dataset.std)}
@@ -77,9 +77,9 @@ def preprocessing(dataset: Dataset) -> Card:
 
 
 def recorded(paths: RunPaths, chosen: Chosen) -> list[Card]:
-    """What the run's final evaluation measured centrally on this model.
+    """The central measurements of this model in the run's final evaluation.
 
-    Scores from in between its training are of other weights, and are left out.
+    Scores from during training are left out, because they belong to other weights.
     """
     rows = read_table(paths.root, "evaluations", run_id=paths.run_id)
     own = rows["architecture"].eq(architecture_id(chosen.architecture)) & rows["model"].isin(chosen.models)
@@ -99,7 +99,7 @@ def _plain(row: Mapping[Any, Any], columns: Sequence[str]) -> Card:
 
 
 def with_files(card: Card, name: str, encoded: Mapping[str, Encoded]) -> Card:
-    """The card with the files' names, sizes and hashes."""
+    """Adds the names, sizes and hashes of the files to the card."""
     files = {
         kind: {"file": f"{name}.{kind}", "sha256": content_hash(file.content), "size_bytes": len(file.content)}
         for kind, file in encoded.items()

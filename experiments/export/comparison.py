@@ -1,4 +1,4 @@
-"""Whether what was exported computes what the run's own model computes: nothing is written before it does."""
+"""Checks that exported files compute the same as the run's own model, before any file is written."""
 
 import math
 from collections.abc import Mapping
@@ -11,15 +11,18 @@ from fedloom.experiments.export.formats import Forward
 from fedloom.platform.clients.objectives import IGNORED
 
 LARGEST_DIFFERENCE = 1e-4
-"""Of two outputs, in units of the largest output but at least absolute: sums in another order differ by less."""
+"""Allowed difference of two outputs, relative to the largest output if that is above 1, else absolute.
+
+Sums in another order differ by less.
+"""
 LARGEST_CHANGED_SHARE = 1e-3
-"""Of the classes predicted: two logits may be as near to each other as that."""
+"""Allowed share of predicted classes that differ, since two logits may be nearly equal."""
 BATCH_SIZE = 256
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a file's outputs are from the model's, over all samples compared."""
+    """The differences between a file's outputs and the model's, over all compared samples."""
 
     max_abs_difference: float
     largest_output: float
@@ -30,7 +33,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The model's own accuracy on the samples, and each file's agreement with it."""
+    """The number of the model's correct predictions, and the agreement of each file with the model."""
 
     correct: int
     targets: int
@@ -39,13 +42,13 @@ class Comparison:
 
 
 class _Tally:
-    """Adds up one file's differences."""
+    """Accumulates the differences of one file."""
 
     def __init__(self) -> None:
         self.difference, self.largest, self.changed, self.targets, self.samples = 0.0, 0.0, 0, 0, 0
 
     def add(self, expected: Tensor, found: Tensor, counts: Tensor) -> None:
-        # A maximum would pass over NaN where it is a number elsewhere: torch's max keeps it.
+        # Python's max may drop NaN; torch's max keeps it.
         difference = float((found - expected).abs().max()) if found.shape == expected.shape else math.nan
         self.difference = difference if math.isnan(difference) else max(self.difference, difference)
         self.largest = max(self.largest, float(expected.abs().max()))
@@ -59,9 +62,9 @@ class _Tally:
 
 @torch.no_grad()
 def compare(reference: Forward, files: Mapping[str, Forward], data: tuple[Tensor, Tensor]) -> Comparison:
-    """Runs the model and its files over all samples, in the batches in which runs score their models.
+    """Runs the model and its files on all samples, with the batch size with which runs score models.
 
-    Inputs (n, ...), labels (n,) or (n, T); padding does not count.
+    `data` holds inputs of shape (n, ...) and labels of shape (n,) or (n, T); padding does not count.
     """
     x, y = data
     size = BATCH_SIZE if y.dim() == 1 else BATCH_SIZE // 8
@@ -77,10 +80,10 @@ def compare(reference: Forward, files: Mapping[str, Forward], data: tuple[Tensor
 
 
 def check_agreement(comparison: Comparison) -> None:
-    """Raises ValueError for a file whose outputs differ from the model's by more than rounding does."""
+    """Raises ValueError for a file whose outputs differ from the model's by more than rounding errors."""
     for name, found in comparison.agreements.items():
         allowed = LARGEST_DIFFERENCE * max(1.0, found.largest_output)
-        if not found.max_abs_difference <= allowed:  # NaN, too
+        if not found.max_abs_difference <= allowed:  # true for NaN as well
             raise ValueError(
                 f"the {name} file's outputs differ from the model's by {found.max_abs_difference:.3g} (allowed is "
                 f"{allowed:.3g}): nothing was written; export other --formats and report this"

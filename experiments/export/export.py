@@ -1,4 +1,4 @@
-"""`fedloom export`: from a run to files that need neither the run nor fedloom."""
+"""`fedloom export`: writes a run's model to files that need neither the run nor fedloom."""
 
 import hashlib
 import json
@@ -35,13 +35,13 @@ CARD = "json"
 
 @dataclass(frozen=True)
 class Exported:
-    """The card, as it stands in NAME.json, and where the files are."""
+    """The card, equal to NAME.json, and the paths of the files."""
 
     card: Card
     files: Mapping[str, Path]
 
     def summary(self) -> dict[str, Any]:
-        """What a terminal shows."""
+        """The facts that the terminal shows."""
         card = self.card
         scores = {f"{row['split']}_{row['metric']}": row["value"] for row in card["recorded"]}
         latency = card["latency"]
@@ -64,8 +64,9 @@ def export(
 ) -> Exported:
     """Writes the wanted model of a run as OUT/NAME.FORMAT and its card OUT/NAME.json.
 
-    `out` is RESULTS/exports/RUN if not given. Every file is run on the whole validation set before any is written.
-    Raises ValueError for an unknown run, model, architecture or format, and for a file that does not agree.
+    The default of `out` is RESULTS/exports/RUN. Every file is run on the whole validation set before any is written.
+    Raises ValueError for an unknown run, model, architecture or format, and if a file computes other outputs than the
+    model.
     """
     check_wanted(wanted)
     check_formats(formats)
@@ -97,7 +98,7 @@ def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats
 
 
 def _reference(worker: Worker, chosen: Chosen, module: nn.Module) -> Forward:
-    """The supernet itself, run through the architecture; the model as it was trained or scored where there is none."""
+    """The supernet run with the architecture; the module itself if it stands alone or has own running statistics."""
     if chosen.stand_alone or worker.space.keeps_statistics:
         return module
     supernet = worker.load_whole(chosen.weights, None)
@@ -116,7 +117,10 @@ def _validation(worker: Worker) -> tuple[Tensor, Tensor]:
 
 
 def _check_data(paths: RunPaths, world: World) -> None:
-    """The files would be checked, and batch norms' statistics estimated, on other data than the run's."""
+    """Raises ValueError if the prepared data is not the run's.
+
+    The checks and the statistics of batch norms would otherwise use other data.
+    """
     rows = read_table(paths.root, "runs", run_id=paths.run_id)["partition_hash"].dropna()
     if len(rows) and rows.iloc[-1] != world.data.partition_hash:
         raise ValueError(
@@ -127,7 +131,7 @@ def _check_data(paths: RunPaths, world: World) -> None:
 
 @contextmanager
 def _threads(threads: int) -> Iterator[None]:
-    """The run's number of threads: sums in another order give other last digits."""
+    """Sets the run's number of threads for the block, since it affects the order of sums and so the last digits."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -137,14 +141,14 @@ def _threads(threads: int) -> Iterator[None]:
 
 
 def _file_name(label: str) -> str:
-    """The label, cut where a file system would refuse it; the hash keeps long architectures apart."""
+    """The label as a file name; a long label is shortened and made unique with a hash."""
     if len(label) <= LONGEST_NAME:
         return label
     return f"{label[:80]}-{hashlib.sha256(label.encode()).hexdigest()[:16]}"
 
 
 def _write(folder: Path, name: str, contents: Mapping[str, bytes]) -> dict[str, Path]:
-    """All files or none: complete beside their places first, then renamed, the card last."""
+    """Writes all files or none: complete in a temporary folder first, then renamed, the card last."""
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     files = {kind: folder / f"{name}.{kind}" for kind in contents}
     try:
@@ -167,7 +171,7 @@ def _write_files(folder: Path, name: str, files: Mapping[str, Path], contents: M
         for path in files.values():
             os.replace(Path(staging) / path.name, path)
     for kind in FORMATS:
-        # What an earlier export of this name left in another format: the new card does not speak of it.
+        # Deletes files of other formats from an earlier export of this name, which the new card does not list.
         if replaces and kind not in files:
             (folder / f"{name}.{kind}").unlink(missing_ok=True)
     sync_folder(folder)

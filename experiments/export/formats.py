@@ -1,4 +1,4 @@
-"""A module as the content of files: safetensors, an exported torch program, ONNX; and how each is run again."""
+"""Encodes a module as safetensors, as an exported torch program and as ONNX, and decodes each for a forward pass."""
 
 import importlib.util
 import io
@@ -21,7 +21,7 @@ Forward = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Encoded:
-    """One file: its content, and the forward pass of what a reader would load from it."""
+    """The content of one file, and the forward pass of the model that is loaded from this content."""
 
     content: bytes
     forward: Forward
@@ -38,10 +38,10 @@ def check_formats(formats: Sequence[str]) -> None:
 
 
 def encode(module: nn.Module, sample: Tensor, formats: Sequence[str]) -> dict[str, Encoded]:
-    """The module in evaluation mode, in every format.
+    """Encodes the module, which is in evaluation mode, in every given format.
 
-    `sample` is a batch of two or more inputs; the batch is free afterwards, of tokens (integers) the length, too.
-    Raises ValueError if torch cannot turn the module into a program.
+    `sample` is a batch of two or more inputs. The encoded model has a free batch size and, for tokens (integers), a
+    free length. Raises ValueError if torch cannot export the module as a program.
     """
     encoded: dict[str, Encoded] = {}
     if "safetensors" in formats:
@@ -77,13 +77,13 @@ def _safetensors(module: nn.Module) -> Encoded:
 def _program(module: nn.Module, sample: Tensor, shapes: dict[int, Dim]) -> ExportedProgram:
     try:
         program = torch.export.export(module, (sample,), dynamic_shapes=(shapes,))
-    except RuntimeError as error:  # what all errors of torch's tracing are
+    except RuntimeError as error:  # the base class of torch's tracing errors
         first = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"torch.export cannot trace this space's subnets: {first}; export --formats safetensors"
         ) from (error)
     for node in program.graph.nodes:
-        # Source lines with the paths of this machine: files of the same model would differ.
+        # Stack traces contain local paths, so that files of the same model would differ between machines.
         node.meta.pop("stack_trace", None)
     return program
 
@@ -102,7 +102,7 @@ def _onnx(program: ExportedProgram, shapes: dict[int, Dim]) -> Encoded:
         exported = torch.onnx.export(
             program, input_names=[INPUT], output_names=[OUTPUT], dynamic_shapes=(shapes,), verbose=False
         )
-    except RuntimeError as error:  # torch.onnx.errors.OnnxExporterError among them
+    except RuntimeError as error:  # includes torch.onnx.errors.OnnxExporterError
         first = str(error).strip().partition("\n")[0]
         raise ValueError(f"ONNX cannot express this space's subnets: {first}; leave onnx out of --formats") from error
     assert exported is not None, "the exporter returns nothing only where it writes a file itself"

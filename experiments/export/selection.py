@@ -1,4 +1,4 @@
-"""Which model of a run is exported: one that it kept, or a subnet that is cut from its supernet."""
+"""Selects the model of a run to export: a model that the run kept, or a subnet of its supernet."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from fedloom.platform.search.targets import MEASURES
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, parse_architecture
 
 OF_A_TIER = ("fine_tuned", "supernet_init", "rand_init")
-"""Models that a run keeps for a tier, the best trained first."""
+"""Models that a run keeps for a tier, in order of preference."""
 CUT = (SUPERNET, "supernet_init", SEARCHED)
-"""Models of the tables that are cut from the supernet as it is: their scores are those of the architecture."""
+"""Models of the tables that have the supernet's own weights, so that their scores belong to any equal subnet."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user asks for: exactly one of tier, target and architecture, or `model`, alone or with a tier.
+    """The requested model: exactly one of tier, target and architecture, or `model`, alone or with a tier.
 
-    `target` is written as "macs=1e9"; `architecture` as the space reads it (`smallest`, "d=1,0,2,1 e=.14", "3-1-8-0").
+    `target` has the form "macs=1e9"; `architecture` is parsed by the space (`smallest`, "d=1,0,2,1 e=.14", "3-1-8-0").
     """
 
     tier: str | None = None
@@ -37,14 +37,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A model to be exported.
+    """A model to export.
 
     Attributes:
-        label: what the files are named after.
+        label: the base of the file names.
         weights: the supernet's, or the model's own if it is `stand_alone`.
-        source: the kept model, or checkpoint, that the weights come from.
-        models: what the model is called in the table `evaluations`.
-        tier: whose it is in the tables; None for any.
+        source: the kept model, or the checkpoint, from which the weights are read.
+        models: the names of the model in the table `evaluations`.
+        tier: its tier in the tables; None for any.
     """
 
     label: str
@@ -57,7 +57,7 @@ class Chosen:
 
 
 def check_wanted(wanted: Wanted) -> None:
-    """Raises ValueError unless one model is named."""
+    """Raises ValueError unless exactly one model is requested."""
     places = [wanted.tier, wanted.target, wanted.architecture]
     given = sum(place is not None for place in places)
     if given == 1 and (wanted.model is None or wanted.tier is not None):
@@ -71,7 +71,7 @@ def check_wanted(wanted: Wanted) -> None:
 
 
 def choose(paths: RunPaths, world: World, wanted: Wanted) -> Chosen:
-    """The wanted model; ValueError saying what there is, if the run has no such model (yet)."""
+    """Finds the requested model; raises ValueError that lists the run's models if it has no such model (yet)."""
     check_wanted(wanted)
     if method_of(world.config.method).kind == "silos":
         raise ValueError(
@@ -91,7 +91,7 @@ def choose(paths: RunPaths, world: World, wanted: Wanted) -> Chosen:
 
 
 def target_label(text: str) -> str:
-    """A target in the one spelling that all of its spellings share; ValueError for what is none."""
+    """The canonical spelling of a target, such as macs=1e9; ValueError for other texts."""
     name, _, value = (part.strip() for part in text.partition("="))
     try:
         return f"{name}={float(value):.10g}"
@@ -106,7 +106,7 @@ def _check_tier(world: World, tier: str) -> None:
 
 
 def _is_searched(paths: RunPaths, world: World) -> bool:
-    """Whether tiers' models are cut from a supernet that was kept whole."""
+    """Whether the models of tiers are subnets of a supernet that the run kept."""
     return method_of(world.config.method).kind == "subnets" and SUPERNET in list_models(paths)
 
 
@@ -147,7 +147,7 @@ def _kept(paths: RunPaths, world: World, name: str) -> Chosen:
     tier = card["tier"] or None
     model = name.removeprefix(f"{tier}-") if tier else name.partition("-")[0]
     if model in CUT and _is_searched(paths, world):
-        # Its running statistics, if any, are the supernet's: cut anew, it gets its own.
+        # The kept model has the supernet's running statistics; cutting it again computes the subnet's own.
         return _cut(paths, architecture, name)
     return Chosen(name, architecture, weights, True, name, (model,), tier)
 
@@ -161,7 +161,7 @@ def _supernet(paths: RunPaths) -> tuple[Weights, str]:
     if SUPERNET in list_models(paths):
         weights, _ = load_model(paths, SUPERNET)
         return weights, SUPERNET
-    # Methods that search once keep their supernet in the checkpoint alone.
+    # Methods that search once keep their supernet only in the checkpoint.
     if (paths.checkpoint / "state.json").exists():
         checkpoint = load_checkpoint(paths.checkpoint)
         if SUPERNET in checkpoint.bags and checkpoint.data["stage"] > 0:
@@ -195,7 +195,7 @@ def _searched(paths: RunPaths, world: World, label: str) -> Architecture:
 
 
 def _search_now(paths: RunPaths, world: World, label: str, known: Sequence[str]) -> Architecture:
-    """The winner for a target that the run did not search for: a search costs no training."""
+    """Searches the winner for a target that the run did not search for, which needs no training."""
     measure, _, value = label.partition("=")
     if measure not in MEASURES:
         names = ", ".join(dict.fromkeys(known)) or "nothing"

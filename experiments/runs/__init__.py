@@ -1,1 +1,1 @@
-"""From the user's words to a run: presets, configuration, start, and searches in what a run has trained."""
+"""Presets, configuration, the start of runs, and searches in trained supernets."""

@@ -1,4 +1,4 @@
-"""From `experiment=NAME key=value ...` to a checked RunConfig: composed by Hydra, in the driver alone."""
+"""Composes `experiment=NAME key=value ...` to a checked RunConfig with Hydra, which only the driver uses."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,13 +30,16 @@ from fedloom.platform.settings import check_settings
 
 PRESET, METHOD = "experiment=", "method="
 FREE = ("options", "cost_weights")
-"""Mappings of the configuration that take keys of the user's own."""
+"""Mappings of the configuration that accept arbitrary keys."""
 OWN_PRESETS = "own"
-"""The folder of the group of presets in which a user's own appear."""
+"""Subgroup of `experiment` in which a user's own presets are registered."""
 
 
 def compose_config(overrides: Sequence[str]) -> RunConfig:
-    """The configuration of a run; ValueError in one line for whatever is unknown or out of range."""
+    """Composes the configuration of a run.
+
+    Raises ValueError with one line for a key or value that is unknown or out of range.
+    """
     try:
         composed = _compose(overrides)
         _check_added(overrides)
@@ -48,7 +51,7 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
 
 
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """The configuration that a run stored (its `config.json`)."""
+    """Restores the configuration that a run stored in `config.json`; ValueError if it does not fit this version."""
     try:
         method = find_method(values["method"]["name"])
     except PluginError as error:
@@ -62,14 +65,17 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
 
 
 def stored_config(results: str | Path, run_id: str) -> tuple[str, RunConfig]:
-    """A run's full id and its configuration, with the results folder where it is now; one at a URL is brought here."""
+    """A run's full id and its stored configuration, with `results` as given; downloads a run at a URL first.
+
+    Raises ValueError for an unknown run and for a configuration that is unreadable or differs from the recorded one.
+    """
     root = fetch(results, [run_id])
     paths = find_run(root, run_id)
     try:
         values = json.loads(paths.config.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{paths.config} cannot be read: restore it from a copy, or start a new run") from error
-    # The checkpoint was made with the configuration that the table `runs` recorded.
+    # The checkpoint belongs to the configuration that is recorded in the table `runs`.
     recorded = read_table(root, "runs", run_id=paths.run_id)["config"]
     if len(recorded) and recorded.notna().all():
         check_same_config(json.loads(recorded.iloc[-1]), values)
@@ -79,7 +85,7 @@ def stored_config(results: str | Path, run_id: str) -> tuple[str, RunConfig]:
 
 
 def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """A stored configuration with overrides that do not change what is computed; ValueError for any other."""
+    """Applies overrides that do not change results to a stored configuration; ValueError for any other override."""
     for override in overrides:
         key = override.partition("=")[0]
         if not free_on_resume(key):
@@ -99,7 +105,7 @@ def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 def _compose(overrides: Sequence[str]) -> DictConfig:
     _register_schema()
     ready = [_own_preset(o) if o.startswith(PRESET) else o for o in overrides]
-    # Only those that are named: the others' modules need not be imported.
+    # Only the named methods are registered, so that the modules of the others are not imported.
     methods = [o.removeprefix(METHOD) for o in ready if o.startswith(METHOD)]
     for name in (DEFAULT_METHOD, *methods, *(method_in(o.removeprefix(PRESET)) for o in ready if o.startswith(PRESET))):
         _register_method(name)
@@ -109,7 +115,7 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
 
 
 def _addable(override: str) -> str:
-    """Options of code that a configuration names are added to free mappings: Hydra's mark for that is set here."""
+    """Marks an override of a free mapping, such as the options of a plug-in, with Hydra's `++` for new keys."""
     key = override.partition("=")[0]
     free = any(f"{name}." in key for name in FREE)
     return f"++{override}" if free and "=" in override and not override.startswith(("+", "~")) else override
@@ -122,13 +128,16 @@ def _register_schema() -> None:
 
 @cache
 def _register_method(name: str) -> None:
-    """A method becomes a choice; one of the user's own by its import path."""
+    """Registers a method with Hydra, by its name or by the import path of a user's own method."""
     if name in METHODS or is_import_path(name):
         ConfigStore.instance().store(group="method", name=name, node=find_method(name).config(name=name))
 
 
 def _own_preset(override: str) -> str:
-    """`experiment=./mine.yaml` becomes a choice; a preset that it begins with (`defaults: [fedoras_digits]`) stays."""
+    """Registers the preset of `experiment=./mine.yaml`, which may extend another (`defaults: [fedoras_digits]`).
+
+    Returns the override that chooses it; other overrides are returned unchanged.
+    """
     given = override.removeprefix(PRESET)
     if not given.endswith((".yaml", ".yml")):
         return override
@@ -153,7 +162,7 @@ def _own_preset(override: str) -> str:
 
 
 def _relative(preset: DictConfig) -> DictConfig:
-    """Presets that it begins with are fedloom's own."""
+    """Makes the presets in its defaults refer to fedloom's own presets."""
     defaults = [
         f"/experiment/{d}@_global_" if isinstance(d, str) and d != "_self_" else d for d in preset.get("defaults", ())
     ]
@@ -164,7 +173,7 @@ def _relative(preset: DictConfig) -> DictConfig:
 
 
 def check_config(config: RunConfig) -> None:
-    """Raises ValueError for values that no run can have."""
+    """Raises ValueError for invalid values and combinations of values."""
     check_settings(config)
     check_name("experiment", config.experiment)
     check_data(config.data)
@@ -173,7 +182,7 @@ def check_config(config: RunConfig) -> None:
 
 
 def _check_added(overrides: Sequence[str]) -> None:
-    """Hydra's `+key=value` adds a key even where the schema has none: only free mappings take new ones."""
+    """Raises ValueError if `+key=value` adds a key outside free mappings, which Hydra itself accepts."""
     added = [override.lstrip("+").partition("=")[0] for override in overrides if override.startswith("+")]
     if not added:
         return
@@ -191,7 +200,7 @@ def _unknown(key: str, known: list[str]) -> str:
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
-    """One line: what was given and what is allowed."""
+    """One line that says what was given and what is allowed."""
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         own = is_import_path(value) or value.endswith((".yaml", ".yml"))
@@ -227,7 +236,7 @@ MOST_NAMES = 8
 
 
 def _some(given: str, names: list[str]) -> str:
-    """All names, or those like the given one where a line cannot hold them all."""
+    """All names, or the most similar ones if there are more than `MOST_NAMES`."""
     if len(names) <= MOST_NAMES:
         return ", ".join(names)
     like = sorted(get_close_matches(given, names, n=MOST_NAMES, cutoff=0.0))
@@ -250,7 +259,7 @@ def _keys(values: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The innermost cause in one line: Hydra wraps OmegaConf's own sentence."""
+    """The first line of the innermost cause, because Hydra wraps OmegaConf's message."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Starting runs: in this process, or through a server actor that the driver watches."""
+"""Starts runs in this process, or in a server actor that the driver watches."""
 
 import time
 from typing import Any, Protocol
@@ -9,7 +9,7 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedloom.actors.cluster import connected
-from fedloom.actors.placement import free_resources, lanes_of_run, nodes_to_fill
+from fedloom.actors.placement import free_resources, groups_of_run, nodes_to_fill
 from fedloom.actors.server import RemoteServer
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
@@ -30,32 +30,32 @@ POLL_S = 0.2
 
 
 class View(Protocol):
-    """Where progress is shown."""
+    """Shows the progress of a run."""
 
     def started(self, run_id: str, supernet_of: str) -> None:
-        """A run got its id; `supernet_of` is the run whose trained supernet it begins with, empty if none."""
+        """The run has an id; `supernet_of` is the run whose trained supernet it starts from, empty if none."""
         ...
 
     def round(self, progress: RoundProgress) -> None:
-        """A round is finished and safe on disk."""
+        """A round is finished and stored on disk."""
         ...
 
 
 def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEnd:
-    """Runs to the end, with the executor that the configuration names.
+    """Runs a configuration to its end with the configured executor.
 
-    A configuration that cannot run is refused before any worker is started: in this process the run ends as refused,
-    for actors ValueError is raised.
+    A configuration that cannot run is rejected before any worker starts: a serial run ends as refused, for actors
+    ValueError is raised.
     """
     check_results(config.results)
     if config.executor.kind == "serial" or config.dry_run:
         return run_to_end(config, _make_serial, Watcher(view.started, view.round), resume)
-    # Everything that can be refused is refused here, in a second, before Ray is started.
+    # These checks take about a second and raise their errors before Ray is started.
     world = build_world(config, _stored_costs(config, resume))
     planned_stages(world)
     with connected(config.ray):
-        # What the cluster cannot hold is refused here, too: the server starts by writing the run down.
-        lanes_of_run(config.executor, world.tiers, free_resources(), world.num_clients, nodes_to_fill())
+        # Raises if the cluster is too small, before the server writes the run's first files.
+        groups_of_run(config.executor, world.tiers, free_resources(), world.num_clients, nodes_to_fill())
         return _through_server(config, view, resume)
 
 
@@ -88,8 +88,8 @@ def _through_server(config: RunConfig, view: View, resume: Resume | None) -> Run
 
 
 def _where_results_are(results: str) -> dict[str, Any]:
-    """The server's placement: results on a local path are written on the driver's node, where they are looked for."""
-    # A driver at ray://... is on no node of the cluster.
+    """The server's placement: on the driver's node if the results are a local path, since the user reads them there."""
+    # A driver that is connected through ray://... is not on a node of the cluster.
     remote_driver = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call]
     if "://" in results or remote_driver or get_current_placement_group() is not None:
         return {}
@@ -98,13 +98,13 @@ def _where_results_are(results: str) -> dict[str, Any]:
 
 
 class _Shown:
-    """What the driver has shown so far."""
+    """Shows the server's progress and tracks what has been shown."""
 
     def __init__(self, view: View) -> None:
         self.view, self.run_id, self.rounds = view, "", 0
 
     def update(self, server: Any) -> None:
-        """Fetches and shows what is new."""
+        """Fetches and shows the rounds since the last call."""
         try:
             run_id, supernet_of, rounds = ray.get(server.progress.remote(self.rounds), timeout=30)
         except GetTimeoutError:
@@ -118,7 +118,7 @@ class _Shown:
 
 
 def _interrupt(server: Any, ending: Any, shown: _Shown) -> RunEnd:
-    """Lets the present round end if that is soon; the checkpoint of the last round is there in any case."""
+    """Waits up to `STOP_TIMEOUT_S` for the current round; the checkpoint of the previous round exists in any case."""
     message = "interrupted"
     try:
         ray.get(server.stop.remote(), timeout=2)
@@ -131,20 +131,20 @@ def _interrupt(server: Any, ending: Any, shown: _Shown) -> RunEnd:
         message = f"the present round did not end within {STOP_TIMEOUT_S:g} s and is lost"
     except (KeyboardInterrupt, RayError):
         message = "interrupted at once; the round in progress is lost"
-    # Its heartbeat would go on saying that the run is alive.
+    # Otherwise its heartbeat would continue to report that the run is alive.
     ray.kill(server)
     return RunEnd(shown.run_id, "interrupted", message)
 
 
 def _write_interrupted(config: RunConfig, end: RunEnd) -> None:
-    """Writes down that a run was interrupted where its server could not, if its results are on this machine."""
+    """Records an interruption that the server could not record, if the results are on this machine."""
     if end.kind != "interrupted" or not end.run_id:
         return
     mark_interrupted(config.results, run_paths(local_root(config.results), config.experiment, end.run_id), end.message)
 
 
 def mark_interrupted(results: str, paths: RunPaths, message: str) -> None:
-    """Writes down that a run was interrupted, if its status still says that it is at work: its process is gone."""
+    """Sets the status of a run whose process has ended to interrupted, if it still says that the run is active."""
     if not paths.status.exists():
         return
     last = read_status(paths.status)

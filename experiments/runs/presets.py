@@ -1,4 +1,4 @@
-"""Where the presets lie."""
+"""The presets of experiments and ablations, and the method that each preset chooses."""
 
 from functools import cache
 from pathlib import Path
@@ -7,18 +7,18 @@ import yaml
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 DEFAULT_METHOD = "fedoras"
-"""The method of a run for which none is chosen, as `config.yaml` says."""
+"""The method of a run that chooses none, as in `config.yaml`."""
 CHOICE = "override /method"
-"""How a preset chooses its method."""
+"""The entry of a preset's defaults that chooses its method."""
 
 
 def ablations() -> list[str]:
-    """Names of the ready-made ablations."""
+    """Names of the ablations that ship with fedloom."""
     return sorted(file.stem for file in (CONF / "ablation").glob("*.yaml"))
 
 
 def experiments() -> list[str]:
-    """Names of the presets."""
+    """Names of the presets of experiments."""
     return sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
 
 
@@ -29,7 +29,7 @@ def of_method(method: str) -> list[str]:
 
 @cache
 def method_in(preset: str) -> str:
-    """The method that a preset chooses; the default one if it chooses none, or if there is no such preset."""
+    """The method that a preset chooses; the default method if it chooses none or if there is no such preset."""
     file = CONF / "experiment" / f"{preset}.yaml"
     defaults = yaml.safe_load(file.read_text()).get("defaults", []) if file.is_file() else []
     for each in defaults:

@@ -1,4 +1,4 @@
-"""`fedloom search`: winners for new targets from a trained supernet, without training."""
+"""`fedloom search`: finds the best subnets of a trained supernet for new targets, without training."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,12 +27,12 @@ from fedloom.platform.search.targets import Sample, TargetSearchConfig
 from fedloom.platform.spaces.slices import Weights, architecture_id, parse_architecture
 
 DEFAULT_SAMPLES = 200
-"""Subnets that are measured where the run measured none."""
+"""Number of subnets to measure if the run measured none."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained supernet with what its run measured."""
+    """A trained supernet and the subnets that its run measured."""
 
     run_id: str
     world: World
@@ -41,16 +41,17 @@ class Trained:
     samples: tuple[Sample, ...]
 
     def changed(self, **settings: float | None) -> "Trained":
-        """The same with other settings of the search; None keeps the run's own."""
+        """A copy with changed settings of the search; None keeps the run's own setting."""
         given = {name: value for name, value in settings.items() if value is not None}
         return replace(self, config=replace(self.config, **given))  # type: ignore[arg-type]
 
 
 def search_trained(trained: Trained, macs: Sequence[float], latency_s: Sequence[float]) -> list[Found]:
-    """The winner for every target, verified on validation data.
+    """Finds the winner for every target, verified on validation data.
 
-    The accuracies that the run measured are used again, unless more samples are asked for; latencies are measured here
-    and now. Raises ValueError in one line for targets outside the space, and if a predictor falls short of `min_tau`.
+    The accuracies that the run measured are used again, unless more samples are requested; latencies are measured on
+    this machine. Raises ValueError with one line for targets outside the space, and if a predictor does not reach
+    `min_tau`.
     """
     if not macs and not latency_s:
         raise ValueError("give at least one target: --macs 1e9 or --latency-s 0.02")
@@ -61,7 +62,10 @@ def search_trained(trained: Trained, macs: Sequence[float], latency_s: Sequence[
 
 
 def load_trained(results: Path, run: str) -> Trained:
-    """The supernet of a run and what was measured of it; raises ValueError for an unknown run, and as `trained_of`."""
+    """Loads the supernet of a run and its measured subnets.
+
+    Raises ValueError for an unknown run and under the conditions of `trained_of`.
+    """
     run_id, config = stored_config(results, run)
     paths = find_run(results, run_id)
     _check_method(config, run_id)
@@ -69,7 +73,10 @@ def load_trained(results: Path, run: str) -> Trained:
 
 
 def trained_of(paths: RunPaths, world: World) -> Trained:
-    """The supernet of a run whose world is there; ValueError for another method's, or one still in training."""
+    """The supernet of a run whose world is already built.
+
+    Raises ValueError if the method trains no elastic supernet or if the training has not ended.
+    """
     search = _check_method(world.config, paths.run_id)
     if SUPERNET not in list_models(paths):
         if world.config.dry_run:
@@ -81,7 +88,7 @@ def trained_of(paths: RunPaths, world: World) -> Trained:
 
 
 def _check_method(config: RunConfig, run_id: str) -> TargetSearchConfig:
-    """How the run searched; ValueError if there is nothing that can be searched."""
+    """The search configuration of the run; ValueError if its method trains no elastic supernet."""
     method = config.method
     search = getattr(method, "search", None)
     if not method_of(method).searchable(method) or not isinstance(search, TargetSearchConfig):
@@ -90,7 +97,7 @@ def _check_method(config: RunConfig, run_id: str) -> TargetSearchConfig:
 
 
 def measured_samples(paths: RunPaths) -> list[Sample]:
-    """The subnets that the run measured for its predictors."""
+    """The subnets that the run measured to train its predictors."""
     rows = read_table(paths.root, "candidates", run_id=paths.run_id)
     rows = rows[rows["tier"] == SAMPLES]
     return [
@@ -100,7 +107,7 @@ def measured_samples(paths: RunPaths) -> list[Sample]:
 
 
 def found_json(found: Sequence[Found], world: World) -> list[dict[str, Any]]:
-    """The winners as JSON values, with labels that people read."""
+    """The winners as JSON values, with readable labels."""
     return [
         {**asdict(f), "architecture": architecture_id(f.architecture), "label": world.space.label(f.architecture)}
         for f in found
@@ -108,7 +115,7 @@ def found_json(found: Sequence[Found], world: World) -> list[dict[str, Any]]:
 
 
 def show(trained: Trained, found: Sequence[Found], asked: int, as_json: bool) -> None:
-    """Prints the winners, one per line, or one JSON object; and how many targets have none."""
+    """Prints the winners, one per line, and the number of targets without one; or one JSON object."""
     values = found_json(found, trained.world)
     if as_json:
         write_json({"run_id": trained.run_id, "found": values, "not_found": asked - len(found)})

@@ -1,1 +1,1 @@
-"""What ablations leave on disk beside the results of their runs."""
+"""The files of ablations, in addition to the results of their runs."""

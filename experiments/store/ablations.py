@@ -1,4 +1,4 @@
-"""The plan of an ablation on disk, written once and never changed."""
+"""The plan of an ablation as a file that is written once and never changed."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ PLAN = "ablation.json"
 VERSION = 1
 
 FIGURES = ("macs_by_axis", "stages_by_axis", "tiers_by_axis", "metric_by_axis")
-"""What an ablation may name as its `figures`; the report draws them."""
+"""The allowed `figures` of an ablation, which the report draws."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Trial:
     """One run of an ablation.
 
     Attributes:
-        index: its place in the plan, from 0.
-        run_id: fixed when the ablation was planned, so that no trial is ever run twice.
-        setting: by axis the value, or the name of the setting, as people read it.
-        overrides: what differs from the ablation's common overrides, as `key=value`; without the seed.
+        index: its index in the plan, from 0.
+        run_id: fixed when the ablation is planned, so that no trial runs twice.
+        setting: the value, or the name of the setting, by axis.
+        overrides: overrides in addition to those of the ablation, as `key=value`; without the seed.
         config: the whole resolved configuration.
     """
 
@@ -42,11 +42,11 @@ class Trial:
 
     @property
     def experiment(self) -> str:
-        """The experiment under which the run's rows are."""
+        """The experiment to which the run's rows belong."""
         return str(self.config["experiment"])
 
     def label(self) -> str:
-        """The setting and seed in a few words."""
+        """The setting and seed as short text."""
         return " ".join([*(f"{k}={short(v)}" for k, v in self.setting.items()), f"seed={self.seed}"])
 
 
@@ -55,15 +55,15 @@ class Ablation:
     """A planned ablation.
 
     Attributes:
-        ablation_id: its folder's name; the trials' run ids begin with it.
-        name: of the preset or file, such as beta_schedule.
+        ablation_id: name of its folder and prefix of the trials' run ids.
+        name: name of the preset or file, such as beta_schedule.
         title: the question that it answers.
         experiment: the preset that it varies.
-        axes: by name the values in their order (of a random search those that were drawn).
-        reference: by axis the value that the experiment has by itself, where it is among the axis' values.
+        axes: the values of each axis in order (for a random search, the drawn values).
+        reference: the experiment's own value of each axis, if it is among the axis' values.
         figures: names of the report's figures.
-        scheduler: as in `SchedulerConfig`.
-        overrides: what holds for all trials, as `key=value`.
+        scheduler: the fields of `SchedulerConfig`.
+        overrides: overrides of all trials, as `key=value`.
     """
 
     ablation_id: str
@@ -82,17 +82,17 @@ class Ablation:
     trials: tuple[Trial, ...] = field(default_factory=tuple)
 
     def folder(self, root: Path) -> Path:
-        """Where its files lie."""
+        """The folder of its files."""
         return root / FOLDER / self.ablation_id
 
 
 def short(value: Any) -> str:
-    """A value as people read it."""
+    """A value as short text: a string unchanged, all else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def new_ablation_id(root: Path, name: str) -> str:
-    """An id that nothing under `root` uses; short enough to begin run ids of 40 characters."""
+    """A new id that is unused under `root`, short enough as a prefix of run ids of 40 characters."""
     check_name("ablation", name)
     while True:
         found = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name[:12]}-{os.urandom(3).hex()}"
@@ -101,14 +101,14 @@ def new_ablation_id(root: Path, name: str) -> str:
 
 
 def write_ablation(root: Path, ablation: Ablation) -> None:
-    """Writes the plan, whole or not at all."""
+    """Writes the plan atomically."""
     folder = ablation.folder(root)
     folder.mkdir(parents=True)
     write_atomically(folder / PLAN, json.dumps({"version": VERSION, **asdict(ablation)}, indent=1).encode())
 
 
 def read_ablation(folder: Path) -> Ablation:
-    """The plan in a folder; ValueError for a missing or damaged one."""
+    """Reads the plan in a folder; ValueError if it is missing or damaged or has a newer format."""
     path = folder / PLAN
     try:
         values = json.loads(path.read_bytes())
@@ -123,7 +123,7 @@ def read_ablation(folder: Path) -> Ablation:
 
 
 def list_ablations(root: Path) -> list[Ablation]:
-    """All ablations under a results folder, by id; one whose plan cannot be read is warned of and left out."""
+    """All ablations under a results folder, sorted by id; logs a warning for and leaves out unreadable plans."""
     found = []
     for path in sorted((root / FOLDER).glob(f"*/{PLAN}")):
         try:
@@ -134,7 +134,7 @@ def list_ablations(root: Path) -> list[Ablation]:
 
 
 def find_ablation(root: Path, given: str) -> Ablation:
-    """The ablation of this id, or the only one whose id begins so; ValueError listing what there is."""
+    """The ablation with this id or with this unambiguous prefix of its id; otherwise ValueError with known ids."""
     names = sorted(path.parent.name for path in (root / FOLDER).glob(f"*/{PLAN}"))
     matching = [n for n in names if n == given] or [n for n in names if n.startswith(given)]
     if len(matching) == 1:
@@ -146,5 +146,5 @@ def find_ablation(root: Path, given: str) -> Ablation:
 
 
 def is_ablation(root: Path, given: str) -> bool:
-    """Whether an ablation of this id, or one that begins so, is there."""
+    """Whether there is an ablation whose id starts with the given text."""
     return any(path.parent.name.startswith(given) for path in (root / FOLDER).glob(f"*/{PLAN}"))

@@ -1,4 +1,4 @@
-"""How the trials of an ablation stand: what their runs say, and what their runs cannot say."""
+"""The states of an ablation's trials, from the files of their runs and from the ends that the driver recorded."""
 
 import json
 from collections import Counter
@@ -18,19 +18,19 @@ WAITING = "waiting"
 STOPPED = "stopped"
 UNSENT = "unsent"
 FINAL = ("done", STOPPED)
-"""States of trials that are not to be run again."""
+"""States of trials that never run again."""
 FAILED = ("failed", "refused", "died", UNSENT)
-"""States that --retry-failed is for; of these --resume runs only those again whose process died."""
+"""States of trials that --retry-failed runs again; --resume runs only those in `BY_INFRASTRUCTURE` again."""
 BY_INFRASTRUCTURE = ("died", UNSENT)
 
 
 @dataclass(frozen=True)
 class TrialState:
-    """How a trial stands.
+    """The state of a trial.
 
-    `state` is waiting, running, stalled, dead (its process is gone), interrupted, failed (its clients did), refused (it
-    cannot run as it is), died (its process did, for the last time), unsent (done, but its files did not reach the URL
-    of the results), stopped (early, by the scheduler) or done.
+    `state` is waiting, running, stalled, dead (its process is gone), interrupted, failed (clients failed), refused (its
+    configuration cannot run), died (its process died and no attempt is left), unsent (done, but its files were not
+    uploaded to the URL of the results), stopped (early, by the scheduler) or done.
     """
 
     trial: Trial
@@ -40,20 +40,20 @@ class TrialState:
 
 
 def counted(states: Sequence[TrialState]) -> str:
-    """How many trials are in which state, in a few words."""
+    """The number of trials in each state, as text."""
     return ", ".join(f"{number} {state}" for state, number in Counter(s.state for s in states).items())
 
 
 @dataclass(frozen=True)
 class End:
-    """How a trial ended where its run does not say: stopped early, refused, died, or unsent."""
+    """How a trial ended, for ends that its run's files do not show: stopped early, refused, died, or unsent."""
 
     kind: str
     message: str = ""
 
 
 def read_ends(root: Path, ablation: Ablation) -> dict[int, End]:
-    """The trials' ends that their runs do not tell, by index."""
+    """The recorded ends of trials, by index; ValueError for a damaged file."""
     try:
         values = json.loads((ablation.folder(root) / ENDS).read_bytes())
         return {int(index): End(**end) for index, end in values.items()}
@@ -64,13 +64,13 @@ def read_ends(root: Path, ablation: Ablation) -> dict[int, End]:
 
 
 def write_ends(root: Path, ablation: Ablation, ends: Mapping[int, End]) -> None:
-    """Replaces what is known of the trials' ends."""
+    """Replaces the recorded ends of trials."""
     content = {str(index): asdict(end) for index, end in sorted(ends.items())}
     write_atomically(ablation.folder(root) / ENDS, json.dumps(content).encode())
 
 
 def trial_states(root: Path, ablation: Ablation) -> list[TrialState]:
-    """How every trial stands now, in the plan's order; writes nothing."""
+    """The current state of every trial, in the plan's order; writes no files."""
     return list(_states(root, ablation))
 
 

@@ -1,1 +1,1 @@
-"""What every command says in the same way: text, tables, JSON and exit codes."""
+"""Output that all commands share: text, tables, JSON and exit codes."""

@@ -1,4 +1,4 @@
-"""What the exit code says: 0 only if everything planned was done."""
+"""Exit codes of the command line; 0 means that all planned work is done."""
 
 OK = 0
 CONFIGURATION = 2
@@ -16,5 +16,5 @@ _BY_KIND = {
 
 
 def of_run_end(kind: str) -> int:
-    """The exit code for the way a run ended."""
+    """The exit code for the kind of a run's end."""
     return _BY_KIND[kind]

@@ -13,13 +13,13 @@ LOG_WIDTH = 110
 
 
 def console(quiet: bool = False) -> Console:
-    """The terminal; where there is none (a log file), wide enough for a table."""
+    """A console for the terminal, or for a log file with a width of `LOG_WIDTH` characters."""
     found = Console(highlight=False, soft_wrap=True, quiet=quiet)
     return found if found.is_terminal else Console(highlight=False, soft_wrap=True, quiet=quiet, width=LOG_WIDTH)
 
 
 def as_bytes(size_bytes: float) -> str:
-    """A size for people, such as 3.2 MB."""
+    """Formats a size, such as 3.2 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if size_bytes < 1000:
             return f"{size_bytes:.3g} {unit}"
@@ -28,24 +28,24 @@ def as_bytes(size_bytes: float) -> str:
 
 
 def as_time(seconds: float) -> str:
-    """A duration for people, such as 2:05."""
+    """Formats a duration, such as 2:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def where(results: str | Path) -> str:
-    """The option that names the results, where they are not in the default folder."""
+    """The option `--results` for these results; empty for the default folder."""
     return "" if Path(results) == Path("results") else f" --results {shlex.quote(str(results))}"
 
 
 def write_json(value: object) -> None:
-    """One JSON object on one line."""
+    """Prints a value as JSON on one line."""
     sys.stdout.write(json.dumps(value) + "\n")
 
 
 def show_facts(facts: dict[str, Any], as_json: bool) -> None:
-    """Names and values."""
+    """Prints names and values as a table or as one JSON object."""
     if as_json:
         write_json(facts)
         return

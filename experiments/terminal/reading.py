@@ -1,4 +1,4 @@
-"""Output whose reader is gone (`fedloom run | head`): it is thrown away, and the work goes on."""
+"""Output after the reader has closed the pipe (`fedloom run | head`): it is discarded and the work continues."""
 
 import os
 import sys
@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 
 def stop_printing() -> None:
-    """Throws away everything that is printed from now on."""
-    # What is still buffered would fail once more when the interpreter ends.
+    """Discards all further output."""
+    # Output that is still buffered would otherwise fail again when the interpreter exits.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def while_read(show: Callable[..., None], *values: object) -> None:
-    """Shows something; throws it and all later output away if the reader is gone."""
+    """Calls `show(*values)` and flushes; discards this and all later output if the reader is gone."""
     try:
         show(*values)
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # rich makes a SystemExit of a broken pipe
+    except (BrokenPipeError, SystemExit):  # rich turns a broken pipe into a SystemExit
         stop_printing()

@@ -1,1 +1,1 @@
-"""What clients send is added up: weights of updates, their mean, and what the server makes of it."""
+"""Aggregation: weighting rules, the weighted mean of the clients' updates, and server rules."""

@@ -1,7 +1,7 @@
 """The one averaging function: per scalar, the weighted mean over the updates that cover it, else the old value.
 
-Policy per tensor kind: parameters and floating buffers (BatchNorm statistics) are averaged with the weight of their
-tensor; integer counters keep their type and take the largest value among the contributors.
+Parameters and floating-point buffers (BatchNorm statistics) are averaged with the weight of their tensor. Integer
+counters keep their type and take the largest value among the contributors.
 """
 
 import math
@@ -15,14 +15,14 @@ from torch import Tensor
 from fedloom.platform.spaces.slices import Region, SliceMap, Weights
 
 LIGHTEST, HEAVIEST = 1e-20, 1e20
-"""Weights above 0 lie between these: sums are float32, which holds nothing below 1e-45 and nothing above 3e38."""
+"""Bounds of positive weights: sums are float32, whose positive values range from 1e-45 to 3e38."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one client returns: tensors by subnet name, where they lie in the supernet, and one weight per tensor.
+    """One client's update: tensors by their name in the subnet, their slices of the supernet, and a weight per tensor.
 
-    A weight of zero says that the client did not train the tensor: it does not contribute.
+    A tensor of weight zero was not trained by the client and does not contribute.
     """
 
     tensors: Weights
@@ -32,21 +32,21 @@ class Update:
 
 @dataclass
 class Coverage:
-    """Summed weight and number of contributors of the updates that cover exactly one region."""
+    """Summed weight and number of the updates that cover one region."""
 
     weight: float = 0.0
     contributors: int = 0
 
 
 Covered = Mapping[Region, Coverage]
-"""The regions of a tensor that enough updates covered; they do not overlap."""
+"""The regions of a tensor that at least `min_contributors` updates cover; they do not overlap."""
 
 
 @dataclass(frozen=True)
 class Averaged:
-    """A round's average: the weights, and for each tensor that was reached the regions where they are a mean.
+    """A round's average: the weights, and per covered tensor the regions where they are a mean.
 
-    Everywhere else the weights are those from before the round.
+    Outside these regions the weights are those from before the round.
     """
 
     weights: dict[str, Tensor]
@@ -55,7 +55,7 @@ class Averaged:
 
 @dataclass
 class TensorSum:
-    """Weighted sum over the updates of one supernet tensor, on the smallest box that holds all their regions."""
+    """Weighted sum over the updates of one supernet tensor, stored on the bounding box of their regions."""
 
     box: Region
     total: Tensor
@@ -63,13 +63,13 @@ class TensorSum:
 
     @classmethod
     def of(cls, region: Region, tensor: Tensor, weight: float) -> "TensorSum":
-        """The first contribution."""
-        # Not zeros plus a product: fresh memory is paid for at its first touch, and once is enough.
+        """Starts a sum with the first update's region."""
+        # Faster than zeros plus an addition: newly allocated memory is written once, not twice.
         total = tensor * weight if tensor.dtype.is_floating_point else tensor.clone()
         return cls(region, total, {region: Coverage(weight, 1)})
 
     def include(self, region: Region) -> None:
-        """Grows the box so that it holds the region."""
+        """Grows the box to contain the region."""
         if all(b[0] <= r[0] and r[1] <= b[1] for b, r in zip(self.box, region, strict=True)):
             return
         box = tuple((min(b[0], r[0]), max(b[1], r[1])) for b, r in zip(self.box, region, strict=True))
@@ -78,17 +78,17 @@ class TensorSum:
         self.box, self.total = box, total
 
     def view(self, region: Region) -> Tensor:
-        """The part of the sum that belongs to a region inside the box."""
+        """The sum on a region inside the box, as a view."""
         return _part(self.total, self.box, region)
 
     def add(self, region: Region, tensor: Tensor, weight: float) -> None:
-        """Adds weight * tensor on the region."""
+        """Adds `weight * tensor` on the region."""
         self.include(region)
         _accumulate(self.view(region), tensor, weight)
         self._cover(region, weight, 1)
 
     def merge(self, other: "TensorSum") -> None:
-        """Adds a later partial sum."""
+        """Adds the partial sum of a later chunk."""
         self.include(other.box)
         _accumulate(self.view(other.box), other.total, 1.0)
         for region, coverage in other.coverage.items():
@@ -100,7 +100,7 @@ class TensorSum:
         coverage.contributors += contributors
 
     def cells(self) -> Iterator[tuple[Region, Coverage]]:
-        """Splits the box into the pieces that are covered by one and the same set of regions, perhaps by none."""
+        """Splits the box into cells such that the same regions (possibly none) cover every scalar of a cell."""
         if len(self.coverage) == 1:
             yield from self.coverage.items()
             return
@@ -110,10 +110,10 @@ class TensorSum:
             yield cell, Coverage(sum(c.weight for c in covering), sum(c.contributors for c in covering))
 
     def finish(self, old: Tensor, fewest: int) -> tuple[Tensor, Covered]:
-        """The mean where at least `fewest` contributed, the old value elsewhere; and the regions of the former.
+        """Returns the mean where at least `fewest` updates contributed (elsewhere the old value), and those regions.
 
-        The sum itself is used up: where it lies on the whole tensor it becomes the result, as a second copy of a large
-        supernet costs more than the arithmetic.
+        The sum must not be used afterwards: if it spans the whole tensor it becomes the result in place, because a
+        second copy of a large supernet costs more than the arithmetic.
         """
         cells = [(region, coverage, coverage.contributors >= fewest) for region, coverage in self.cells()]
         reached = {region: coverage for region, coverage, enough in cells if enough}
@@ -131,12 +131,12 @@ class TensorSum:
 
 
 def part_of(tensor: Tensor, region: Region) -> Tensor:
-    """A view of a region of a whole tensor."""
+    """A view of a region of a full tensor."""
     return tensor[tuple(slice(start, stop) for start, stop in region)]
 
 
 def _part(tensor: Tensor, box: Region, region: Region) -> Tensor:
-    """A view of a region of a tensor that lies on the box."""
+    """A view of a region of a tensor that is stored on the box."""
     if region == box:
         return tensor
     return tensor[tuple(slice(r[0] - b[0], r[1] - b[0]) for b, r in zip(box, region, strict=True))]
@@ -155,7 +155,7 @@ def _accumulate(total: Tensor, tensor: Tensor, weight: float) -> None:
 
 @dataclass
 class WeightedSums:
-    """Partial weighted sums of updates in supernet coordinates: what a chunk of clients hands back."""
+    """Partial weighted sums of a chunk's updates, in supernet coordinates."""
 
     tensors: dict[str, TensorSum] = field(default_factory=dict)
     used_up: bool = False
@@ -163,10 +163,10 @@ class WeightedSums:
 
     @torch.no_grad()
     def add(self, update: Update) -> None:
-        """Adds one client's update; tensors with weight zero are left out.
+        """Adds one client's update; tensors of weight zero are skipped.
 
-        Raises ValueError for a weight that is missing, negative, not finite, or too small or large for a sum of
-        float32; nothing is added then.
+        Raises ValueError, before anything is added, for a weight that is missing, negative, not finite, or too small
+        or too large for a float32 sum.
         """
         self._check_unused()
         _check_weights(update)
@@ -183,7 +183,7 @@ class WeightedSums:
 
     @torch.no_grad()
     def merge(self, other: "WeightedSums") -> None:
-        """Adds the partial sums of the next chunk in plan order; `other` is only read (it may be shared memory)."""
+        """Adds the partial sums of the next chunk in plan order; `other` is not changed (it may be shared memory)."""
         self._check_unused()
         other._check_unused()
         for name, tensor_sum in other.tensors.items():
@@ -195,10 +195,10 @@ class WeightedSums:
 
     @torch.no_grad()
     def finish(self, old: Weights, min_contributors: int = 1) -> Averaged:
-        """The new supernet: a scalar covered by fewer than `min_contributors` updates keeps its old value.
+        """Returns the new weights: scalars covered by fewer than `min_contributors` updates keep their old value.
 
-        Tensors of `old` that no update covered are returned as they are, not copied. The sums are used up by it: adding
-        to them, merging or finishing them afterwards raises ValueError.
+        Tensors of `old` that no update covers are returned without a copy. The sums are consumed: adding to them,
+        merging or finishing them afterwards raises ValueError.
         """
         self._check_unused()
         self.used_up = True
@@ -213,7 +213,7 @@ class WeightedSums:
 
 
 def _check_weights(update: Update) -> None:
-    # Before the first tensor is added: half an update in the sums could not be taken out again.
+    # Checked before the first tensor is added, because a partly added update cannot be removed from the sums.
     for name in update.tensors:
         if name not in update.weights:
             raise ValueError(f"the weighting rule gave no weight for {name}: give one to every tensor of the update")
@@ -234,7 +234,7 @@ def _write_mean(target: Tensor, total: Tensor, weight: float) -> None:
 
 
 def average(old: Weights, updates: Iterable[Update], min_contributors: int = 1) -> dict[str, Tensor]:
-    """Averages updates into the supernet (FedAvg, OPA Eq. 5 of FedorAS, overlap, MaxNet: the weights decide).
+    """Averages updates into the supernet; their weights decide the rule (FedAvg; OPA, FedorAS Eq. 5; overlap; MaxNet).
 
     Args:
         old: the supernet's tensors before the round.
@@ -249,9 +249,9 @@ def average(old: Weights, updates: Iterable[Update], min_contributors: int = 1) 
 
 @torch.no_grad()
 def first_not_finite(tensors: Weights) -> str | None:
-    """The first floating tensor with a value that is no finite number, None if there is none."""
-    # One reduction per tensor, one answer for all: a sum is finite only if no entry is NaN or infinite (or the
-    # training diverged).
+    """The name of the first floating-point tensor with a NaN or infinite value, None if all are finite."""
+    # One reduction per tensor and one device synchronisation in all: a sum is finite only if all of its entries are. A
+    # sum of finite entries that overflows also means that training diverged.
     sums = {name: tensor.sum().double() for name, tensor in tensors.items() if tensor.is_floating_point()}
     if not sums:
         return None

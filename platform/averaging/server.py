@@ -1,7 +1,8 @@
-"""Server rules: from the weights before a round and the clients' mean to the weights after it.
+"""Server rules: the server optimiser's step from the weights before a round and the clients' mean to the new weights.
 
-A rule sees one region of one parameter at a time, and only regions that enough clients covered: what nobody trained
-does not move, not by momentum either. Buffers (running statistics, counters) are averaged and never reach a rule.
+A rule is called for one region of one parameter at a time, and only for regions that enough clients cover: values that
+no client covers stay unchanged, whatever the server's momentum. Buffers (running statistics, counters) are averaged
+without a rule.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ DECAY = Range(least=0, below=1)
 
 @dataclass(frozen=True)
 class ServerRound:
-    """What a rule may know of the round that it ends: its number, from 0, its cohort, and all registered clients."""
+    """The round that a rule is called for: its number (from 0), cohort size and number of registered clients."""
 
     round: int
     cohort: int
@@ -31,13 +32,13 @@ class ServerRound:
 
 @dataclass(frozen=True)
 class ServerStep:
-    """One region of one parameter.
+    """A server rule's input: one region of one parameter.
 
     Attributes:
         name: the parameter's name in the shared weights.
-        old: the values before the round; only to be read.
-        mean: the clients' weighted mean; only to be read.
-        contributors: how many clients' updates cover the region.
+        old: the values before the round; read-only.
+        mean: the clients' weighted mean; read-only.
+        contributors: the number of clients whose updates cover the region.
         about: the round.
     """
 
@@ -50,23 +51,23 @@ class ServerStep:
 
     @property
     def change(self) -> Tensor:
-        """The mean less the old values: the pseudo-gradient, with its sign turned."""
+        """The mean minus the old values: the negative pseudo-gradient."""
         return self.mean - self.old
 
     def state(self, slot: str, first: float = 0.0) -> Tensor:
-        """The region's part of a tensor that the server keeps between rounds, to be changed in place.
+        """The region of a tensor of server state that persists between rounds; the rule changes it in place.
 
-        It has the parameter's shape, and the value `first` before its first use.
+        The tensor has the parameter's shape and is filled with `first` before its first use.
         """
         return self._state(slot, first)
 
 
 ServerRule = Callable[[ServerStep], Tensor]
-"""The new values of the region; keyword parameters are options (`method.train.options.NAME`)."""
+"""Returns the new values of the region; keyword parameters are options (`method.train.options.NAME`)."""
 
 
 def replace(step: ServerStep) -> Tensor:
-    """The mean takes the place of the old values (McMahan et al. 2017)."""
+    """Plain averaging: the mean replaces the old values (McMahan et al. 2017)."""
     return step.mean
 
 
@@ -126,7 +127,7 @@ def fedyogi(
 def _adaptive(step: ServerStep, variance: Tensor, server_lr: float, beta_1: float, tau: float) -> Tensor:
     """m <- beta_1 m + (1 - beta_1) change; x <- x + eta m / (sqrt(v) + tau).
 
-    m begins at 0 and v at tau^2, so that the first step is defined and no larger than eta. No bias is corrected, as in
+    m starts at 0 and v at tau^2, so that the first step is defined and at most eta. There is no bias correction, as in
     the paper.
     """
     mean = step.state("mean")
@@ -149,15 +150,15 @@ def serve(
     state: Weights,
     about: ServerRound,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights after the round, and what the server keeps until the next one.
+    """Returns the weights after the round and the server's state for the next one.
 
     Args:
-        rules: by parameter the rule that makes its new values, with its name; what is not named is averaged.
+        rules: per parameter the rule's name and the rule; tensors without a rule are averaged.
         old: the weights before the round; neither they nor `state` are changed.
-        averaged: the clients' mean, and where it is one.
-        state: what the server kept, by `SLOT/PARAMETER`.
+        averaged: the clients' mean and the regions that it covers.
+        state: the server's state by `SLOT/PARAMETER`.
 
-    Raises PluginError for a rule of the user's own that gives another shape, or values that are not finite.
+    Raises PluginError for a user's rule that returns values of another shape or values that are not finite.
     """
     weights, memory = dict(averaged.weights), _Memory(state)
     for name, covered in averaged.coverage.items():
@@ -175,14 +176,14 @@ def serve(
 
 
 class _Memory:
-    """What the server keeps between rounds, copied at its first use: the state before may be on its way to the disk."""
+    """The server's state, copied at its first use in a round: the previous state may still be being written to disk."""
 
     def __init__(self, state: Weights) -> None:
         self.tensors = dict(state)
         self._own: set[str] = set()
 
     def part(self, parameter: str, like: Tensor, region: Region, slot: str, first: float) -> Tensor:
-        """A region of the tensor that is kept for a parameter in a slot."""
+        """A region of the state tensor of a parameter in a slot."""
         place = f"{slot}/{parameter}"
         if place not in self._own:
             before = self.tensors.get(place)

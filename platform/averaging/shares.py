@@ -1,4 +1,4 @@
-"""Shares of a round: how much the server lets each client count beside what its own work weighs (overlap, MaxNet)."""
+"""Shares: factors by which the server scales the clients' weights in a round (overlap, MaxNet)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ DECAYS = ("constant", "linear", "cosine")
 
 @dataclass
 class SharesConfig:
-    """How the clients of a round are weighed against each other."""
+    """How the server weights the clients of a round against each other."""
 
     rule: Annotated[str, Brought("shares rule"), "overlap (all alike), maxnet (the largest subnet's client beta_t)"] = (
         "maxnet"
@@ -26,11 +26,11 @@ class SharesConfig:
 
 @dataclass(frozen=True)
 class Sharing:
-    """A round to be shared out.
+    """A shares rule's input: one round.
 
     Attributes:
-        round: the round, from 0, of `rounds`.
-        clients: how many clients a full round has.
+        round: the round's number, from 0 to `rounds` - 1.
+        clients: the number of clients of a full round.
         is_largest: per client of this round, in plan order, whether it holds the largest subnet of the space.
     """
 
@@ -43,7 +43,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Shares:
-    """One share per client in plan order, and the schedules' values for the round's row."""
+    """One share per client in plan order, and the values of the rule's schedules for the round's row."""
 
     values: Sequence[float]
     schedules: Mapping[str, float] = field(default_factory=dict)
@@ -53,7 +53,7 @@ SharesRule = Callable[[Sharing], Shares]
 
 
 def beta(config: SharesConfig, round_: int, rounds: int, clients: int) -> float:
-    """beta_t: from beta_0 down to 1 / clients over the first `decay_share` of the rounds, then constant.
+    """beta_t: decays from beta_0 to 1 / clients over the first `decay_share` of the rounds, then stays constant.
 
     Source: SuperFed, Sec. 2.4. The decay ends in round T_d = decay_share * rounds.
     """
@@ -69,15 +69,15 @@ def beta(config: SharesConfig, round_: int, rounds: int, clients: int) -> float:
 
 
 def overlap(sharing: Sharing) -> Shares:
-    """All clients alike: a scalar is averaged over the clients whose subnets hold it."""
+    """Equal shares: a scalar is averaged over the clients whose subnets hold it."""
     return Shares([1.0] * len(sharing.is_largest))
 
 
 def maxnet(sharing: Sharing) -> Shares:
     """beta_t for the client with the largest subnet, (1 - beta_t) / (|S| - 1) for each of the others.
 
-    Where several hold it the first in plan order counts as the one; where nobody does, or a client is alone, all count
-    alike: there is nothing to weigh the others against.
+    If several clients hold the largest subnet, the first in plan order gets beta_t. If none does, or the round has one
+    client, all shares are equal.
     """
     number = len(sharing.is_largest)
     beta_t = beta(sharing.config, sharing.round, sharing.rounds, sharing.clients)
@@ -92,7 +92,7 @@ SHARES_RULES: Slot[SharesRule] = Slot("shares rule", {"overlap": overlap, "maxne
 
 
 def shares_of(rule: Chosen, sharing: Sharing) -> Shares:
-    """The shares of a round; PluginError for a rule of the user's own that does not give each client one."""
+    """The shares of a round; PluginError for a user's rule that does not return one valid share per client."""
     shares = SHARES_RULES.make(rule)(sharing)
     if is_import_path(rule.name):
         _check(shares, len(sharing.is_largest), f"shares rule {rule.name!r}")

@@ -1,4 +1,4 @@
-"""Weighting rules: how much each tensor of a client's update counts. Every rule is a few lines."""
+"""Weighting rules: the weight of each tensor of a client's update in the mean."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,13 +10,13 @@ from fedloom.platform.plugins import Chosen, PluginError, Slot, is_import_path
 
 @dataclass(frozen=True)
 class Work:
-    """What a client did to the tensors that it returns.
+    """A weighting rule's input: how much a client trained the tensors that it returns.
 
     Attributes:
         samples: size of the client's training set, n_k.
-        seen_samples: samples trained on in the round (epochs * n_k), each with one path.
-        seen_by_tensor: of these, the samples that went through each returned tensor.
-        share: the client's share in this round, set by the server (1 unless a rule such as MaxNet says otherwise).
+        seen_samples: samples trained on in the round (epochs * n_k), each through one path.
+        seen_by_tensor: per returned tensor, how many of `seen_samples` went through it.
+        share: the client's share in this round, set by the server (1 unless a rule such as MaxNet changes it).
     """
 
     samples: int
@@ -26,21 +26,21 @@ class Work:
 
 
 WeightingRule = Callable[[Work], Mapping[str, float]]
-"""One weight per returned tensor: finite, 0 or more; 0 says that the tensor was not trained."""
+"""Returns one weight per returned tensor: finite and at least 0; 0 means that the tensor was not trained."""
 
 
 def fedavg(work: Work) -> dict[str, float]:
-    """Every tensor weighs the client's samples n_k (McMahan et al. 2017)."""
+    """Weights every tensor by the client's number of samples n_k (McMahan et al. 2017)."""
     return dict.fromkeys(work.seen_by_tensor, float(work.samples))
 
 
 def plain(work: Work) -> dict[str, float]:
-    """Every client's tensors weigh the same."""
+    """Weights all clients' tensors equally."""
     return dict.fromkeys(work.seen_by_tensor, 1.0)
 
 
 def opa(work: Work) -> dict[str, float]:
-    """Operators weigh the samples that went through them, fixed layers all samples seen (FedorAS, Eq. 5)."""
+    """Weights operators by the samples that went through them, fixed layers by all seen samples (FedorAS, Eq. 5)."""
     return {name: float(seen) for name, seen in work.seen_by_tensor.items()}
 
 
@@ -49,7 +49,7 @@ FEDAVG = Chosen("fedavg")
 
 
 def weighting_rule(choice: Chosen) -> WeightingRule:
-    """The chosen rule; PluginError for one that is not there, or whose answer is no weight per tensor."""
+    """The chosen rule; PluginError if it does not exist, or when it does not return one weight per tensor."""
     rule = WEIGHTING_RULES.make(choice)
     if not is_import_path(choice.name):
         return rule

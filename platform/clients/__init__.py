@@ -1,1 +1,1 @@
-"""What a client does in a round, and the process that does it."""
+"""Client tasks (training, scoring) and the workers that execute them."""

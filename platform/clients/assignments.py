@@ -1,4 +1,4 @@
-"""What is to be done, by whom, and how it ended: plain data, apart from where and how it is done."""
+"""Assignments, tasks and reports: plain data, independent of where the work is executed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ SERVER = "server"
 """The tier name of work that the server does on its own data."""
 
 ClientState = Mapping[str, torch.Tensor]
-"""What a client keeps between rounds, handed in and out explicitly."""
+"""A client's state between rounds, an explicit input and output of its tasks."""
 
 
 class TaskError(ValueError):
-    """A client's work cannot be used; the message becomes the row's error."""
+    """A client's result cannot be used; the message becomes the error in its row."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured value: becomes a row of `evaluations` or the score of a candidate; what costs has no `split`."""
+    """One measured value: a row of `evaluations` or a candidate's score; costs have no `split`."""
 
     model: str
     architecture: str
@@ -41,7 +41,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a task gives back inside the worker, before the chunk's sums take the update in."""
+    """A task's result inside the worker, before its update is added to the chunk's sums."""
 
     update: Update | None = None
     samples: int = 0
@@ -57,24 +57,24 @@ class Outcome:
     measurements: tuple[Measurement, ...] = ()
     state: ClientState | None = None
     clock_factor: float = TRAINING_FACTOR
-    """What one counted MAC costs on the simulated device: training goes backward, too."""
+    """Simulated cost of one counted MAC: forward MACs are counted, and training also runs backward passes."""
     forward_macs: float = 0.0
-    """Those of `macs` that belong to passes without a way back (a search's scores beside training)."""
+    """The part of `macs` in passes without a backward pass (such as a search's scores during training)."""
     loss_norm: float | None = None
-    """Root mean square of the samples' losses, where selection asks for it."""
+    """Root mean square of the samples' losses, if client selection needs it."""
 
 
 class Task(Protocol):
-    """A piece of work that a worker can do for a client (or for the server, on its own data)."""
+    """Work that a worker executes for a client (or for the server, on the server's data)."""
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """Does the work; raises TaskError if the result must not be used."""
+        """Executes the task; raises TaskError if the result must not be used."""
         ...
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One planned piece of work; for a client (`client_id`) it ends as exactly one row."""
+    """One planned task; for a client (`client_id` is not None) it becomes exactly one row."""
 
     stage: str
     round: int
@@ -84,7 +84,7 @@ class Assignment:
     profile: DeviceProfile = DEFAULT_PROFILE
     deadline_s: float | None = None
     dropped: str = ""
-    """Why the simulated device leaves the round without an answer; empty if it stays."""
+    """Why the simulated device drops out of the round; empty if it does not."""
     selection_probability: float = 1.0
     selection_reason: str = ""
     reads_test: bool = False
@@ -93,7 +93,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Report:
-    """How one assignment ended: the figures of its row, its measurements and the client's new state."""
+    """The result of one assignment: the values of its row, its measurements and the client's new state."""
 
     client_id: int | None
     tier: str
@@ -126,11 +126,11 @@ class Report:
 
 
 def client_of(assignment: Assignment) -> int:
-    """The client that an assignment is for."""
+    """The client id of a client's assignment."""
     assert assignment.client_id is not None, "training is a client's work"
     return assignment.client_id
 
 
 def places_of(assignment: Assignment) -> tuple[str | int, ...]:
-    """Stage, round and client: what every stream of a client's work is derived from."""
+    """Stage, round and client: the key of every random stream of a client's task."""
     return (assignment.stage, assignment.round, client_of(assignment))

@@ -1,8 +1,8 @@
-"""Doing what is planned: chunks of assignments, and the executor that takes them.
+"""Execution of a plan: chunks of assignments, and the executors that run them.
 
-A chunk is a run of consecutive assignments of one tier. Its length comes from the configuration, never from the
-number of workers, and its weighted sums are added in plan order: a fixed reduction tree, so that any executor with
-any number of workers gives the same bits.
+A chunk holds consecutive assignments of one tier. Its length is set by the configuration, not by the number of workers,
+and its weighted sums are added in plan order. This fixed reduction tree makes results bit-identical for any executor
+and any number of workers.
 """
 
 import time
@@ -23,7 +23,7 @@ from fedloom.tiers.clock import EVALUATION_FACTOR, client_time_s
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive assignments of one tier that one worker does in one call."""
+    """Consecutive assignments of one tier that one worker executes in one call."""
 
     tier: str
     assignments: tuple[Assignment, ...]
@@ -32,7 +32,7 @@ class Chunk:
 
 @dataclass
 class ChunkResult:
-    """The chunk's partial weighted sums, already added in plan order, and one report per assignment."""
+    """The chunk's partial weighted sums, added in plan order, and one report per assignment."""
 
     sums: WeightedSums = field(default_factory=WeightedSums)
     reports: list[Report] = field(default_factory=list)
@@ -40,29 +40,30 @@ class ChunkResult:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """The tensors that all assignments of a round read, with a version that changes whenever they do."""
+    """The tensors that all assignments of a round read; `version` changes whenever the tensors do."""
 
     tensors: Weights
     version: str
 
 
 class Executor(Protocol):
-    """Where the work runs."""
+    """Runs chunks of assignments, in this process or elsewhere."""
 
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
-        """Yields the chunks' results in the order of the chunks, whatever order they finish in.
+        """Yields the chunks' results in the order of `chunks`, independent of the order in which they finish.
 
-        Where work runs elsewhere, it has begun when the call returns: the caller may do something else meanwhile.
+        An executor that runs chunks in other processes has started them when the call returns, so that the caller can
+        do other work meanwhile.
         """
         ...
 
     def close(self) -> None:
-        """Releases workers and memory; a closed executor is not used again."""
+        """Releases workers and memory; a closed executor must not be used again."""
         ...
 
 
 def make_chunks(assignments: Iterable[Assignment], size: int, attempts_per_client: int = 1) -> list[Chunk]:
-    """Cuts the plan into chunks of at most `size` assignments; a chunk never mixes tiers."""
+    """Splits the plan into chunks of at most `size` assignments, each of one tier."""
     chunks: list[Chunk] = []
     current: list[Assignment] = []
     for assignment in assignments:
@@ -76,7 +77,7 @@ def make_chunks(assignments: Iterable[Assignment], size: int, attempts_per_clien
 
 
 def run_chunk(worker: Worker, chunk: Chunk, weights: SharedWeights) -> ChunkResult:
-    """Does a chunk's assignments in order and sums up their updates."""
+    """Executes a chunk's assignments in order and sums their updates."""
     result = ChunkResult()
     for assignment in chunk.assignments:
         result.reports.append(run_assignment(worker, assignment, weights, result.sums, chunk.attempts_per_client))
@@ -86,16 +87,16 @@ def run_chunk(worker: Worker, chunk: Chunk, weights: SharedWeights) -> ChunkResu
 def run_assignment(
     worker: Worker, assignment: Assignment, weights: SharedWeights, sums: WeightedSums, attempts: int = 1
 ) -> Report:
-    """Does one assignment; its update enters `sums` only if the report says ok.
+    """Executes one assignment; its update is added to `sums` only if the report's status is `ok`.
 
-    This is the one boundary that turns an exception into a failed row.
+    This is the only place that turns an exception into a failed row.
     """
     base = Report(
         client_id=assignment.client_id,
         tier=assignment.tier,
         status="dropped",
         error=assignment.dropped,
-        # The server is not told that a device is gone: it waits for it until the deadline.
+        # The server is not notified of a dropout and waits until the deadline.
         simulated_s=assignment.deadline_s or 0.0 if assignment.dropped else 0.0,
         device=str(worker.device),
         node=worker.node,
@@ -111,7 +112,7 @@ def run_assignment(
         try:
             begun = base if attempt == 1 else replace(base, attempts=attempt)
             return _attempt(worker, assignment, weights, sums, begun)
-        except Exception as error:  # noqa: BLE001 - a client's failure, whatever it is, becomes its row
+        except Exception as error:  # noqa: BLE001 - any failure of a client becomes its row
             wall_s = time.perf_counter() - started
             report = _failed(base, error, wall_s, attempt)
     return report
@@ -120,7 +121,7 @@ def run_assignment(
 def _failed(base: Report, error: Exception, wall_s: float, attempt: int) -> Report:
     if isinstance(error, TaskError):
         return replace(base, status="failed", error=str(error), wall_s=wall_s, attempts=attempt)
-    # The row's error must not depend on where the code lies; the traceback, a column aside, does.
+    # The row's error must not depend on file paths; the traceback has a column of its own.
     first_line = f"{type(error).__name__}: {error}".splitlines()[0]
     text = "".join(traceback.format_exception(error)).strip()
     return replace(base, status="failed", error=first_line, traceback=text, wall_s=wall_s, attempts=attempt)
@@ -170,8 +171,8 @@ def _attempt(
 
 
 def _own_copy(state: ClientState) -> dict[str, torch.Tensor]:
-    # In one process tensors are handed on as they are: what a task changes in place, or trains the next client with,
-    # must reach neither the checkpoint nor a second attempt (between processes it does not).
+    # Within one process tensors are passed by reference: a task's in-place changes, and modules re-used for the next
+    # client, must not affect the checkpoint or a second attempt.
     return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
@@ -189,16 +190,15 @@ def _check_finite(update: Update) -> None:
 
 
 class SerialExecutor:
-    """Runs every chunk in this process, one after the other: no Ray, and the debugger's friend."""
+    """Runs all chunks in this process, one after the other, without Ray; easy to debug."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         torch.set_num_threads(worker.spec.threads)
 
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
-        """See `Executor.run`."""
         for chunk in chunks:
             yield run_chunk(self.worker, chunk, weights)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing."""

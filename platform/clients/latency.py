@@ -1,4 +1,4 @@
-"""The time that subnets take on this host."""
+"""The inference latency of subnets on this host."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ from fedloom.tiers.measure import latency_s_of
 
 @dataclass(frozen=True)
 class MeasureLatency:
-    """Measures subnets on this host, one sample at a time: median seconds and their interquartile range."""
+    """Measures subnets on this host with a batch of one sample: median latency and interquartile range, in seconds."""
 
     architectures: tuple[Architecture, ...]
     repeats: int = 20
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """Two measurements per architecture."""
+        """Returns two measurements per architecture, `latency_s` and `latency_spread_s`."""
         del assignment
         x, _ = worker.central_data("validation")
         measurements: list[Measurement] = []

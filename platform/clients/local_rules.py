@@ -1,11 +1,11 @@
-"""Local rules: what a client adds to the gradients of its steps, and what that takes beside the model.
+"""Local rules: corrections of the gradients in local training, and the tensors that they send or keep.
 
-A rule is a function of a `LocalClient` that returns a correction, or None for plain SGD. One that also sends something,
-or keeps something between rounds (SCAFFOLD's control variates), is a class with the methods of `LocalRule`.
+A rule is a function of a `LocalClient` that returns a correction, or None for plain SGD. A rule that also sends tensors
+or keeps state between rounds (such as SCAFFOLD's control variates) is a subclass of `LocalRule`.
 
-Everything is by the parameters' names in the network that the client trains, be it a whole network or slices of a
-supernet: what is shared or kept lies in the coordinates of the shared weights, so that a client that holds another part
-of them in another round finds what belongs to it.
+Rules use the parameters' names in the network that the client trains, a whole network or slices of a supernet. Shared
+tensors and client state are stored in the coordinates of the shared weights, so that a client that trains other slices
+in a later round reads the entries that belong to them.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 PLAIN = Chosen("sgd")
 STATE = "rule/"
-"""What a rule keeps has this before its names in a client's state: a method may keep something of its own beside it."""
+"""Prefix of a rule's names in a client's state, which may also hold a method's own tensors."""
 
 
 @dataclass
 class LocalClient:
-    """A client at the beginning of its local training.
+    """A client at the start of its local training.
 
     Attributes:
-        client_id, round: who trains, and when; rounds count from 0.
-        samples: how many training samples it has.
-        steps: how many optimiser steps it takes.
+        client_id, round: the client and the round, from 0.
+        samples: the number of its training samples.
+        steps: the number of optimiser steps.
         local: its hyper-parameters.
-        parameters: the trained tensors by name, at the values that were received; training changes them.
-        slices, weights: where the parameters lie in the shared weights.
-        state: what the rule keeps with this client, by slot and shared tensor.
+        parameters: the trained tensors by name, initially with the received values; training changes them in place.
+        slices, weights: the parameters' slices of the shared weights, and these weights.
+        state: the rule's state for this client, by slot and shared tensor.
     """
 
     client_id: int
@@ -61,15 +61,15 @@ class LocalClient:
 
     @cached_property
     def received(self) -> Mapping[str, Tensor]:
-        """The values that every parameter was received with; only to be read."""
+        """The received value of every parameter; read-only."""
         return {name: self._part(self.slices[name].source, name) for name in self.parameters}
 
     def shared(self, slot: str, name: str) -> Tensor:
-        """The parameter's part of what the server shares in a slot of the rule's `shared`; only to be read."""
+        """The parameter's slice of the tensor that the server shares in a slot of the rule's `shared`; read-only."""
         return self._part(place_of(slot, self.slices[name].source), name)
 
     def kept(self, slot: str, name: str) -> Tensor:
-        """The parameter's part of what this client keeps in a slot, to be changed in place; zeros at first."""
+        """The parameter's slice of the client's state in a slot, initially zero; the rule changes it in place."""
         piece = self.slices[name]
         place = place_of(slot, piece.source)
         if place not in self.state:
@@ -77,9 +77,9 @@ class LocalClient:
         return piece.of(self.state[place])
 
     def send(self, slot: str, name: str, value: Tensor, weight: float | None = None) -> None:
-        """Sends a value for the parameter's part of a shared slot.
+        """Sends a value for the parameter's slice of a shared slot.
 
-        It counts as much as the model's own tensors, unless a weight is given.
+        Its weight is the largest weight of the model's tensors unless `weight` is given.
         """
         piece = self.slices[name]
         place = place_of(slot, piece.source)
@@ -91,28 +91,28 @@ class LocalClient:
 
 
 def place_of(slot: str, source: str) -> str:
-    """The name of a slot's tensor beside the shared tensor that it belongs to."""
+    """The name of a slot's tensor for a shared tensor: `SLOT/TENSOR`."""
     return f"{slot}/{source}"
 
 
 class LocalRule:
-    """A rule that shares something with the server, or keeps something with the clients; `begin` is to be written.
+    """Base class of rules that exchange tensors with the server or keep state at the clients; override `begin`.
 
-    `shared` names slots of tensors that travel with the model, one of each parameter's shape, zeros at first. Keyword
-    parameters of the constructor are options (`method.train.options.NAME`).
+    `shared` names slots of tensors that are sent with the model: one per parameter, of its shape, initially zero.
+    Keyword parameters of the constructor are options (`method.train.options.NAME`).
     """
 
     shared: tuple[str, ...] = ()
 
     def begin(self, client: LocalClient) -> Correction | None:
-        """Called before the first step; returns what is done to the gradients of every step."""
+        """Called before the first step; returns the correction of every step's gradients."""
         raise NotImplementedError
 
     def end(self, client: LocalClient) -> None:
-        """Called after the last step, when `client.parameters` are trained."""
+        """Called after the last step, with the trained `client.parameters`."""
 
     def merge(self, step: ServerStep) -> Tensor:
-        """The server's new values of a shared slot, region by region; the clients' mean if not overridden."""
+        """The server's new values of one region of a shared slot: the clients' mean unless overridden."""
         return step.mean
 
 
@@ -123,9 +123,9 @@ def sgd(client: LocalClient) -> Correction | None:
 
 
 def pull_towards(strength: float, anchors: Mapping[str, Tensor]) -> Correction | None:
-    """The gradient of `strength` / 2 times the squared distance to the anchors; None for a strength of 0.
+    """Adds the gradient of `strength` / 2 times the squared distance to the anchors; None for a strength of 0.
 
-    A parameter that the loss does not reach in a step (behind operators that do nothing) is not pulled, either.
+    A parameter without a gradient in a step (such as one behind a zero operator) is not changed.
     """
 
     def correct(name: str, parameter: Tensor, gradient: Tensor) -> None:
@@ -149,7 +149,7 @@ LOCAL_RULES: Slot[Callable[[LocalClient], Correction | None] | LocalRule] = Slot
 
 
 class _Simple(LocalRule):
-    """A rule that is a function alone."""
+    """Adapts a function to a `LocalRule`."""
 
     def __init__(self, function: Callable[[LocalClient], Correction | None]) -> None:
         self.function = function
@@ -159,7 +159,7 @@ class _Simple(LocalRule):
 
 
 def local_rule(choice: Chosen) -> LocalRule:
-    """The chosen rule; PluginError if there is none, or a class that is no `LocalRule`."""
+    """The chosen rule; PluginError if it does not exist or is a class that is no `LocalRule`."""
     made = LOCAL_RULES.make(choice)
     if isinstance(made, LocalRule):
         return made

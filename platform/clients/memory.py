@@ -1,4 +1,4 @@
-"""Peak memory of the present process or device, measured over one piece of work."""
+"""Peak memory of the current process or device during one task."""
 
 import os
 from functools import cache
@@ -8,7 +8,7 @@ import torch
 
 @cache
 def _proc(name: str, flags: int, pid: int) -> int | None:
-    """A process's file, opened once: opening it for every client costs more than reading it."""
+    """The descriptor of a file of /proc, opened once: opening it per client costs more than reading it."""
     try:
         return os.open(f"/proc/{pid}/{name}", flags)
     except OSError:
@@ -16,9 +16,9 @@ def _proc(name: str, flags: int, pid: int) -> int | None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Starts a new measurement; on the CPU Linux's resident high-water mark is set back.
+    """Starts a new measurement; on the CPU it resets Linux's high-water mark of the resident set.
 
-    Without the right to do so, the mark is the process's peak so far: an upper bound.
+    Without permission to reset it, the measurement is the process's peak so far, an upper bound.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -29,7 +29,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak since the last reset: allocated device memory on a GPU, the process's resident set on the CPU."""
+    """Peak bytes since the last reset: allocated device memory on a GPU, the process's resident set on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     file = _proc("status", os.O_RDONLY, os.getpid())

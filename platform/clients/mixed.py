@@ -1,4 +1,4 @@
-"""A network of mixed operations: the options that a search keeps of a supernet, added up."""
+"""Networks of mixed operations: each layer sums the outputs of the operators of a subspace."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +15,17 @@ from fedloom.tiers.costs import size_of
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The supernet's kept options (all if none are given), added up with weight 1, or with those of `mix`."""
+class MixedNetwork:
+    """The operators of a subspace (None: all), summed with weight 1 or with the weights that `mix` returns."""
 
-    kept: Subspace | None = None
+    subspace: Subspace | None = None
     mix: Callable[[], Tensor] | None = field(default=None, compare=False)
 
     def on(self, worker: Worker, assignment: Assignment | None = None) -> Network:
-        """See `Described.on`; the same for every assignment."""
+        """The network; it does not depend on the assignment."""
         del assignment
         space, module = summing_options(worker.space, "this network"), worker.supernet
-        used, mix = space.largest_subspace if self.kept is None else self.kept, self.mix
+        used, mix = space.largest_subspace if self.subspace is None else self.subspace, self.mix
         return Network(
             module,
             lambda x: cast(Tensor, module(x, used, None if mix is None else mix())),
@@ -36,9 +36,9 @@ class Kept:
         )
 
     def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
-        """See `Countable.account`."""
         del assignment
-        used = summing_options(worker.space, "this network").largest_subspace if self.kept is None else self.kept
+        space = summing_options(worker.space, "this network")
+        used = space.largest_subspace if self.subspace is None else self.subspace
         size, parameters = (size_of(worker.space.cost_table(m), used) for m in ("bytes", "parameters"))
         macs = size_of(worker.spec.macs_table, used) * sum(batches)
         return Account(macs, size, int(parameters), subspace=subspace_id(used))

@@ -1,6 +1,6 @@
-"""The network that a client trains or scores: a part of the worker's supernet, or a subnet of its own.
+"""The network that a client trains or scores: a part of the worker's supernet, or a stand-alone subnet.
 
-A `Described` network is what travels in a task; on a worker it becomes a `Network` in one of the worker's modules.
+A task holds a `Described` network; on a worker it becomes a `Network`, loaded into one of the worker's modules.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Network:
-    """A network in one of the worker's modules, which are re-used: it is loaded before each use.
+    """A network in one of the worker's modules; because modules are re-used, its weights are loaded before each use.
 
     Attributes:
-        forward: logits of a batch.
-        slices: its tensors, and where they lie in a bag of weights.
-        macs: of one sample, forward.
-        architecture, subspace: what it is, as it stands in the tables, if it is one or the other.
+        forward: returns the logits of a batch.
+        slices: its tensors by name, as slices of the weights that are loaded.
+        macs: MACs of the forward pass of one sample.
+        architecture, subspace: its id in the tables, if it is an architecture or a subspace.
         kept: the options of a searched network, None for a fixed one.
-        passes: forward and backward passes per batch of training.
+        passes: forward and backward passes per training batch.
     """
 
     module: nn.Module
@@ -43,28 +43,28 @@ class Network:
 
     @property
     def name(self) -> str:
-        """What it is, as measurements call it."""
+        """Its id in measurements."""
         return self.architecture or self.subspace or ""
 
     def parameters(self, worker: Worker) -> int:
-        """How many scalars of it are trained."""
+        """The number of trained scalars."""
         tensors = worker.tensors_of(self.module)
         return sum(tensors[name].numel() for name in self.slices if tensors[name].requires_grad)
 
     def macs_of(self, figures: Trained) -> float:
-        """Forward, over all samples that training saw."""
+        """MACs of the forward passes over all samples seen in training."""
         return self.macs * figures.seen_samples
 
     def seen(self, figures: Trained) -> Mapping[str, int]:
-        """Of the samples that training saw, those that went through each tensor."""
+        """Per tensor, the number of samples seen in training that went through it."""
         return dict.fromkeys(self.slices, figures.seen_samples)
 
 
 @dataclass(frozen=True)
 class Account:
-    """What training a network would cost, counted without training: MACs (forward), bytes of its tensors, parameters.
+    """The cost of training a network, counted without training: forward MACs, bytes of its tensors, parameters.
 
-    `architecture` and `subspace` as of `Network`.
+    `architecture` and `subspace` are those of `Network`.
     """
 
     macs: float
@@ -75,30 +75,30 @@ class Account:
 
 
 class Described(Protocol):
-    """Which network a client trains or scores: plain data from which a worker makes it."""
+    """Plain data from which a worker makes the network that a client trains or scores."""
 
     def on(self, worker: Worker, assignment: Assignment) -> Network:
-        """The network as one of the worker's modules has it."""
+        """The network in one of the worker's modules."""
         ...
 
 
 class Countable(Described, Protocol):
-    """A network of which it is known beforehand what its training costs."""
+    """A network whose training cost is known in advance."""
 
     def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
-        """What training on batches of these sizes costs."""
+        """The cost of training on batches of these sizes."""
         ...
 
 
 @dataclass(frozen=True)
 class Subnet:
-    """A subnet of the supernet, trained in its slices or, if `stand_alone`, with tensors of its own."""
+    """A subnet, trained in its slices of the supernet or, if `stand_alone`, with tensors of its own."""
 
     architecture: Architecture
     stand_alone: bool = False
 
     def on(self, worker: Worker, assignment: Assignment | None = None) -> Network:
-        """See `Described.on`; the same for every assignment."""
+        """The network; it does not depend on the assignment."""
         del assignment
         module = worker.subnet(self.architecture)
         return Network(
@@ -110,7 +110,6 @@ class Subnet:
         )
 
     def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
-        """See `Countable.account`."""
         del assignment
         size, parameters = (worker.space.cost_table(m).cost(self.architecture) for m in ("bytes", "parameters"))
         macs = worker.spec.macs_table.cost(self.architecture) * sum(batches)
@@ -118,7 +117,7 @@ class Subnet:
 
 
 def subnet_slices(worker: Worker, architecture: Architecture, stand_alone: bool) -> SliceMap:
-    """Where the subnet's tensors lie in the shared weights: in the supernet's, or under their own names."""
+    """The subnet's slices of the shared weights: of the supernet's tensors, or whole tensors under their own names."""
     if not stand_alone:
         return worker.space.slices(architecture)
     return {name: Slice(name) for name in worker.tensors_of(worker.subnet(architecture))}

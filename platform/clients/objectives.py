@@ -1,4 +1,4 @@
-"""What is minimised and measured: the loss of a batch, its metric, and which targets count."""
+"""Objectives: the loss of a batch, its metrics, and which targets count."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -12,23 +12,23 @@ from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming, is_impo
 from fedloom.platform.settings import ONE_OR_MORE
 
 IGNORED = -100
-"""The target of a position that is no position (the padding of a text): neither loss nor metric counts it."""
+"""The target of padding in a text; loss and metrics ignore it."""
 
 
 class Objective:
     """Cross entropy and accuracy over the targets that count: one per image, one per position of a text.
 
-    Outputs are logits (B, classes) or (B, classes, T), targets (B,) or (B, T). A subclass changes what it needs to;
-    keyword parameters of its constructor are options (`objective.options.NAME`).
+    Outputs are logits (B, classes) or (B, classes, T), targets (B,) or (B, T). Subclasses override single methods; the
+    keyword parameters of their constructors are options (`objective.options.NAME`).
     """
 
     def for_client(self, targets: Tensor) -> "Objective":
-        """The objective of a client with these training targets; the same for all, if it does not depend on them."""
+        """The objective of a client with these training targets; by default the same for all clients."""
         del targets
         return self
 
     def targets(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs and targets as loss and metric take them; targets of `IGNORED` do not count."""
+        """The outputs and targets that loss and metrics are computed on; targets equal to `IGNORED` do not count."""
         return outputs, targets
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -40,27 +40,27 @@ class Objective:
         return F.cross_entropy(*self.targets(outputs, targets), reduction="sum", ignore_index=IGNORED)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of every target by itself; 0 for those that do not count."""
+        """The loss of every single target; 0 for those that do not count."""
         return F.cross_entropy(*self.targets(outputs, targets), reduction="none", ignore_index=IGNORED)
 
     def metric_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """How many of the targets that count are right: what becomes the accuracy."""
+        """The number of correct predictions among the targets that count; divided by their number, the accuracy."""
         outputs, targets = self.targets(outputs, targets)
         return (outputs.argmax(dim=1) == targets).sum()
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | int:
-        """How many targets count."""
+        """The number of targets that count."""
         _, targets = self.targets(outputs, targets)
         return len(targets) if targets.dim() == 1 else (targets != IGNORED).sum()
 
     def more(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
-        """Sums of further metrics over the targets that count, by name; they are measured in evaluations alone."""
+        """Sums of further metrics over the targets that count, by name; only evaluations measure them."""
         del outputs, targets
         return {}
 
 
 class LastPosition(Objective):
-    """A text's last position alone counts, as in LEAF's next-character task (Caldas et al. 2018)."""
+    """Only a text's last position counts, as in LEAF's next-character task (Caldas et al. 2018)."""
 
     def targets(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if targets.dim() != 2:
@@ -75,9 +75,9 @@ class LastPosition(Objective):
 
 
 class MaskedClasses(Objective):
-    """A client trains on the classes that it has: the logits of all others are left out of its loss (HeteroFL).
+    """A client's loss ignores the logits of the classes that are absent from its data (HeteroFL).
 
-    What is measured on other data is measured over all classes. Source: Diao et al. 2021, Sec. 3 (masking trick).
+    Evaluation uses all classes. Source: Diao et al. 2021, Sec. 3 (masking trick).
     """
 
     def __init__(self, present: Tensor | None = None) -> None:
@@ -96,7 +96,7 @@ class MaskedClasses(Objective):
 
 
 class TopK(Objective):
-    """Cross entropy, and beside accuracy the share of targets among the k largest logits (metric `top_k`)."""
+    """Cross entropy and accuracy, and as a further metric (`top_k`) the share of targets among the k largest logits."""
 
     def __init__(self, *, k: Annotated[int, ONE_OR_MORE, "how many of the largest logits count"] = 5) -> None:
         self.k = k
@@ -117,9 +117,9 @@ CLASSIFICATION = Chosen("classification")
 
 
 def check_objective(choice: Chosen, targets: Tensor, num_classes: int) -> None:
-    """Tries an objective on these targets and made-up logits.
+    """Tests an objective on these targets and random logits.
 
-    Raises ValueError for one that does not fit the data, PluginError for a user's own that does not do its work.
+    Raises ValueError for an objective that does not fit the data, PluginError for a user's objective that fails.
     """
     objective = OBJECTIVES.make(choice)
     own = is_import_path(choice.name)

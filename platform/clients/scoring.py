@@ -1,4 +1,4 @@
-"""What is measured of networks: loss and metrics on the server's or a client's own data, and latency."""
+"""Scoring of networks: loss and metrics on the server's or a client's data."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
     from fedloom.platform.clients.worker import Worker
 
 PERSONAL, GLOBAL = "personal", "global"
-"""How the tables call a client's own model and the shared one."""
+"""The names of a client's own model and the shared model in the tables."""
 
 CALIBRATION_SAMPLES = 512
-"""Unlabelled validation samples from which a subnet's running statistics are estimated before it is scored."""
+"""Number of unlabelled validation samples for estimating a subnet's running statistics before it is scored."""
 
 LARGEST_EXPONENT = 700.0
-"""e to this is still a number: a diverged model has a perplexity, too."""
+"""Bound of the exponent of e, so that a diverged model's perplexity stays finite."""
 
 
 def score_loaded(worker: Worker, assignment: Assignment, network: Network, data: Samples) -> Score:
-    """Loss and metrics of the network as it is in the worker's module."""
+    """Loss and metrics of a network that is loaded in the worker's module."""
     worker.set_mode(network.module, training=False)
-    # The operator `noise` draws whenever it is called.
+    # The operator `noise` draws random numbers in evaluation mode, too.
     generator = torch_stream(worker.spec.training_seed, "score", *places_of(assignment))
     with worker.randomness(network.module, generator):
         return evaluate(network.forward, data, worker.objective)
 
 
 def score_network(worker: Worker, assignment: Assignment, network: Network, weights: Weights, data: Samples) -> Score:
-    """Loss and metrics of the network with these weights."""
+    """Loss and metrics of a network with these weights."""
     worker.load(network.module, weights, network.slices)
     return score_loaded(worker, assignment, network, data)
 
 
 def measurements_of(model: str, name: str, split: str | None, score: Score) -> tuple[Measurement, ...]:
-    """Loss and metrics of a score; `name` is the architecture as it stands in the tables."""
+    """The measurements of a score; `name` is the architecture's id in the tables."""
     values = {"loss": score.loss, "accuracy": score.metric, **score.more}
     if score.per_position:
         values["perplexity"] = math.exp(min(score.loss, LARGEST_EXPONENT))
@@ -60,7 +60,7 @@ def measurements_of(model: str, name: str, split: str | None, score: Score) -> t
 
 
 def calibration_samples(worker: Worker) -> Tensor:
-    """Evenly spaced samples of the server's validation data, without labels; kept, as every subnet needs them."""
+    """Evenly spaced inputs of the server's validation data, cached because every subnet needs them."""
     if worker.calibration is None:
         x, _ = worker.central_data("validation")
         if len(x) == 0:
@@ -73,7 +73,7 @@ def calibration_samples(worker: Worker) -> Tensor:
 
 
 def loaded_subnet(worker: Worker, subnet: Subnet, weights: Weights) -> nn.Module:
-    """The module of a subnet in evaluation mode, with its tensors copied from the shared weights."""
+    """A subnet's module in evaluation mode, with its tensors copied from the shared weights."""
     network = subnet.on(worker)
     worker.load(network.module, weights, network.slices)
     worker.set_mode(network.module, training=False)
@@ -81,9 +81,9 @@ def loaded_subnet(worker: Worker, subnet: Subnet, weights: Weights) -> nn.Module
 
 
 def scored_subnet(worker: Worker, subnet: Subnet, weights: Weights) -> nn.Module:
-    """As `loaded_subnet`, ready to be scored.
+    """Like `loaded_subnet`, with running statistics that fit the subnet.
 
-    Cut from a supernet, batch norms get statistics of their own; a model trained alone has its own already.
+    The batch norms of a slice of the supernet get re-estimated statistics; a stand-alone model has its own already.
     """
     module = loaded_subnet(worker, subnet, weights)
     if not subnet.stand_alone and worker.space.keeps_statistics:
@@ -94,7 +94,10 @@ def scored_subnet(worker: Worker, subnet: Subnet, weights: Weights) -> nn.Module
 def subnet_scorer(
     worker: Worker, weights: Weights, version: str
 ) -> Callable[[Architecture], Callable[[Tensor], Tensor]]:
-    """From an architecture to its forward pass: through the one supernet module where subnets are whole parts of it."""
+    """Returns a function from an architecture to its forward pass.
+
+    The supernet module computes it if subnets hold whole tensors, otherwise the subnet's own module.
+    """
     if not worker.space.slices_tensors:
         module = worker.load_whole(weights, version)
         worker.set_mode(module, training=False)
@@ -104,9 +107,9 @@ def subnet_scorer(
 
 @dataclass(frozen=True)
 class ScoreSubnets:
-    """Scores subnets of the shared supernet on validation data: all of the server's, or one client's.
+    """Scores subnets of the shared supernet on a split of the server's or of one client's data.
 
-    `sent_bytes` is what a client received for it (the union of the candidates, in federated search).
+    `sent_bytes` is the size of the download (in federated search, of the union of the candidates).
     """
 
     architectures: tuple[Architecture, ...]
@@ -116,7 +119,7 @@ class ScoreSubnets:
     sent_bytes: int = 0
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """Scores every architecture; one measurement of each metric."""
+        """Scores every architecture, with one measurement per metric."""
         forward_of = subnet_scorer(worker, weights, self.version)
         if assignment.client_id is None:
             data = worker.central_data(self.split, self.share)
@@ -131,7 +134,7 @@ class ScoreSubnets:
             samples=len(data[1]),
             macs=macs,
             bytes_down=self.sent_bytes,
-            # Each client answers with a loss and a metric per candidate.
+            # Each client sends a loss and a metric per candidate, 8 bytes each.
             bytes_up=8 * len(measurements) if self.sent_bytes else 0,
             measurements=tuple(measurements),
             clock_factor=EVALUATION_FACTOR,
@@ -140,14 +143,14 @@ class ScoreSubnets:
 
 @dataclass(frozen=True)
 class ScoreSubnet:
-    """Scores one subnet on the server's data or on a client's own share of a split."""
+    """Scores one subnet on the server's data or on a client's part of a split."""
 
     subnet: Subnet
     model: str
     split: str
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """Scores the subnet; one measurement of each metric."""
+        """Scores the subnet, with one measurement per metric."""
         module, architecture = scored_subnet(worker, self.subnet, weights), self.subnet.architecture
         client_id = assignment.client_id
         data = worker.central_data(self.split) if client_id is None else worker.client_data(client_id, self.split)

@@ -1,4 +1,4 @@
-"""Subspaces: which operators travel to a client under a communication budget (FedorAS, Sec. 3.1, Eq. 1)."""
+"""Subspaces: the operators that are sent to a client within its communication budget (FedorAS, Sec. 3.1, Eq. 1)."""
 
 import math
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ class SizedSpace(Protocol):
     """A space that knows the sizes of its options."""
 
     def cost_table(self, measure: str) -> CostTable:
-        """The measure `parameters` or `bytes` of the fixed part and of each option."""
+        """The sizes of the fixed part and of each option in `parameters` or `bytes`."""
         ...
 
 
 @dataclass(frozen=True)
 class CommunicationBudget:
-    """How much may travel to one client: a fraction of the supernet's parameters, or parameters, or bytes.
+    """The limit on what is sent to one client: a fraction of the supernet's parameters, or parameters, or bytes.
 
     Raises:
         ValueError: an unknown unit, a value that is not positive, or a fraction above one.
@@ -39,7 +39,7 @@ class CommunicationBudget:
             raise ValueError(f"a communication budget in {self.unit} must be {allowed}, given {self.value}")
 
     def resolve(self, space: SizedSpace) -> tuple[CostTable, float]:
-        """The table of sizes to count with, and the limit in its unit."""
+        """The table of sizes and the limit in the table's unit."""
         if self.unit == "bytes":
             return space.cost_table("bytes"), self.value
         table = space.cost_table("parameters")
@@ -57,8 +57,8 @@ def sample_subspace(
 ) -> Subspace:
     """Drops operators in uniformly random order until the fixed part and the kept operators are within the limit.
 
-    Operators of size zero are always kept, and an operator is kept if without it no path that is within the limit
-    (in the unit of `size_table`) and within the client's `train_budget` (in the unit of `cost_table`) would remain.
+    Operators of size zero are always kept. An operator is also kept if dropping it would leave no path within both the
+    limit (in the unit of `size_table`) and the client's `train_budget` (in the unit of `cost_table`).
 
     Raises:
         ValueError: no path is within the limit, the training budget, or both.
@@ -74,8 +74,8 @@ def sample_subspace(
         if total <= limit:
             break
         layer, option = prunable[index]
-        # Whether an operator can be spared never turns from no to yes as others go: one pass is enough, and it ends
-        # within the limit, because an operator that must stay lies on every path that remains.
+        # One pass is enough, because an operator that cannot be dropped now cannot be dropped when fewer remain. The
+        # pass ends within the limit, because such an operator lies on every feasible path that remains.
         rest = [other for other in kept[layer] if other != option]
         if rest and paths.exists_with(layer, rest):
             kept[layer] = rest
@@ -89,7 +89,7 @@ Pair = tuple[float, float]
 
 
 class _Paths:
-    """Whether the operators kept so far still hold a path that is within the size limit and the training budget."""
+    """Decides whether the operators kept so far contain a path within the size limit and the training budget."""
 
     def __init__(self, sizes: CostTable, limit: float, costs: CostTable | None, budget: float) -> None:
         self._sizes, self._limit = sizes, limit
@@ -105,13 +105,14 @@ class _Paths:
         self._rows = [list(row) for row in self._pairs]
 
     def _training_cost(self, cost: float) -> float:
-        # Of a peak nothing adds up: an operator within the budget is free, one beyond it is never used.
+        # Costs reduced by a maximum (peak memory) do not add up: operators within the budget are free, others are never
+        # used.
         if self._costs is not None and self._costs.reduce == "max":
             return 0.0 if cost <= self._budget else math.inf
         return cost
 
     def check(self, kept: list[list[int]]) -> None:
-        """Raises ValueError if the whole space holds no path within the limits."""
+        """Raises ValueError if the whole space has no path within the limits."""
         least_size = _total(self._fixed, self._lean)[0]
         unit = self._sizes.measure
         if not least_size <= self._limit:
@@ -134,7 +135,7 @@ class _Paths:
             )
 
     def exists_with(self, layer: int, options: list[int]) -> bool:
-        """Whether a path remains if the layer keeps these options alone."""
+        """Whether a feasible path remains if the layer keeps only these options."""
         row = [self._pairs[layer][option] for option in options]
         leanest = _total(self._fixed, [*self._lean[:layer], min(row), *self._lean[layer + 1 :]])
         cheapest = _total(self._fixed, [*self._cheap[:layer], min(row, key=_cost_first), *self._cheap[layer + 1 :]])
@@ -145,12 +146,12 @@ class _Paths:
         return self._search([*self._rows[:layer], row, *self._rows[layer + 1 :]])
 
     def restrict(self, layer: int, options: list[int]) -> None:
-        """Lets the layer keep these options alone."""
+        """Drops all other options of the layer."""
         row = [self._pairs[layer][option] for option in options]
         self._rows[layer], self._lean[layer], self._cheap[layer] = row, min(row), min(row, key=_cost_first)
 
     def _search(self, rows: list[list[Pair]]) -> bool:
-        # Where the smallest operators are not the cheapest, only the Pareto front of partial paths decides.
+        # The smallest operators need not be the cheapest, so the search keeps the Pareto front of partial paths.
         front = [self._fixed]
         for row in rows:
             sums = sorted({(size + s, cost + c) for size, cost in front for s, c in row})
@@ -166,7 +167,7 @@ def _cost_first(pair: Pair) -> Pair:
 
 
 def _total(fixed: Pair, pairs: list[Pair]) -> Pair:
-    # Added in the order of `CostTable.cost`, so that both round alike.
+    # Added in the same order as in `CostTable.cost`, for the same floating-point rounding.
     size, cost = fixed
     for more_size, more_cost in pairs:
         size += more_size

@@ -1,4 +1,4 @@
-"""The one client trainer: local training of a network by a local rule, and what a client sends of it."""
+"""The client trainer: local training of a network with a local rule, and the update that the client sends."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a local rule sends beside the model: tensors by their shared names, their places and weights.
+    """What a local rule sends with the model: tensors by their shared names, their slices and weights.
 
-    A weight of None is that of the model's own tensors.
+    A weight of None stands for the largest weight of the model's own tensors.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -59,10 +59,10 @@ class TrainedNetwork:
     """A network after local training.
 
     Attributes:
-        tensors: its tensors by name: those of the worker's module, until another network is loaded into it.
-        momentum: SGD's buffers of the parameters that have one.
-        parameters: how many scalars were trained.
-        sent, state: what the local rule sends beside the model, and what it keeps with the client.
+        tensors: the worker's module's tensors by name, valid until another network is loaded into the module.
+        momentum: SGD's momentum buffers by parameter, where there is one.
+        parameters: the number of trained scalars.
+        sent, state: what the local rule sends with the model, and its state for the client.
     """
 
     network: Network
@@ -75,20 +75,20 @@ class TrainedNetwork:
 
     @property
     def macs(self) -> float:
-        """Forward, over all samples that were seen."""
+        """MACs of the forward passes over all samples seen."""
         return self.network.macs_of(self.figures)
 
     def checked(self) -> TrainedNetwork:
-        """The same; TaskError for tensors that are not finite, as the last step may leave them after a finite loss."""
+        """Returns itself; raises TaskError for tensors that are not finite (possible after a finite last loss)."""
         broken = first_not_finite(self.tensors)
         if broken is not None:
             raise TaskError(f"the trained network is not finite (first in {broken})")
         return self
 
     def copied(self) -> TrainedNetwork:
-        """The same with tensors of its own: the module trains another network next.
+        """A copy with tensors of its own, needed when the module is re-used for another network.
 
-        Raises TaskError for tensors that are not finite: then what the client keeps stays as it was.
+        Raises TaskError for tensors that are not finite, so that the client's state stays unchanged.
         """
         self.checked()
         return replace(self, tensors={name: tensor.detach().clone() for name, tensor in self.tensors.items()})
@@ -117,13 +117,13 @@ def train_network(
     momentum: Mapping[str, Tensor] | None = None,
     step: Callable[[SGD], Step] = lambda sgd: sgd,
 ) -> TrainedNetwork:
-    """Local training from `weights`; whatever networks an assignment trains, all see the same batches.
+    """Trains a network locally from `weights`; all networks that an assignment trains see the same batches.
 
     Args:
         rule: the local rule.
-        correct: a correction of the gradients, instead of the rule's.
-        momentum: SGD's buffers from an earlier training.
-        step: puts more into a training step than SGD over the network's parameters.
+        correct: a correction of the gradients that replaces the rule's.
+        momentum: SGD's momentum buffers from an earlier training.
+        step: wraps the SGD step over the network's parameters, for example to update further variables.
 
     Raises TaskError if the training diverged.
     """
@@ -153,7 +153,7 @@ def train_network(
 
 
 def received(worker: Worker, network: Network, weights: Weights) -> dict[str, Tensor]:
-    """The network's tensors as they were received, on the worker's device; only to be read."""
+    """The network's tensors as received, on the worker's device; read-only."""
     return {name: tensor.to(worker.device) for name, tensor in extract(weights, network.slices).items()}
 
 
@@ -182,7 +182,7 @@ def _local_client(
 
 
 def update_of(trained: TrainedNetwork, num_samples: int, weighting: Chosen = FEDAVG, share: float = 1.0) -> Update:
-    """What is sent of a trained network: all of its tensors, and what the local rule sends beside them."""
+    """The update of a trained network: all of its tensors, and those that the local rule sends."""
     figures = trained.figures
     work = Work(num_samples, figures.seen_samples, trained.network.seen(figures), share)
     weights = {name: share * weight for name, weight in weighting_rule(weighting)(work).items()}
@@ -196,7 +196,7 @@ def with_more(
     slices: Mapping[str, Slice] | None = None,
     weights: Mapping[str, float | None] | None = None,
 ) -> Update:
-    """The update with more tensors; whole ones that count as much as the network's own, unless said otherwise."""
+    """The update with further tensors; by default whole ones, with the largest weight of the update's tensors."""
     if not tensors:
         return update
     most, given = max(update.weights.values()), weights or {}
@@ -206,7 +206,7 @@ def with_more(
 
 
 def trained_outcome(trained: TrainedNetwork, num_samples: int, update: Update) -> Outcome:
-    """A round that trains the shared model: what is received is what is sent, and the local rule's state is kept."""
+    """The outcome of a round that trains the shared model: the client receives and sends the same tensors."""
     size_bytes, figures = bytes_of(update.tensors), trained.figures
     return Outcome(
         update=update,
@@ -227,14 +227,14 @@ def trained_outcome(trained: TrainedNetwork, num_samples: int, update: Update) -
 
 @dataclass(frozen=True)
 class Train:
-    """Trains a network on the client's data and sends all of it: FedAvg's client, whatever is averaged of it.
+    """Trains a network on the client's data and sends all of its tensors: the client of FedAvg.
 
     Attributes:
-        weighting: how much the client's tensors count (`averaging.weighting`).
-        share: what the server lets the client count beside that.
+        weighting: the weighting rule of the client's tensors (`averaging.weighting`).
+        share: the client's share, a factor of these weights set by the server.
         rule: the local rule.
-        joined: whether validation data joins the training data.
-        scored: whether the trained network is scored on the client's validation data, if it has not joined.
+        joined: whether to train on the validation data as well.
+        scored: whether to score the trained network on the client's validation data (unless `joined`).
     """
 
     network: Countable
@@ -246,7 +246,7 @@ class Train:
     scored: bool = False
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The update holds every tensor of the network."""
+        """Trains the network; the update holds all of its tensors."""
         network = self.network.on(worker, assignment)
         data = client_samples(worker, assignment, joined=self.joined)
         trained = train_network(worker, assignment, network, weights, data, self.local, rule=self.rule)
@@ -255,7 +255,7 @@ class Train:
         return replace(trained_outcome(trained, len(data[1]), update), measurements=scores)
 
     def account(self, worker: Worker, assignment: Assignment) -> Outcome:
-        """The figures of `run` without training."""
+        """The costs of `run`, counted without training."""
         batches = batch_sizes(worker.data.size(client_of(assignment), "train"), self.local)
         cost = self.network.account(worker, assignment, batches)
         return Outcome(
@@ -273,7 +273,7 @@ class Train:
 def validation_scores(
     worker: Worker, assignment: Assignment, network: Network, model: str = GLOBAL
 ) -> tuple[Measurement, ...]:
-    """Loss and accuracy of the network in the worker's module on the client's own validation data."""
+    """Loss and metrics of the loaded network on the client's validation data; empty if it has none."""
     data = worker.client_data(client_of(assignment), "validation")
     if len(data[1]) == 0:
         return ()

@@ -1,4 +1,4 @@
-"""Local training: SGD over a client's samples, with whatever forward pass and correction the method asks for."""
+"""Local training: SGD over a client's samples, with the method's forward pass and gradient correction."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Samples = tuple[Tensor, Tensor]
 """Inputs (n, ...) and targets (n,) or (n, T)."""
 
 Correction = Callable[[str, Tensor, Tensor], None]
-"""Changes a parameter's gradient in place before a step: of (name, parameter, gradient)."""
+"""Changes a parameter's gradient in place before a step; called with (name, parameter, gradient)."""
 
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """One client's local training in one round; `loss_norm` asks for that figure of `Trained`."""
+    """Hyper-parameters of a client's local training in one round; `loss_norm` asks for `Trained.loss_norm`."""
 
     epochs: int
     batch_size: int
@@ -41,9 +41,9 @@ class LocalSGD:
 
 @dataclass(frozen=True)
 class Trained:
-    """What local training saw: optimiser steps, samples (epochs times the client's own), mean loss and accuracy.
+    """Results of local training: optimiser steps, samples seen (epochs * n_k), mean loss and accuracy.
 
-    `loss_norm` is the root of the mean squared loss of single targets, None unless asked for.
+    `loss_norm` is the root mean square of the single targets' losses, None unless asked for.
     """
 
     steps: int
@@ -54,16 +54,16 @@ class Trained:
 
 
 def batch_indices(num_samples: int, batch_size: int, epochs: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Index batches over freshly shuffled epochs, of the sizes that `epoch_sizes` gives."""
+    """Yields batches of indices, reshuffled every epoch, with the sizes of `epoch_sizes`."""
     sizes = epoch_sizes(num_samples, batch_size)
     for _ in range(epochs):
         yield from torch.split(torch.randperm(num_samples, generator=generator), sizes)
 
 
 def epoch_sizes(num_samples: int, batch_size: int) -> list[int]:
-    """The sizes of an epoch's batches: the last may be smaller, and a rest of one sample joins the batch before it.
+    """The sizes of an epoch's batches: the last may be smaller; a single remaining sample joins the batch before it.
 
-    One sample on a 1x1 map has no variance: batch norms cannot train on it.
+    Batch norms cannot train on a single sample with a 1x1 feature map, because it has no variance.
     """
     full, rest = divmod(num_samples, batch_size)
     if rest == 1 and full:
@@ -72,12 +72,12 @@ def epoch_sizes(num_samples: int, batch_size: int) -> list[int]:
 
 
 def batch_sizes(num_samples: int, local: LocalSGD) -> list[int]:
-    """The sizes of the batches that `batch_indices` gives."""
+    """The sizes of the batches of `batch_indices` over all epochs."""
     return epoch_sizes(num_samples, local.batch_size) * local.epochs
 
 
 def endless_batches(data: Samples, local: LocalSGD, generator: torch.Generator) -> Iterator[Samples]:
-    """Batches in random order, shuffled anew whenever all samples were seen; augmented as in training."""
+    """Yields batches without end, reshuffled after every pass over the samples and augmented as in training."""
     augment = augmentation(local.augment)
     while True:
         for index in batch_indices(len(data[1]), local.batch_size, 1, generator):
@@ -93,17 +93,17 @@ def _taken(data: Samples, index: Tensor) -> Samples:
 
 @contextmanager
 def own_randomness(generator: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Dropout draws from torch's global generators: for the block they are seeded as `generator` was, then put back."""
+    """Seeds torch's global generators, which dropout draws from, with `generator`'s seed; restores them on exit."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(generator.initial_seed())
         yield
 
 
 class Step(Protocol):
-    """What follows the backward pass of a batch."""
+    """The update that follows a batch's backward pass."""
 
     def step(self) -> None:
-        """Uses up the gradients."""
+        """Applies the gradients and clears them."""
         ...
 
 
@@ -121,12 +121,12 @@ def train_locally(
 
     Args:
         forward: maps a batch (B, ...) to logits (B, classes) or (B, classes, T); may choose another path at every call.
-        optimizer: what a step does; parameters that a batch's path does not touch have no gradient.
+        optimizer: makes a step per batch; parameters outside the batch's path have no gradient.
         data: all samples on the device.
         local: hyper-parameters.
-        generator: shuffles and augments; on the CPU whatever the device.
+        generator: shuffles and augments; always a CPU generator.
         objective: loss, metric, and which targets count.
-        passes: forward and backward passes per batch; their gradients are added up (progressive shrinking's subnets).
+        passes: forward and backward passes per batch; their gradients are summed (subnets of progressive shrinking).
     """
     augment, seen = augmentation(local.augment), _Seen(data[0].device, local.loss_norm)
     steps = 0
@@ -146,7 +146,7 @@ def train_locally(
 
 @dataclass
 class _Seen:
-    """Figures of the batches; they stay on the device: one synchronisation per client, not one per step."""
+    """Losses and metrics of the batches, left on the device: one synchronisation per client, not one per step."""
 
     device: torch.device
     norm: bool
@@ -177,10 +177,10 @@ class _Seen:
 
 
 class SGD:
-    """SGD with momentum, weight decay and clipping over the parameters that the last backward pass reached.
+    """SGD with momentum, weight decay and clipping over the parameters with a gradient.
 
-    The arithmetic is torch's own `sgd`; an `Optimizer` object would go through all operators of a supernet at every
-    step, and its bookkeeping costs more than a small client's arithmetic.
+    It calls torch's functional `sgd`, because an `Optimizer` object visits all operators of a supernet at every step,
+    which costs more than a small client's arithmetic.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class SGD:
         correct: Correction | None = None,
         momentum: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`correct` changes every gradient that a step uses; `momentum` holds buffers of an earlier training."""
+        """`correct` changes every gradient before a step; `momentum` holds the buffers of an earlier training."""
         self.local, self.correct = local, correct
         self.names, self.parameters = tuple(parameters), tuple(parameters.values())
         self._buffers: dict[int, Tensor | None] = {}
@@ -201,12 +201,12 @@ class SGD:
 
     @property
     def momentum(self) -> dict[str, Tensor]:
-        """The buffers of those parameters that have one."""
+        """The momentum buffers by parameter, where there is one."""
         return {self.names[i]: buffer for i, buffer in self._buffers.items() if buffer is not None}
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step; the gradients are gone afterwards, and what had none stays as it is (its momentum, too)."""
+        """Makes one step and clears the gradients; parameters without a gradient and their momentum do not change."""
         local = self.local
         touched = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         parameters = [self.parameters[i] for i in touched]
@@ -235,14 +235,14 @@ class SGD:
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """The gradient of a parameter that the backward pass reached."""
+    """The gradient of a parameter that has one."""
     assert parameter.grad is not None, "only parameters that were reached take a step"
     return parameter.grad
 
 
 @dataclass(frozen=True)
 class Score:
-    """Mean loss and accuracy over the targets of a number of samples (one per image, one per position of a text).
+    """Mean loss and accuracy over the targets of `samples` samples (one target per image, or per position of a text).
 
     `more` holds the objective's further metrics by name.
     """
@@ -264,7 +264,7 @@ def evaluate(forward: Callable[[Tensor], Tensor], data: Samples, objective: Obje
     correct = torch.zeros((), dtype=torch.int64, device=x.device)
     more: dict[str, Tensor] = {}
     targets = 0
-    if y.dim() > 1:  # logits of every position: a batch of texts is far larger than one of images
+    if y.dim() > 1:  # the logits of every position make a batch of texts far larger than one of images
         batch_size = max(1, batch_size // 8)
     for x_B, y_B in zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True):
         outputs = forward(x_B)
@@ -279,10 +279,10 @@ def evaluate(forward: Callable[[Tensor], Tensor], data: Samples, objective: Obje
 
 @torch.no_grad()
 def estimate_statistics(module: nn.Module, x: Tensor, batch_size: int = 128) -> None:
-    """Replaces the running statistics of the module's batch norms by those of `x` (n, ...), labels not needed.
+    """Replaces the running statistics of the module's batch norms by those of the inputs `x` (n, ...).
 
-    Every batch counts alike, as the cumulative mean of once-for-all's calibration (Cai et al. 2020). For stand-alone
-    modules: what a supernet holds is not to be changed by looking at one of its subnets.
+    Every batch has the same weight, as in the cumulative mean of once-for-all's calibration (Cai et al. 2020). Only for
+    stand-alone modules: evaluating a subnet must not change the supernet's statistics.
     """
     norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     momenta = [norm.momentum for norm in norms]
@@ -290,8 +290,8 @@ def estimate_statistics(module: nn.Module, x: Tensor, batch_size: int = 128) -> 
         norm.reset_running_stats()
         norm.momentum = None
         norm.train()
-    # Batches as even as can be: they count alike, and a rest of one sample may have no variance to estimate. Each takes
-    # every k-th sample: where samples come client by client, a run of them has less variance than the whole.
+    # The batches differ by at most one sample, because they have the same weight and a batch of one sample may have no
+    # variance. Each takes every k-th sample: if samples are grouped by client, consecutive ones have less variance.
     batches = math.ceil(len(x) / batch_size)
     for first in range(batches):
         module(x[first::batches])

@@ -1,4 +1,4 @@
-"""What a process that does clients' work holds: the space, the data, re-used modules. No Ray."""
+"""A worker: the space, the data and the re-used modules of a process that executes assignments. Independent of Ray."""
 
 import platform
 from collections import OrderedDict
@@ -23,15 +23,15 @@ from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.costs import CostTable
 
 SUBNETS_KEPT = 8
-"""Stand-alone modules kept for re-use; a client trains one, a final evaluation scores one after the other."""
+"""Number of stand-alone modules kept for re-use: a client trains one, a final evaluation scores many in turn."""
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Plain data from which any process builds the same worker.
+    """Plain data from which any process builds an identical worker.
 
-    `cost_table` is the measure that budgets are given in, `macs_table` counts MACs for the rows.
-    `training_seed` is the root of every stream that clients draw from.
+    `cost_table` has the measure of the budgets, `macs_table` counts MACs for the rows. `training_seed` is the root of
+    the clients' random streams.
     """
 
     space: SpaceConfig
@@ -44,13 +44,13 @@ class WorkerSpec:
     objective: Chosen = CLASSIFICATION
     device: str = "cpu"
     node: str = ""
-    """Where the worker runs, if that is more than a host."""
+    """The name of the worker's node; empty for the host name."""
     plugins: tuple[str, ...] = ()
-    """The modules of the user's own code that the run's configuration names."""
+    """The modules of the user's code that the configuration names."""
 
 
 class Worker:
-    """Does assignments one after the other with one supernet module and a few subnet modules, all re-used."""
+    """Executes assignments one after the other with one supernet module and a few subnet modules, all re-used."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -65,7 +65,7 @@ class Worker:
 
     @cached_property
     def objective(self) -> Objective:
-        """What is minimised and measured."""
+        """The objective of training and evaluation."""
         return OBJECTIVES.make(self.spec.objective)
 
     @cached_property
@@ -75,14 +75,14 @@ class Worker:
 
     @cached_property
     def data(self) -> FederatedData:
-        """The federated data set, memory-mapped once; ValueError if this node lacks it."""
+        """The federated data set, memory-mapped once; ValueError if it is missing on this node."""
         missing = self.missing_data()
         if missing is not None:
             raise ValueError(missing)
         return FederatedData.open(Path(self.spec.dataset_path), Path(self.spec.partition_path))
 
     def missing_data(self) -> str | None:
-        """One line on the first prepared folder that is not on this node, None if all are there."""
+        """An error message for the first prepared folder that is missing on this node, None if there is none."""
         for folder in (self.spec.dataset_path, self.spec.partition_path):
             if not Path(folder).is_dir():
                 return (
@@ -93,7 +93,7 @@ class Worker:
 
     @cached_property
     def supernet(self) -> nn.Module:
-        """The one supernet module; its tensors hold whatever was loaded last."""
+        """The supernet module; its tensors hold the weights that were loaded last."""
         return self.space.build_supernet().to(self.device)
 
     def subnet(self, architecture: Architecture) -> nn.Module:
@@ -108,26 +108,26 @@ class Worker:
         return self._subnets[architecture]
 
     def tensors_of(self, module: nn.Module) -> dict[str, Tensor]:
-        """Parameters and buffers of a module by name (looked up once)."""
+        """Parameters and buffers of a module by name (cached)."""
         if id(module) not in self._tensors:
             self._tensors[id(module)] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         return self._tensors[id(module)]
 
     def randomness(self, module: nn.Module, generator: torch.Generator) -> AbstractContextManager[None]:
-        """Where a module drops units or draws noise, a block in which that depends on the generator's seed alone."""
+        """A context in which a module's dropout and noise depend only on the generator's seed."""
         if id(module) not in self._draws:
             self._draws[id(module)] = any(draws_randomly(part) for part in module.modules())
         return own_randomness(generator, self.device) if self._draws[id(module)] else nullcontext()
 
     @staticmethod
     def set_mode(module: nn.Module, training: bool) -> None:
-        """Training or evaluation mode; a supernet has a thousand modules to visit, so only when it changes."""
+        """Sets the mode only when it changes, because a supernet has about a thousand submodules to visit."""
         if module.training != training:
             module.train(training)
 
     @torch.no_grad()
     def load(self, module: nn.Module, weights: Weights, slices: SliceMap) -> dict[str, Tensor]:
-        """Copies the slices of the shared weights into the module and returns the module's tensors, by name."""
+        """Copies the slices of the shared weights into the module and returns the module's loaded tensors by name."""
         if module is self.supernet_if_built:
             self._loaded = None
         tensors = self.tensors_of(module)
@@ -138,11 +138,11 @@ class Worker:
 
     @property
     def supernet_if_built(self) -> nn.Module | None:
-        """The supernet module, if it was needed so far."""
+        """The supernet module if it has been built, otherwise None."""
         return self.__dict__.get("supernet")
 
     def load_whole(self, weights: Weights, version: object) -> nn.Module:
-        """The supernet module with all shared weights, copied only when their version is new."""
+        """The supernet module with all shared weights, copied only when `version` changes."""
         if self._loaded != version or version is None:
             tensors = self.tensors_of(self.supernet)
             with torch.no_grad():
@@ -157,12 +157,12 @@ class Worker:
         return x.to(self.device), y.to(self.device)
 
     def central_data(self, split: str, share: float = 1.0) -> tuple[Tensor, Tensor]:
-        """The server's samples of a split; the last ones are kept, as all candidates of a search are scored on them."""
+        """The server's samples of a split, cached because a search scores all candidates on the same samples."""
         if self._central is not None and self._central[0] == (split, share):
             return self._central[1]
         rng = stream(self.spec.training_seed, "central_data", split)
         x, y = self.data.central(split, share=share, rng=rng)
         data = (x.to(self.device), y.to(self.device))
-        if split != "test":  # what is kept here would lie outside the lock on the test set
+        if split != "test":  # cached samples would bypass the lock on the test set
             self._central = ((split, share), data)
         return data

@@ -1,4 +1,4 @@
-"""Who gets which samples: by label distributions (LDA), uniformly, or by the clients that the data set came with."""
+"""Allocation of samples to clients: by label distributions (LDA), uniformly, or by the data set's natural clients."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ from fedloom.platform.seeding import stream
 
 
 def describe(config: DataConfig, dataset: Dataset, seed: int) -> Fields:
-    """Name, parameters and seed of the rule: with the data set, all that determines the partition."""
+    """Name, parameters and seed of the rule, which determine the partition of a data set."""
     uniform = "consecutive" if dataset.kind == "tokens" else "uniform"
     fields: Fields = {
         "name": {"lda": "lda_per_class", "iid": uniform, "natural": "natural"}[config.partition],
@@ -23,14 +23,14 @@ def describe(config: DataConfig, dataset: Dataset, seed: int) -> Fields:
     }
     if config.partition == "lda":
         fields["alpha"] = float(config.alpha)
-    # Absent where it is not used: partitions keep the hashes that they had before there was such a share.
+    # Left out if unused, so that the hashes of partitions from before this option stay valid.
     if config.test_share is not None:
         fields["test_share"] = float(config.test_share)
     return fields
 
 
 def check_enough(config: DataConfig, dataset: Dataset) -> None:
-    """Raises ValueError if there are more clients than the data set has training samples, or clients, for."""
+    """Raises ValueError if the data set has too few samples or natural clients, or does not fit `data.partition`."""
     if config.partition == "lda" and dataset.labels("train").ndim > 1:
         raise ValueError(f"data.partition=lda: {dataset.name} has no class labels to draw by; use iid or natural")
     if config.partition == "natural":
@@ -60,18 +60,18 @@ def _check_natural(config: DataConfig, dataset: Dataset) -> None:
 
 
 def _natural_clients(dataset: Dataset) -> IntArray:
-    """Places in `dataset.client_names` of those with training samples, hence in order of their names.
+    """Indices into `dataset.client_names` of the clients with training samples, in order of their names.
 
-    One that has a single sample trains on it and validates nothing.
+    A client with a single sample trains on it and has no validation data.
     """
     counts = np.bincount(dataset.clients("train"), minlength=len(dataset.client_names))
     return np.flatnonzero(counts > 0)
 
 
 def allocate(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
-    """The partition's arrays: per split the flat indices and the clients' offsets, and what the rule has to tell.
+    """The partition's arrays: per split the flat indices and the clients' offsets, and one array of the rule's own.
 
-    That is `label_distributions` under LDA and `natural_clients` under natural.
+    The latter is `label_distributions` for lda and `natural_clients` for natural.
     """
     return {"lda": _by_lda, "iid": _uniformly, "natural": _naturally}[config.partition](config, dataset, seed)
 
@@ -80,7 +80,7 @@ def _by_lda(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArr
     K = config.num_clients
     train_labels = dataset.labels("train")
     prior = np.bincount(train_labels, minlength=dataset.num_classes) / len(train_labels)
-    # One stream per purpose: other validation and test shares leave everybody's samples as they were.
+    # One random stream per purpose: changing the validation or test share does not change a client's samples.
     q = label_distributions(config.alpha, prior, K, stream(seed, "partition", "labels"))
     drawn = draw_samples(q, train_labels, len(train_labels) // K, stream(seed, "partition", "train"))
     splits = _split_drawn(config, dataset, q, drawn, seed)
@@ -94,7 +94,7 @@ def _by_lda(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArr
 def _split_drawn(
     config: DataConfig, dataset: Dataset, q: FloatArray, drawn: IntArray, seed: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Train, validation and test indices (num_clients, n), the last by `q` where they are not among the drawn ones."""
+    """Train, validation and test indices (num_clients, n); without a test share, test indices are drawn by `q`."""
     if config.test_share is None:
         rest, num_own_test = drawn, 0
         labels = dataset.labels("test")
@@ -111,7 +111,7 @@ def _uniformly(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, Any
 
 
 def _equal_pieces(dataset: Dataset, part: str, num_clients: int, seed: int) -> list[IntArray]:
-    """All samples, in pieces whose sizes differ by one at most: of text consecutive ones, of images random ones."""
+    """All samples in pieces whose sizes differ by at most one: consecutive pieces of text, random ones of images."""
     order = np.arange(dataset.num_samples(part))
     if dataset.kind != "tokens":
         order = stream(seed, "partition", part).permutation(order)
@@ -132,7 +132,7 @@ def _rows_of(clients: IntArray, chosen: IntArray) -> list[IntArray]:
 
 
 def _arrays(config: DataConfig, pieces_of: Callable[[str], list[IntArray]], seed: int) -> dict[str, AnyArray]:
-    """All splits of every client, from its samples of a part of the data set."""
+    """All splits of every client; `pieces_of` returns the clients' samples of a part of the data set."""
     own = pieces_of("train")
     if config.test_share is None:
         rest, test = own, pieces_of("test")
@@ -149,13 +149,13 @@ def _arrays(config: DataConfig, pieces_of: Callable[[str], list[IntArray]], seed
 def _split_each(
     pieces: Sequence[IntArray], wholes: Sequence[IntArray], share: float, rng: np.random.Generator
 ) -> tuple[list[IntArray], list[IntArray]]:
-    """Every client's piece without, and with nothing but, a random part as large as the share of its whole."""
+    """Splits off a random part of every client's piece, of the size `share` of its whole; returns rests and parts."""
     pairs = [_split_one(piece, len(whole), share, rng) for piece, whole in zip(pieces, wholes, strict=True)]
     return [kept for kept, _ in pairs], [aside for _, aside in pairs]
 
 
 def _split_one(samples: IntArray, num_all: int, share: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    """As `split_test` and `split_validation`, for one client."""
+    """Like `split_test` and `split_validation`, for one client."""
     held_out = held_out_size(len(samples), share, num_all)
     shuffled = rng.permutation(samples)
     return np.sort(shuffled[held_out:]), np.sort(shuffled[:held_out])

@@ -1,4 +1,4 @@
-"""A data set as arrays: what a function of your own returns that brings one."""
+"""Data sets as arrays: the return value of a user's own data set function."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,25 +17,23 @@ from fedloom.platform.plugins import PluginError
 CHUNK_BYTES = 1 << 26
 FEWEST_TO_HOLD_OUT = 5
 COLOURS = (1, 3, 4)
-"""Numbers of channels by which the channels of an image are told from its height and width."""
+"""Numbers of channels that distinguish the channel dimension of an image from height and width."""
 
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """A data set: arrays in memory or memory-mapped ones.
+    """A data set as arrays, in memory or memory-mapped.
 
     Attributes:
         train: (x, y), or (x, y, clients).
-            x: images as bytes (n, H, W), (n, C, H, W) or (n, H, W, C); numbers (n, ...), whose first dimension is that
-            of the channels; or tokens (n, T).
-            y: labels (n,) from 0; of tokens the token to be predicted at every position (n, T), -100 where there is
-            none.
+            x: images as bytes (n, H, W), (n, C, H, W) or (n, H, W, C); numbers (n, channels, ...); or tokens (n, T).
+            y: labels (n,) from 0; for tokens the token to be predicted at every position (n, T), -100 for padding.
             clients: the name or number of each sample's client (n,), for `data.partition=natural`.
-        test: the same; if it is not given, a fifth of the training samples is set aside, the same whatever the seed.
-        class_names: names of the classes, or the vocabulary of tokens; numbers if not given.
-        mean, std: per channel of the inputs divided by `scale`, by which they are normalised; those of the training
-            samples if not given.
-        scale: the input that stands for 1.0; 255 for bytes and 1 for all else if not given.
+        test: as `train`; by default a fifth of the training samples, independent of the run's seed.
+        class_names: names of the classes, or the vocabulary of tokens; by default numbers.
+        mean, std: per channel, for the normalisation of the inputs divided by `scale`; by default those of the
+            training samples.
+        scale: the input value that is mapped to 1.0; by default 255 for bytes and 1 otherwise.
     """
 
     train: Sequence[Any]
@@ -54,9 +52,9 @@ class _Part:
 
 
 def source_of(given: Any, name: str) -> Source | TokenSource:
-    """What a function returned, checked; PluginError that names it and says what is wrong.
+    """The source made from the return value of a data set function; PluginError with the name and the problem.
 
-    `given` are `Arrays`, a mapping with their fields, or a source.
+    `given` is `Arrays`, a mapping with the same fields, or a source.
     """
     if isinstance(given, Mapping):
         known = [f.name for f in fields(Arrays)]
@@ -135,7 +133,7 @@ def _is_finite(x: AnyArray) -> bool:
 
 def _held_out(part: _Part) -> tuple[_Part, _Part]:
     if len(part.y) < FEWEST_TO_HOLD_OUT or (part.y.ndim == 1 and part.y.min() < 0):
-        return part, part  # labels are refused below
+        return part, part  # `_class_names` rejects invalid labels
     rest, test = held_out(part.y.astype(np.int64))
 
     def rows(chosen: IntArray) -> _Part:
@@ -160,7 +158,7 @@ def _class_names(given: Arrays, parts: Sequence[_Part], blame: str) -> tuple[str
 
 
 def _clients(parts: Mapping[str, _Part], blame: str) -> tuple[tuple[str, ...], dict[str, IntArray]]:
-    """The clients' names in order, and by part each sample's place in them."""
+    """The clients' names in order, and per part each sample's index into them."""
     known = {name: part.clients for name, part in parts.items() if part.clients is not None}
     if not known:
         return (), {}
@@ -187,7 +185,7 @@ def _normalisation(given: Arrays, train: _Part, blame: str) -> tuple[Sequence[fl
 
 
 def _digest(array: AnyArray) -> str:
-    """Of type, shape and content."""
+    """SHA-256 (hex) of an array's dtype, shape and content."""
     digest = sha256(f"{array.dtype.str}{array.shape}".encode())
     step = max(1, CHUNK_BYTES // max(1, array[:1].nbytes))
     for start in range(0, len(array), step):
@@ -196,7 +194,7 @@ def _digest(array: AnyArray) -> str:
 
 
 class _Brought:
-    """What both kinds of arrays share: their content is what identifies them."""
+    """Base of the sources made from arrays, which are identified by their content."""
 
     parts: Mapping[str, _Part]
     numbers: Mapping[str, IntArray]
@@ -226,26 +224,21 @@ class LabelledArrays(_Brought, Source):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """As brought."""
         return self._class_names
 
     def identity(self) -> Fields:
-        """Hashes of the arrays, and what they are called."""
         described: Fields = {"class_names": list(self.class_names), "scale": self.scale}
         if self.normalisation is not None:
             described["mean"], described["std"] = map(list, self.normalisation)
         return {"layout": "arrays", "sha256": self._digests, **described, "client_names": list(self.client_names)}
 
     def labels(self, part: str) -> IntArray:
-        """Labels (n,)."""
         return self.parts[part].y.astype(np.int64)
 
     def inputs(self, part: str, rows: IntArray) -> AnyArray:
-        """Inputs (len(rows), ...)."""
         return self.parts[part].x[rows]
 
     def clients(self, part: str) -> IntArray | None:
-        """Places in `client_names` (n,)."""
         return self.numbers.get(part)
 
 
@@ -264,20 +257,16 @@ class TokenArrays(_Brought, TokenSource):
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """As brought."""
         return self._vocabulary
 
     @property
     def client_names(self) -> tuple[str, ...]:
-        """As brought."""
         return self._client_names
 
     def identity(self) -> Fields:
-        """Hashes of the arrays, and what they are called."""
         names: Fields = {"vocabulary": list(self.vocabulary), "client_names": list(self.client_names)}
         return {"layout": "token arrays", "sha256": self._digests, **names}
 
     def sequences(self, part: str) -> TokenPart:
-        """All sequences, as brought."""
         own = self.parts[part]
         return TokenPart(own.x, own.y, self.numbers.get(part))

@@ -1,4 +1,4 @@
-"""Folders of arrays that are written once, whole or not at all, and carry the hash of what they hold."""
+"""Artefacts: folders of arrays that are written atomically, once, together with the hash of their content."""
 
 import json
 import os
@@ -19,7 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 ByteArray = npt.NDArray[np.uint8]
 AnyArray = npt.NDArray[Any]
 Fields = dict[str, Any]
-"""What a JSON file holds."""
+"""The fields of a JSON file."""
 
 FORMAT = 1
 ABANDONED_AFTER_S = 24 * 3600.0
@@ -38,9 +38,9 @@ def hash_of_file(path: Path) -> str:
 
 @contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
-    """A fresh folder beside `final` that takes its name when the block ends, and vanishes when it raises.
+    """A temporary folder beside `final`, renamed to `final` when the block ends and deleted if it raises.
 
-    Of several processes that prepare the same folder at once the first wins; the others' work is dropped.
+    If several processes prepare the same folder, the first one to finish wins and the others' folders are deleted.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(final)
@@ -56,7 +56,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(final: Path) -> None:
-    # A killed process leaves its folder behind. Young ones may belong to a process that is still writing.
+    # A killed process leaves its folder behind. Recent folders may belong to a process that is still writing.
     for folder in final.parent.glob(f".{final.name}.*.tmp"):
         try:
             age_s = time.time() - folder.stat().st_mtime
@@ -83,7 +83,7 @@ def _fsync(folder: Path) -> None:
 
 
 def write_artefact(folder: Path, manifest: str, fields: Fields, arrays: Mapping[str, AnyArray]) -> None:
-    """Writes every array as NAME.npy, and beside them the manifest: the fields, each file's hash, the hash of all."""
+    """Writes every array as NAME.npy, and the manifest: the fields, each file's hash, and the hash of all of these."""
     content = {
         "format": FORMAT,
         **fields,
@@ -111,7 +111,7 @@ def _write_array(path: Path, array: AnyArray) -> Fields:
 def read_manifest(path: Path) -> Fields:
     """The manifest's fields.
 
-    Raises ValueError naming the file if it is missing, of another format, or not what was written.
+    Raises ValueError naming the file if it is missing, of another format, or was changed.
     """
     try:
         content = json.loads(path.read_text())
@@ -130,7 +130,7 @@ def read_manifest(path: Path) -> Fields:
 def open_arrays(folder: Path, manifest: Fields) -> dict[str, AnyArray]:
     """The manifest's arrays, memory-mapped read-only.
 
-    Raises ValueError naming the file whose size, type or shape is not the recorded one. Contents are not read.
+    Raises ValueError naming the file whose size, dtype or shape differs from the manifest. Contents are not read.
     """
     return {name: _open_array(folder / f"{name}.npy", entry) for name, entry in manifest["files"].items()}
 
@@ -151,12 +151,12 @@ def _open_array(path: Path, entry: Fields) -> AnyArray:
             f"{path}: {array.dtype} {array.shape}, expected {entry['dtype']} {tuple(entry['shape'])}; "
             "delete its folder and prepare again"
         )
-    # A plain view of the map: indexing a np.memmap pays for its subclass on every access.
+    # A plain array view of the map, because indexing the subclass np.memmap is slower on every access.
     return np.asarray(array)
 
 
 def verify_arrays(folder: Path, manifest: Fields) -> None:
-    """Reads every array file; raises ValueError naming the first whose SHA-256 is not the recorded one."""
+    """Reads every array file; raises ValueError naming the first whose SHA-256 differs from the manifest."""
     for name, entry in manifest["files"].items():
         path = folder / f"{name}.npy"
         if hash_of_file(path) != entry["sha256"]:

@@ -1,4 +1,4 @@
-"""What is done to training batches: augmentations by name."""
+"""Augmentations of training batches, by name."""
 
 from collections.abc import Callable
 
@@ -9,31 +9,31 @@ from torch.nn import functional as F
 from fedloom.platform.plugins import Chosen, PluginError, Slot, is_import_path
 
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
-"""From a batch of normalised inputs and a generator, on the CPU, to a batch of the same shape and type."""
+"""Maps a batch of normalised inputs and a CPU generator to a batch of the same shape and dtype."""
 
 NO_AUGMENTATION = Chosen("none")
 PADDING = 4
 
 
 def crop_flip(x_BCHW: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image shifted by up to 4 pixels either way and mirrored with probability 1/2; shape and type unchanged.
+    """Shifts each image by up to 4 pixels per axis and flips it horizontally with probability 1/2.
 
-    The border that comes in is 0, which for normalised images is the mean colour. Random numbers are drawn on the
-    generator's device, so that a CPU generator gives the same result for images on any device.
+    Shape and dtype do not change. The padding is 0, the mean colour of normalised images. Random numbers are drawn on
+    the generator's device, so that a CPU generator gives the same result for images on any device.
     Source: the usual CIFAR augmentation (He et al. 2016, section 4.2).
     """
     B, _, H, W = x_BCHW.shape
     offsets = torch.randint(0, 2 * PADDING + 1, (2, B), generator=generator, device=generator.device)
     mirrored = torch.randint(0, 2, (B,), generator=generator, device=generator.device).bool()
     dy, dx = offsets.to(x_BCHW.device)
-    # A view of all windows (B, C, dy, dx, H, W), of which one per image is copied.
+    # A view of all windows (B, C, dy, dx, H, W); the indexing below copies one per image.
     windows = F.pad(x_BCHW, (PADDING,) * 4).unfold(2, H, 1).unfold(3, W, 1)
     cropped = windows[torch.arange(B, device=x_BCHW.device), :, dy, dx]
     return torch.where(mirrored.to(x_BCHW.device).view(-1, 1, 1, 1), cropped.flip(3), cropped)
 
 
 def unchanged(x_B: Tensor, generator: torch.Generator) -> Tensor:
-    """The batch as it is."""
+    """Returns the batch unchanged."""
     del generator
     return x_B
 
@@ -44,12 +44,15 @@ AUGMENTATIONS: Slot[Augmentation] = Slot(
 
 
 def augmentation(choice: Chosen) -> Augmentation | None:
-    """The chosen augmentation, built in or a user's own; None for `none`."""
+    """The chosen augmentation, built-in or the user's own; None for `none`."""
     return None if choice == NO_AUGMENTATION else AUGMENTATIONS.make(choice)
 
 
 def check_augmentation(choice: Chosen, x_B: Tensor) -> None:
-    """Raises PluginError for an augmentation that is not there, or that changes the shape or type of this batch."""
+    """Raises PluginError for an unknown augmentation, or one that changes the shape or dtype of this batch.
+
+    Also raises PluginError for values that are not finite, and ValueError if the batch does not hold images.
+    """
     augment = augmentation(choice)
     if augment is None:
         return

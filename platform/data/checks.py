@@ -1,4 +1,4 @@
-"""Whether the options of the data go together, as far as that is known before anything is read."""
+"""Consistency checks of the data options that need no data."""
 
 from fedloom.platform.data.config import PARTITIONS, DataConfig
 from fedloom.platform.data.sources import DATASETS, data_choices
@@ -6,13 +6,13 @@ from fedloom.platform.settings import check_settings
 
 TEXTS = ("shakespeare", "ptb")
 WITH_CLIENTS = ("shakespeare",)
-"""Data sets that are published with clients of their own."""
+"""Data sets that are published with natural clients."""
 OF_ITS_OWN = ("folder", "npz")
-"""What may be in these is seen when they are read, as it is for a user's own."""
+"""Data sets whose content is known only after reading, like a user's own."""
 
 
 def check(config: DataConfig) -> None:
-    """Raises ValueError, one line, for the first option that is out of range."""
+    """Raises a one-line ValueError for the first option that is out of range or does not fit the data set."""
     check_settings(config, "data.")
     data_choices(config)
     if config.dataset in [*DATASETS.known] and config.dataset not in OF_ITS_OWN:

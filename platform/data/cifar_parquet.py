@@ -20,7 +20,7 @@ IMAGE_SHAPE = (32, 32)
 
 
 def find_parquet(folder: Path, dataset: str) -> "ParquetSource | None":
-    """The source in `folder`, or in the sub-folder where the hub keeps it; None if there is no such file.
+    """The source in `folder` or in the hub's sub-folders `plain_text` and `DATASET`; None if there are no files.
 
     Raises ValueError naming the file whose columns are not the expected ones.
     """
@@ -69,7 +69,7 @@ def _decode(image: Any, file: Path, row: int) -> ByteArray:
 
 @dataclass(frozen=True, slots=True)
 class ParquetSource(Source):
-    """One or more `train-*.parquet` and `test-*.parquet`, rows in the order of the file names."""
+    """The rows of one or more `train-*.parquet` and `test-*.parquet`, in the order of the file names."""
 
     dataset: str
     files: dict[str, tuple[Path, ...]]
@@ -82,7 +82,7 @@ class ParquetSource(Source):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names that the hub stores in the schema; numbers where it stores none."""
+        """The names in the hub's schema metadata; numbers if there are none."""
         file = self.files["train"][0]
         metadata = _schema(file, self.label).metadata or {}
         try:

@@ -1,6 +1,6 @@
 """CIFAR-10 and CIFAR-100 as their authors publish them: Python 2 pickles of plain dictionaries.
 
-The files are read here rather than by torchvision: it insists on the MD5 sums of the originals, and unpickles anything.
+They are not read by torchvision, because it requires the MD5 sums of the originals and unpickles arbitrary objects.
 """
 
 import pickle
@@ -24,12 +24,12 @@ _UNREADABLE = (
     TypeError,
     ValueError,
 )
-"""What a damaged pickle raises, by the documentation of `pickle` and by trial."""
+"""The errors that damaged pickles raise, according to the documentation of `pickle` and to experiments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Names of the files and of the keys in them."""
+    """Names of the files and of their keys."""
 
     folder: str
     train: tuple[str, ...]
@@ -53,10 +53,10 @@ LAYOUTS = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Builds NumPy arrays and plain containers, and refuses everything else."""
+    """Unpickles NumPy arrays and plain containers, and rejects everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        # NumPy moved `core` to `_core`; the published files name the old place.
+        # NumPy renamed `core` to `_core`; the published files use the old name.
         allowed = {
             ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
             ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
@@ -94,14 +94,14 @@ def _read_batch(path: Path, labels_key: str, num_classes: int) -> tuple[ByteArra
 
 @dataclass(frozen=True, slots=True)
 class PickleSource(Source):
-    """The authors' `cifar-10-batches-py` or `cifar-100-python`; files are read when they are asked for."""
+    """The authors' `cifar-10-batches-py` or `cifar-100-python`; files are read on demand."""
 
     folder: Path
     layout: Layout
     scale: float = 255
 
     def missing_files(self) -> list[str]:
-        """Names of the published files that are not in the folder."""
+        """The names of the published files that are missing in the folder."""
         return [f for f in self._files() if not (self.folder / f).is_file()]
 
     @property

@@ -6,15 +6,15 @@ from fedloom.platform.data.folders import PARTS, FolderSource, Listing, list_ima
 
 FOLDERS = ("CINIC-10", "cinic10")
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-"""The class folders in their order, which is that of the labels."""
+"""The class folders in the order of their labels."""
 IMAGE_SHAPE = (32, 32)
 
 
 def find_cinic(root: Path) -> FolderSource | None:
-    """The source in `CINIC-10/` or `cinic10/` under `root`; None if neither is there.
+    """The source in `CINIC-10/` or `cinic10/` under `root`; None if neither exists.
 
-    `valid`, the original's own validation set, is not read: every client's validation samples come from its training
-    samples, as for all data sets here.
+    The original's validation set `valid` is not read: as for all data sets, a client's validation samples are taken
+    from its training samples.
     Raises ValueError naming the folder that is missing, empty, or not one of the published classes.
     """
     for name in FOLDERS:
@@ -27,7 +27,7 @@ def find_cinic(root: Path) -> FolderSource | None:
 def _list_part(folder: Path) -> tuple[Listing, ...]:
     if not folder.is_dir():
         raise ValueError(f"{folder}: not found; CINIC-10 has the folders train and test: unpack the archive again")
-    # A folder more would shift no label here, but says that this is not the published set.
+    # Another folder would not change the labels, but shows that this is not the published data set.
     foreign = sorted(f.name for f in folder.iterdir() if f.is_dir() and f.name not in CLASSES)
     if foreign:
         raise ValueError(f"{folder / foreign[0]}: not a class of CINIC-10; expected {', '.join(CLASSES)}")

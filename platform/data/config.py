@@ -1,4 +1,4 @@
-"""Options of the data: which data set, where it lies, and how it is spread over clients."""
+"""Options of the data: the data set, its location, and its partition over clients."""
 
 import os
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ PARTITIONS = ("lda", "iid", "natural")
 class DataConfig:
     """Everything that determines the prepared data set and, with a seed, its partition."""
 
-    dataset: Annotated[str, Brought("data set"), "what is learned from; fedloom plugins data lists all"] = "digits"
+    dataset: Annotated[str, Brought("data set"), "the data set; `fedloom plugins data` lists all"] = "digits"
     root: Annotated[str | None, "folder of the originals; null: the environment's FEDLOOM_DATA, then ./data"] = None
     cache: Annotated[
         str | None, "folder of the prepared arrays; null: the environment's FEDLOOM_CACHE, then ~/.cache/fedloom"
     ] = None
-    download: Annotated[bool, "fetch the original where it is missing (CIFAR and torchvision's)"] = False
+    download: Annotated[bool, "download the original if it is missing (CIFAR and torchvision's)"] = False
     train_samples: Annotated[
-        int | None, ONE_OR_MORE, "keep so many training samples, each class in proportion (text: uniformly); null: all"
+        int | None, ONE_OR_MORE, "number of training samples to use, stratified by class (text: uniform); null: all"
     ] = None
-    test_samples: Annotated[int | None, ONE_OR_MORE, "keep so many test samples, likewise; null: all"] = None
+    test_samples: Annotated[int | None, ONE_OR_MORE, "number of test samples to use, likewise; null: all"] = None
     sequence_length: Annotated[
         int | None, ONE_OR_MORE, "tokens per sequence of a text; null: the data set's own (shakespeare 80, ptb 35)"
     ] = None
@@ -33,20 +33,20 @@ class DataConfig:
         "lda (by label), iid (uniform; text: equal consecutive pieces) or natural (the data set's own clients, the "
         "first num_clients in order of their names)",
     ] = "lda"
-    num_clients: Annotated[int, ONE_OR_MORE, "clients that are registered"] = 40
+    num_clients: Annotated[int, ONE_OR_MORE, "number of registered clients"] = 40
     alpha: Annotated[
         float, POSITIVE, "lda: Dirichlet(alpha) per client; small is skewed (0.1), large nearly uniform (1000)"
     ] = 1.0
     validation_share: Annotated[
-        float, Range(least=0, below=1), "share of every client's training samples that validates"
+        float, Range(least=0, below=1), "share of every client's training samples used for validation"
     ] = 0.1
     test_share: Annotated[
         float | None,
         Range(above=0, below=1),
-        "share of every client's training samples that tests it, beside validation_share; null: a share of the test "
-        "part. The central evaluation reads the test part either way",
+        "share of every client's training samples used as its test samples; null: clients get samples of the test "
+        "part. The central evaluation always uses the test part",
     ] = None
-    augment: Annotated[str, Brought("augmentation"), "what is done to training batches"] = "none"
+    augment: Annotated[str, Brought("augmentation"), "augmentation of training batches"] = "none"
     options: Annotated[dict[str, Any], "options of the data set and the augmentation, by name"] = field(
         default_factory=dict
     )

@@ -19,17 +19,16 @@ from fedloom.platform.data.guard import TestGuard
 
 MANIFEST = "dataset.json"
 PARTS = ("train", "test")
-# The manifests of images do without what is the same for all of them, and so keep the hashes that they had before
-# there was text.
+# Manifests of images omit these constant fields, so that the hashes from before token data sets stay valid.
 _IMAGE_FIELDS: Fields = {"kind": "image", "client_names": []}
 _TOKEN_FIELDS: Fields = {"scale": 1, "mean": [], "std": []}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Images and labels, or token sequences and their successors, in two parts, "train" and "test".
+    """Inputs and labels, or token sequences and their next tokens, in two parts, "train" and "test".
 
-    Made by `Dataset.open`.
+    Created by `Dataset.open`.
     """
 
     path: Path
@@ -37,19 +36,19 @@ class Dataset:
     hash: str
     """SHA-256 (hex) of the content and its description."""
     kind: str
-    """image, features or tokens."""
+    """`image`, `features` or `tokens`."""
     input_shape: tuple[int, ...]
-    """Of one sample: (C, H, W) of images, any of features, (T,) of tokens."""
+    """The shape of one sample: (C, H, W) for images, any for features, (T,) for tokens."""
     num_classes: int
-    """For tokens the size of the vocabulary."""
+    """The number of classes; for tokens the size of the vocabulary."""
     class_names: tuple[str, ...]
-    """For tokens the vocabulary."""
+    """The classes' names; for tokens the vocabulary."""
     client_names: tuple[str, ...]
     """The clients that the data set was published with, sorted; empty if there are none."""
     scale: float
-    """The pixel value that stands for 1.0; 1 for tokens."""
+    """The pixel value that is mapped to 1.0; 1 for tokens."""
     mean: tuple[float, ...]
-    """Per channel, of the training images in [0, 1]; empty for tokens."""
+    """Per channel, of the training inputs divided by `scale`; empty for tokens."""
     std: tuple[float, ...]
     _arrays: dict[str, AnyArray]
     _manifest: Fields
@@ -57,10 +56,10 @@ class Dataset:
 
     @classmethod
     def open(cls, path: Path, guard: TestGuard | None = None) -> "Dataset":
-        """Memory-maps a folder that `prepare_dataset` wrote; test samples can be read while the guard is open.
+        """Memory-maps a folder that `prepare_dataset` wrote; test samples are readable while the guard is open.
 
-        Without a guard the test part is open. Raises ValueError naming the file that is missing, of another format or
-        size; contents are checked by `verify`.
+        Without a guard the test part is always readable. Raises ValueError naming the file that is missing or of
+        another format or size; only `verify` checks the contents.
         """
         path = Path(path)
         manifest = read_manifest(path / MANIFEST)
@@ -84,15 +83,15 @@ class Dataset:
         )
 
     def verify(self) -> None:
-        """Reads every array; raises ValueError naming the file whose content is not what was written."""
+        """Reads every array; raises ValueError naming the file whose content was changed."""
         verify_arrays(self.path, self._manifest)
 
     def num_samples(self, part: str) -> int:
-        """How many samples the part ("train" or "test") has."""
+        """The number of samples of the part ("train" or "test")."""
         return len(self._array(part, "y"))
 
     def labels(self, part: str) -> IntArray:
-        """Labels (n,) of the part, for tokens (n, T) and as small as they are stored, read-only.
+        """The part's labels (n,), for tokens (n, T) in their stored integer type; read-only.
 
         Raises TestReadError for a guarded test part.
         """
@@ -100,9 +99,9 @@ class Dataset:
         return self._array(part, "y")
 
     def clients(self, part: str) -> IntArray:
-        """For each sample of the part the place of its client in `client_names` (n,), read-only.
+        """Each sample's index into `client_names` (n,), read-only.
 
-        Raises TestReadError for a guarded test part, ValueError for a data set without clients of its own.
+        Raises TestReadError for a guarded test part, ValueError for a data set without natural clients.
         """
         self._guard.check(part)
         if not self.knows_clients(part):
@@ -110,14 +109,14 @@ class Dataset:
         return self._array(part, "client")
 
     def knows_clients(self, part: str) -> bool:
-        """Whether it is known whose the samples of the part are."""
+        """Whether the clients of the part's samples are known."""
         return f"{part}_client" in self._arrays
 
     def tensors(self, part: str, indices: IntArray) -> tuple[Tensor, Tensor]:
         """Inputs and labels of the samples at `indices`.
 
-        Images and features: normalised (n, C, ...), float32, and labels (n,), int64. Tokens: sequences (n, T) and, one
-        token on, labels (n, T), both int64; labels of padding are -100, which torch's losses ignore.
+        Images and features: normalised (n, C, ...), float32, and labels (n,), int64. Tokens: sequences (n, T) and
+        labels (n, T), the next tokens, both int64; labels of padding are -100, which torch's losses ignore.
         Raises TestReadError for a guarded test part.
         """
         self._guard.check(part)
@@ -127,7 +126,7 @@ class Dataset:
         y = torch.from_numpy(self._array(part, "y")[indices])
         per_channel = (-1,) + (1,) * (x.dim() - 2)
         std, mean = torch.tensor(self.std).view(per_channel), torch.tensor(self.mean).view(per_channel)
-        # ((x / scale) - mean) / std with one product and one difference per value, in place.
+        # ((x / scale) - mean) / std, in place with one multiplication and one subtraction per value.
         return x.mul_(1 / (self.scale * std)).sub_(mean / std), y
 
     def _tokens(self, part: str, kind: str, indices: IntArray) -> Tensor:

@@ -1,4 +1,4 @@
-"""From an encoded image to its pixels."""
+"""Decoding of images."""
 
 import io
 
@@ -11,12 +11,12 @@ from fedloom.platform.data.artefact import ByteArray
 def decode_image(
     encoded: bytes, place: str, shape: tuple[int, int], *, grey: bool = False, resized: bool = False
 ) -> ByteArray:
-    """Pixels (3, H, W), or (1, H, W) if grey, of an image file; grey images become three equal channels.
+    """The pixels (3, H, W), or (1, H, W) if `grey`, of an encoded image; a grey image gets three equal channels.
 
-    Raises ValueError that begins with `place` if it cannot be decoded, or has another `shape` (H, W) and is not to be
-    resized (bilinearly).
+    `resized` scales the image to `shape` (H, W) bilinearly. Raises a ValueError that starts with `place` if the image
+    cannot be decoded, or has another shape and is not resized.
     """
-    # Pillow, as fast per image as torchvision's decoder (75 µs measured for both, same pixels), without its import.
+    # Pillow gives the same pixels as torchvision's decoder at the same speed (75 µs measured), without importing it.
     try:
         image = Image.open(io.BytesIO(encoded)).convert("L" if grey else "RGB")
     except (OSError, SyntaxError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a run reads: every client's share of a data set, and the central sets, with the test set under lock."""
+"""Federated data: the clients' samples and the server's, with a lock on the test set."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ __all__ = ["FederatedData", "TestReadError"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FederatedData:
-    """A data set and its partition; splits are "train", "validation" and "test"; made by `FederatedData.open`.
+    """A data set and its partition into the splits "train", "validation" and "test"; created by `FederatedData.open`.
 
-    Everything that touches split "test", here and through `dataset` and `partition`, raises TestReadError outside
-    `with data.reading_test():`. Clients' test samples that lie in the data set's train part (`Partition.part`) are
-    locked by their indices: without those nobody can tell them from the samples of other splits.
+    Every access to the split "test", here or through `dataset` and `partition`, raises TestReadError outside
+    `with data.reading_test():`. If clients' test samples are in the data set's train part (see `Partition.part`), only
+    their indices are locked, without which they cannot be distinguished from the samples of other splits.
     """
 
     dataset: Dataset
@@ -30,14 +30,14 @@ class FederatedData:
 
     @classmethod
     def open(cls, dataset_path: Path, partition_path: Path) -> "FederatedData":
-        """Memory-maps what `prepare_dataset` and `prepare_partition` wrote; raises ValueError as they do on re-use."""
+        """Memory-maps the folders of `prepare_dataset` and `prepare_partition`; ValueError if one is damaged."""
         guard = TestGuard()
         dataset = Dataset.open(dataset_path, guard)
         return cls(dataset, Partition.open(partition_path, dataset, guard), guard)
 
     @property
     def num_clients(self) -> int:
-        """How many clients are registered."""
+        """The number of registered clients."""
         return self.partition.num_clients
 
     @property
@@ -46,33 +46,33 @@ class FederatedData:
         return self.partition.hash
 
     def reading_test(self) -> AbstractContextManager[None]:
-        """Allows reading the test split for the block: the final evaluation, and nothing else."""
+        """Allows reading the test split within the block; only for the final evaluation."""
         return self._guard.reading_test()
 
     def size(self, client_id: int, split: str) -> int:
-        """How many samples the client has in the split."""
+        """The client's number of samples in the split."""
         return self.partition.size(client_id, split)
 
     def sizes(self, split: str) -> IntArray:
-        """Samples (num_clients,) of every client in the split."""
+        """The number of samples of every client in the split (num_clients,)."""
         return self.partition.sizes(split)
 
     def indices(self, client_id: int, split: str) -> IntArray:
-        """The client's sample indices: into the part of the data set that `partition.part(split)` names.
+        """The client's sample indices into the part of the data set that `partition.part(split)` names.
 
-        That is the train part, and for split "test" the test part unless the partition was made with a `test_share`.
+        This is the train part; for the split "test" it is the test part unless the partition has a `test_share`.
         """
         return self.partition.indices(client_id, split)
 
     def client(self, client_id: int, split: str) -> tuple[Tensor, Tensor]:
-        """The client's inputs and labels as `Dataset.tensors` gives them; there may be none."""
+        """The client's inputs and labels as returned by `Dataset.tensors`; possibly empty."""
         return self.dataset.tensors(self.partition.part(split), self.indices(client_id, split))
 
     def central(self, split: str, share: float = 1.0, rng: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """All clients' samples of the split in client order, as `client`; for "test" the data set's whole test part.
+        """All clients' samples of the split in client order; for "test" the data set's whole test part.
 
-        The test part is in its own order, and the same whatever the clients' own test samples are.
-        A `share` below 1 keeps that random part of them (at least one), drawn from `rng`, order unchanged.
+        The test part is in its own order and does not depend on the clients' test samples.
+        A `share` below 1 selects a random part of the samples (at least one), drawn from `rng`, in unchanged order.
         Raises ValueError for a share outside (0, 1] or without a generator.
         """
         check_split(split)

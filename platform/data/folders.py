@@ -18,19 +18,19 @@ PARTS = ("train", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 Listing = tuple[tuple[str, int], ...]
-"""Names and sizes in bytes of a class folder's images, in order of the names."""
+"""Names and sizes in bytes of the images of a class, sorted by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderSource(Source):
-    """Images of `PART/CLASS/`, in order of class and file name; made by `find_folders` (or `CinicSource.find`).
+    """Images of `PART/CLASS/`, sorted by class and file name; created by `find_folders` or `find_cinic`.
 
-    `shape` is (height, width) of all images; `resized` says whether they are made so.
+    `shape` is (height, width) of all images; with `resized` images are scaled to it.
     """
 
     folder: Path
     listings: dict[str, tuple[Listing, ...]]
-    class_names: tuple[str, ...] = field()  # not the base's property, which dataclasses would take for a default
+    class_names: tuple[str, ...] = field()  # without `field()` the base's property would be the default
     layout: str = field()
     shape: tuple[int, int] = field()
     grey: bool = False
@@ -38,8 +38,8 @@ class FolderSource(Source):
     scale: float = 255
 
     def identity(self) -> Fields:
-        # Names and sizes, not contents: to read and hash 180 000 small files takes minutes on a cold disk, in every
-        # run, and an image whose pixels differ is hardly ever of the same size.
+        # Names and sizes, not contents: reading 180 000 small files from a cold disk takes minutes in every run, and an
+        # image with other pixels rarely has the same size.
         digest = sha256()
         for part, listings in self.listings.items():
             for label, listing in zip(self.class_names, listings, strict=True):
@@ -67,10 +67,10 @@ class FolderSource(Source):
 
 @dataclass(frozen=True, slots=True)
 class OwnFolders(FolderSource):
-    """A user's own folders. Where there is one part alone, a fifth of each class is held out for testing."""
+    """A user's own folders; without a test part, a fifth of each class is held out for testing."""
 
     together: bool = False
-    """Whether `folder` has the classes themselves; what is the test part is drawn."""
+    """Whether `folder` has the class folders directly, so that the test part is drawn from them."""
 
     def identity(self) -> Fields:
         options = {"shape": list(self.shape), "grey": self.grey, "resized": self.resized}
@@ -92,9 +92,9 @@ class OwnFolders(FolderSource):
 
 
 def find_folders(folder: Path, size: int | None, *, grey: bool) -> OwnFolders:
-    """The images below a folder; PluginError naming what is missing.
+    """The images in a folder's class folders; PluginError naming what is missing.
 
-    With a `size` they are scaled to size x size, without they all have to be as large as the first.
+    With a `size`, images are scaled to size x size; otherwise all must have the size of the first.
     """
     if not folder.is_dir():
         raise PluginError(f"data set 'folder': {folder} is no folder; set data.options.path")
@@ -128,7 +128,7 @@ def _listings(folder: Path, classes: Sequence[str]) -> tuple[Listing, ...]:
 
 
 def list_images(folder: Path, suffixes: Sequence[str] = SUFFIXES) -> Listing:
-    """The images of a class; none if there is no such folder."""
+    """The images of a class; empty if the folder does not exist."""
     if not folder.is_dir():
         return ()
     with os.scandir(folder) as entries:

@@ -1,4 +1,4 @@
-"""The lock on the test set: nothing reads a test index before the final evaluation."""
+"""The lock on the test set: test indices cannot be read before the final evaluation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,13 +7,13 @@ SPLITS = ("train", "validation", "test")
 
 
 class TestReadError(RuntimeError):
-    """The test split was accessed outside `reading_test()`."""
+    """An access to the test split outside `reading_test()`."""
 
-    __test__ = False  # the name makes pytest think that this is a test class
+    __test__ = False  # pytest would collect it as a test class because of its name
 
 
 class TestGuard:
-    """Says whether the test split may be read now."""
+    """Allows or forbids reading the test split."""
 
     __test__ = False
 

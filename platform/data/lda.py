@@ -1,10 +1,10 @@
 """Latent Dirichlet allocation of labels to clients with equal client sizes (Hsu, Qi and Brown 2019).
 
-Each client has a label distribution q_k ~ Dirichlet and draws samples without replacement by it. All clients draw at
-the same time, one sample per step, so that none is left with what the others did not want.
+Each client has a label distribution q_k ~ Dirichlet and draws samples from it without replacement. All clients draw in
+turn, one sample per step, so that no client only gets the classes that the others left over.
 
-alpha is the concentration per class, as in the published figures of this field (Flower's partitions, and most papers'
-"Dirichlet(alpha)"); Hsu et al. write alpha * prior, the same family, whose alpha is larger by the number of classes.
+alpha is the concentration per class, as in Flower's partitions and in most papers' "Dirichlet(alpha)". Hsu et al. use
+alpha * prior, the same family with an alpha that is larger by the factor of the number of classes.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from fedloom.platform.data.artefact import FloatArray, IntArray
 
 SMALLEST_MASS = 1e-300
-"""Below this the sum of a row is as good as zero, and too close to underflow to divide by."""
+"""Sums of a row below this count as zero, because dividing by them could underflow."""
 
 
 def label_distributions(
@@ -23,14 +23,14 @@ def label_distributions(
 ) -> FloatArray:
     """The clients' label distributions (num_clients, C): rows drawn from Dirichlet(alpha * C * prior).
 
-    For equally frequent classes that is the symmetric Dirichlet(alpha). `prior` sums to 1 over the C classes; classes
-    whose prior is 0 have probability 0.
+    For equally frequent classes this is the symmetric Dirichlet(alpha). `prior` sums to 1 over the C classes; classes
+    with prior 0 have probability 0.
     """
     present = np.flatnonzero(prior)
     weights = prior[present] / prior[present].sum()
     drawn = rng.dirichlet(np.maximum(alpha * len(present) * weights, np.finfo(np.float64).tiny), num_clients)
     total = drawn.sum(axis=1)
-    # For very small alpha a row can underflow; the limit of the Dirichlet there is all mass on one class of the prior.
+    # For very small alpha a row can underflow; the Dirichlet's limit is all mass on one class drawn from the prior.
     broken = np.flatnonzero(~(np.isfinite(total) & (total > 0.5)))
     drawn[broken] = np.eye(len(present))[rng.choice(len(present), size=len(broken), p=weights)]
     distributions = np.zeros((num_clients, len(prior)))
@@ -39,9 +39,9 @@ def label_distributions(
 
 
 def draw_samples(q: FloatArray, labels: IntArray, per_client: int, rng: np.random.Generator) -> IntArray:
-    """Indices (num_clients, per_client) into `labels`, none twice: row k drawn by the label distribution `q[k]`.
+    """Distinct indices (num_clients, per_client) into `labels`: row k is drawn from the label distribution `q[k]`.
 
-    Where a client's classes are used up it draws from the others, in proportion to what is left of them.
+    When a client's classes are exhausted, it draws from the others in proportion to their remaining samples.
     Raises ValueError if there are not enough samples.
     """
     num_clients, num_classes = q.shape
@@ -56,7 +56,7 @@ def draw_samples(q: FloatArray, labels: IntArray, per_client: int, rng: np.rando
 
 @dataclass(slots=True, eq=False)
 class _ClassPools:
-    """The samples of each class in random order, and how far each is used."""
+    """The samples of each class in random order, the next unused one, and the number left."""
 
     samples: IntArray
     next: IntArray
@@ -69,8 +69,8 @@ class _ClassPools:
         return cls(order[np.argsort(labels[order], kind="stable")], np.cumsum(counts) - counts, counts)
 
     def take(self, wanted: IntArray, rng: np.random.Generator) -> IntArray:
-        """One sample for each wanted label, -1 for those who lose where a class has too few left."""
-        order = rng.permutation(len(wanted))  # who comes first where there are too few
+        """One sample per wanted label; -1 for the clients without a sample when a class has too few left."""
+        order = rng.permutation(len(wanted))  # random priority when a class has too few samples
         order = order[np.argsort(wanted[order], kind="stable")]
         label = wanted[order]
         demand = np.bincount(wanted, minlength=len(self.left))
@@ -87,7 +87,7 @@ class _ClassPools:
 def _draw_one_each(q: FloatArray, pools: _ClassPools, rng: np.random.Generator) -> IntArray:
     taken = np.full(len(q), -1, dtype=np.int64)
     waiting = np.arange(len(q))
-    # Ends: a pass that leaves somebody waiting has used up a class.
+    # Terminates: every pass that leaves a client waiting has exhausted a class.
     while len(waiting):
         taken[waiting] = pools.take(_draw_labels(q[waiting], pools.left, rng), rng)
         waiting = waiting[taken[waiting] < 0]
@@ -98,15 +98,15 @@ def _draw_labels(q: FloatArray, left: IntArray, rng: np.random.Generator) -> Int
     cumulative = np.cumsum(q * (left > 0), axis=1)
     cumulative[cumulative[:, -1] < SMALLEST_MASS] = np.cumsum(left)
     threshold = rng.random(len(q)) * cumulative[:, -1]
-    # The first class whose cumulative mass exceeds the threshold; a class without mass never does so first.
+    # The first class whose cumulative mass exceeds the threshold; this is never a class without mass.
     labels: IntArray = np.argmax(cumulative > threshold[:, None], axis=1)
     return labels
 
 
 def split_test(drawn: IntArray, share: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    """The other and the test indices (num_clients, n) of each client, a random `share` of its samples being test.
+    """The remaining and the test indices (num_clients, n) of each client; test is a random `share` of its samples.
 
-    At least one sample tests, unless it is the only one.
+    At least one sample is a test sample, unless it is the only one.
     """
     return _set_aside(drawn, held_out_size(drawn.shape[1], share, drawn.shape[1]), rng)
 
@@ -114,10 +114,10 @@ def split_test(drawn: IntArray, share: float, rng: np.random.Generator) -> tuple
 def split_validation(
     drawn: IntArray, share: float, rng: np.random.Generator, num_test: int = 0
 ) -> tuple[IntArray, IntArray]:
-    """Train and validation indices (num_clients, n) of each client, a random `share` of its samples being validation.
+    """Train and validation indices (num_clients, n) of each client; validation is a random `share` of its samples.
 
-    The share is of the drawn samples and the `num_test` that every client was left without before. At least one sample
-    validates if the share is positive, and at least one trains.
+    The share refers to the drawn samples plus the `num_test` test samples already split off. At least one sample is
+    for validation if the share is positive, and at least one is for training.
     """
     num_left = drawn.shape[1]
     return _set_aside(drawn, held_out_size(num_left, share, num_left + num_test), rng)
@@ -125,13 +125,13 @@ def split_validation(
 
 def _set_aside(drawn: IntArray, held_out: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
     shuffled = rng.permuted(drawn, axis=1)
-    # Sorted within a client: training shuffles anyway, and reads of a memory map like order.
+    # Sorted within a client, because ordered reads of a memory map are faster; training shuffles anyway.
     return np.sort(shuffled[:, held_out:], axis=1), np.sort(shuffled[:, :held_out], axis=1)
 
 
 def held_out_size(num_left: int, share: float, num_all: int) -> int:
-    """How many of a client's `num_left` samples to set aside for a share of its `num_all`.
+    """The number of a client's `num_left` samples to hold out for a share of its `num_all` samples.
 
-    At least one if the share is positive, and never all that are left.
+    At least one if the share is positive, and never all of `num_left`.
     """
     return min(max(1, round(share * num_all)), num_left - 1) if share > 0 else 0

@@ -14,13 +14,13 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "y": ("{part}_y", "y_{part}", "{part}_labels"),
     "clients": ("{part}_clients", "clients_{part}"),
 }
-"""What the arrays may be called, by what they hold."""
+"""The accepted names of the arrays."""
 WHOLE = {"x": ("x", "images"), "y": ("y", "labels"), "clients": ("clients",)}
-"""The same for a file without parts."""
+"""The accepted names in a file without parts."""
 
 
 def read_npz(path: Path) -> Arrays:
-    """The arrays train_x, train_y, test_x, test_y (or x_train, ..., or x and y alone, of which a fifth will test).
+    """Reads train_x, train_y, test_x, test_y (or x_train, ..., or x and y, of which a fifth is held out for testing).
 
     Optional are train_clients, test_clients and class_names. Nothing in the file is executed.
     Raises PluginError naming what is missing.
@@ -51,6 +51,6 @@ def _taken(arrays: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> t
     x, y, clients = found["x"], found["y"], found["clients"]
     if x is None or y is None:
         return None
-    # Some publish labels as a column (n, 1).
+    # Some data sets publish labels as a column (n, 1).
     labels = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
     return (x, labels) if clients is None else (x, labels, clients)

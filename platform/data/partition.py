@@ -1,4 +1,4 @@
-"""A partition as an artefact: which sample belongs to which client and split, written once, referred to by hash."""
+"""Partitions: artefacts with every client's sample indices per split, written once and identified by their hash."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +29,9 @@ KEY_LENGTH = 16
 
 
 def prepare_partition(config: DataConfig, dataset: Dataset, seed: int) -> Path:
-    """The folder of the partition for these options, this data set and this seed; written if it is not there yet.
+    """The folder of the partition for these options, data set and seed; written if it does not exist.
 
-    Raises ValueError for bad options, more clients than the data set has samples or clients for, and a damaged folder.
+    Raises ValueError for invalid options, too many clients for the data set, and a damaged folder.
     """
     check(config)
     check_enough(config, dataset)
@@ -57,25 +57,25 @@ def _write(folder: Path, dataset: Dataset, generator: Fields, arrays: dict[str, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """Every client's sample indices per split, memory-mapped; made by `Partition.open`."""
+    """Every client's sample indices per split, memory-mapped; created by `Partition.open`."""
 
     path: Path
     hash: str
-    """SHA-256 (hex) of the content and the parameters that made it."""
+    """SHA-256 (hex) of the content and of the rule's parameters."""
     dataset_hash: str
     num_clients: int
     generator: Fields
-    """Name, parameters and seed of what made it."""
+    """Name, parameters and seed of the allocation rule."""
     label_distributions: FloatArray | None
-    """q (num_clients, C): what the clients' labels were drawn from; None unless they were (lda)."""
+    """The clients' label distributions q (num_clients, C) under lda, otherwise None."""
     natural_clients: IntArray | None
-    """(num_clients,) places in the data set's `client_names`; None unless the partition is natural."""
+    """(num_clients,) indices into the data set's `client_names` of a natural partition, otherwise None."""
     _arrays: dict[str, AnyArray]
     _guard: TestGuard
 
     @classmethod
     def open(cls, path: Path, dataset: Dataset, guard: TestGuard | None = None) -> "Partition":
-        """Opens a folder that `prepare_partition` wrote; test indices can be read while the guard is open (or None).
+        """Opens a folder that `prepare_partition` wrote; test indices are readable while the guard is open (or None).
 
         Raises ValueError naming the file if its hash is not the recorded one, it belongs to another data set, an
         index is out of range or in two places, or a client has no training samples.
@@ -104,17 +104,17 @@ class Partition:
         )
 
     def part(self, split: str) -> str:
-        """The part of the data set, "train" or "test", that the split's indices point into.
+        """The part of the data set, "train" or "test", that the split's indices refer to.
 
-        That is the train part for "train" and "validation". Test indices point into the test part, unless the clients
-        were made with a `test_share`: then they point into the train part, at samples that no other split has.
+        This is the train part for "train" and "validation". Test indices refer to the test part, or with a `test_share`
+        to samples of the train part that are in no other split.
         Raises ValueError for an unknown split.
         """
         check_split(split)
         return _test_part(self.generator) if split == "test" else "train"
 
     def indices(self, client_id: int, split: str) -> IntArray:
-        """The client's sample indices of the split, read-only: into the data set's part that `part` names.
+        """The client's sample indices of the split into the data set's part that `part` names; read-only.
 
         Raises TestReadError for guarded test indices, ValueError for an unknown split or client.
         """
@@ -123,16 +123,16 @@ class Partition:
         return indices
 
     def size(self, client_id: int, split: str) -> int:
-        """How many samples the client has in the split; raises as `indices`."""
+        """The client's number of samples in the split; raises like `indices`."""
         start, stop = self._range(client_id, split)
         return stop - start
 
     def sizes(self, split: str) -> IntArray:
-        """Samples (num_clients,) of every client in the split; raises as `indices`."""
+        """The number of samples of every client in the split (num_clients,); raises like `indices`."""
         return np.diff(self._array(split, "_offsets"))
 
     def all_indices(self, split: str) -> IntArray:
-        """All clients' indices of the split, in client order, read-only and into the same part; raises as `indices`."""
+        """All clients' indices of the split into the same part, in client order, read-only; raises like `indices`."""
         return self._array(split, "")
 
     def _range(self, client_id: int, split: str) -> tuple[int, int]:
@@ -155,10 +155,10 @@ def _test_part(generator: Fields) -> str:
 def check_arrays(
     path: Path, arrays: dict[str, AnyArray], num_clients: int, num_train: int, num_test: int | None
 ) -> None:
-    """Raises ValueError naming the file whose offsets or indices cannot be a partition of such a data set.
+    """Raises ValueError naming the file whose offsets or indices are not a partition of the data set.
 
-    `num_train` and `num_test` are the data set's samples; `num_test` is None where the clients' test indices, as the
-    others, point into the train part, and so must differ from the others.
+    `num_train` and `num_test` are the data set's numbers of samples; `num_test` is None if the clients' test indices
+    refer to the train part, too, and so must differ from those of the other splits.
     """
     for split in SPLITS:
         _check_offsets(path / f"{split}_offsets.npy", arrays[f"{split}_offsets"], num_clients, len(arrays[split]))

@@ -1,4 +1,4 @@
-"""Preparation: from a published data set to memory-mappable arrays in the cache, once."""
+"""Preparation: converts a published data set to memory-mappable arrays in the cache, once."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -32,16 +32,16 @@ CHUNK = 4096
 
 
 Content = tuple[Fields, dict[str, AnyArray]]
-"""What is written: the manifest's fields and the arrays."""
+"""The manifest's fields and the arrays."""
 
 
 def prepare_dataset(config: DataConfig, *, verify: bool = False) -> Path:
-    """The folder of the prepared data set; written if it is not there yet.
+    """The folder of the prepared data set; written if it does not exist.
 
-    The folder's name depends on all that determines the content: the originals, the sub-samples, and for text the
-    length of sequences.
-    `verify` reads all arrays of a folder that was there and compares their hashes (sizes are always compared).
-    Raises ValueError for bad options, missing or foreign originals, and a damaged cache.
+    The folder's name depends on everything that determines the content: the originals, the sub-samples, and for text
+    the sequence length.
+    `verify` reads all arrays of an existing folder and compares their hashes (sizes are always compared).
+    Raises ValueError for invalid options, missing or unexpected originals, and a damaged cache.
     """
     check(config)
     source = find_source(config)
@@ -131,7 +131,7 @@ def _rows(
 def mean_and_std(x_NCHW: ByteArray, scale: float) -> tuple[list[float], list[float]]:
     """Mean and standard deviation per channel of the values divided by `scale`.
 
-    Summed in integers, hence exact and the same on every machine. A constant channel has standard deviation 1.
+    Sums are integers, therefore exact and identical on every machine. A constant channel has standard deviation 1.
     """
     n = x_NCHW.shape[0] * x_NCHW.shape[2] * x_NCHW.shape[3]
     mean, std = [], []
@@ -145,7 +145,7 @@ def mean_and_std(x_NCHW: ByteArray, scale: float) -> tuple[list[float], list[flo
 
 
 def mean_and_std_of_floats(x: AnyArray, scale: float) -> tuple[list[float], list[float]]:
-    """The same of floats (n, channels, ...), summed in double precision and in order."""
+    """Like `mean_and_std` for floats (n, channels, ...), summed in double precision and in order."""
     n, total, squares = 0, np.zeros(x.shape[1]), np.zeros(x.shape[1])
     others = (0, *range(2, x.ndim))
     for start in range(0, len(x), CHUNK):
@@ -159,7 +159,7 @@ def mean_and_std_of_floats(x: AnyArray, scale: float) -> tuple[list[float], list
 
 def _histograms(x_NCHW: ByteArray) -> IntArray:
     counts = np.zeros((x_NCHW.shape[1], 256), dtype=np.int64)
-    # In chunks: bincount widens its input to eight bytes per value.
+    # In chunks, because bincount converts its input to eight bytes per value.
     for start in range(0, len(x_NCHW), CHUNK):
         for channel in range(x_NCHW.shape[1]):
             counts[channel] += np.bincount(x_NCHW[start : start + CHUNK, channel].ravel(), minlength=256)

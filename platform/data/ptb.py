@@ -18,7 +18,7 @@ FILES = {"train": "ptb.train.txt", "test": "ptb.test.txt"}
 
 
 def make_vocabulary(words: list[str], size: int = VOCABULARY_SIZE) -> tuple[str, ...]:
-    """The `size` most frequent words, by descending frequency, then by alphabet; `<unk>` is always one of them."""
+    """The `size` most frequent words, by descending frequency, then alphabetically; `<unk>` is always one of them."""
     ranked = sorted(Counter(words).items(), key=lambda item: (-item[1], item[0]))
     kept = [word for word, _ in ranked[:size]]
     if UNKNOWN not in kept:
@@ -28,11 +28,11 @@ def make_vocabulary(words: list[str], size: int = VOCABULARY_SIZE) -> tuple[str,
 
 @dataclass(frozen=True, eq=False)
 class PtbSource(TokenSource):
-    """The words of `ptb.train.txt` and `ptb.test.txt`, `<eos>` at the end of every line, read when they are asked for.
+    """The words of `ptb.train.txt` and `ptb.test.txt`, with `<eos>` at the end of every line, read on demand.
 
-    Made by `PtbSource.find`.
-    `ptb.valid.txt` is not read: every client's validation sequences come from its training sequences, as for all data
-    sets here. Words that the training text does not have are `<unk>`.
+    Created by `PtbSource.find`.
+    `ptb.valid.txt` is not read: as for all data sets, a client's validation sequences are taken from its training
+    sequences. Words that are not in the vocabulary become `<unk>`.
     """
 
     folder: Path
@@ -41,7 +41,7 @@ class PtbSource(TokenSource):
 
     @classmethod
     def find(cls, root: Path, sequence_length: int | None) -> "PtbSource | None":
-        """The source in `ptb/` or `simple-examples/data/` under `root`; None if neither is there.
+        """The source in `ptb/` or `simple-examples/data/` under `root`; None if neither exists.
 
         Raises ValueError naming the file that is missing.
         """
@@ -55,7 +55,7 @@ class PtbSource(TokenSource):
 
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:
-        """The words of the training text; see `make_vocabulary`."""
+        """The vocabulary of the training text (see `make_vocabulary`)."""
         return make_vocabulary(_read(self.folder / FILES["train"]))
 
     def identity(self) -> Fields:
@@ -69,7 +69,7 @@ class PtbSource(TokenSource):
         id_of = {word: i for i, word in enumerate(self.vocabulary)}
         unknown = id_of[UNKNOWN]
         tokens = np.array([id_of.get(word, unknown) for word in _read(self.folder / FILES[part])], dtype=np.int64)
-        # There is no padding word; what stands after the end of the text never meets a label.
+        # The vocabulary has no padding word; the loss ignores the positions after the end of the text.
         return TokenPart(*cut(tokens, self.sequence_length, padding=id_of.get(END, unknown)))
 
 

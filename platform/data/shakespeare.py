@@ -29,10 +29,10 @@ def _id_of_byte() -> ByteArray:
 
 
 def encode(snippets: Iterable[bytes]) -> IntArray:
-    """Token ids of a client's lines one after the other, each between BOS and EOS; a byte not in the vocabulary is OOV.
+    """Token ids of a client's concatenated lines, each between BOS and EOS; a byte not in the vocabulary becomes OOV.
 
-    The text runs on over the ends of lines: sequences are cut from all of it, where TensorFlow Federated's own
-    preprocessing fills up the last sequence of every line.
+    Sequences are cut from the concatenated text, whereas TensorFlow Federated's own preprocessing pads the last
+    sequence of every line.
     """
     ids = _id_of_byte()
     bos, eos = np.array([BOS], dtype=np.uint8), np.array([EOS], dtype=np.uint8)
@@ -44,9 +44,9 @@ def encode(snippets: Iterable[bytes]) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class ShakespeareSource(TokenSource):
-    """The roles' lines of both files, read when they are asked for; made by `ShakespeareSource.find`.
+    """The roles' lines of both files, read on demand; created by `ShakespeareSource.find`.
 
-    A role's test lines are the later ones of its play. Sequences are in order of the roles' names, then of the text.
+    A role's test lines are the last ones of its play. Sequences are sorted by the roles' names, then in text order.
     """
 
     folder: Path
@@ -55,7 +55,7 @@ class ShakespeareSource(TokenSource):
 
     @classmethod
     def find(cls, root: Path, sequence_length: int | None) -> "ShakespeareSource | None":
-        """The source in `shakespeare/` under `root`; None if the folder is not there.
+        """The source in `shakespeare/` under `root`; None if the folder does not exist.
 
         Raises ValueError naming the file that is missing.
         """
@@ -98,8 +98,8 @@ class ShakespeareSource(TokenSource):
 
 @contextmanager
 def _clients_of(path: Path) -> Iterator[Any]:
-    """The group /examples of the file, open for the block."""
-    # Here and not at the top: only the preparation of this data set needs it, and every worker would wait for it.
+    """The group /examples of the file, open within the block."""
+    # Imported here because only the preparation of this data set needs it, and the import would delay every worker.
     import h5py
 
     try:

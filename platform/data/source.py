@@ -1,4 +1,4 @@
-"""What preparation asks of a place that data come from: inputs with labels, or text as tokens."""
+"""The interface of labelled data sources that preparation reads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -7,26 +7,26 @@ from fedloom.platform.data.artefact import AnyArray, Fields, IntArray
 
 
 class Source(ABC):
-    """Inputs with one label each, as published; parts are "train" and "test"."""
+    """A data set with one label per input, as published, in the parts "train" and "test"."""
 
     kind: str = "image"
-    """`image` for bytes (C, H, W) of pixels, `features` for floats of any shape."""
+    """`image` for pixels (C, H, W) as bytes, `features` for floats of any shape."""
     client_names: Sequence[str] = ()
-    """The clients that the data set is published with, in order; empty if there are none."""
+    """The names of the data set's natural clients, in order; empty if there are none."""
     normalisation: tuple[Sequence[float], Sequence[float]] | None = None
-    """Mean and standard deviation per channel of the inputs divided by `scale`; None: those of the training part."""
+    """Mean and standard deviation per channel of the inputs divided by `scale`; None for those of the training part."""
 
     scale: float
-    """The input value that stands for 1.0."""
+    """The input value that is mapped to 1.0."""
 
     @property
     @abstractmethod
     def class_names(self) -> Sequence[str]:
-        """The classes in the order of their labels."""
+        """The names of the classes in the order of their labels."""
 
     @abstractmethod
     def identity(self) -> Fields:
-        """What determines the content, without paths of this machine."""
+        """The fields that determine the content, without local paths."""
 
     @abstractmethod
     def labels(self, part: str) -> IntArray:
@@ -37,6 +37,6 @@ class Source(ABC):
         """Inputs (len(rows), ...) of the given samples of the part."""
 
     def clients(self, part: str) -> IntArray | None:
-        """For each sample of the part the place of its client in `client_names` (n,); None if it is not known."""
+        """Each sample's index into `client_names` (n,); None if the clients are unknown."""
         del part
         return None

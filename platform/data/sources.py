@@ -1,4 +1,4 @@
-"""Where data come from: the data sets that can be named, and a user's own."""
+"""The registry of data sets: built-in ones, torchvision's and a user's own."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,16 +28,16 @@ from fedloom.platform.seeding import stream
 from fedloom.platform.settings import ONE_OR_MORE, chosen
 
 FIXED_SEED = 0
-"""Splits and sub-samples belong to the data set, not to the run: no seed of the user's changes them."""
+"""Seed of splits and sub-samples, which are properties of the data set and independent of the run's seed."""
 SYNTHETIC_CLASSES = 10
 SYNTHETIC_SAMPLES = {"train": 10_000, "test": 2_000}
 DIGITS_TEST_SHARE = 0.2
 TORCHVISION = "torchvision:"
 
 DataSet = Callable[..., Source | TokenSource | Arrays | Mapping[str, Any]]
-"""From the configuration `data` to a data set; keyword parameters are options (`data.options.NAME`).
+"""Makes a data set from the configuration `data`; keyword parameters are options (`data.options.NAME`).
 
-A user's own returns `Arrays`, or a mapping with the fields of one.
+A user's own function returns `Arrays`, or a mapping with the same fields.
 """
 
 
@@ -48,7 +48,7 @@ def digits(config: DataConfig) -> Source:
 
 
 def synthetic(config: DataConfig) -> Source:
-    """Random images of CIFAR-10's shape, a pattern per class plus noise; as many as are asked for."""
+    """Random images of CIFAR-10's shape, a pattern per class plus noise, in any number."""
     samples = SYNTHETIC_SAMPLES
     return SyntheticSource(config.train_samples or samples["train"], config.test_samples or samples["test"])
 
@@ -98,14 +98,14 @@ def npz(config: DataConfig, *, path: Annotated[str, "the file; arrays train_x, t
 
 
 def _place(config: DataConfig, path: str) -> Path:
-    """As given, or below the folder of the originals."""
+    """The given path if it exists, otherwise the path relative to the folder of the originals if that exists."""
     given = Path(path).expanduser()
     below = data_root(config) / given
     return below if not given.exists() and below.exists() else given
 
 
 class _Known(Mapping[str, DataSet]):
-    """The data sets that have a name, and `torchvision:NAME` for every one of torchvision's."""
+    """The built-in data sets by name, and torchvision's by `torchvision:NAME`."""
 
     def __init__(self, named: Mapping[str, DataSet]) -> None:
         self._named = named
@@ -133,7 +133,7 @@ DATASETS: Slot[DataSet] = Slot(
 
 
 def data_choices(config: DataConfig) -> tuple[Chosen, Chosen]:
-    """Data set and augmentation with their options; ValueError naming the key of what is not there."""
+    """Data set and augmentation with their options; ValueError with the key of an unknown one."""
     slots: dict[str, tuple[Slot[Any], str]] = {
         "dataset": (DATASETS, config.dataset),
         "augment": (AUGMENTATIONS, config.augment),
@@ -148,10 +148,10 @@ def data_choices(config: DataConfig) -> tuple[Chosen, Chosen]:
 
 
 def find_source(config: DataConfig) -> Source | TokenSource:
-    """Where the data of `config.dataset` come from, with the folder of the originals where it needs one.
+    """The source of the data set `config.dataset`.
 
-    Raises ValueError saying where it looked, or naming the file that is not in the published layout; PluginError for a
-    user's own function that returns no data set.
+    Raises ValueError with the places searched, or naming the file that is not in the published layout; PluginError for
+    a user's function that does not return a data set.
     """
     dataset, _ = data_choices(config)
     return source_of(DATASETS.make(dataset)(config), config.dataset)
@@ -167,7 +167,7 @@ def _not_found(config: DataConfig, layout: str) -> NoReturn:
 
 def _find_cifar(dataset: str, root: Path, download: bool) -> Source:
     pickles = PickleSource(root / LAYOUTS[dataset].folder, LAYOUTS[dataset])
-    # The originals first: Parquet copies may have been re-compressed.
+    # The originals have priority, because Parquet copies may have been re-compressed.
     if not pickles.missing_files():
         return pickles
     parquet = find_parquet(root / dataset, dataset)
@@ -198,7 +198,7 @@ def _download(dataset: str, root: Path) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DigitsSource(Source):
-    """The 1797 handwritten digits of scikit-learn, 1x8x8, values 0..16, split 80/20 once and for all."""
+    """The 1797 handwritten digits of scikit-learn, 1x8x8, values 0..16, with a fixed 80/20 split."""
 
     x: ByteArray
     y: IntArray
@@ -208,7 +208,7 @@ class DigitsSource(Source):
 
     @classmethod
     def load(cls) -> "DigitsSource":
-        """Reads the file that comes with scikit-learn."""
+        """Loads scikit-learn's copy of the data set."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -230,7 +230,7 @@ class DigitsSource(Source):
 
 @dataclass(frozen=True, slots=True)
 class SyntheticSource(Source):
-    """Random images of CIFAR's shape: a pattern per class plus noise, so that there is something to learn."""
+    """Random images of CIFAR's shape: a learnable pattern per class plus noise."""
 
     train_samples: int
     test_samples: int

@@ -1,4 +1,4 @@
-"""Sub-samples: some that keep the shares of the classes, and some that know no classes."""
+"""Stratified and uniform sub-samples."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ from fedloom.platform.data.artefact import IntArray
 from fedloom.platform.seeding import stream
 
 HELD_OUT_SHARE = 0.2
-"""The share that becomes the test part of a data set that has none."""
+"""The share of samples held out as the test part of a data set without one."""
 
 
 def stratified_rows(labels: IntArray, samples: int, rng: np.random.Generator) -> IntArray:
-    """Sorted rows of a random sub-sample of exactly `samples`, each class within one of its proportional share."""
+    """Sorted rows of a random sub-sample of exactly `samples`, with each class's count within one of its quota."""
     counts = np.bincount(labels)
     chosen = [
         rng.permutation(np.flatnonzero(labels == label))[:quota]
@@ -20,9 +20,9 @@ def stratified_rows(labels: IntArray, samples: int, rng: np.random.Generator) ->
 
 
 def held_out(labels: IntArray) -> tuple[IntArray, IntArray]:
-    """Rows that train and rows that test, a fifth of each class, the same whatever the run's seed.
+    """Training rows and test rows (a fifth of each class), independent of the run's seed.
 
-    Labels (n,); those of text (n, T) have no classes to be kept.
+    Labels are (n,); for text (n, T) the sub-sample is uniform.
     """
     count, rng = round(HELD_OUT_SHARE * len(labels)), stream(0, "held out")
     test = stratified_rows(labels, count, rng) if labels.ndim == 1 else uniform_rows(len(labels), count, rng)
@@ -30,12 +30,12 @@ def held_out(labels: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def uniform_rows(num_rows: int, samples: int, rng: np.random.Generator) -> IntArray:
-    """Sorted rows of a random sub-sample of exactly `samples`, each row as likely as any other."""
+    """Sorted rows of a uniformly random sub-sample of exactly `samples`."""
     return np.sort(rng.permutation(num_rows)[:samples])
 
 
 def _quotas(counts: IntArray, samples: int) -> IntArray:
-    # Largest remainder, in integers: no rounding can change the total.
+    # The largest remainder method in integers, so that rounding cannot change the total.
     whole, remainder = np.divmod(counts * samples, counts.sum())
     largest = np.argsort(-remainder, kind="stable")[: samples - int(whole.sum())]
     whole[largest] += 1

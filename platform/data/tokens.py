@@ -1,4 +1,4 @@
-"""Text as a language model reads it: sequences of tokens, and as labels the same sequences one token on."""
+"""Text for language models: sequences of tokens, with the next tokens as labels."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import numpy as np
 from fedloom.platform.data.artefact import AnyArray, Fields, IntArray
 
 IGNORED_LABEL = -100
-"""The label of padding: what torch's cross entropy ignores by default."""
+"""The label of padding, which torch's cross entropy ignores by default."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenPart:
-    """A part's sequences x (n, T), labels y (n, T), and the number of each sequence's client (n,), if it has one."""
+    """A part's sequences x (n, T), labels y (n, T), and each sequence's client index (n,), if known."""
 
     x: AnyArray
     y: AnyArray
@@ -21,21 +21,21 @@ class TokenPart:
 
 
 class TokenSource(ABC):
-    """Text as published; parts are "train" and "test"."""
+    """A text data set as published, in the parts "train" and "test"."""
 
     @property
     @abstractmethod
     def vocabulary(self) -> tuple[str, ...]:
-        """The tokens; their places are their ids."""
+        """The tokens in the order of their ids."""
 
     @property
     @abstractmethod
     def client_names(self) -> tuple[str, ...]:
-        """The clients that the text is published with, sorted; none if there are none."""
+        """The names of the text's natural clients, sorted; empty if there are none."""
 
     @abstractmethod
     def identity(self) -> Fields:
-        """What determines the content, without paths of this machine."""
+        """The fields that determine the content, without local paths."""
 
     @abstractmethod
     def sequences(self, part: str) -> TokenPart:
@@ -43,10 +43,10 @@ class TokenSource(ABC):
 
 
 def cut(tokens: IntArray, length: int, padding: int) -> tuple[IntArray, IntArray]:
-    """Sequences and labels (n, length) of a running text; the last sequence is filled up with `padding`.
+    """Cuts a text into sequences and labels (n, length); the last sequence is padded with `padding`.
 
     Every token but the first is a label exactly once, so that sums over labels are sums over the text. Labels of
-    padding are IGNORED_LABEL. n is 0 for a text of less than two tokens.
+    padding are IGNORED_LABEL. n is 0 for a text of fewer than two tokens.
     """
     num_labels = max(0, len(tokens) - 1)
     num_sequences = -(-num_labels // length)
@@ -58,7 +58,7 @@ def cut(tokens: IntArray, length: int, padding: int) -> tuple[IntArray, IntArray
 
 
 def compact(part: TokenPart, vocabulary_size: int) -> TokenPart:
-    """The same part in the smallest integer types that hold the vocabulary, and for labels IGNORED_LABEL, too."""
+    """The part in the smallest integer types that hold the vocabulary, and for labels also IGNORED_LABEL."""
     x_type = np.min_scalar_type(vocabulary_size - 1)
     y_type = np.min_scalar_type(-max(vocabulary_size, -IGNORED_LABEL))
     return TokenPart(part.x.astype(x_type), part.y.astype(y_type), part.client)

@@ -1,4 +1,4 @@
-"""The classification sets of torchvision, by the names of their classes."""
+"""Torchvision's classification data sets, by the names of their Python classes."""
 
 import inspect
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from fedloom.platform.plugins import PluginError, in_one_line
 from fedloom.platform.settings import ONE_OR_MORE
 
 LABELS = ("targets", "labels", "_labels", "y")
-"""Where torchvision's sets keep their labels."""
+"""The attributes in which torchvision's data sets store their labels."""
 TEST_SPLITS = ("test", "val", "valid")
 
 
 def torchvision_datasets() -> Any:
-    """The module `torchvision.datasets`; ValueError if it does not fit torch."""
-    # Here and not at the top: a torchvision built for another torch fails on import, and few data sets need it.
+    """The module `torchvision.datasets`; ValueError if torchvision is incompatible with torch."""
+    # Imported here because a torchvision built for another torch fails on import, and few data sets need it.
     try:
         from torchvision import datasets
     except (ImportError, RuntimeError, AttributeError) as error:
@@ -38,7 +38,7 @@ def torchvision_set(
     size: Annotated[int | None, ONE_OR_MORE, "scale images to size x size; null: as they are"] = None,
     split: Annotated[str | None, "torchvision's own `split` where it says which set, as for EMNIST"] = None,
 ) -> "TorchvisionSource":
-    """The set `torchvision:NAME`, from the files under data.root, or fetched with data.download=true."""
+    """The data set `torchvision:NAME`, from files under data.root, or downloaded with data.download=true."""
     blame = f"data set 'torchvision:{name}'"
     kind = getattr(torchvision_datasets(), name, None)
     if not inspect.isclass(kind):
@@ -71,7 +71,7 @@ def _opened(kind: Any, part: str, config: DataConfig, split: str | None, blame: 
 
 
 class TorchvisionSource(Source):
-    """Images and labels as torchvision gives them, without its transforms."""
+    """A torchvision data set without transforms."""
 
     scale: float = 255
 
@@ -82,7 +82,7 @@ class TorchvisionSource(Source):
 
     @property
     def class_names(self) -> Sequence[str]:
-        """Torchvision's, numbers where it has none."""
+        """Torchvision's class names; numbers if it has none."""
         return self._names
 
     def _found_names(self) -> tuple[str, ...]:
@@ -92,16 +92,14 @@ class TorchvisionSource(Source):
         return texts if len(texts) >= count else tuple(map(str, range(count)))
 
     def identity(self) -> Fields:
-        """The published set: its files are checked by torchvision when they are fetched."""
+        # No hashes of the images: torchvision checks the files when it downloads them.
         labels = {part: sha256(y.tobytes()).hexdigest() for part, y in self._labels.items()}
         return {"layout": f"torchvision {self.name}", "sha256_of_labels": labels, "size": self.size}
 
     def labels(self, part: str) -> IntArray:
-        """Labels (n,)."""
         return self._labels[part]
 
     def inputs(self, part: str, rows: IntArray) -> AnyArray:
-        """Pixels (len(rows), C, H, W)."""
         images = [self._pixels(self.parts[part][row][0], part, row) for row in rows.tolist()]
         shapes = {image.shape for image in images}
         if len(shapes) > 1:
@@ -127,7 +125,7 @@ class TorchvisionSource(Source):
 
 
 def _labels(found: Any, blame: str) -> IntArray:
-    """Without decoding an image where the set keeps its labels."""
+    """The labels (n,), read without decoding images if the data set stores them separately."""
     known = next((getattr(found, name) for name in LABELS if getattr(found, name, None) is not None), None)
     if known is None:
         known = [found[row][1] for row in range(len(found))]

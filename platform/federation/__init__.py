@@ -1,1 +1,1 @@
-"""A federation and its rounds: who takes part, the run's state, stages, and the loop over them."""
+"""The federation: client selection, the run's state, stages, and the loop over their rounds."""

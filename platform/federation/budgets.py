@@ -1,4 +1,4 @@
-"""How much of a tier's budget a client has in a round: the configured budget, built in or a user's own."""
+"""Client budgets: the share of its tier's budget that a client has in a round, by a built-in rule or the user's own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from fedloom.tiers.budgets import Budget, ScheduleBudget, StaticBudget, TraceBud
 BUDGETS: Slot[Callable[[int, np.random.Generator], float]] = Slot(
     "budget", {"static": StaticBudget, "schedule": ScheduleBudget, "trace": TraceBudget}, ("round", "rng")
 )
-"""A user's own is a function of the round (from 0) and of a generator of that round and client.
+"""A user's budget is a function of the round (from 0) and of a random generator for that round and client.
 
-It returns the share of the tier's budget that the client has, above 0 and at most 1.
+It returns the client's share of the tier's budget, above 0 and at most 1.
 """
 
 
 @dataclass(frozen=True)
 class OwnBudget:
-    """A user's function as a budget."""
+    """Adapts a user's function to a `Budget`."""
 
     choice: Chosen
 
     def factor(self, round: int, rng: np.random.Generator) -> float:
-        """The share; PluginError for what is none."""
+        """The share of the budget; PluginError if the function returns no number above 0 and at most 1."""
         share = BUDGETS.make(self.choice)(round, rng)
         if not (isinstance(share, int | float | np.floating) and 0 < share <= 1):
             raise PluginError(f"budget {self.choice.name!r} gives {share!r:.60}: give a share above 0 and at most 1")
@@ -35,7 +35,7 @@ class OwnBudget:
 
 
 def configured_budget(config: BudgetConfig) -> Budget:
-    """The budget of a configuration; ValueError for one that is not there, or whose options do not fit."""
+    """The configured budget; ValueError for an unknown one or invalid options."""
     if not is_import_path(config.kind):
         if config.options:
             raise ValueError(f"tiers.budget.options: a {config.kind} budget has none; use factors or states")

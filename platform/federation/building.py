@@ -1,4 +1,4 @@
-"""Builds what is given before the first round: data and partition, costs, tiers, devices, and who is in which tier."""
+"""Builds the world before the first round: data, partition, costs, tiers, devices, and the clients' tiers."""
 
 from functools import lru_cache
 
@@ -29,18 +29,18 @@ from fedloom.tiers.devices import DeviceProfile, DeviceTable, generate_device_ta
 from fedloom.tiers.tier import Tier, make_tiers
 
 TOP_TIER_MACS_PER_S = 2e10
-"""A recent phone in training (assumed); lower tiers run in proportion to their budgets."""
+"""Assumed training speed of a recent phone; lower tiers are slower in proportion to their budgets."""
 
 TRIED_SAMPLES = 4
-"""Training samples on which augmentation and objective are tried before anything is written."""
+"""Number of training samples on which augmentation and objective are tested before anything is written."""
 
 
 def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
-    """Prepares (or finds) data and partition, and works out tables, tiers and devices.
+    """Prepares (or opens) data and partition, and computes cost tables, tiers and devices.
 
-    `costs` are the tables that a resumed run began with; measured afresh if not given.
+    `costs` are the stored tables of a resumed run; they are measured if not given.
 
-    Raises ValueError for whatever cannot be: missing data, impossible budgets, shares that do not sum to 1.
+    Raises ValueError for an invalid configuration: missing data, impossible budgets, shares that do not sum to 1.
     """
     _, augment = data_choices(config.data)
     objective = chosen([(OBJECTIVES, config.objective.name)], config.objective.options, "objective.options")[0]
@@ -84,7 +84,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
 
 
 def _try_on_data(data: FederatedData, augment: Chosen, objective: Chosen, num_classes: int) -> None:
-    """Raises ValueError, in one line, for an augmentation or an objective that does not fit the data."""
+    """Raises a one-line ValueError for an augmentation or an objective that does not fit the data."""
     x, y = data.dataset.tensors("train", np.arange(min(TRIED_SAMPLES, data.dataset.num_samples("train"))))
     check_augmentation(augment, x)
     check_objective(objective, y, num_classes)
@@ -101,7 +101,7 @@ def _check_fit(space: SearchSpace, dataset: Dataset, config: RunConfig) -> None:
 
 
 def split_into_tiers(config: RunConfig, space: SearchSpace, table: CostTable) -> tuple[Tier, ...]:
-    """The tiers with their bounds, computed from random paths or as given."""
+    """The tiers with their bounds, computed from random paths or taken from the configuration."""
     tiers = config.tiers
     if tiers.upper_bounds is not None:
         uppers = check_upper_bounds(tiers.upper_bounds, table.cost(space.cheapest(table)), table.largest)
@@ -115,7 +115,7 @@ def split_into_tiers(config: RunConfig, space: SearchSpace, table: CostTable) ->
 
 @lru_cache(maxsize=4)
 def sampled_costs(genome: Genome, table: CostTable, paths: int) -> np.ndarray:
-    """Costs of uniformly drawn architectures, shape (paths,); the same for every seed, as tiers belong to the space."""
+    """Costs (paths,) of uniformly drawn architectures, for any seed the same: tiers are a property of the space."""
     return table.costs(genome.draw(paths, stream(0, "tier_bounds")))
 
 

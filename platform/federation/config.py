@@ -1,4 +1,4 @@
-"""A run's configuration: plain dataclasses, composed and checked in the driver, sent as they are."""
+"""A run's configuration as plain dataclasses, composed and checked in the driver."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from fedloom.platform.spaces.space_config import SpaceConfig
 
 @dataclass
 class ObjectiveConfig:
-    """What clients minimise and what is measured."""
+    """The objective of training and evaluation."""
 
     name: Annotated[str, Brought("objective"), "loss, metric, and which targets count"] = "classification"
     options: Annotated[dict[str, Any], "the objective's own options, by name"] = field(default_factory=dict)
@@ -18,45 +18,45 @@ class ObjectiveConfig:
 
 @dataclass
 class SeedsConfig:
-    """Separate seeds per purpose; what is not given follows `seed`."""
+    """Separate seeds per purpose; by default the run's `seed`."""
 
-    partition: Annotated[int | None, "of who gets which samples, and of devices and tiers"] = None
-    initialisation: Annotated[int | None, "of the first weights"] = None
-    selection: Annotated[int | None, "of who takes part, and of devices that drop out"] = None
-    training: Annotated[int | None, "of what clients draw: order of samples, paths, dropout"] = None
-    search: Annotated[int | None, "of the search"] = None
+    partition: Annotated[int | None, "seed of the partition, devices and tiers; null: seed"] = None
+    initialisation: Annotated[int | None, "seed of the initial weights; null: seed"] = None
+    selection: Annotated[int | None, "seed of client selection and device dropout; null: seed"] = None
+    training: Annotated[int | None, "seed of local training: sample order, paths, dropout; null: seed"] = None
+    search: Annotated[int | None, "seed of the search; null: seed"] = None
 
 
 @dataclass
 class BudgetConfig:
-    """How much of a tier's budget its clients have in a round."""
+    """The share of a tier's budget that its clients have in a round."""
 
     kind: Annotated[str, Brought("budget"), "static (all of it), schedule (factors by round) or trace (states)"] = (
         "static"
     )
     factors: Annotated[list[float] | None, "schedule: the share of the budget by round, repeated"] = None
     states: Annotated[list[Any] | None, "trace: rows of name, factor and probability"] = None
-    options: Annotated[dict[str, Any], "the options of a budget of your own, by name"] = field(default_factory=dict)
+    options: Annotated[dict[str, Any], "the options of a user's own budget, by name"] = field(default_factory=dict)
 
 
 GENERATED = "generated"
-"""The device table that is drawn, not read."""
+"""The value of `tiers.device_table` for a randomly generated table."""
 
 
 @dataclass
 class TiersConfig:
-    """How the space is split into tiers, and the clients into them.
+    """How the space is split into tiers, and how clients are assigned to them.
 
-    Bounds come from `paths` random paths and the shares `rho_low`, `rho_high` (FedorAS, App. E.4), or are given in
+    Bounds are computed from `paths` random paths and the shares `rho_low`, `rho_high` (FedorAS, App. E.4), or given by
     `upper_bounds`.
     """
 
-    count: Annotated[int, ONE_OR_MORE, "tiers"] = 4
+    count: Annotated[int, ONE_OR_MORE, "number of tiers"] = 4
     rho_low: Annotated[float, PART, "share of random paths below the first inner bound"] = 0.0
     rho_high: Annotated[float, PART, "share of random paths below the last inner bound"] = 0.95
     upper_bounds: Annotated[list[float] | None, POSITIVE, "upper bounds in units of cost, instead of rho"] = None
-    paths: Annotated[int, ONE_OR_MORE, "random paths that the bounds are computed from"] = 100_000
-    cost: Annotated[str, "what budgets are given in: one of macs, parameters, activation_bytes, latency_s"] = "macs"
+    paths: Annotated[int, ONE_OR_MORE, "number of random paths that the bounds are computed from"] = 100_000
+    cost: Annotated[str, "cost measure of the budgets: one of macs, parameters, activation_bytes, latency_s"] = "macs"
     cost_weights: Annotated[
         dict[str, float], ZERO_OR_MORE, "a weighted sum of additive costs instead: tiers.cost_weights.macs=1"
     ] = field(default_factory=dict)
@@ -78,14 +78,16 @@ class TiersConfig:
 
 @dataclass
 class DevicesConfig:
-    """The simulated devices, one number for all tiers or one per tier; a device table goes before them."""
+    """The simulated devices, with one number for all tiers or one per tier; a device table takes precedence."""
 
     macs_per_s: Annotated[
-        list[float] | None, POSITIVE, "speed; null: 2e10 in the top tier, the others in proportion to their budgets"
+        list[float] | None,
+        POSITIVE,
+        "MACs per second; null: 2e10 in the top tier, others in proportion to their budgets",
     ] = None
-    down_bytes_per_s: Annotated[float, POSITIVE, "speed of receiving"] = 2.5e6
-    up_bytes_per_s: Annotated[float, POSITIVE, "speed of sending"] = 7.5e5
-    availability: Annotated[float, SHARE, "probability that a device can be reached in a round"] = 1.0
+    down_bytes_per_s: Annotated[float, POSITIVE, "download speed in bytes per second"] = 2.5e6
+    up_bytes_per_s: Annotated[float, POSITIVE, "upload speed in bytes per second"] = 7.5e5
+    availability: Annotated[float, SHARE, "probability that a device is available in a round"] = 1.0
     dropout: Annotated[float, PART, "probability that a device drops out of a round"] = 0.0
     deadline_s: Annotated[
         float | None, POSITIVE, "simulated seconds after which a client is left out of its round; null: never"
@@ -97,17 +99,18 @@ POLICIES = ("stop", "retry", "tolerate")
 
 @dataclass
 class FailuresConfig:
-    """What a failed client means.
+    """How client failures are handled.
 
-    An actor that dies is not a failed client: it is replaced and its work repeated, `actor_attempts` times at most.
+    The death of an actor is not a client failure: the actor is replaced and its work repeated, up to `actor_attempts`
+    times.
     """
 
     policy: Annotated[
         str, OneOf(POLICIES), "stop the run, retry the client up to attempts, or tolerate up to max_share of a round"
     ] = "stop"
-    attempts: Annotated[int, ONE_OR_MORE, "retry: times that a client is tried"] = 2
+    attempts: Annotated[int, ONE_OR_MORE, "retry: attempts per client"] = 2
     max_share: Annotated[float, PART, "tolerate: share of a round's clients that may fail"] = 0.2
-    actor_attempts: Annotated[int, ONE_OR_MORE, "times that the work of an actor that died is tried"] = 3
+    actor_attempts: Annotated[int, ONE_OR_MORE, "attempts of work whose actor died"] = 3
 
 
 EXECUTORS = ("ray", "serial")
@@ -115,63 +118,62 @@ EXECUTORS = ("ray", "serial")
 
 @dataclass
 class ExecutorConfig:
-    """Where the work runs."""
+    """Where clients' work is executed."""
 
     kind: Annotated[str, OneOf(EXECUTORS), "ray (client actors) or serial (this process)"] = "ray"
     actors: Annotated[int | None, ONE_OR_MORE, "client actors on a machine without GPUs; null: one per CPU"] = None
     resident: Annotated[bool, "every client has an actor of its own (cross-silo)"] = False
-    chunk_size: Annotated[int, ONE_OR_MORE, "consecutive clients that go to an actor in one call"] = 1
+    chunk_size: Annotated[int, ONE_OR_MORE, "number of consecutive clients that an actor gets in one call"] = 1
     threads: Annotated[
         int,
         ONE_OR_MORE,
-        "torch's threads per client; they change last digits, and so are the same for all executors",
+        "torch's threads per client; they affect floating-point rounding, so all executors use the same number",
     ] = 1
     client_timeout_s: Annotated[
-        float, Range(above=0, infinite=True), "seconds after which a client is reported as failed and left out"
+        float, Range(above=0, infinite=True), "seconds after which a client counts as failed and is left out"
     ] = 3600.0
     failures: FailuresConfig = field(default_factory=FailuresConfig)
 
 
 @dataclass
 class RayConfig:
-    """How Ray is reached; the limits hold for a cluster of our own."""
+    """The connection to Ray; the limits apply only to a cluster that fedloom starts."""
 
-    address: Annotated[
-        str, "auto (a running cluster if there is one), local (always a cluster of our own) or host:port"
-    ] = "auto"
+    address: Annotated[str, "auto (a running cluster if there is one), local (always start a cluster) or host:port"] = (
+        "auto"
+    )
     num_cpus: Annotated[int | None, ONE_OR_MORE, "CPUs; null: all that this process may use"] = None
     num_gpus: Annotated[int, ZERO_OR_MORE, "GPUs"] = 0
     object_store_memory_bytes: Annotated[
-        int | None, ONE_OR_MORE, "object store; null: a fifth of the memory that is free"
+        int | None, ONE_OR_MORE, "object store size in bytes; null: a fifth of the free memory"
     ] = None
     dashboard: Annotated[bool, "Ray's dashboard"] = False
 
 
 @dataclass
 class CheckpointConfig:
-    """How often the state is saved (a crash loses at most the rounds since)."""
+    """How often the state is saved; a crash loses at most the rounds since the last checkpoint."""
 
-    every: Annotated[int, ONE_OR_MORE, "rounds between two checkpoints"] = 1
+    every: Annotated[int, ONE_OR_MORE, "rounds between checkpoints"] = 1
 
 
 @dataclass
 class RunConfig:
     """Everything that determines a run."""
 
-    experiment: Annotated[str, "what the run is called; its id begins with it"] = "custom"
-    seed: Annotated[int, ZERO_OR_MORE, "of everything that has none in seeds"] = 1
+    experiment: Annotated[str, "the experiment's name, with which the run's id begins"] = "custom"
+    seed: Annotated[int, ZERO_OR_MORE, "the run's seed, for all purposes without a seed of their own in seeds"] = 1
     results: Annotated[
         str, "a folder, or the URL of one on a filesystem that pyarrow reads: s3://bucket/path, gs://bucket/path"
     ] = "results"
-    dry_run: Annotated[
-        bool, "nothing is trained: who would do what is planned and counted, over all rounds of the training stages"
-    ] = False
+    dry_run: Annotated[bool, "train nothing: plan all rounds of the training stages and count their costs"] = False
     reuse_supernet: Annotated[
         bool,
-        "begin with the trained supernet of an earlier run under the same results, if the configurations agree up to "
-        "there, and leave the own one for later runs; its rows are those of the run named supernet_run_id in runs",
+        "start from the trained supernet of an earlier run in the same results folder, if the configurations of its "
+        "training agree, otherwise store this run's supernet for later runs; the training's rows are those of the run "
+        "supernet_run_id in runs",
     ] = False
-    tensorboard: Annotated[bool, "write event files, too, below the run's artefacts"] = False
+    tensorboard: Annotated[bool, "also write TensorBoard event files, in the run's artefacts"] = False
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     space: SpaceConfig = field(default_factory=SpaceConfig)

@@ -1,4 +1,4 @@
-"""A run's cost tables: the measure of its budgets, and MACs; stored, as no latency is measured twice alike."""
+"""A run's cost tables: the measure of its budgets, and MACs; stored because latency measurements vary."""
 
 import json
 import math
@@ -16,14 +16,14 @@ from fedloom.tiers.costs import CostTable, combine, with_unsupported
 
 @dataclass(frozen=True)
 class RunCosts:
-    """What paths cost: in the unit of the tiers' budgets, and in MACs."""
+    """Cost tables of paths in the unit of the tiers' budgets, and in MACs."""
 
     budget: CostTable
     macs: CostTable
 
 
 def measure_costs(config: TiersConfig, space: SearchSpace) -> RunCosts:
-    """The tables for a configuration: one measure or a weighted sum of several, without unsupported operators."""
+    """The configured tables: one measure or a weighted sum of several, with infinite cost of unsupported operators."""
     if config.cost_weights:
         names = sorted(config.cost_weights)
         table = combine([space.cost_table(n) for n in names], [config.cost_weights[n] for n in names])
@@ -47,12 +47,12 @@ def _places(space: SearchSpace, unsupported: list[str]) -> list[tuple[int, int]]
 
 
 def store_costs(path: Path, costs: RunCosts) -> None:
-    """Writes the tables beside the run's configuration."""
+    """Writes the tables to a JSON file."""
     write_atomically(path, json.dumps({"budget": _plain(costs.budget), "macs": _plain(costs.macs)}).encode())
 
 
 def load_costs(path: Path) -> RunCosts:
-    """The tables that the run began with; ValueError for a damaged file."""
+    """Reads the tables from a JSON file; ValueError if it is damaged."""
     try:
         values = json.loads(path.read_text())
         return RunCosts(_table(values["budget"]), _table(values["macs"]))
@@ -61,7 +61,7 @@ def load_costs(path: Path) -> RunCosts:
 
 
 def _plain(table: CostTable) -> dict[str, Any]:
-    # Strict JSON has no infinity: an unsupported option is null.
+    # Strict JSON has no infinity, so the cost of an unsupported option is null.
     options = [[None if cost == math.inf else cost for cost in row] for row in table.options]
     return {"measure": table.measure, "fixed": table.fixed, "reduce": table.reduce, "options": options}
 

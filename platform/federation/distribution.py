@@ -1,4 +1,4 @@
-"""Distribution heuristics: which client of a round gets which subnet (SuperFed, Sec. 2.3; Tab. 2)."""
+"""Distribution heuristics: the assignment of subnets to a round's clients (SuperFed, Sec. 2.3; Tab. 2)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ from fedloom.platform.spaces.slices import Architecture
 from fedloom.tiers.costs import CostTable
 
 FEWEST_FOR_SANDWICH = 3
-"""One client for the smallest, one for the largest, and one for the rest of the space."""
+"""The smallest cohort: a client each for the smallest, the largest and a random subnet."""
 DRAWS = 64
-"""Uniform draws before a client with a small budget gets a subnet drawn among the affordable ones directly."""
+"""Uniform draws from the space before a subnet is drawn directly from those within a client's budget."""
 
 Served = Mapping[str, Mapping[str, int]]
-"""How often each client had the largest and the smallest subnet so far: `{"largest": {"3": 2}, "smallest": {...}}`."""
+"""Per client, how often it got the largest and the smallest subnet: `{"largest": {"3": 2}, "smallest": {...}}`."""
 
 
 @dataclass(frozen=True)
-class Handout:
-    """A round's clients, and what they can be given.
+class Distribution:
+    """A heuristic's input: a round's clients, their budgets and the subnets.
 
     Attributes:
         round: the round, from 0.
-        client_ids: the round's clients in ascending order; a heuristic answers in this order.
-        budgets: the greatest cost of a subnet per client, in the table's unit; infinite without tier awareness.
+        client_ids: the round's clients in ascending order, the order of a heuristic's result.
+        budgets: the largest cost of a subnet per client, in the table's unit; infinite without tier awareness.
         family: the configured fixed family, in its order.
-        served: how often each client had the largest and the smallest subnet in earlier rounds.
-        rng: the round's own stream.
+        served: how often each client got the largest and the smallest subnet in earlier rounds.
+        rng: the round's random stream.
     """
 
     space: SearchSpace
@@ -45,13 +45,13 @@ class Handout:
     rng: np.random.Generator
 
     def affords(self, place: int, architecture: Architecture) -> bool:
-        """Whether the client at this place can train the subnet."""
+        """Whether the subnet is within the budget of the client `client_ids[place]`."""
         return self.table.cost(architecture) <= self.budgets[place]
 
     def draw(self, place: int) -> Architecture:
-        """A random subnet that the client can train: uniform over depths and widths, if such draws are affordable.
+        """A random subnet within the client's budget, drawn from the whole space by rejection.
 
-        Where hardly any is, uniform among the affordable ones.
+        After `DRAWS` rejections it is drawn directly from the subnets within the budget.
         """
         for _ in range(DRAWS):
             architecture = self.space.sample(self.rng)
@@ -62,63 +62,68 @@ class Handout:
         return found[0] if found else self.space.smallest
 
     def times_served(self, which: str, place: int) -> int:
-        """How often the client had the `largest` or `smallest` subnet."""
+        """How often the client got the `largest` or `smallest` subnet."""
         return self.served.get(which, {}).get(str(self.client_ids[place]), 0)
 
 
-Heuristic = Callable[[Handout], Sequence[Architecture]]
-"""One subnet per client of the round, in the order of `client_ids`."""
+Heuristic = Callable[[Distribution], Sequence[Architecture]]
+"""Returns one subnet per client of the round, in the order of `client_ids`."""
 
 
-def random(handout: Handout) -> list[Architecture]:
-    """Every client an independent random subnet."""
-    return [handout.draw(place) for place in range(len(handout.client_ids))]
+def random(distribution: Distribution) -> list[Architecture]:
+    """Gives every client an independent random subnet."""
+    return [distribution.draw(place) for place in range(len(distribution.client_ids))]
 
 
-def _sandwich(handout: Handout, largest_first: Sequence[int], smallest_first: Sequence[int]) -> list[Architecture]:
-    """The largest and the smallest to the first place of each order that can have them, the rest random."""
-    space, given = handout.space, dict[int, Architecture]()
-    able = [place for place in largest_first if handout.affords(place, space.largest)]
+def _sandwich(
+    distribution: Distribution, largest_first: Sequence[int], smallest_first: Sequence[int]
+) -> list[Architecture]:
+    """Gives the largest and the smallest subnet to the first client in each order that can train it."""
+    space, given = distribution.space, dict[int, Architecture]()
+    able = [place for place in largest_first if distribution.affords(place, space.largest)]
     if able:
         given[able[0]] = space.largest
     left = [place for place in smallest_first if place not in given]
     if left:
         given[left[0]] = space.smallest
-    return [given[p] if p in given else handout.draw(p) for p in range(len(handout.client_ids))]
+    return [given[p] if p in given else distribution.draw(p) for p in range(len(distribution.client_ids))]
 
 
-def sandwich(handout: Handout) -> list[Architecture]:
-    """One smallest, one largest, the rest random; the places rotate with the round."""
-    number = len(handout.client_ids)
-    rotated = [(handout.round + i) % number for i in range(number)]
-    return _sandwich(handout, rotated, rotated)
+def sandwich(distribution: Distribution) -> list[Architecture]:
+    """Gives one client the smallest, one the largest, the rest random subnets; rotates over the clients by round."""
+    number = len(distribution.client_ids)
+    rotated = [(distribution.round + i) % number for i in range(number)]
+    return _sandwich(distribution, rotated, rotated)
 
 
-def tracking_sandwich(handout: Handout) -> list[Architecture]:
-    """The largest to who had it least often, the smallest to who had that least often of the others; ties by id."""
-    places = range(len(handout.client_ids))
-    by_largest = sorted(places, key=lambda p: handout.times_served("largest", p))
-    by_smallest = sorted(places, key=lambda p: handout.times_served("smallest", p))
-    return _sandwich(handout, by_largest, by_smallest)
+def tracking_sandwich(distribution: Distribution) -> list[Architecture]:
+    """Like `sandwich`, but each extreme goes to the client that got it least often so far; ties are broken by id."""
+    places = range(len(distribution.client_ids))
+    by_largest = sorted(places, key=lambda p: distribution.times_served("largest", p))
+    by_smallest = sorted(places, key=lambda p: distribution.times_served("smallest", p))
+    return _sandwich(distribution, by_largest, by_smallest)
 
 
-def _member(handout: Handout, place: int, index: int) -> Architecture:
-    """The family's member, or the largest one that the client affords instead."""
-    member = handout.family[index % len(handout.family)]
-    if handout.affords(place, member):
+def _member(distribution: Distribution, place: int, index: int) -> Architecture:
+    """The family's member at `index`, or if it exceeds the client's budget the most costly one that does not."""
+    member = distribution.family[index % len(distribution.family)]
+    if distribution.affords(place, member):
         return member
-    affordable = [a for a in handout.family if handout.affords(place, a)]
-    return max(affordable, key=handout.table.cost, default=handout.space.smallest)
+    affordable = [a for a in distribution.family if distribution.affords(place, a)]
+    return max(affordable, key=distribution.table.cost, default=distribution.space.smallest)
 
 
-def static(handout: Handout) -> list[Architecture]:
-    """Always the same member of the family for a client: its id modulo the family's size."""
-    return [_member(handout, place, client) for place, client in enumerate(handout.client_ids)]
+def static(distribution: Distribution) -> list[Architecture]:
+    """Gives a client the same member of the family in all rounds: its id modulo the family's size."""
+    return [_member(distribution, place, client) for place, client in enumerate(distribution.client_ids)]
 
 
-def dynamic(handout: Handout) -> list[Architecture]:
-    """Another member of the family in every round: id plus round, modulo the family's size."""
-    return [_member(handout, place, client + handout.round) for place, client in enumerate(handout.client_ids)]
+def dynamic(distribution: Distribution) -> list[Architecture]:
+    """Gives a client another member of the family in every round: id plus round, modulo the family's size."""
+    return [
+        _member(distribution, place, client + distribution.round)
+        for place, client in enumerate(distribution.client_ids)
+    ]
 
 
 HEURISTICS: Slot[Heuristic] = Slot(
@@ -130,38 +135,38 @@ HEURISTICS: Slot[Heuristic] = Slot(
         "static": static,
         "dynamic": dynamic,
     },
-    ("handout",),
+    ("distribution",),
 )
 NEED_A_FAMILY = ("static", "dynamic")
 SANDWICHES = ("sandwich", "tracking_sandwich")
 
 
-def distribute(rule: Chosen, handout: Handout) -> dict[int, Architecture]:
+def distribute(rule: Chosen, distribution: Distribution) -> dict[int, Architecture]:
     """The subnet of every client of the round.
 
-    Raises ValueError if a heuristic of the user's own does not give each client one that it can train.
+    Raises PluginError, a ValueError, if a user's heuristic does not give each client one within its budget.
     """
     blame = f"distribution heuristic {rule.name!r}"
     with blaming("distribution heuristic", rule.name):
-        given = [tuple(architecture) for architecture in HEURISTICS.make(rule)(handout)]
-    if len(given) != len(handout.client_ids):
-        raise PluginError(f"{blame} gives {len(given)} subnets to {len(handout.client_ids)} clients")
+        given = [tuple(architecture) for architecture in HEURISTICS.make(rule)(distribution)]
+    if len(given) != len(distribution.client_ids):
+        raise PluginError(f"{blame} gives {len(given)} subnets to {len(distribution.client_ids)} clients")
     for place, architecture in enumerate(given):
         if is_import_path(rule.name):
             with blaming("distribution heuristic", rule.name):
-                handout.space.validate(architecture)
-        # The smallest subnet is never above a budget: every client can train it.
-        if architecture != handout.space.smallest and not handout.affords(place, architecture):
+                distribution.space.validate(architecture)
+        # Every client can train the smallest subnet, whatever its budget.
+        if architecture != distribution.space.smallest and not distribution.affords(place, architecture):
             raise PluginError(
-                f"{blame} gives client {handout.client_ids[place]} a subnet of "
-                f"{handout.table.cost(architecture):.6g} {handout.table.measure}, its budget is "
-                f"{handout.budgets[place]:.6g}: use Handout.draw or Handout.affords"
+                f"{blame} gives client {distribution.client_ids[place]} a subnet of "
+                f"{distribution.table.cost(architecture):.6g} {distribution.table.measure}, its budget is "
+                f"{distribution.budgets[place]:.6g}: use Distribution.draw or Distribution.affords"
             )
-    return dict(zip(handout.client_ids, given, strict=True))
+    return dict(zip(distribution.client_ids, given, strict=True))
 
 
 def count_served(served: Served, given: Mapping[int, Architecture], space: SearchSpace) -> dict[str, dict[str, int]]:
-    """The counters after a round; a random draw that happened to be the largest or the smallest counts, too."""
+    """The counters after a round; the largest and the smallest also count if they were drawn at random."""
     counted = {which: dict(served.get(which, {})) for which in ("largest", "smallest")}
     for client_id, architecture in given.items():
         for which, extreme in (("largest", space.largest), ("smallest", space.smallest)):

@@ -1,6 +1,6 @@
 """TensorBoard event files of a run (`tensorboard=true`): its rounds, and the scores of its final evaluation.
 
-They only repeat what the tables hold, so that nothing that happens to them is allowed to stop a run.
+They only repeat the tables' content, so errors in writing them do not stop a run.
 """
 
 import importlib.util
@@ -18,45 +18,45 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "tensorboard"
 SCALARS = ("loss", "metric", "bytes_down", "bytes_up", "beta", "lr", "wall_s", "simulated_s")
-"""The columns of `rounds` that become curves, by stage."""
+"""The columns of `rounds` that are written as curves, by stage."""
 FINAL = "evaluation"
-"""The stage whose rows of `evaluations` are what a run has found."""
+"""The stage whose rows of `evaluations` are the run's final scores."""
 CONFIGURATION = "configuration"
 
 
 class Events(Protocol):
-    """Who repeats finished rounds elsewhere."""
+    """Receives the rows of finished rounds."""
 
     def add(self, rows: Sequence[Row]) -> None:
-        """The rows of a round, or of a stage's end; fails nothing."""
+        """Receives the rows of a round or of a stage's end; does not raise."""
         ...
 
     def close(self) -> None:
-        """There are no more."""
+        """Called after the last rows."""
         ...
 
 
 class NoEvents:
-    """Nobody."""
+    """Ignores all rows."""
 
     def add(self, rows: Sequence[Row]) -> None:
-        """See `Events.add`."""
+        pass
 
     def close(self) -> None:
-        """See `Events.close`."""
+        pass
 
 
 def check_event_files() -> None:
-    """Raises ValueError if event files cannot be written here."""
+    """Raises ValueError if the package for event files is not installed."""
     if importlib.util.find_spec("tensorboardX") is None:
         raise ValueError("tensorboard=true needs the package tensorboardX: install it, or set tensorboard=false")
 
 
 class EventFiles:
-    """Writes the events of one process's part of a run, each one at once.
+    """Writes the events of one process's part of a run, unbuffered.
 
-    The global step counts the run's rounds over all of its stages. A resumed run begins a new file, which tells readers
-    to forget what earlier files say of its first step and later ones.
+    The global step counts the run's rounds over all of its stages. A resumed run starts a new file with a marker that
+    makes readers discard the events of earlier files from its first step on.
     """
 
     def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
@@ -69,21 +69,21 @@ class EventFiles:
             self._give_up(error)
 
     def _open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        # Only where it is asked for. Its SummaryWriter would hand events to a process-wide queue and thread: what waits
-        # there is lost in a crash, and the next part of the run would begin after a gap.
+        # Imported only if needed. SummaryWriter is not used, because it queues events for a thread: a crash would lose
+        # the queue and leave a gap before the events of the resumed run.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import text
 
         folder.mkdir(parents=True, exist_ok=True)
-        # Files are read in the order of their names, which begin with the second in which they were opened.
+        # Readers sort files by name, which has the time of opening in seconds; the step orders files of one second.
         self._file = EventsWriter(str(folder / "events"), filename_suffix=f".{self.step:09d}")
         self._file.write_event(Event(step=self.step, session_log=SessionLog(status=SessionLog.START)))
         self._write(text(CONFIGURATION, f"```\n{json.dumps(config, indent=1)}\n```"), self.step)
         self._file.flush()
 
     def add(self, rows: Sequence[Row]) -> None:
-        """A round's curves at its step, and final scores at the step of the round that found them."""
+        """Writes a round's curves and final scores at the round's step."""
         rounds = sum(table == "rounds" for table, _ in rows)
         if self._file is not None and rounds:
             from tensorboardX.summary import scalar
@@ -106,7 +106,7 @@ class EventFiles:
         self.close()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         file, self._file = self._file, None
         if file is not None:
             try:
@@ -116,7 +116,7 @@ class EventFiles:
 
 
 def scalars(rows: Sequence[Row]) -> dict[str, float]:
-    """By tag the values of a round: its columns as STAGE/COLUMN, its final scores as evaluation/MODEL/..."""
+    """The values of a round by tag: its columns as STAGE/COLUMN, its final scores as evaluation/MODEL/..."""
     values: dict[str, float] = {}
     for table, row in rows:
         if table == "rounds":
@@ -127,7 +127,7 @@ def scalars(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def final_scores(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The server's scores; where only clients have scores, their mean, in which every client counts alike."""
+    """The server's scores by tag, or if only clients have scores their unweighted mean over clients."""
     central = [row for row in found if row.get("client_id") is None]
     if central:
         return {_tag(row, _whose(row)): float(row["value"]) for row in central}
@@ -138,7 +138,7 @@ def final_scores(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _whose(row: Mapping[str, Any]) -> str:
-    """The tier or target that a model is for; without one its architecture tells it from others."""
+    """The tier or target that a model is for, or without one its architecture."""
     tier = row.get("tier")
     return str(row.get("architecture")) if tier in (None, "server") else str(tier)
 

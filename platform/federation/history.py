@@ -1,4 +1,4 @@
-"""What the server remembers of the clients of a training stage: little, and only of those that took part."""
+"""The server's history of the clients that took part in a training stage, for selection rules."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClientRecord:
-    """One client as its reports show it.
+    """A client's history, taken from its reports.
 
     Attributes:
-        participations: rounds in which it was planned.
-        answers: of these, rounds whose answer counted.
-        last_round: the last round in which it was planned.
-        loss: mean training loss that it reported last.
-        loss_norm: root mean square of its samples' losses, if the stage asks for it (`loss_norms`).
-        samples: training samples that it reported last.
-        simulated_s: simulated seconds of its last answer.
+        participations: the number of rounds in which it was selected.
+        answers: the number of these rounds with status `ok`.
+        last_round: the last round in which it was selected.
+        loss: the mean training loss of its last answer.
+        loss_norm: the root mean square of its samples' losses, if the stage asks for it (`loss_norms`).
+        samples: the number of training samples of its last answer.
+        simulated_s: the simulated seconds of its last answer.
     """
 
     participations: int = 0
@@ -34,7 +34,7 @@ class ClientRecord:
 
 
 History = Mapping[int, ClientRecord]
-"""By client; those that never took part are not in it."""
+"""Records by client id, only of clients that have taken part."""
 
 _FIELDS = tuple(f.name for f in fields(ClientRecord))
 
@@ -63,7 +63,7 @@ def _answered(record: ClientRecord, report: Report) -> ClientRecord:
 
 
 def packed(history: History) -> dict[str, list[Any]]:
-    """The history as JSON values: a list per client."""
+    """The history as JSON values, one list per client."""
     return {str(client): list(asdict(record).values()) for client, record in history.items()}
 
 

@@ -1,4 +1,4 @@
-"""The loop that owns the world: plans, executes, merges, writes rows and checkpoints, round by round."""
+"""The main loop: plans, executes and merges each round, and writes its rows and checkpoint."""
 
 import json
 import logging
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 class RunFailedError(RuntimeError):
-    """The run cannot go on: clients failed beyond what the policy allows, or the server's own work failed."""
+    """The run cannot continue: more clients failed than the policy allows, or the server's work failed."""
 
 
 class InterruptedRunError(RuntimeError):
-    """The run was asked to stop; its checkpoint holds every finished round."""
+    """The run was stopped on request; its checkpoint holds every finished round."""
 
 
 @dataclass(frozen=True)
 class Validated:
-    """What a stage scored on validation data: mean accuracy, and after how many of its rounds."""
+    """A stage's mean accuracy on validation data, and the number of rounds after which it was measured."""
 
     accuracy: float
     rounds: int
@@ -46,10 +46,10 @@ class Validated:
 
 @dataclass(frozen=True)
 class RoundProgress:
-    """What a watcher is told about a finished round (it is safe on disk by then).
+    """A finished round as reported to `watch`, after it is safely on disk.
 
-    `metric` is the clients' accuracy on the data of the split `metric_of`: in training their own training data.
-    `validated` is there where the stage was scored on validation data.
+    `metric` is the clients' accuracy on the split `metric_of` of their data, in training stages the training data.
+    `validated` is None unless the stage was scored on validation data.
     """
 
     stage: str
@@ -83,17 +83,17 @@ class Loop:
         should_stop: Callable[[], bool] = lambda: False,
         ending: Callable[[RunState], None] = lambda _: None,
     ) -> None:
-        """`ending` is told the last state of every stage, before any state after it is saved."""
+        """`ending` is called with the last state of every stage, before any later state is saved."""
         self.stages, self.executor, self.recorder, self.status = stages, executor, recorder, status
         self.execution, self.checkpoint, self.deadline_s = execution, checkpoint, deadline_s
         self.watch, self.should_stop, self.ending = watch, should_stop, ending
         self._unsaved: RunState | None = None
 
     def run(self, state: RunState) -> RunState:
-        """From any state to the end of the last stage; everything is safe on disk when it returns.
+        """Runs from any state to the end of the last stage; all results are on disk when it returns.
 
-        Raises RunFailedError, InterruptedRunError; then every finished round is in the checkpoint, as it is when
-        the user interrupts.
+        Raises RunFailedError or InterruptedRunError. In both cases, and on KeyboardInterrupt, the checkpoint then holds
+        every finished round.
         """
         try:
             return self._run(state)
@@ -133,7 +133,7 @@ class Loop:
             merged = self._reviewed(stage, merged, merged.review)
         with stage_work(stage.name, state.round):
             times_s = [r.simulated_s for r in clients]
-            # A final evaluation waits for all: its assignments have no deadline.
+            # A final evaluation waits for all clients: its assignments have no deadline.
             deadline_s = self.deadline_s if any(a.deadline_s is not None for a in plan.assignments) else None
             clock, simulated_s = VirtualClock(state.simulated_s).after_round(times_s, deadline_s)
         row = round_row(stage.name, state.round, clients, plan, time.perf_counter() - started, simulated_s)
@@ -141,12 +141,12 @@ class Loop:
         after = replace(merged.state.with_client_states(kept), round=state.round + 1, simulated_s=clock.now_s)
         stop = self.should_stop()
         save = stop or after.round % self.checkpoint.every == 0
-        # Rows must not be on disk twice after a resume: in between, the checkpoint before them is the one to keep.
+        # Until these rows are on disk the previous checkpoint stays: resuming from a later one would duplicate rows.
         self._unsaved = None
-        told = replace(
+        progress = replace(
             progress_of(row, left), metric_of=split_of(clients), validated=validated(merged.rows, state.round)
         )
-        self._record(merged, [*client_rows, ("rounds", row)], after if save else None, told)
+        self._record(merged, [*client_rows, ("rounds", row)], after if save else None, progress)
         self._unsaved = None if save else after
         if stop:
             self.recorder.wait()
@@ -154,13 +154,13 @@ class Loop:
         return after
 
     def _reviewed(self, stage: Stage, merged: Merged, review: Review) -> Merged:
-        """The rows of a round with those of what was measured after it."""
+        """The round with the rows of its review added."""
         result = self._execute(review.plan, merged.state)
         self._check_failures(stage.name, merged.state.round, result.reports, ())
         return replace(merged, rows=[*merged.rows, *review.rows(result)])
 
     def _save_unsaved(self) -> None:
-        """Checkpoints the last finished round if that is due only later (`checkpoint.every`)."""
+        """Checkpoints the last finished round if it has not been saved yet because of `checkpoint.every`."""
         if self._unsaved is not None:
             self.recorder.submit(Record((), (), self._unsaved))
             self.recorder.wait()
@@ -191,9 +191,9 @@ class Loop:
         server = next((r for r in failed if r.client_id is None), None)
         if server is None and allowed(self.execution.failures, len(failed), len(clients)):
             return
-        # First, as a checkpoint stands for all rows before it.
+        # The checkpoint first, because it covers all rows written before it.
         self._save_unsaved()
-        # The round does not count, but its rows are there to be looked at; a resumed run replaces them.
+        # The failed round's rows are written for inspection; a resumed run replaces them.
         self.recorder.submit(Record(rows))
         self.recorder.wait()
         first = server or failed[0]
@@ -207,7 +207,7 @@ class Loop:
 
 @contextmanager
 def stage_work(stage: str, round_: int) -> Iterator[None]:
-    """Tells a value that a stage cannot work with in mid-run from a configuration that is refused."""
+    """Turns a ValueError during a stage's work into a RunFailedError, unlike one from checking the configuration."""
     try:
         yield
     except ValueError as error:
@@ -216,7 +216,7 @@ def stage_work(stage: str, round_: int) -> Iterator[None]:
 
 
 def with_own_states(assignments: Iterable[Assignment], state: RunState) -> Iterable[Assignment]:
-    """The assignments with what their clients kept from their last work, where the stage gave them nothing."""
+    """The assignments with their clients' saved states, unless the stage has given them a state."""
     if not any(name.startswith(CLIENT) for name in state.bags):
         return assignments
     return [
@@ -226,27 +226,27 @@ def with_own_states(assignments: Iterable[Assignment], state: RunState) -> Itera
 
 
 def counts_as_failed(report: Report) -> bool:
-    """Whether the failure policy counts this client: it failed, or gave no answer in real time.
+    """Whether the failure policy counts this client: it failed, or exceeded the real-time limit.
 
-    Such a client (`executor.client_timeout_s`) tells nothing, so it has no simulated time; one that is only over the
-    simulated deadline has one, and did nothing wrong.
+    A client over `executor.client_timeout_s` has no simulated time. A client that only missed the simulated deadline
+    has one, and does not count as failed.
     """
     return report.status == "failed" or (report.status == "timed_out" and report.simulated_s == 0.0)
 
 
 def rows_of(merged: Merged, place: Mapping[str, Any]) -> list[Row]:
-    """A stage's rows with their place in the run."""
+    """A stage's rows with stage and round added."""
     return [(table, without_nan({**place, **row})) for table, row in merged.rows]
 
 
 def progress_of(row: Mapping[str, Any], left: int) -> RoundProgress:
-    """What a watcher is told of a round's row."""
+    """The progress report of a round's row."""
     values = {f.name: row[f.name] for f in fields(RoundProgress) if f.name in row}
     return RoundProgress(rounds_total=row["round"] + left, **values)
 
 
 def split_of(clients: Sequence[Report]) -> str:
-    """The data that the clients' loss and metric are of: their training data, unless nobody trained."""
+    """The split that the clients' loss and metric were measured on: `train` if any client trained."""
     if any(report.steps for report in clients):
         return "train"
     splits = (m.split for report in clients for m in report.measurements if m.split)
@@ -254,9 +254,9 @@ def split_of(clients: Sequence[Report]) -> str:
 
 
 def validated(rows: Sequence[Row], round_: int) -> Validated | None:
-    """The mean of the latest accuracies on validation data among a stage's rows: the server's, or else the clients'."""
-    # The server scores before the clients train, and clients their own models after it.
-    # What is measured of no data, such as a model's costs, has no split.
+    """The mean of the latest validation accuracies in a stage's rows: the server's if any, otherwise the clients'."""
+    # The server scores the weights before the round's training, clients score their own models after it.
+    # Costs are measured without data and have no split.
     found = [
         (row.get("round", round_ + (row["client_id"] is not None)), row["client_id"] is None, row["value"])
         for table, row in rows
@@ -271,7 +271,7 @@ def validated(rows: Sequence[Row], round_: int) -> Validated | None:
 
 
 def merge_chunks(results: Iterable[ChunkResult], beat: Callable[[], None] = lambda: None) -> RoundResult:
-    """Adds the chunks' sums in plan order and puts their reports one after the other."""
+    """Adds the chunks' sums in plan order and concatenates their reports."""
     sums = WeightedSums()
     reports: list[Report] = []
     for result in results:
@@ -282,29 +282,29 @@ def merge_chunks(results: Iterable[ChunkResult], beat: Callable[[], None] = lamb
 
 
 def allowed(failures: FailuresConfig, failed: int, planned: int) -> bool:
-    """Whether a round with this many failed clients counts."""
+    """Whether the failure policy accepts a round with this many failed clients."""
     return failures.policy != "stop" and failed <= failures.max_share * planned
 
 
 def without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with undefined numbers as missing values."""
+    """The row with None in place of NaN."""
     return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
 
 
 def client_row(stage: str, round_: int, report: Report) -> dict[str, Any]:
-    """A planned client's one row of the table `clients`."""
+    """A selected client's row of the table `clients`."""
     figures = {name: getattr(report, name) for name in CLIENT_COLUMNS}
     return without_nan({"stage": stage, "round": round_, **figures, "macs": int(report.macs)})
 
 
 CLIENT_COLUMNS = tuple(f.name for f in fields(Report) if f.name not in ("measurements", "state", "macs"))
-"""The columns of `clients` that a report holds as they are."""
+"""The columns of `clients` that are copied from a report."""
 
 
 def round_row(
     stage: str, round_: int, clients: Sequence[Report], plan: Plan, wall_s: float, simulated_s: float
 ) -> dict[str, Any]:
-    """A round's row: sums over its clients, and means weighted by their samples."""
+    """A round's row of the table `rounds`: sums over its clients, and means weighted by their samples."""
     ok = [r for r in clients if r.status == "ok"]
     return {
         "stage": stage,

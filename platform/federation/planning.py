@@ -1,4 +1,4 @@
-"""From the facts of a world to a round's assignments: who is chosen, on which budget, and what becomes of devices."""
+"""Planning of a round: its cohort, the clients' budgets, device dropout, and the assignments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def choose_cohort(
     world: World, stage: str, round_: int, eligible: np.ndarray, size: int, rule: Chosen, history: History
 ) -> Cohort:
-    """The round's clients by a selection rule; every draw depends on the selection's seed, stage, round and client."""
+    """The cohort chosen by a selection rule; all draws depend only on the selection seed, stage, round and client."""
     seed = world.config.seed_for("selection")
 
     def available(client_id: int) -> bool:
@@ -40,12 +40,12 @@ def choose_cohort(
 
 
 def in_plan_order(world: World, client_ids: tuple[int, ...]) -> list[int]:
-    """Clients by tier, then by id: chunks do not mix tiers, and sums are added in this order."""
+    """The clients sorted by tier, then by id: the order of chunks, which do not mix tiers, and of summation."""
     return sorted(client_ids, key=lambda c: (int(world.tier_of_client[c]), c))
 
 
 def assign(world: World, stage: str, round_: int, cohort: Cohort, client_id: int, task: Task) -> Assignment:
-    """One client's assignment, with its device and what becomes of it in this round."""
+    """One client's assignment, with its simulated device and whether that drops out of the round."""
     profile = world.profile(client_id)
     dropped = ""
     if profile.dropout > 0:
@@ -67,12 +67,12 @@ def assign(world: World, stage: str, round_: int, cohort: Cohort, client_id: int
 
 
 def for_server(stage: str, round_: int, task: Task, *, reads_test: bool = False) -> Assignment:
-    """Work that the server does on its own data."""
+    """An assignment of the server, on its own data."""
     return Assignment(stage, round_, None, SERVER, task, reads_test=reads_test)
 
 
 def training_budget(world: World, client_id: int, stage: str, round_: int) -> float:
-    """What an architecture may cost on the client in this round; never below the cheapest, which all can train."""
+    """The largest cost of an architecture for the client in this round, at least the cost of the cheapest one."""
     rng = stream(world.config.seed_for("selection"), "budget", stage, round_, client_id)
     share, table = world.budget.factor(round_, rng), world.cost_table
     return max(world.tier(client_id).upper * share, table.cost(world.space.cheapest(table)))

@@ -1,8 +1,8 @@
-"""Makes finished rounds safe on disk while the next one is at work.
+"""Writes finished rounds to disk while the next round runs.
 
-A round is told of (and counts) when its rows are in the journal and its state in the checkpoint. Both are written by
-one thread of the run's one process, in order, and at most one round waits: the clients need not wait for the disk, and
-a crash loses nothing that was told of, and no more than the round in progress.
+A round is reported only when its rows are in the journal and its state in the checkpoint. One thread of the run's
+process writes both, in order, with at most one round waiting: clients do not wait for the disk, and a crash loses no
+reported round and at most the round in progress.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,19 +21,19 @@ from fedloom.platform.results.writer import RunWriter
 
 @dataclass(frozen=True)
 class Record:
-    """What a round leaves: its rows and models, and the state after it (None: no checkpoint)."""
+    """A round's results: its rows and models, and the state after it (None: no checkpoint)."""
 
     rows: Sequence[Row]
     models: Sequence[tuple[Mapping[str, Any], KeptModel]] = ()
     state: RunState | None = None
     first: Callable[[], None] = lambda: None
-    """Called before the state is saved: after a crash in between it is called again."""
+    """Called before the state is saved; after a crash in between, the resumed run calls it again."""
     then: Callable[[], None] = lambda: None
-    """Called when all of it is safe."""
+    """Called when everything is on disk."""
 
 
 class Recorder:
-    """The one thread that touches a run's writer and checkpoint."""
+    """The single thread that uses a run's writer and checkpoint."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Recorder:
         saved: Saved | None = None,
         events: Events | None = None,
     ) -> None:
-        """`config` goes into every checkpoint: it must not be resumed with another."""
+        """`config` is stored in every checkpoint, which cannot be resumed with another configuration."""
         self.events = events or NoEvents()
         self.writer, self.config, self.saved = writer, config or {}, saved
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
@@ -50,28 +50,29 @@ class Recorder:
         self._pending: Future[None] | None = None
 
     def submit(self, record: Record) -> None:
-        """Hands over a round, once the one before it is safe; raises what went wrong with that one."""
+        """Queues a round after waiting for the previous one; raises the previous one's error."""
         self.wait()
         self._waiting = record
 
     def start(self) -> None:
-        """Begins to write what was handed over.
+        """Starts writing the queued round.
 
-        Called when the next round's work is on its way: two threads of one interpreter would only hold each other up.
+        Called after the next round's work has been started, because two threads of one interpreter slow each other
+        down.
         """
         if self._waiting is not None:
             record, self._waiting = self._waiting, None
             self._pending = self._thread.submit(self._record, record)
 
     def wait(self) -> None:
-        """Returns when everything handed over is safe; raises what went wrong."""
+        """Returns when all submitted rounds are on disk; raises their errors."""
         self.start()
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
 
     def close(self) -> None:
-        """Waits, and ends the thread."""
+        """Waits for all rounds and ends the thread."""
         try:
             self.wait()
         finally:
@@ -84,7 +85,7 @@ class Recorder:
         for place, model in record.models:
             self.writer.add("models", **place, **self._store(model))
         position = self.writer.commit()
-        # Before the state: a round that is done again after a crash takes the place of these events.
+        # Events before the state: if a crash repeats the round, its events replace these.
         self.events.add(record.rows)
         record.first()
         if record.state is not None:
@@ -112,7 +113,7 @@ def save_state(
     config: Mapping[str, Any],
     previous: Saved | None = None,
 ) -> Saved:
-    """A state as a checkpoint in the folder, with the rows and the configuration that it stands for."""
+    """Saves a state as a checkpoint in the folder, with the position in the tables and the configuration."""
     data = {
         "stage": state.stage,
         "round": state.round,
@@ -125,6 +126,6 @@ def save_state(
 
 
 def restored_state(checkpoint_data: dict[str, Any], bags: dict[str, Any]) -> RunState:
-    """The state that a recorder saved."""
+    """The state from a checkpoint of `save_state`."""
     names = ("stage", "round", "simulated_s", "data")
     return RunState(bags=bags, **{name: checkpoint_data[name] for name in names})

@@ -1,7 +1,7 @@
-"""Selection rules: which clients take part in a round.
+"""Selection rules: the choice of a round's clients.
 
-A rule is a function of a `Choice` that returns a `Cohort`, or simply the ids of the clients. It may look at what the
-server remembers of those that took part before.
+A rule is a function of a `Choice` that returns a `Cohort`, or only the clients' ids. It may use the server's history of
+earlier participants.
 """
 
 import math
@@ -14,15 +14,15 @@ from fedloom.platform.federation.history import ClientRecord, History
 from fedloom.platform.plugins import Chosen, PluginError, Slot
 
 DRAWS_PER_CLIENT = 50
-"""Draws per wanted client before a cohort is left short because too few devices are available."""
+"""Draws per wanted client before a cohort stays incomplete because too few devices are available."""
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """The selected clients in ascending order, with the probability that each had, and the reason.
+    """The selected clients in ascending order, with their selection probability and reason.
 
-    The probability is NaN (null in the tables) where it is not known: where devices may be unavailable it depends on
-    who else is available, which is not asked of every registered client. `reasons` are those of single clients.
+    The probability is NaN (null in the tables) if it is unknown: with limited availability it depends on which other
+    clients are available, and not every registered client is checked. `reasons` overrides `reason` for single clients.
     """
 
     client_ids: tuple[int, ...]
@@ -31,23 +31,23 @@ class Cohort:
     reasons: Mapping[int, str] = field(default_factory=dict)
 
     def reason_of(self, client_id: int) -> str:
-        """Why a client takes part."""
+        """The reason of a client's selection."""
         return self.reasons.get(client_id, self.reason)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A round whose clients are to be chosen.
+    """A selection rule's input: a round whose clients are to be chosen.
 
     Attributes:
         round: the round, from 0.
-        size: how many clients a full round has.
-        eligible: ids of the clients that may take part, ascending; it may be long, so do not loop over it.
-        rng: the round's own stream.
+        size: the number of clients of a full round.
+        eligible: ids of the clients that may take part, ascending; may be very long, so avoid loops over it.
+        rng: the round's random stream.
         always: whether every device is always available.
-        available: whether a client's device can be reached in this round.
-        history: what the server remembers of clients that took part in this stage before.
-        num_samples: how many training samples a client has.
+        available: whether a client's device is available in this round.
+        history: the server's history of earlier participants in this stage.
+        num_samples: a client's number of training samples.
     """
 
     round: int
@@ -60,18 +60,18 @@ class Choice:
     num_samples: Callable[[int], int]
 
     def record(self, client_id: int) -> ClientRecord:
-        """What is known of a client; that of a new one if it never took part."""
+        """A client's record in the history, an empty one if it has never taken part."""
         return self.history.get(client_id, ClientRecord())
 
     def draw(self, size: int) -> tuple[int, ...]:
-        """So many distinct available clients (all, if there are fewer), uniformly, in ascending order.
+        """Draws `size` distinct available clients uniformly (fewer if fewer are available), in ascending order.
 
-        The cost grows with `size`, not with the number of eligible clients. If too few are available, there are fewer.
+        The cost grows with `size`, not with the number of eligible clients.
         """
         population = len(self.eligible)
         wanted = min(size, population)
         if self.always:
-            # Floyd's method inside numpy: no permutation of all registered clients.
+            # NumPy uses Floyd's method here, without a permutation of all registered clients.
             chosen = self.rng.choice(population, size=wanted, replace=False, shuffle=False) if wanted else ()
             return tuple(sorted(int(self.eligible[i]) for i in chosen))
         seen: set[int] = set()
@@ -88,11 +88,11 @@ class Choice:
 
 
 SelectionRule = Callable[[Choice], Cohort | Sequence[int]]
-"""The round's clients; keyword parameters are options (`method.train.options.NAME`)."""
+"""Returns the round's clients; keyword parameters are options (`method.train.options.NAME`)."""
 
 
 def uniform(choice: Choice) -> Cohort:
-    """Every eligible client is as likely as any other (McMahan et al. 2017)."""
+    """Selects clients uniformly at random (McMahan et al. 2017)."""
     client_ids = choice.draw(choice.size)
     if not choice.always:
         return Cohort(client_ids, math.nan, "uniform among available")
@@ -100,8 +100,8 @@ def uniform(choice: Choice) -> Cohort:
     return Cohort(client_ids, min(choice.size, population) / population if population else 0.0, "uniform")
 
 
-def everybody(choice: Choice) -> Cohort:
-    """All eligible clients that are available, in every round."""
+def all_available(choice: Choice) -> Cohort:
+    """Selects all eligible clients that are available."""
     if choice.always:
         return Cohort(tuple(int(c) for c in choice.eligible), 1.0, "all")
     return Cohort(
@@ -109,13 +109,13 @@ def everybody(choice: Choice) -> Cohort:
     )
 
 
-SELECTION_RULES: Slot[SelectionRule] = Slot("selection rule", {"uniform": uniform, "all": everybody}, ("choice",))
+SELECTION_RULES: Slot[SelectionRule] = Slot("selection rule", {"uniform": uniform, "all": all_available}, ("choice",))
 
 
 def select(choice: Choice, rule: Chosen) -> Cohort:
     """The cohort that a rule chooses.
 
-    Raises PluginError for a rule of the user's own that gives anything but distinct eligible clients.
+    Raises PluginError for a user's rule that does not return distinct eligible clients, at most `choice.size`.
     """
     given = SELECTION_RULES.make(rule)(choice)
     if rule.name in SELECTION_RULES.known and isinstance(given, Cohort):
@@ -142,7 +142,7 @@ def _checked(given: Cohort | Sequence[int], choice: Choice, name: str) -> Cohort
 
 
 def check_selection(rule: Chosen, size: int) -> None:
-    """Tries a rule on a few clients, one of which took part before; PluginError if it does not work."""
+    """Tests a rule on a few clients, without and with a history; PluginError if it fails."""
     known = ClientRecord(1, 1, 0, 1.0, 1.0, 10, 1.0)
     for history in ({}, {0: known}):
         eligible = np.arange(max(size, 4))

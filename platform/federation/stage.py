@@ -1,4 +1,4 @@
-"""What a stage of a method is: pure functions over the run's state; the loop does everything else."""
+"""The interface of a method's stages: pure functions of the run's state, executed by the loop."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Row = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Plan:
-    """A round's work: who does what, on which bag of the state."""
+    """A round's assignments, and the bag of the state whose weights they get."""
 
     assignments: Sequence[Assignment]
     bag: str
     schedules: Mapping[str, float] = field(default_factory=dict)
     """The schedules' values in this round, such as lr and beta."""
     chunk_size: int | None = None
-    """Assignments per chunk where the stage knows better than the configuration."""
+    """Assignments per chunk if the stage overrides the configuration."""
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What came back: the sums over all updates, and one report per assignment in plan order."""
+    """A round's results: the weighted sums of all updates, and one report per assignment in plan order."""
 
     sums: WeightedSums
     reports: Sequence[Report]
@@ -39,7 +39,7 @@ class RoundResult:
 
 @dataclass(frozen=True)
 class KeptModel:
-    """A model to be stored beside the tables."""
+    """A model to be stored with the results."""
 
     name: str
     tier: str
@@ -51,7 +51,7 @@ class KeptModel:
 
 @dataclass(frozen=True)
 class Review:
-    """What is measured of a round's new state before the round ends, and the rows that it gives."""
+    """Measurements of a round's new state before the round ends, and the rows made from them."""
 
     plan: Plan
     rows: Callable[[RoundResult], Sequence[Row]]
@@ -59,7 +59,7 @@ class Review:
 
 @dataclass(frozen=True)
 class Merged:
-    """The state after a round (or at a stage's end), with the rows and models that it gave."""
+    """The state after a round (or at a stage's end), with its rows and models."""
 
     state: RunState
     rows: Sequence[Row] = ()
@@ -68,32 +68,32 @@ class Merged:
 
 
 class Stage(Protocol):
-    """One loop of a method. All methods are pure: the same state gives the same answer."""
+    """A part of a method with its own rounds. All functions are pure: equal states give equal results."""
 
     name: str
 
     def begin(self, state: RunState) -> RunState:
-        """Prepares the state for round 0 (first weights, empty histories)."""
+        """Prepares the state for round 0 (initial weights, empty histories)."""
         return state
 
     @property
     def countable(self) -> bool:
-        """Whether its assignments, and what they cost, are known without training: then a dry run counts them."""
+        """Whether its assignments and their costs are known without training, so that a dry run can count them."""
         return False
 
     @abstractmethod
     def rounds_left(self, state: RunState) -> int:
-        """How many rounds are still to come, as far as is known; 0 ends the stage."""
+        """The number of remaining rounds, as far as it is known; 0 ends the stage."""
         ...
 
     @abstractmethod
     def plan(self, state: RunState) -> Plan:
-        """The work of round `state.round`, in the order in which updates are summed."""
+        """The assignments of round `state.round`, in the order in which updates are summed."""
         ...
 
     @abstractmethod
     def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> Merged:
-        """The state after the round; the loop moves `state.round` on."""
+        """The state after the round; the loop increments `state.round`."""
         ...
 
     def end(self, state: RunState) -> Merged:
@@ -102,7 +102,7 @@ class Stage(Protocol):
 
 
 def evaluation_rows(reports: Iterable[Report], tier: str | None = None) -> list[Row]:
-    """One row of `evaluations` per measured value; `tier` is the model's tier, the client's own if not given."""
+    """One row of `evaluations` per measured value; `tier` is the model's tier, by default the client's."""
     return [
         (
             "evaluations",

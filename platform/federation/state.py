@@ -1,4 +1,4 @@
-"""The explicit state of a run: a value that is checkpointed as it is."""
+"""The explicit state of a run, an immutable value that is saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
     from fedloom.platform.spaces.slices import Weights
 
 CLIENT = "client-"
-"""Bags of this prefix and a client's id hold what that client keeps between rounds."""
+"""Prefix of the bags of client states, followed by the client's id."""
 
 Json = Any
-"""Whatever JSON can hold: the searchers' histories, winners, counters."""
+"""A JSON value, such as a searcher's history, winners or counters."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands: the next round of the present stage, all tensors, and all other values.
+    """The state of a run: the next round of the current stage, all tensors, and all other values.
 
     Attributes:
-        stage: index of the present stage; equal to the number of stages when the run is finished.
+        stage: index of the current stage; equal to the number of stages when the run is finished.
         round: the next round of that stage, from 0.
-        bags: named bags of tensors (the supernet, each tier's model, clients' own states).
+        bags: named bags of tensors (the supernet, each tier's model, client states).
         data: JSON values by name.
-        simulated_s: the virtual clock.
+        simulated_s: the virtual clock in seconds.
     """
 
     stage: int = 0
@@ -37,31 +37,31 @@ class RunState:
     simulated_s: float = 0.0
 
     def with_bag(self, name: str, tensors: Weights) -> RunState:
-        """The same state with one bag replaced; its version tells that it changed."""
+        """The state with one bag replaced and its version incremented."""
         version = self.bags[name].version + 1 if name in self.bags else 0
         return replace(self, bags={**self.bags, name: Bag(tensors, version)})
 
     def without_bags(self, *names: str) -> RunState:
-        """The same state without these bags."""
+        """The state without these bags."""
         return replace(self, bags={name: bag for name, bag in self.bags.items() if name not in names})
 
     def with_data(self, name: str, value: Json) -> RunState:
-        """The same state with one JSON value replaced."""
+        """The state with one JSON value replaced."""
         return replace(self, data={**self.data, name: value})
 
     def without_data(self, *names: str) -> RunState:
-        """The same state with JSON values that are not needed any more taken out."""
+        """The state without these JSON values."""
         return replace(self, data={name: value for name, value in self.data.items() if name not in names})
 
     def with_client_states(self, states: Mapping[int, Weights]) -> RunState:
-        """The same state with what these clients keep until they are asked again; a bag for each."""
+        """The state with the states of these clients replaced, one bag per client."""
         state = self
         for client_id, tensors in states.items():
             state = state.with_bag(f"{CLIENT}{client_id}", tensors)
         return state
 
     def without_client_tensors(self, prefix: str) -> RunState:
-        """The same state without what clients keep under names of this prefix, and without bags that hold no more."""
+        """The state without the client tensors of this name prefix, and without client bags that become empty."""
         state = self
         for name, bag in self.bags.items():
             left = {n: t for n, t in bag.tensors.items() if not n.startswith(prefix)}
@@ -70,7 +70,7 @@ class RunState:
         return state
 
     def client_state(self, client_id: int) -> Weights | None:
-        """What the client kept from its last work, for its next assignment; None if it never took part."""
+        """The client's saved state for its next assignment; None if it has none."""
         bag = self.bags.get(f"{CLIENT}{client_id}")
         return None if bag is None else bag.tensors
 
@@ -79,5 +79,5 @@ class RunState:
         return self.bags[name].tensors
 
     def version(self, name: str) -> str:
-        """A text that changes whenever the bag does."""
+        """A string that changes whenever the bag does."""
         return f"{name}@{self.bags[name].version}"

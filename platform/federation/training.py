@@ -1,7 +1,7 @@
-"""The one federated training stage: choose clients, give each its task, average, and let the server make its step.
+"""The federated training stage: select clients, assign tasks, average updates, apply the server rule.
 
-What methods differ in are its slots: the initial weights, who is selected, which task goes to whom, the local rule and
-the weighting that tasks carry, the server rule, and what a method makes of a round.
+Methods differ in its slots: the initial weights, the selection rule, the clients' tasks with their local rule and
+weighting, the server rule, and the method's own processing of a round.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ SUPERNET = "supernet"
 """The bag that holds the shared weights of a supernet."""
 
 HISTORY = "history"
-"""The JSON value that holds what the server remembers of the clients of the present stage."""
+"""The JSON value that holds the history of the current stage's clients."""
 
-FORGETFUL = ("uniform", "all")
-"""Selection rules that do not look at the history: nothing is remembered for them."""
+WITHOUT_HISTORY = ("uniform", "all")
+"""Selection rules that do not use the history, so that none is kept for them."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """A training round whose clients are chosen: what an assignment goes by.
+    """A training round after client selection, the input for assigning tasks.
 
     Attributes:
-        stage: the stage's name; with `index` the place that streams are derived from.
+        stage: the stage's name; random streams depend on it and on `index`.
         index: the round, from 0.
         state: the state before the round.
         client_ids: the round's clients in plan order: by tier, then by id.
         local: the clients' SGD in this round.
         rules: selection, local rule, weighting and server rule of the stage.
-        scored: whether clients that can do so score their models on validation data after training.
+        scored: whether clients score their models on validation data after training, if their task supports it.
     """
 
     world: World
@@ -73,32 +73,32 @@ class Round:
 
 @dataclass(frozen=True)
 class Tasks:
-    """One task per client of a round in plan order, and the values of schedules for the round's row."""
+    """One task per client of a round in plan order, and the schedules' values for the round's row."""
 
     tasks: Sequence[Task]
     schedules: Mapping[str, float] = field(default_factory=dict)
 
 
 Assign = Callable[[Round], Tasks]
-"""Which task goes to whom."""
+"""Assigns tasks to the round's clients."""
 
 Initial = Callable[[RunState], Weights | None]
-"""The weights that a stage begins with; None if there is nothing to train: then the stage is passed over."""
+"""Returns a stage's initial weights; None skips the stage because there is nothing to train."""
 
 
 def fresh_supernet(world: World) -> Initial:
-    """Fresh weights of the space's supernet."""
+    """Random initial weights of the space's supernet."""
     return from_generator(world, world.space.initial_weights, SUPERNET)
 
 
 def from_generator(world: World, draw: Callable[[torch.Generator], Weights], *places: str) -> Initial:
-    """Weights drawn from the run's stream of initialisation for this place."""
+    """Weights drawn from the run's initialisation stream for these ids."""
     seed = world.config.seed_for("initialisation")
     return lambda _state: draw(torch_stream(seed, *places))
 
 
 def to_all(make: Callable[[Round], Task]) -> Assign:
-    """The same task for every client of the round."""
+    """Assigns the same task to every client of the round."""
 
     def give(round_: Round) -> Tasks:
         return Tasks([make(round_)] * len(round_.client_ids))
@@ -108,19 +108,19 @@ def to_all(make: Callable[[Round], Task]) -> Assign:
 
 @dataclass(frozen=True)
 class Slots:
-    """What a method puts into a training stage.
+    """The parts of a training stage that a method provides.
 
     Attributes:
-        initial: the first weights of the bag.
-        assign: which task goes to whom.
-        eligible: who may be selected; everybody if not given.
-        score: what the server scores of the present weights every `evaluate_every` rounds, and after the last.
-        beside: what the server does beside the clients in a round.
-        after: the state that a method makes of the one after averaging, with the round's plan and result.
-        keep: models that are stored when the stage ends.
-        parameters: the bag's tensors that are trained; those of the space if not given.
+        initial: the initial weights of the bag.
+        assign: assigns tasks to the round's clients.
+        eligible: ids of the clients that may be selected; by default all.
+        score: the server's tasks that score the current weights every `evaluate_every` rounds and after the last.
+        beside: further tasks of the server in a round, in parallel to the clients.
+        after: the method's update of the state after averaging, given the round's plan and result.
+        keep: the models that are stored when the stage ends.
+        parameters: the names of the bag's trained tensors; by default the space's parameters.
         tier: the tier whose model is trained, for rows of `evaluations`.
-        data: JSON values that the state begins with.
+        data: JSON values added to the initial state.
     """
 
     initial: Initial
@@ -136,12 +136,12 @@ class Slots:
 
 
 class TrainingStage(Stage):
-    """Trains one bag of weights by a federation."""
+    """Trains one bag of weights with federated rounds."""
 
     def __init__(
         self, world: World, config: TrainingConfig, rules: Rules, slots: Slots, *, name: str, bag: str = SUPERNET
     ) -> None:
-        """`rules` are those that the configuration names (`rules_of`); `name` is the stage's, `bag` its weights'."""
+        """`rules` are the configured ones (`rules_of`); `name` is the stage's name, `bag` the name of its weights."""
         self.world, self.config, self.slots, self.name, self.bag = world, config, slots, name, bag
         self.rules = rules
         self.local_rule = local_rule(self.rules.local)
@@ -151,7 +151,7 @@ class TrainingStage(Stage):
     # -- the weights ------------------------------------------------------------------------------------------------
 
     def begin(self, state: RunState) -> RunState:
-        """The first weights, beside them what the local rule shares, and an empty history."""
+        """Adds the initial weights, the local rule's shared tensors, and an empty history."""
         weights = self.slots.initial(state)
         if weights is None:
             return state
@@ -161,7 +161,7 @@ class TrainingStage(Stage):
             for name in self._parameters(weights)
         }
         begun = state.with_bag(self.bag, {**weights, **shared})
-        for name, value in {**self.slots.data, **({HISTORY: {}} if self._remembers else {})}.items():
+        for name, value in {**self.slots.data, **({HISTORY: {}} if self._keeps_history else {})}.items():
             begun = begun.with_data(name, value)
         return begun
 
@@ -170,17 +170,17 @@ class TrainingStage(Stage):
         return [name for name in weights if name in known]
 
     @property
-    def _remembers(self) -> bool:
-        return self.rules.selection.name not in FORGETFUL
+    def _keeps_history(self) -> bool:
+        return self.rules.selection.name not in WITHOUT_HISTORY
 
     def rounds_left(self, state: RunState) -> int:
-        """Rounds still to come; none without weights or without an eligible client."""
+        """The remaining rounds; 0 without weights or without an eligible client."""
         possible = self.bag in state.bags and len(self.eligible) > 0
         return self.config.rounds - state.round if possible else 0
 
     @property
     def countable(self) -> bool:
-        """Whether it begins with fresh weights, and its clients' tasks say what they cost."""
+        """Whether it starts from fresh weights and its clients' tasks can count their costs."""
         state = self.begin(RunState())
         if self.rounds_left(state) <= 0:
             return False
@@ -189,7 +189,7 @@ class TrainingStage(Stage):
     # -- a round ----------------------------------------------------------------------------------------------------
 
     def plan(self, state: RunState) -> Plan:
-        """The round's cohort, each client with its task; and what the server does meanwhile."""
+        """Selects the cohort and assigns the clients' and the server's tasks."""
         world, index = self.world, state.round
         cohort = self._cohort(state)
         ordered = tuple(in_plan_order(world, cohort.client_ids))
@@ -210,7 +210,7 @@ class TrainingStage(Stage):
         rule = self.rules.selection
         if self.config.clients_per_round is None and rule == Chosen("uniform"):
             rule = Chosen("all")
-        history = unpacked(state.data[HISTORY]) if self._remembers else {}
+        history = unpacked(state.data[HISTORY]) if self._keeps_history else {}
         return choose_cohort(self.world, self.name, state.round, self.eligible, size, rule, history)
 
     def _is_due(self, index: int) -> bool:
@@ -223,10 +223,10 @@ class TrainingStage(Stage):
         return self._is_due(index) or (self.config.evaluate_every > 0 and self._is_last(index))
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> Merged:
-        """Averages what the clients trained, and lets the server rule and the method make something of it."""
+        """Averages the updates and applies the server rule, the history and the method's `after`."""
         averaged = result.sums.finish(state.weights(self.bag), self.config.min_contributors)
         after = self._served(state, plan, averaged)
-        if self._remembers:
+        if self._keeps_history:
             history = with_reports(unpacked(state.data[HISTORY]), state.round, result.reports)
             after = after.with_data(HISTORY, packed(history))
         rows = evaluation_rows(result.reports, self.slots.tier)
@@ -245,7 +245,7 @@ class TrainingStage(Stage):
         return served.with_bag(self.server_bag, kept) if kept else served
 
     def _server_rules(self, weights: Weights) -> dict[str, tuple[str, ServerRule]]:
-        """By tensor the rule that makes its new values; none of those that are simply averaged."""
+        """The server rule per tensor; tensors without an entry are averaged."""
         found: dict[str, tuple[str, ServerRule]] = {}
         if self.rules.server.name != "replace":
             rule = SERVER_RULES.make(self.rules.server)
@@ -256,7 +256,7 @@ class TrainingStage(Stage):
         return found
 
     def _review(self, after: RunState) -> Review | None:
-        """After the last round the new weights are scored, too: no later round would do it."""
+        """Scores the new weights after the last round, because no later round does."""
         tasks = self.slots.score(after) if self.config.evaluate_every and self._is_last(after.round) else ()
         if not tasks:
             return None
@@ -270,11 +270,11 @@ class TrainingStage(Stage):
         return Review(plan, rows)
 
     def end(self, state: RunState) -> Merged:
-        """Only the weights are left, and the models that are to be kept."""
+        """Removes everything of the stage but its weights, and returns the models to be stored."""
         if self.bag not in state.bags:
             return Merged(state)
         own = tuple(f"{slot}/" for slot in self.local_rule.shared)
-        # What a local rule keeps with the clients belongs to these weights: the next stage may train others.
+        # A local rule's client state belongs to these weights, and the next stage may train others.
         ended = state.without_bags(self.server_bag).without_data(HISTORY).without_client_tensors(STATE)
         if own:
             weights = {name: t for name, t in state.weights(self.bag).items() if not name.startswith(own)}

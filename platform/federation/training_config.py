@@ -18,10 +18,10 @@ SCHEDULE_NAMES = ("fixed", "cosine", "step", "steps")
 
 @dataclass
 class TrainingConfig:
-    """A federated training stage: its rounds, who takes part, what clients do, and how it is averaged."""
+    """A federated training stage: rounds, selection, local training, and aggregation."""
 
-    rounds: Annotated[int, ZERO_OR_MORE, "rounds; a stage of 0 rounds is passed over"] = 50
-    clients_per_round: Annotated[int | None, ONE_OR_MORE, "clients of a round; null: all of them"] = 10
+    rounds: Annotated[int, ZERO_OR_MORE, "number of rounds; a stage of 0 rounds is skipped"] = 50
+    clients_per_round: Annotated[int | None, ONE_OR_MORE, "number of clients per round; null: all"] = 10
     epochs: Annotated[int, ONE_OR_MORE, "passes of a client over its training data per round"] = 1
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a client's SGD"] = 32
     lr: Annotated[float, POSITIVE, "learning rate of the clients' SGD"] = 0.1
@@ -35,11 +35,11 @@ class TrainingConfig:
     ] = "fixed"
     final_lr_share: Annotated[float, PART, "cosine: the share of lr that is left in the last round"] = 0.1
     step_rounds: Annotated[int, ONE_OR_MORE, "steps: rounds between two reductions of lr"] = 10
-    min_contributors: Annotated[int, ONE_OR_MORE, "scalars that fewer clients trained keep their old value"] = 1
-    selection: Annotated[str, Brought("selection rule"), "who takes part in a round"] = "uniform"
-    local_rule: Annotated[str, Brought("local rule"), "what clients add to the gradients of their steps"] = "sgd"
-    weighting: Annotated[str, Brought("weighting rule"), "how much a client's tensors count in the mean"] = "fedavg"
-    server: Annotated[str, Brought("server rule"), "what the server makes of the clients' mean"] = "replace"
+    min_contributors: Annotated[int, ONE_OR_MORE, "scalars covered by fewer clients keep their old value"] = 1
+    selection: Annotated[str, Brought("selection rule"), "how a round's clients are selected"] = "uniform"
+    local_rule: Annotated[str, Brought("local rule"), "correction of the clients' gradients"] = "sgd"
+    weighting: Annotated[str, Brought("weighting rule"), "weights of a client's tensors in the mean"] = "fedavg"
+    server: Annotated[str, Brought("server rule"), "the server's update from the clients' mean"] = "replace"
     options: Annotated[dict[str, Any], "options of the four rules above, by their names"] = field(default_factory=dict)
     loss_norms: Annotated[bool, "clients report the root mean square of their samples' losses, for selection"] = False
     evaluate_every: Annotated[int, ZERO_OR_MORE, "rounds between two scores on validation data, 0 for none"] = 0
@@ -47,7 +47,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Rules:
-    """The four rules of a stage with their options; `more` are those that a method has beside them, by their keys."""
+    """The four rules of a stage with their options; `more` holds a method's further rules by their keys."""
 
     selection: Chosen
     local: Chosen
@@ -65,10 +65,10 @@ SLOTS: Mapping[str, Slot[Any]] = {
 
 
 def rules_of(config: TrainingConfig, key: str, more: Mapping[str, tuple[Slot[Any], str]] | None = None) -> Rules:
-    """The rules that a stage's configuration names, tried on what they may be given.
+    """The rules that a stage's configuration names; a user's own rules are tested on small inputs.
 
-    `key` is the configuration key of the stage; `more` are further choices, which share its options.
-    Raises ValueError for a rule that is not there or does not work, and for wrong options.
+    `key` is the configuration key of the stage; `more` are further choices, which share the stage's options.
+    Raises ValueError for a rule that does not exist or fails, and for invalid options.
     """
     named = {name: (slot, getattr(config, name)) for name, slot in SLOTS.items()} | dict(more or {})
     for name, (slot, choice) in named.items():
@@ -80,7 +80,7 @@ def rules_of(config: TrainingConfig, key: str, more: Mapping[str, tuple[Slot[Any
     own = [found.pop(name) for name in SLOTS]
     rules = Rules(own[0], own[1], own[2], own[3], found)
     if any(is_import_path(rule.name) for rule in own):
-        # Only what a user brings needs to be tried, and only then are the means imported.
+        # Only a user's own rules need a test, and the import is slow.
         from fedloom.platform.federation.trying import try_rules
 
         try_rules(rules.selection, rules.local, rules.weighting, rules.server, config.clients_per_round or 2)
@@ -88,12 +88,12 @@ def rules_of(config: TrainingConfig, key: str, more: Mapping[str, tuple[Slot[Any
 
 
 def cohort_size(config: TrainingConfig, num_clients: int) -> int:
-    """How many clients a full round of the stage has."""
+    """The number of clients of a full round of the stage."""
     return num_clients if config.clients_per_round is None else config.clients_per_round
 
 
 def check_training(config: TrainingConfig, key: str, num_clients: int) -> None:
-    """Raises ValueError for values that no training can run with; `key` is the configuration key of the stage."""
+    """Raises ValueError for invalid values; `key` is the configuration key of the stage."""
     if config.clients_per_round is not None and not 1 <= config.clients_per_round <= num_clients:
         raise ValueError(
             f"{key}.clients_per_round={config.clients_per_round}: must be between 1 and the {num_clients} clients "
@@ -131,12 +131,12 @@ SCHEDULES: Mapping[str, Callable[[TrainingConfig, int], float]] = dict(
 
 
 def learning_rate(config: TrainingConfig, round_: int) -> float:
-    """The learning rate of a round, counted from 0."""
+    """The learning rate of a round (from 0)."""
     return config.lr * SCHEDULES[config.schedule](config, round_)
 
 
 def local_sgd(config: TrainingConfig, round_: int, augment: Chosen) -> LocalSGD:
-    """The local part of a stage's configuration at a round."""
+    """The clients' hyper-parameters in a round of the stage."""
     return LocalSGD(
         epochs=config.epochs,
         batch_size=config.batch_size,

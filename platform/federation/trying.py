@@ -1,4 +1,4 @@
-"""Rules of a user's own are tried on something tiny before anything is written: what they do wrong is said at once."""
+"""Tests of a user's own rules on tiny inputs before a run starts, to report errors early."""
 
 import torch
 
@@ -15,7 +15,7 @@ PARAMETER, BUFFER = "layer.weight", "layer.running_mean"
 
 
 def try_rules(selection: Chosen, local: Chosen, weighting: Chosen, server: Chosen, cohort: int) -> None:
-    """Raises PluginError, in one line that names it, for a rule of a user's own that does not do its work."""
+    """Raises a one-line PluginError that names the rule if one of the user's own rules fails."""
     if is_import_path(selection.name):
         check_selection(selection, cohort)
     if is_import_path(weighting.name):
@@ -38,7 +38,7 @@ def _try_server(server: Chosen) -> None:
 
 
 def _try_local(local: Chosen) -> None:
-    """One client's step, the server's part, and the same client again."""
+    """Runs two rounds of one client's step and the server's merge."""
     rule, state = local_rule(local), dict[str, torch.Tensor]()
     weights = {PARAMETER: torch.tensor([1.0, 2.0])} | {
         place_of(slot, PARAMETER): torch.zeros(2) for slot in rule.shared

@@ -1,4 +1,4 @@
-"""What is given before the first round: space, data, costs, tiers, devices and who is in which tier."""
+"""The world: space, data, costs, tiers, devices and the clients' tiers, which are fixed before the first round."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class World:
-    """What does not change during a run."""
+    """Everything that does not change during a run."""
 
     config: RunConfig
     space: SearchSpace
@@ -32,7 +32,7 @@ class World:
     tiers: tuple[Tier, ...]
     tier_of_client: np.ndarray
     eligible_by_tier: tuple[np.ndarray, ...]
-    """Per tier the clients of that tier and above, ascending."""
+    """Per tier, the ids of the clients of that tier and above, ascending."""
     budget: Budget
     profiles: tuple[DeviceProfile, ...]
     devices: DeviceTable | None
@@ -41,7 +41,7 @@ class World:
 
     @property
     def num_clients(self) -> int:
-        """How many clients are registered."""
+        """The number of registered clients."""
         return len(self.tier_of_client)
 
     def tier(self, client_id: int) -> Tier:
@@ -55,7 +55,7 @@ class World:
         return self.profiles[int(self.tier_of_client[client_id])]
 
     def architecture(self, text: str | None, key: str) -> Architecture:
-        """The architecture that a configuration names, the space's first if it names none.
+        """The architecture that a configuration names; the space's first if `text` is None.
 
         Raises ValueError naming the configuration key.
         """

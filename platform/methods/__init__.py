@@ -1,1 +1,1 @@
-"""The methods: each a sequence of stages over explicit state."""
+"""The methods; each is a sequence of stages over explicit state."""

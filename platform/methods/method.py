@@ -1,4 +1,4 @@
-"""What a method is: its configuration, its stages, and what it declares about its runs."""
+"""The declaration of a method: its configuration, its stages, and properties of its runs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from fedloom.platform.federation.world import World
 
 Kind = Literal["tiers", "subnets", "silos", "shared"]
-"""Whose models a run ends with: one per tier, subnets of an elastic supernet, one per client, or one for all."""
+"""The final models of a run: one per tier, subnets of an elastic supernet, one per client, or one for all."""
 Own = Literal["nothing", "model", "cells"]
-"""What every silo keeps of its own from round to round: nothing, a model, or cells behind a shared base."""
+"""The personal state that every silo keeps between rounds: nothing, a model, or the cells after a shared base."""
 
 
 @dataclass(frozen=True)
 class SharedTraining:
-    """The beginning of a method that runs which differ only in what follows can share: its first `stages`.
+    """The first `stages` of a method, which runs can share if they differ only in later parts.
 
-    `later` names the parts of the method's configuration that they do not depend on.
+    `later` names the parts of the method's configuration that these stages do not depend on.
     """
 
     later: tuple[str, ...]
@@ -28,22 +28,22 @@ class SharedTraining:
 
 
 def nothing_shared(_config: Any) -> SharedTraining | None:
-    """Every run trains its own."""
+    """No training is shared: every run trains its own model."""
     return None
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method, as a configuration names it.
+    """A method that a configuration can name.
 
     Attributes:
         config: a dataclass with a field `name`, whose fields are the keys `method.*`.
-        stages: the stages of a configuration in a world, checked: ValueError for settings that cannot run.
-        kind: whose models its runs end with; reports and exports go by it.
-        lacks: tables that its runs write nothing to.
-        own: of methods for silos, what each silo keeps of its own.
-        searchable: whether its runs keep a supernet that `fedloom search` can search for new targets.
-        shared_training: what runs of a configuration can share; None if every run trains its own.
+        stages: makes the stages from a configuration and a world; ValueError for invalid settings.
+        kind: the kind of its final models, used by reports and exports.
+        lacks: the tables that its runs leave empty.
+        own: for cross-silo methods, each silo's personal state.
+        searchable: whether its runs store a supernet that `fedloom search` can search for new targets.
+        shared_training: the training that runs of a configuration can share; None if there is none.
     """
 
     config: type
@@ -55,6 +55,6 @@ class Method:
     shared_training: Callable[[Any], SharedTraining | None] = nothing_shared
 
     def traits(self, config: Any) -> Mapping[str, Any]:
-        """What a run records about its method, as JSON values."""
+        """The properties of the method that a run records, as JSON values."""
         searchable = self.searchable(config)
         return {"kind": self.kind, "lacks": list(self.lacks), "own": self.own, "searchable": searchable}

@@ -1,4 +1,4 @@
-"""Methods by the names of their configurations."""
+"""The registry of methods by name."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -29,13 +29,13 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
 METHODS: Mapping[str, Method] = Shipped(
     {name: f"fedloom.platform.methods.{family}.{name}:METHOD" for family, names in _PLACES.items() for name in names}
 )
-"""The methods that ship with fedloom; each is imported when it is asked for."""
+"""The built-in methods, each imported on demand."""
 
 
 def find_method(name: str) -> Method:
     """The method of that name, or a user's own by its import path `module:METHOD`.
 
-    Raises PluginError for a method that is not there, or that is none.
+    Raises PluginError for an unknown method, or an object that is no `Method`.
     """
     found: Any = resolve("method", name, METHODS)
     if not isinstance(found, Method):
@@ -56,14 +56,14 @@ def _check_config(name: str, config: Any) -> None:
 
 
 def method_of(config: Any) -> Method:
-    """The method of a configuration."""
+    """The method of a configuration; ValueError if it is None."""
     if config is None:
         raise ValueError(f"no method was configured: choose method={' or method='.join(METHODS)}")
     return find_method(config.name)
 
 
 def build_stages(world: World) -> list[Stage]:
-    """The stages of the configured method; ValueError for settings that cannot run."""
+    """The stages of the configured method; ValueError for invalid settings."""
     config = world.config.method
     method = method_of(config)
     check_settings(config, "method.")
@@ -81,5 +81,5 @@ def build_stages(world: World) -> list[Stage]:
 
 
 def shared_training(config: Any) -> SharedTraining | None:
-    """What runs of this method's configuration can share; None if every run trains its own."""
+    """The training that runs of this method's configuration can share; None if there is none."""
     return method_of(config).shared_training(config)

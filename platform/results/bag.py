@@ -1,4 +1,4 @@
-"""A bag of tensors: how weights lie in a run's state and in its checkpoint."""
+"""A bag: a set of named tensors in a run's state and checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Bag:
-    """Named tensors and the number of their state: as long as the version is the same, so is the content."""
+    """Named tensors and a version number; equal versions of a bag have equal content."""
 
     tensors: Mapping[str, Tensor]
     version: int

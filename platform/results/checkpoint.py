@@ -1,4 +1,4 @@
-"""A run's checkpoint: named bags of tensors and JSON data, of which one whole state can be loaded at any moment."""
+"""A run's checkpoint: named bags of tensors and JSON data; a consistent state can be loaded at any moment."""
 
 import json
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class StoredBag:
-    """Where the content of a bag is: a file of the checkpoint folder."""
+    """The file of the checkpoint folder that holds a bag."""
 
     file: str
     sha256: str
@@ -32,31 +32,31 @@ class StoredBag:
 
 
 Saved = Mapping[str, StoredBag]
-"""What a checkpoint consists of, by bag: handed from one `save_checkpoint` to the next."""
+"""The files of a checkpoint by bag, passed from one `save_checkpoint` to the next."""
 
 
 def save_checkpoint(
     folder: Path, bags: Mapping[str, Bag], data: Mapping[str, Any], previous: Saved | None = None
 ) -> dict[str, StoredBag]:
-    """Replaces the checkpoint in the folder; a crash at any moment leaves the old one or the new one.
+    """Replaces the checkpoint in the folder atomically: a crash leaves either the old or the new one.
 
-    `previous` is what the last call on this folder returned: bags of an unchanged version are not written again
-    (without it, all are). `data` is anything that JSON holds; mind that JSON turns tuples into lists and all keys
-    into text. Raises ValueError for data or tensors that cannot be stored, OSError if the disk refuses.
+    `previous` is the return value of the last call for this folder: bags of an unchanged version are not written again
+    (without it, all are). `data` is a JSON value; note that JSON turns tuples into lists and all keys into strings.
+    Raises ValueError for data or tensors that cannot be stored, OSError for disk errors.
     """
     state = _state_json(data)
     folder.mkdir(parents=True, exist_ok=True)
     saved = {name: _store(folder, name, bag, (previous or {}).get(name)) for name, bag in bags.items()}
     references = {name: {"file": bag.file, "sha256": bag.sha256, "version": bag.version} for name, bag in saved.items()}
     head = json.dumps({"checkpoint_version": CHECKPOINT_VERSION, "bags": references})
-    # The data comes as text already checked: one pass over it, not two.
+    # The data is already encoded, so it is inserted as text instead of being encoded twice.
     write_atomically(folder / STATE_FILE, f'{head[:-1]}, "data": {state}}}'.encode())
     _remove_unreferenced(folder, saved)
     return saved
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in the folder; ValueError in one line if there is none or a file of it is damaged."""
+    """Loads the checkpoint in the folder; one-line ValueError if there is none or a file is damaged."""
     path = folder / STATE_FILE
     state = _read_state(path)
     try:
@@ -67,7 +67,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 
 def stored_bags(folder: Path) -> dict[str, StoredBag]:
-    """The references of the checkpoint in the folder: the `previous` of the first save after a resume."""
+    """The files of the checkpoint in the folder, `previous` of the first save after a resume."""
     path = folder / STATE_FILE
     try:
         return {name: StoredBag(**reference) for name, reference in _read_state(path)["bags"].items()}
@@ -76,7 +76,7 @@ def stored_bags(folder: Path) -> dict[str, StoredBag]:
 
 
 def check_same_config(saved: Mapping[str, Any], given: Mapping[str, Any], most: int = 5) -> None:
-    """Raises ValueError showing the keys, dotted and at most `most`, in which the configurations differ."""
+    """Raises ValueError with the dotted keys, at most `most`, in which the configurations differ."""
     old, new = _flat(saved), _flat(given)
     changes = [
         f"{key} {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
@@ -92,7 +92,7 @@ def check_same_config(saved: Mapping[str, Any], given: Mapping[str, Any], most: 
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys with their values as JSON text, in which tuples equal lists and NaN equals NaN."""
+    """Dotted keys with their values as JSON, so that tuples equal lists and NaN equals NaN."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -115,7 +115,7 @@ def _store(folder: Path, name: str, bag: Bag, previous: StoredBag | None) -> Sto
     check_name("bag", name)
     content = to_bytes(bag.tensors)
     sha256 = content_hash(content)
-    # The hash in the name keeps a file that the present state.json refers to from ever being overwritten.
+    # The hash in the name prevents overwriting a file that the current state.json refers to.
     path = folder / f"{name}-v{bag.version}-{sha256[:16]}.safetensors"
     write_atomically(path, content)
     return StoredBag(path.name, sha256, bag.version)

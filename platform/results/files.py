@@ -1,4 +1,4 @@
-"""Writing files so that a reader, or a crash at any moment, finds the old content or the new one, nothing between."""
+"""Atomic file writes: readers, also after a crash, find either the old or the new content."""
 
 import os
 import re
@@ -9,9 +9,9 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]*|[0-9]+[A-Za-z_.+-][A-Za-z0-9_.+-]*
 
 
 def check_name(kind: str, name: str, longest: int = 100) -> str:
-    """The name itself, if it can be part of a path and of a partition; ValueError otherwise.
+    """Returns the name if it is valid as part of a path and of a partition; ValueError otherwise.
 
-    A name that is only a number is refused too: partition discovery would turn it into an integer column.
+    Names of digits only are invalid, because partition discovery would turn them into an integer column.
     """
     if not _NAME.fullmatch(name) or len(name) > longest:
         raise ValueError(
@@ -22,12 +22,12 @@ def check_name(kind: str, name: str, longest: int = 100) -> str:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where the next content of `path` is written; data set readers ignore names that begin with a dot."""
+    """The temporary path for the next content of `path`; data set readers ignore names that begin with a dot."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Deletes what a killed writer left half-written in this folder."""
+    """Deletes the temporary files of killed writers in this folder."""
     for leftover in folder.glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
 
@@ -51,16 +51,16 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Puts a finished temporary file, already synced, in the place of `path` for good."""
+    """Replaces `path` durably by a finished temporary file that is already synced."""
     os.replace(temporary, path)
     sync_folder(path.parent)
 
 
 def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Replaces the file's content in one step.
+    """Replaces the file's content atomically.
 
-    Not `durable` leaves out the waiting for the disk: the replacement is still whole for every reader, but a power
-    failure may bring back an older content.
+    Without `durable` it does not wait for the disk: readers still see the old or the new content, but a power failure
+    may restore an older one.
     """
     temporary = temporary_path(path)
     with open(temporary, "wb") as file:
@@ -75,12 +75,12 @@ def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> Non
 
 
 def check_writable(folder: Path) -> None:
-    """Raises ValueError if nothing can be written below the folder, which need not exist yet; leaves nothing behind."""
+    """Raises ValueError if the folder, which need not exist, is not writable; leaves no files."""
     existing = folder.absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     try:
-        # A real file, not os.access alone: read-only mounts and quotas show only on writing.
+        # A real file instead of os.access, because read-only mounts and quotas only fail on writing.
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The journal of a run: committed rows that may not be in Parquet yet, safe on the disk after each commit."""
+"""The journal of a run: committed rows that are not yet in Parquet, on disk after each commit."""
 
 import json
 import os
@@ -13,7 +13,7 @@ JournalledRows = dict[str, dict[int, dict[str, Any]]]
 
 
 class Journal:
-    """Appends text to the run's current journal file; a file is started by the first commit after a rotation."""
+    """Appends lines to the run's current journal file; the first commit after a rotation starts a new one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -22,20 +22,20 @@ class Journal:
         self._length_bytes = 0
 
     def append(self, lines: Iterable[str]) -> None:
-        """Adds the lines and waits until they are on the disk; after an OSError none of them is there."""
+        """Appends the lines and waits until they are on disk; after an OSError none of them is stored."""
         content = "".join(lines).encode()
         descriptor = self._open()
         try:
             _write_all(descriptor, content)
             os.fsync(descriptor)
         except OSError:
-            # A full disk: without this the next commit would continue in the middle of a line.
+            # After a full disk the file may end in the middle of a line.
             os.ftruncate(descriptor, self._length_bytes)
             raise
         self._length_bytes += len(content)
 
     def rotate(self) -> None:
-        """Deletes the current file; to be called when all its rows are safe elsewhere."""
+        """Deletes the current file; to be called when all its rows are stored elsewhere."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._path().unlink()
@@ -61,7 +61,7 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 def journal_line(table: str, index: int, row_json: str) -> str:
-    """One row as its line in the journal."""
+    """A row's line in the journal."""
     return f'["{table}",{index},{row_json}]\n'
 
 
@@ -73,8 +73,8 @@ def journal_files(folder: Path) -> list[Path]:
 def read_journals(folder: Path) -> JournalledRows:
     """All rows in the run's journal files.
 
-    Reading a file stops at its first torn line: a killed writer was in the middle of it, so that nothing from there
-    on was committed. Whether all rows that are needed are there is the caller's check, by their indices.
+    Reading a file stops at its first incomplete line, left by a killed writer: nothing from there on was committed. The
+    caller checks by the indices that all needed rows exist.
     """
     rows: JournalledRows = {}
     for path in journal_files(folder):

@@ -1,4 +1,4 @@
-"""Keeps a copy of a run, which is written to a local folder, on another filesystem, so that it can be resumed there."""
+"""Mirrors a run's local files to another filesystem, from which it can be resumed."""
 
 import logging
 import os
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 10.0
 _TRIES = 100
 _TRY_AGAIN_S = 0.01
-# Object stores tell times in whole seconds: two contents of one size within one would look the same to `fetch`.
+# Object stores have times in whole seconds: `fetch` cannot distinguish two contents of equal size within one second.
 _LEAST_PAUSE_S = 1.1
 
 
 class MirrorError(OSError):
-    """The copy of a run is not what the run is; the run's local files are whole."""
+    """The copy of a run is incomplete; the run's local files are complete."""
 
 
 class Stamp(NamedTuple):
-    """Tells whether a file is the one that was copied: a file that was replaced in one step has another inode."""
+    """Identifies the copied version of a file: a file that was replaced atomically has another inode."""
 
     inode: int
     size_bytes: int
@@ -36,11 +36,10 @@ class Stamp(NamedTuple):
 
 
 class Mirror:
-    """Copies what is new of one run, in a thread of its own, at most every `interval_s` seconds and once at the end.
+    """Copies a run's changes in a thread, every `interval_s` seconds and once at the end.
 
-    The copy is at every moment one that the run can be resumed from: it is made of the files as they were at one
-    instant, held open while they travel, and in the order of `rank`. What is no longer needed is deleted there after
-    what replaces it has arrived.
+    The run can be resumed from the copy at any moment: a pass copies the files of one instant, held open meanwhile, in
+    the order of `rank`, and deletes obsolete files only after their replacements.
     """
 
     def __init__(self, target: Target, paths: RunPaths, interval_s: float = INTERVAL_S) -> None:
@@ -53,11 +52,11 @@ class Mirror:
         self._thread = threading.Thread(target=self._turns, name="mirror", daemon=True)
 
     def start(self) -> None:
-        """Begins: the first turn is after one interval."""
+        """Starts the thread; the first pass is after one interval."""
         self._thread.start()
 
     def close(self) -> None:
-        """The last turn, when nothing writes to the run any more; raises MirrorError if it fails."""
+        """Makes the last pass, after the run's last write; raises MirrorError if it fails."""
         self._closing.set()
         self._thread.join()
         if self._failure is not None:
@@ -83,23 +82,23 @@ class Mirror:
         self._last_s = time.monotonic()
 
     def turn(self) -> None:
-        """Brings the copy up to date; OSError if the filesystem refuses, then the next turn goes on from there."""
+        """Makes one pass, which updates the copy; after an OSError the next pass continues from there."""
         if self._there is None:
             self._there = set(self._target.list(self._folders()))
         with ExitStack() as held:
             files = self._hold(held)
             changed = sorted((name for name, file in files.items() if file.is_new), key=rank)
-            # Parts are complete without what they replaced; state and cards must not refer to what is gone.
+            # Obsolete row files can go before the rest; others only after state and cards no longer refer to them.
             self._send(files, [name for name in changed if is_rows(name)])
             self._forget([name for name in self._there - files.keys() if is_rows(name)])
             self._send(files, [name for name in changed if not is_rows(name)])
             self._forget(list(self._there - files.keys()))
 
     def _hold(self, held: ExitStack) -> dict[str, "_Held"]:
-        """The run's files as they are at one instant, those that have changed open.
+        """The run's files of one instant; changed ones are opened.
 
-        Files are replaced or appended to, never changed: if all have the same names and inodes before and after they
-        were opened, then at most lines were added in between, to files that are open.
+        Files are only replaced or appended to. If all have the same names and inodes before and after opening, at most
+        lines were appended in between, to open files.
         """
         for _ in range(_TRIES):
             with ExitStack() as opened:
@@ -153,7 +152,7 @@ class Mirror:
 
 
 class _Held(NamedTuple):
-    """A file of the run; open if it is to be copied."""
+    """A file of the run, open if it has to be copied."""
 
     stamp: Stamp
     file: BinaryIO | None
@@ -166,7 +165,7 @@ class _Held(NamedTuple):
 def _files_below(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders.sort()
-        # What begins with a dot is half-written, or an aside that readers ignore.
+        # Names that begin with a dot are temporary files.
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
 
 
@@ -180,10 +179,10 @@ def _inodes(files: Mapping[str, Stamp]) -> dict[str, int]:
 
 @contextmanager
 def mirrored(results: str, paths: RunPaths) -> Iterator[None]:
-    """While a run is written: nothing for results at a local path; at a URL, its copy there is kept up to date.
+    """Mirrors a run within the block if results are at a URL; does nothing for a local path.
 
-    The last turn is at the end, also of a run that failed. Raises MirrorError if that turn fails; if the run itself
-    failed, that is what is raised, and the other is logged.
+    The last pass is at the end, also of a failed run. Raises MirrorError if it fails; if the run itself failed, its
+    error is raised and the mirror's is logged.
     """
     if not is_remote(results):
         yield
@@ -206,6 +205,6 @@ def _close_logging(mirror: Mirror) -> None:
 
 
 def mirror_run(results: str, paths: RunPaths) -> None:
-    """Brings the copy of a run that nothing writes to up to date; raises MirrorError in one line."""
+    """Updates the copy of a run that is not being written; raises a one-line MirrorError."""
     with mirrored(results, paths):
         pass

@@ -1,4 +1,4 @@
-"""Models that a run keeps: a safetensors file and a JSON card that says what it is."""
+"""Stored models of a run: a safetensors file and a JSON card with its description."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from fedloom.platform.results.tensor_files import content_hash, damaged, from_by
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model kept: `file` is relative to the run's artefacts, `hash` is the SHA-256 of the file."""
+    """A stored model: `file` is relative to the run's artefacts, `hash` is the file's SHA-256."""
 
     name: str
     file: str
@@ -23,14 +23,14 @@ class ModelFile:
 
 
 def save_model(paths: RunPaths, name: str, tensors: Mapping[str, Tensor], card: Mapping[str, Any]) -> ModelFile:
-    """Keeps a model under its name, in the place of an earlier one of that name.
+    """Stores a model under its name, replacing an earlier one.
 
-    `card` is JSON data about the model (architecture, costs, scores). A crash leaves the old model or the new one.
+    `card` is JSON data about the model (architecture, costs, scores). A crash leaves either the old or the new model.
     """
     check_name("model", name)
     content = to_bytes(tensors)
     sha256 = content_hash(content)
-    # The hash in the file name: the card of the old model never points at the new model's tensors.
+    # With the hash in the file name, the old model's card never refers to the new model's tensors.
     model = ModelFile(name, f"models/{name}.{sha256[:16]}.safetensors", sha256, len(content))
     text = _card_json(model, card)
     paths.models.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def load_model(paths: RunPaths, name: str) -> tuple[dict[str, Tensor], dict[str,
 
 
 def list_models(paths: RunPaths) -> list[str]:
-    """Names of the models that the run keeps."""
+    """The names of the run's stored models."""
     return sorted(path.stem for path in paths.models.glob("*.json"))
 
 

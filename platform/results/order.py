@@ -1,4 +1,4 @@
-"""In which order a run's files are copied, so that a copy that stopped halfway can be resumed like the run itself."""
+"""The order in which a run's files are copied, so that a run can be resumed from a partial copy."""
 
 import re
 from typing import NamedTuple
@@ -7,18 +7,18 @@ _JOURNAL = re.compile(r"artifacts/[^/]+/journal-[0-9]+\.jsonl")
 
 
 class Rank(NamedTuple):
-    """Sorts the files of a run: what refers to others comes after them."""
+    """Sort key of a run's files: files come after those that they refer to."""
 
     stage: int
     name: str
 
 
 PARTS, RUN_ROW, JOURNALS, TENSORS, CARDS, STATE, STATUS = range(7)
-"""A checkpoint refers to rows and tensors, a card to tensors; who sees the status sees all that led to it."""
+"""A checkpoint refers to rows and tensors, a card to tensors; the status is last, after everything it reports."""
 
 
 def rank(name: str) -> Rank:
-    """The place of a file, by its name below the results, in the order of copying."""
+    """The sort key of a file, given its name relative to the results."""
     return Rank(_stage(name), name)
 
 
@@ -44,5 +44,5 @@ def is_rows(name: str) -> bool:
 
 
 def is_tensors(name: str) -> bool:
-    """Whether the file holds tensors, of a checkpoint or a model."""
+    """Whether the file holds tensors of a checkpoint or a model."""
     return name.endswith(".safetensors")

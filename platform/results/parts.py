@@ -1,4 +1,4 @@
-"""The Parquet files of one table of one run: appended to, cut and read so that no reader ever sees half a file."""
+"""The Parquet files of one table of one run, appended to and cut atomically for concurrent readers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +14,12 @@ _ArrowErrors = (pa.lib.ArrowException, OSError)
 
 
 def read_part(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of one file; ValueError naming the file if it is damaged or was not written by this platform.
+    """The rows of one file; ValueError naming the file if it is damaged or was not written by fedloom.
 
-    Of `columns`, if given, those that the file has; the others are not read from the disk.
+    With `columns`, only those of them that the file has are read.
     """
     try:
-        # One open handle for footer and rows: the file may be replaced meanwhile.
+        # One open handle for footer and rows, because the file may be replaced in between.
         with pq.ParquetFile(path) as file:
             table = file.read(None if columns is None else [c for c in columns if c in file.schema_arrow.names])
     except _ArrowErrors as error:
@@ -29,7 +29,7 @@ def read_part(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def count_rows(path: Path) -> int:
-    """Number of rows by the file's footer; ValueError as for `read_part`."""
+    """The number of rows according to the file's footer; raises ValueError like `read_part`."""
     try:
         with pq.ParquetFile(path) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
@@ -50,7 +50,7 @@ def _check_origin(path: Path, schema: pa.Schema) -> None:
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The table with exactly the columns of `schema`: cast where the type differs, typed nulls where one is missing."""
+    """The table with exactly the columns of `schema`, cast to its types; missing columns become nulls."""
     columns = []
     for field in schema:
         if field.name not in table.column_names:
@@ -62,7 +62,7 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def write_part(path: Path, table: pa.Table) -> None:
-    """Writes the file whole or not at all: temporary name, synced, read back, renamed over the old one."""
+    """Writes the file atomically: to a temporary file that is synced, checked and renamed."""
     temporary = temporary_path(path)
     pq.write_table(table, temporary, compression="zstd")
     sync_file(temporary)
@@ -72,10 +72,10 @@ def write_part(path: Path, table: pa.Table) -> None:
 
 
 class TableParts:
-    """Files part-00000.parquet, part-00001.parquet, ... that hold the rows of one table of one run in order.
+    """The files part-00000.parquet, part-00001.parquet, ... with the rows of one table of one run in order.
 
-    Only the last one is ever rewritten. The first always exists, with no rows at first, so that readers find the
-    columns of a table before its first row. No rows are kept in memory.
+    Only the last file is rewritten. The first always exists, initially without rows, so that readers find the columns
+    of a table before its first row. No rows are kept in memory.
     """
 
     def __init__(self, folder: Path, schema: pa.Schema, rows_per_file: int) -> None:
@@ -97,7 +97,7 @@ class TableParts:
         return sum(self._counts)
 
     def append(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Adds rows at the end: fills the last file up, then starts new ones."""
+        """Appends rows: fills the last file, then starts new ones."""
         while rows:
             if self._counts[-1] >= self._rows_per_file:
                 self._counts.append(0)
@@ -106,16 +106,16 @@ class TableParts:
             rows = rows[len(batch) :]
 
     def replace(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Puts these rows in the place of all rows of a table that is one small file."""
+        """Replaces all rows of a table that consists of one file."""
         assert len(self._counts) == 1
         self._write(0, pa.Table.from_pylist(rows, schema=self._schema))
 
     def read_last(self) -> pa.Table:
-        """The rows of the last file, with the columns of the present schema."""
+        """The rows of the last file, with the columns of the current schema."""
         return conform(read_part(self._path(len(self._counts) - 1)), self._schema)
 
     def cut(self, num_rows: int) -> None:
-        """Drops all rows from `num_rows` on, from the end backwards, so that stopping midway leaves no gap."""
+        """Drops all rows from index `num_rows` on, starting at the end, so that an interruption leaves no gap."""
         while self.rows > num_rows:
             last = len(self._counts) - 1
             before = sum(self._counts[:-1])

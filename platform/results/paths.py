@@ -1,4 +1,4 @@
-"""Where everything of a run lies below the results folder, and how runs are named and found."""
+"""The paths of a run in the results folder, and how runs are named and found."""
 
 import os
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ LONGEST_RUN_ID = 40
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The places of one run; nothing inside them stores an absolute path, so the results folder can be moved."""
+    """The paths of one run; its files store no absolute paths, so the results folder can be moved."""
 
     root: Path
     experiment: str
@@ -20,7 +20,7 @@ class RunPaths:
 
     @property
     def artifacts(self) -> Path:
-        """The folder of everything of this run that is not a table."""
+        """The folder of all files of this run but its tables."""
         return self.root / "artifacts" / self.run_id
 
     @property
@@ -49,17 +49,17 @@ class RunPaths:
 
 
 def run_paths(root: Path, experiment: str, run_id: str) -> RunPaths:
-    """The places of a run whose names have been checked (ValueError if they cannot be file names)."""
+    """The paths of a run; ValueError if experiment or run id cannot be a file name."""
     check_name("experiment", experiment)
     check_name("run id", run_id, LONGEST_RUN_ID)
     return RunPaths(Path(root), experiment, run_id)
 
 
 def new_run_id(root: Path, experiment: str) -> str:
-    """A run id that nothing under `root` uses: UTC time, the experiment's first letters, a random end.
+    """An unused run id: UTC time, the experiment's first letters, and a random suffix.
 
-    At most 40 characters; the ids sort by time. The random end comes from the operating system, not from a stream
-    of the run, so that two runs of the same seed started in one second differ.
+    It has at most 40 characters, and ids sort by time. The suffix comes from the operating system, not from a seeded
+    stream, so that two runs of the same seed started in the same second differ.
     """
     check_name("experiment", experiment)
     while True:
@@ -83,7 +83,7 @@ def list_runs(root: Path) -> list[RunPaths]:
 
 
 def find_run(root: Path, run_id_or_prefix: str) -> RunPaths:
-    """The run of this id, or the only run whose id begins so.
+    """The run with this id, or the only run whose id begins with it.
 
     Raises ValueError listing the known runs if there is none, or the candidates if there are several.
     """

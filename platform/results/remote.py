@@ -1,4 +1,4 @@
-"""Results named by a URL: brought to this machine where they are read, and single folders of them sent there."""
+"""Results at a URL: downloads them for reading, and uploads single folders."""
 
 import json
 import os
@@ -14,15 +14,15 @@ from fedloom.platform.results.status import read_status
 from fedloom.platform.results.target import RemoteFile, Target, is_remote, local_root, open_target, unusable
 
 ABLATIONS = "ablations"
-"""What is no run's own."""
+"""The folder of results that belong to no single run."""
 _CONNECTIONS = 8
 _PASSES = 5
 
 
 def check_results(results: str) -> Path:
-    """The local folder of results that are about to be written, after checking that they can be, at the URL too.
+    """The local folder for results that will be written, after checking that it and the URL are writable.
 
-    Raises ValueError in one line for an unknown scheme, an unreachable bucket, missing credentials or rights.
+    Raises a one-line ValueError for an unknown scheme, an unreachable bucket, missing credentials or permissions.
     """
     root = local_root(results)
     check_writable(root)
@@ -38,12 +38,12 @@ def check_results(results: str) -> Path:
 def fetch(
     results: str | Path, run_ids: Sequence[str] | None = None, *, tensors: bool = True, ablations: bool = False
 ) -> Path:
-    """Brings runs (of these ids or beginnings of ids, or all) here; returns the local results folder.
+    """Downloads runs (with these ids or prefixes of ids, or all) and returns the local results folder.
 
-    With `ablations` those, too; not where one is at work, whose driver alone writes them. Only what has changed, each
-    file whole; without `tensors`, neither checkpoints' nor models' tensors, which reading tables does not need. A run
-    that is at work on this machine, or got further here than what was sent, is left as it is. A local path is returned
-    at once. Raises ValueError in one line if the URL cannot be reached.
+    `ablations` downloads these, too; do not use it while one is running, because only its driver may write them. Only
+    changed files are downloaded, each atomically; without `tensors`, none of checkpoints and models, which reading
+    tables does not need. A run that is running on this machine, or whose local files are newer than the remote ones, is
+    not changed. A local path is returned at once. Raises a one-line ValueError if the URL is unreachable.
     """
     root = local_root(results)
     if not is_remote(results):
@@ -60,7 +60,7 @@ def fetch(
 
 
 def fetch_folder(results: str | Path, relative: str) -> Path:
-    """Brings one folder below the results here, files that are newer there than here; returns its local place."""
+    """Downloads the newer files of one folder of the results; returns its local path."""
     root = local_root(results)
     if is_remote(results):
         target = open_target(str(results))
@@ -72,9 +72,9 @@ def fetch_folder(results: str | Path, relative: str) -> Path:
 
 
 def mirror_folder(results: str | Path, relative: str) -> None:
-    """Sends one folder of the local results to the URL: files that are missing there, of another size, or newer here.
+    """Uploads one folder of the local results: files that are missing at the URL, differ in size, or are newer here.
 
-    Nothing is deleted there. Does nothing for a local path. Raises OSError in one line if the URL refuses.
+    Deletes nothing. Does nothing for a local path. Raises a one-line OSError if the upload fails.
     """
     if not is_remote(results):
         return
@@ -103,7 +103,7 @@ class _Wanted(NamedTuple):
 
 
 def _fetch_runs(target: Target, root: Path, run_ids: Sequence[str] | None, tensors: bool) -> None:
-    """Repeats until nothing has changed meanwhile: a run that goes on elsewhere replaces and deletes its files."""
+    """Repeats until no file changes in between, because a run that continues elsewhere replaces and deletes files."""
     settled: dict[str, bool] = {}
     for _ in range(_PASSES):
         busy = False
@@ -127,7 +127,7 @@ def _by_run(files: Mapping[str, RemoteFile]) -> dict[str, dict[str, RemoteFile]]
 
 
 def run_of(name: str) -> str | None:
-    """The run that a file belongs to, by its name below the results."""
+    """The id of the run that a file belongs to, given its name relative to the results."""
     match name.split("/"):
         case ["artifacts", run_id, _, *_]:
             return run_id
@@ -137,9 +137,9 @@ def run_of(name: str) -> str | None:
 
 
 def _stays(target: Target, root: Path, run_id: str, files: Mapping[str, RemoteFile]) -> bool:
-    """Whether what is here of a run is not to be touched: it is at work here, or got at least as far as what is there.
+    """Whether a run's local files must stay: it is running here, or they are at least as new as the remote ones.
 
-    A copy that came from there has the file's time of there, so that only runs of this machine are asked about.
+    Downloaded copies have the remote file's time, so that heartbeats are only compared for runs of this machine.
     """
     name = f"artifacts/{run_id}/status.json"
     path = root / name
@@ -162,7 +162,7 @@ def _heartbeat_there(target: Target, name: str) -> float:
 
 
 def _fetch_run(target: Target, root: Path, run_id: str, files: Mapping[str, RemoteFile], tensors: bool) -> bool:
-    """Makes the local copy of a run the one that was listed; returns whether anything was done."""
+    """Updates the local copy of a run to the listed files; returns whether anything changed."""
     wanted = [
         _Wanted(name, file)
         for name, file in sorted(files.items(), key=lambda item: rank(item[0]))
@@ -195,7 +195,7 @@ def _is_same(path: Path, file: RemoteFile) -> bool:
 
 
 def _download(target: Target, root: Path, wanted: Sequence[_Wanted]) -> None:
-    """Many at a time under temporary names, then put in place in order: a crash leaves what can be fetched again."""
+    """Downloads in parallel to temporary files, then renames in order; after a crash a fetch can be repeated."""
     if not wanted:
         return
     with ThreadPoolExecutor(min(_CONNECTIONS, len(wanted))) as threads:
@@ -204,7 +204,7 @@ def _download(target: Target, root: Path, wanted: Sequence[_Wanted]) -> None:
 
 
 def _arrive(target: Target, root: Path, wanted: _Wanted) -> Path | None:
-    """The temporary file with the content; None if it is gone or has been replaced since it was listed."""
+    """The downloaded temporary file; None if the file was deleted or replaced since it was listed."""
     path = root / wanted.name
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -215,7 +215,7 @@ def _arrive(target: Target, root: Path, wanted: _Wanted) -> Path | None:
     if size_bytes != wanted.file.size_bytes:
         temporary.unlink(missing_ok=True)
         return None
-    # The time of there marks what it is a copy of.
+    # The remote file's time identifies the version of the copy.
     os.utime(temporary, ns=(wanted.file.mtime_ns, wanted.file.mtime_ns))
     return temporary
 

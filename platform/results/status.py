@@ -1,4 +1,4 @@
-"""The status file of a run: whether it runs, has stalled, died, failed or is done."""
+"""The status file of a run: running, stalled, dead, failed, interrupted or done."""
 
 import json
 import os
@@ -20,9 +20,9 @@ BEAT_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What is known about a run.
+    """The status of a run.
 
-    A run that claims to be running is "dead" if its process is gone from this host, and "stalled" if its heartbeat
+    A run whose file says running is "dead" if its process no longer exists on this host, and "stalled" if its heartbeat
     (seconds since 1970) is old.
     """
 
@@ -37,7 +37,7 @@ class Status:
 
 
 class StatusFile:
-    """Writes the status of the present process's run; safe to use from several threads."""
+    """Writes the status of the current process's run; thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -54,7 +54,7 @@ class StatusFile:
         rounds_total: int | None = None,
         message: str | None = None,
     ) -> None:
-        """Writes the status at once; what is not given stays as it was."""
+        """Writes the status at once; arguments that are None keep their previous value."""
         given = {"stage": stage, "round": round, "rounds_total": rounds_total, "message": message}
         changes = {name: value for name, value in given.items() if value is not None}
         with self._lock:
@@ -64,7 +64,7 @@ class StatusFile:
             self._write()
 
     def beat(self) -> None:
-        """Renews the heartbeat, at most once a second however often it is called."""
+        """Renews the heartbeat, at most once per second."""
         if time.monotonic() >= self._next_beat_s:
             with self._lock:
                 self._write()
@@ -73,12 +73,12 @@ class StatusFile:
         self._next_beat_s = time.monotonic() + BEAT_INTERVAL_S
         self._status = replace(self._status, heartbeat=time.time())
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Not durable: it is about a process, which does not outlive a power failure either.
+        # Not durable, because the process does not survive a power failure either.
         write_atomically(self._path, json.dumps(asdict(self._status)).encode(), durable=False)
 
 
 class Heartbeat:
-    """Beats in a thread of its own, so that a long round does not look like a stalled run."""
+    """Renews the heartbeat in a thread, so that a run with a long round does not look stalled."""
 
     def __init__(self, status: StatusFile, every_s: float = 5.0) -> None:
         self._status, self._every_s = status, every_s
@@ -88,18 +88,18 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while not self._stopped.wait(self._every_s):
-            # A full disk must not end the thread: once there is room, the run is seen to be alive again.
+            # A full disk must not end the thread, so that heartbeats continue once there is space.
             with suppress(OSError):
                 self._status.beat()
 
     def stop(self) -> None:
-        """Ends the thread; the status file may then be written for good."""
+        """Ends the thread, after which the final status can be written."""
         self._stopped.set()
         self._thread.join()
 
 
 def read_status(path: Path, stalled_after_s: float = 60.0) -> Status:
-    """The status of a run as it is now, without writing anything.
+    """The current status of a run; read-only.
 
     Raises ValueError if there is no status file or it is damaged.
     """
@@ -130,7 +130,7 @@ def _is_alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    # An ended process that nobody has waited for still takes signals; Linux tells by its state.
+    # A zombie process still accepts signals; its state in /proc distinguishes it.
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
     except OSError:

@@ -1,4 +1,4 @@
-"""The tables of a run: their declared, versioned, typed columns, the check of every row, and reading them back."""
+"""The tables of a run: versioned schemas, validation of rows, and reading."""
 
 import difflib
 import json
@@ -21,7 +21,7 @@ SCHEMA_VERSION = 3
 
 Value = int | float | str | bool | datetime
 Row = dict[str, Value]
-"""One row: the columns that have a value. `experiment` and `run_id` are not in it, they are in the path."""
+"""One row: the columns that have a value, without `experiment` and `run_id`, which are part of the path."""
 
 _TYPES = {
     "int": pa.int64(),
@@ -37,10 +37,9 @@ def _schema(columns: str) -> pa.Schema:
     return pa.schema(fields, metadata={SCHEMA_VERSION_KEY: str(SCHEMA_VERSION)})
 
 
-# Architectures are text such as "3-1-8-0"; `schedules`, `seeds`, `tiers`, `config`, `versions` and `setting` (what an
-# ablation varies in this trial) are JSON text. `supernet` is the key of the trained supernet that a run began with, and
-# `supernet_run_id` the run that trained it; `traits` is what the method declares of its runs (JSON text); `node` is
-# where a client's work ran.
+# Architectures are text such as "3-1-8-0"; `schedules`, `seeds`, `tiers`, `config`, `versions`, `setting` (the values
+# that an ablation varies in this trial) and `traits` (the properties that the method declares) are JSON text.
+# `supernet` is a shared supernet's key, `supernet_run_id` the run that trained it, `node` where a client's work ran.
 TABLES: dict[str, pa.Schema] = {
     "runs": _schema(
         "method:str space:str dataset:str seeds:str tiers:str config:str versions:str source_hash:str "
@@ -76,7 +75,7 @@ TIME_COLUMNS: dict[str, frozenset[str]] = {
     "evaluations": frozenset(),
     "models": frozenset(),
 }
-"""Per table the columns that depend on when and where a run ran; all others are the same for the same configuration."""
+"""Per table, the columns that depend on time and machine; all others are determined by the configuration."""
 
 _PYTHON_TYPES = {pa.int64(): int, pa.float64(): float, pa.string(): str, pa.bool_(): bool}
 _KINDS: dict[str, dict[str, type]] = {
@@ -92,7 +91,7 @@ _ALLOWED = {
 
 
 def check_row(table: str, row: Mapping[str, Any]) -> Row:
-    """The row with plain Python values and without its nulls; a column that is not given becomes a null.
+    """The row as plain Python values without nulls; missing columns become null.
 
     Raises ValueError for an undeclared table or column (naming the nearest) and for a value of another type.
     """
@@ -104,7 +103,7 @@ def check_row(table: str, row: Mapping[str, Any]) -> Row:
         if kind is None:
             own = ". Measures of your own go into table 'evaluations' as metric and value"
             raise ValueError(_undeclared(table, name, own))
-        # The frequent case without a call: this runs for every value of every client's row.
+        # The common case without a function call, because this runs for every value of every client's row.
         exact = type(value) is kind
         if exact and (kind is float or (kind is str and value.isascii()) or (kind is int and _fits(value))):
             checked[name] = value
@@ -114,7 +113,7 @@ def check_row(table: str, row: Mapping[str, Any]) -> Row:
 
 
 def _plain(table: str, name: str, kind: type, value: Any) -> Value:
-    # What passes here must never fail later, when a whole batch of rows is turned into Parquet.
+    # A value accepted here must not fail later, when a batch of rows is converted to Parquet.
     if kind is str and isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if kind is bool and isinstance(value, bool | np.bool_):
@@ -123,7 +122,7 @@ def _plain(table: str, name: str, kind: type, value: Any) -> Value:
         return value
     if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)
-    # A count that was summed up as float is a count; half a byte is a mistake.
+    # A count that was summed as float is accepted, a fractional one is not.
     if kind is int and _is_whole(value) and _fits(int(value)):
         return int(value)
     given = f"{value!r:.60} ({type(value).__name__})"
@@ -149,16 +148,16 @@ _encode = json.JSONEncoder(check_circular=False).encode
 
 
 def row_json(row: Row) -> str:
-    """The row as one line of JSON; NaN and infinities survive, times are not allowed."""
+    """The row as one line of JSON; NaN and infinities are allowed, times are not."""
     return _encode(row)
 
 
 def read_table(root: Path, table: str, experiment: str | None = None, run_id: str | None = None) -> "pd.DataFrame":
     """All rows of a table, or those of one experiment or run, with the columns `experiment` and `run_id` first.
 
-    Integer and truth columns have pandas' nullable types, so that a missing value does not turn counts into floats.
-    Files of several schema versions are read together: columns that a file lacks are null. A table without rows
-    gives an empty frame. Raises ValueError naming the file if one is damaged or was not written by this platform.
+    Integer and boolean columns have pandas' nullable types, so that missing values do not turn counts into floats.
+    Files of several schema versions can be mixed: columns that a file lacks are null. A table without rows gives an
+    empty frame. Raises ValueError naming the file if one is damaged or was not written by fedloom.
     """
     _check_table(table)
     files = [
@@ -170,10 +169,10 @@ def read_table(root: Path, table: str, experiment: str | None = None, run_id: st
 
 
 def read_runs(runs: Sequence[RunPaths], table: str, columns: Sequence[str] | None = None) -> "pd.DataFrame":
-    """The rows of these runs, run after run, as `read_table` gives them; of `columns` if given, and no others are read.
+    """The rows of these runs, one run after the other, like `read_table`; with `columns`, only these are read.
 
-    Looks into the runs' own folders only, so that a few runs are read as quickly from a folder of thousands. Raises
-    ValueError for an unknown table or column, and for a damaged file.
+    It only opens the runs' own folders, so the time does not depend on the number of other runs. Raises ValueError for
+    an unknown table or column, and for a damaged file.
     """
     _check_table(table)
     for name in columns or ():
@@ -194,7 +193,7 @@ def _check_table(table: str) -> None:
 
 
 def _frame(table: str, files: Sequence[tuple[Path, str, str]], columns: Sequence[str] | None) -> "pd.DataFrame":
-    import pandas as pd  # here, so that a process that only writes does without pandas
+    import pandas as pd  # imported here because processes that only write do not need it
 
     declared = TABLES[table] if columns is None else pa.schema([TABLES[table].field(name) for name in columns])
     pieces = [(read_part(file, columns), *partition) for file, *partition in files]
@@ -208,7 +207,7 @@ def _frame(table: str, files: Sequence[tuple[Path, str, str]], columns: Sequence
 
 
 def _files(folder: Path) -> list[tuple[Path, tuple[str, str]]]:
-    """The table's files that readers see, each with its (experiment, run_id)."""
+    """The table's files, without hidden ones, each with its (experiment, run_id)."""
     found = []
     for file in sorted(folder.rglob("*.parquet")):
         if file.name.startswith((".", "_")):
@@ -221,7 +220,7 @@ def _files(folder: Path) -> list[tuple[Path, tuple[str, str]]]:
 
 
 def _union(schemas: list[pa.Schema]) -> pa.Schema:
-    """All columns, the declared ones first and with the declared type."""
+    """The union of the schemas' columns; the type of the first schema wins, which is the declared one."""
     fields: dict[str, pa.Field] = {}
     for schema in schemas:
         for field in schema:

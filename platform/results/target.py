@@ -1,4 +1,4 @@
-"""A folder on a filesystem that pyarrow reads, named by a URL: what is there, and files to and from it, each whole."""
+"""A folder at a URL, on a filesystem that pyarrow supports: lists, uploads and downloads files atomically."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ from fedloom.platform.data.config import DataConfig, cache_root
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SECRETS = ("secret", "token", "account_key", "sas")
 _OBJECT_STORES = ("s3", "gcs", "abfs")
-"""Filesystems without folders, where a file appears whole when it is closed."""
+"""Filesystems without folders, where a file appears atomically when it is closed."""
 _CHUNK_BYTES = 8 << 20
 _GCS_PATIENCE_S = 30
 _PROBE = ".fedloom-writable.tmp"
@@ -32,15 +32,15 @@ _HELP["gcs"] = _HELP["gs"]
 
 
 def is_remote(results: str | Path) -> bool:
-    """Whether results are named by a URL (s3://bucket/path, gs://bucket/path, file:///path) and not by a local path."""
+    """Whether results are at a URL (s3://bucket/path, gs://bucket/path, file:///path) instead of a local path."""
     return isinstance(results, str) and _URL.match(results) is not None
 
 
 def local_root(results: str | Path) -> Path:
-    """Where results lie on this machine: a path is its own; a URL has a folder of its own in the cache.
+    """The local folder of results: the path itself, or for a URL a folder in the cache.
 
-    The cache is the environment's FEDLOOM_CACHE, then ~/.cache/fedloom. Asks nothing of the network. Raises ValueError
-    for a URL with a secret in it.
+    The cache is the environment's FEDLOOM_CACHE, then ~/.cache/fedloom. Does not use the network. Raises ValueError for
+    a URL that contains a secret.
     """
     if not is_remote(results):
         return Path(results)
@@ -48,7 +48,7 @@ def local_root(results: str | Path) -> Path:
 
 
 def _checked(url: str) -> str:
-    """The URL without what does not distinguish it; a secret would be written into every configuration and table."""
+    """The URL in canonical form; ValueError for a secret in it, which would be stored in configurations and tables."""
     parts = urlsplit(url)
     if parts.password is not None or any(word in key for key, _ in parse_qsl(parts.query) for word in _SECRETS):
         raise ValueError(
@@ -56,13 +56,13 @@ def _checked(url: str) -> str:
             "tables would hold: leave it out and set it in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
         )
     whole = parts._replace(path=parts.path.rstrip("/")).geturl()
-    # Of a scheme that it does not know urllib drops the slashes of an empty host; fsspec takes that for a local path.
+    # urllib drops the slashes of an empty host for unknown schemes, and fsspec would take the result for a local path.
     return whole if "://" in whole else whole.replace(":", "://", 1)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file as a listing shows it; `mtime_ns` is 0 where the filesystem does not tell."""
+    """A file in a listing; `mtime_ns` is 0 if the filesystem has no times."""
 
     size_bytes: int
     mtime_ns: int
@@ -72,7 +72,7 @@ class RemoteFile:
 class Target:
     """A folder of a filesystem; names are relative to it, with slashes.
 
-    Whatever fails is an OSError of one line; FileNotFoundError if it is a file that is not there.
+    All failures raise a one-line OSError, missing files a FileNotFoundError.
     """
 
     filesystem: pafs.FileSystem
@@ -80,7 +80,7 @@ class Target:
     url: str
 
     def list(self, under: Sequence[str] = ("",)) -> dict[str, RemoteFile]:
-        """All files below these folders by name, without temporary ones; a folder that is not there has none."""
+        """All files below these folders by name, without temporary ones; a missing folder is empty."""
         found: dict[str, RemoteFile] = {}
         with _told():
             for folder in under:
@@ -91,7 +91,7 @@ class Target:
         return found
 
     def upload(self, name: str, file: BinaryIO, size_bytes: int) -> None:
-        """Puts the first bytes of an open file in the place of `name`: readers see the old content or the new one."""
+        """Replaces `name` atomically by the first `size_bytes` bytes of an open file."""
         path = self._path(name)
         with _told():
             if self.filesystem.type_name in _OBJECT_STORES:
@@ -110,7 +110,7 @@ class Target:
                 size_bytes -= len(content)
 
     def download(self, name: str, path: Path) -> int:
-        """Copies a file to a local path, which must not be one that readers use; returns its bytes."""
+        """Downloads a file to a local path, not atomically; returns its size in bytes."""
         with _told(), self.filesystem.open_input_stream(self._path(name)) as stream, open(path, "wb") as file:
             shutil.copyfileobj(stream, file, _CHUNK_BYTES)
             return file.tell()
@@ -121,7 +121,7 @@ class Target:
             return bytes(stream.read())
 
     def delete(self, name: str) -> None:
-        """Removes a file; one that is gone already is no error."""
+        """Deletes a file if it exists."""
         with _told():
             try:
                 self.filesystem.delete_file(self._path(name))
@@ -129,7 +129,7 @@ class Target:
                 return
 
     def check_reachable(self, *, writable: bool) -> None:
-        """Raises OSError if the bucket is not there or, if asked, nothing can be written; leaves nothing behind."""
+        """Raises OSError if the bucket does not exist or, with `writable`, cannot be written; leaves no files."""
         with _told():
             if self.filesystem.type_name in _OBJECT_STORES:
                 bucket = self.base.partition("/")[0]
@@ -162,7 +162,7 @@ def _is_temporary(name: str) -> bool:
 
 
 def open_target(results: str) -> Target:
-    """The folder that a URL names; ValueError in one line for a URL that leads nowhere, and what to do."""
+    """The folder at a URL; one-line ValueError with advice if it cannot be used."""
     url = _checked(results)
     scheme = urlsplit(url).scheme.lower()
     try:
@@ -180,19 +180,19 @@ def open_target(results: str) -> Target:
 
 
 def _patient(url: str, scheme: str) -> str:
-    # Google's own default is to try for a quarter of an hour before it says what is wrong.
+    # By default Google's client retries for 15 minutes before it reports an error.
     if scheme not in ("gs", "gcs") or "retry_limit_seconds=" in url:
         return url
     return f"{url}{'&' if '?' in url else '?'}retry_limit_seconds={_GCS_PATIENCE_S}"
 
 
 def unusable(results: str, error: Exception) -> ValueError:
-    """The one line about a URL that cannot be read or written."""
+    """The one-line error for a URL that cannot be read or written."""
     advice = _HELP.get(urlsplit(results).scheme.lower(), "check the URL and what you may do there")
     return ValueError(f"results={results} cannot be used ({_line(error)}): {advice}")
 
 
 def _line(error: Exception, most: int = 300) -> str:
-    # Arrow reports a file that is missing with an errno, others with a text alone.
+    # Arrow reports a missing file with an errno, other errors only with a text.
     text = " ".join(str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error).split())
     return text if len(text) <= most else f"{text[:most]} ..."

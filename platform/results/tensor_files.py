@@ -1,4 +1,4 @@
-"""Bags of named tensors as safetensors bytes: what checkpoints and models are made of."""
+"""Named tensors as safetensors bytes, the format of checkpoints and models."""
 
 import hashlib
 import json
@@ -14,11 +14,11 @@ _ORDER = "order"
 
 
 def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """The bag as the content of a safetensors file: values, shapes, types and the order of the names.
+    """The tensors as the content of a safetensors file, with values, shapes, dtypes and the order of the names.
 
-    Views and tensors on other devices are copied. ValueError for a tensor that the format cannot hold.
+    Views and tensors on other devices are copied. Raises ValueError for a tensor that the format cannot hold.
     """
-    # The format sorts by name; the order is kept beside it, because sums over a bag follow its order.
+    # The format sorts by name; the original order is stored as metadata, because it determines the order of sums.
     metadata = {_ORDER: json.dumps(list(tensors))}
     try:
         return safetensors.torch.save(_storable(tensors), metadata)
@@ -28,7 +28,7 @@ def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def from_bytes(content: bytes, origin: Path) -> dict[str, Tensor]:
-    """The bag in its order; ValueError naming `origin` if the content is not a whole safetensors file."""
+    """The tensors in their original order; ValueError naming `origin` for content that is no safetensors file."""
     try:
         tensors = safetensors.torch.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -44,7 +44,7 @@ def content_hash(content: bytes) -> str:
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
-    """The file's content; ValueError if it is missing or its hash is another."""
+    """The file's content; ValueError if it is missing or has another hash."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -55,7 +55,7 @@ def read_checked(path: Path, sha256: str) -> bytes:
 
 
 def damaged(path: Path, reason: str) -> str:
-    """The one line about a file that cannot be used."""
+    """The one-line error for a damaged file."""
     return f"{path} is damaged ({reason}): restore it from a copy, or start a new run"
 
 
@@ -67,7 +67,7 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise ValueError(f"tensor {name!r} is {tensor.layout}: save it dense")
         stored = tensor.detach().to("cpu").contiguous()
         pointer = stored.untyped_storage().data_ptr()
-        # The format refuses tensors that share memory, such as slices of one supernet tensor.
+        # The format does not allow tensors that share memory, such as slices of one supernet tensor.
         result[name] = stored.clone(memory_format=torch.contiguous_format) if pointer in seen else stored
         seen.add(pointer)
     return result

@@ -1,4 +1,4 @@
-"""The one writer of a run's tables: rows are added, committed to a journal, and flushed to Parquet."""
+"""The writer of a run's tables: rows are added, committed to a journal, and flushed to Parquet."""
 
 import os
 import time
@@ -13,25 +13,25 @@ from fedloom.platform.results.paths import RunPaths, is_used, run_paths
 from fedloom.platform.results.tables import TABLES, Row, check_row, row_json
 
 Position = Mapping[str, int]
-"""For each table the number of its rows: where a checkpoint stands in the results."""
+"""The number of rows per table at a checkpoint."""
 
 ROW_TABLES = tuple(table for table in TABLES if table != "runs")
 
-# A flush rewrites the last file of a table. Waiting this many times its duration bounds its share of the run to 5 %,
-# and waiting at most so many intervals keeps readers up to date.
+# A flush rewrites the last file of a table. Waiting `_FLUSH_PAUSE` times its duration bounds its share of the run to
+# 5 %; waiting at most `_MOST_INTERVALS` intervals keeps readers up to date.
 _FLUSH_PAUSE = 20
 _MOST_INTERVALS = 12
 
 
 class RunWriter:
-    """Writes the tables of one run, and alone does so.
+    """The only writer of one run's tables.
 
-    `add` only remembers a row; `commit` makes all added rows survive a kill at any moment; `flush` brings them into
-    the Parquet files that readers see. Rows not yet in Parquet are all that is kept in memory.
+    `add` buffers a row; `commit` makes all added rows survive a crash; `flush` moves them to the Parquet files that
+    readers see. Only rows that are not yet in Parquet are kept in memory.
     """
 
     def __init__(self, paths: RunPaths, flush_interval_s: float, rows_per_file: int) -> None:
-        """For `create` and `resume` only."""
+        """Only called by `create` and `resume`."""
         self.paths = paths
         self._flush_interval_s = flush_interval_s
         self._rows_per_file = rows_per_file
@@ -46,7 +46,7 @@ class RunWriter:
     def create(
         cls, root: Path, experiment: str, run_id: str, flush_interval_s: float = 5.0, rows_per_file: int = 250_000
     ) -> Self:
-        """Starts a new run; ValueError if the id is used or the folder cannot be written, and then nothing is."""
+        """Starts a new run; ValueError, before anything is written, if the id is used or the folder not writable."""
         paths = run_paths(root, experiment, run_id)
         check_writable(paths.root)
         _reserve(paths)
@@ -62,9 +62,9 @@ class RunWriter:
         flush_interval_s: float = 5.0,
         rows_per_file: int = 250_000,
     ) -> Self:
-        """Continues a run whose tables then hold exactly the first `position[table]` rows of each table.
+        """Continues a run with exactly the first `position[table]` rows of each table.
 
-        Later rows are cut; rows that did not reach Parquet come from the journal. The run's former writer must have
+        Later rows are cut; rows that are not in Parquet are read from the journal. The run's former writer must have
         ended. Raises ValueError, before anything is changed, if a row is missing.
         """
         paths = run_paths(root, experiment, run_id)
@@ -86,15 +86,15 @@ class RunWriter:
         return dict(self._run)
 
     def add(self, table: str, /, **row: object) -> None:
-        """Remembers a row for the next commit; ValueError if it does not fit the table's columns (see `check_row`)."""
+        """Buffers a row for the next commit; ValueError if it does not fit the table's columns (see `check_row`)."""
         if table == "runs":
             raise ValueError("table 'runs' has one row per run: use update_run")
         self._added[table].append(check_row(table, row))
 
     def commit(self) -> dict[str, int]:
-        """Makes all added rows safe and returns the number of rows per table, for the checkpoint.
+        """Writes all added rows to the journal and returns the number of rows per table, for the checkpoint.
 
-        After an OSError (a full disk) the rows are still there to be committed again.
+        After an OSError (such as a full disk) the rows stay buffered for the next commit.
         """
         before = self.position
         lines = [
@@ -111,13 +111,13 @@ class RunWriter:
         return self.position
 
     def flush_if_due(self) -> None:
-        """Flushes if the flush interval has passed, or if the rows waiting in memory fill a file."""
+        """Flushes if the flush interval has passed, or if the buffered rows fill a file."""
         waiting = max(len(rows) for rows in self._committed.values())
         if time.monotonic() >= self._next_flush_s or waiting >= self._rows_per_file:
             self.flush()
 
     def flush(self) -> None:
-        """Brings all committed rows into the Parquet files, which readers may be reading."""
+        """Moves all committed rows to the Parquet files; safe with concurrent readers."""
         started_s = time.monotonic()
         for table, rows in self._committed.items():
             self._flush_table(table, rows)
@@ -127,14 +127,14 @@ class RunWriter:
         self._next_flush_s = now_s + max(self._flush_interval_s, pause_s)
 
     def update_run(self, **fields: object) -> None:
-        """Sets fields of the run's row in table `runs`, at once and for good; the other fields stay."""
+        """Sets fields of the run's row in table `runs` at once and durably; other fields do not change."""
         checked = check_row("runs", fields)
         # A field set to None becomes null again.
         self._run = {**self._run, **dict.fromkeys(fields), **checked}  # type: ignore[dict-item]
         self._parts["runs"].replace([self._run])
 
     def close(self) -> None:
-        """Commits and flushes what there is; no journal is left."""
+        """Commits and flushes all rows; no journal is left."""
         self.commit()
         self.flush()
 
@@ -143,7 +143,7 @@ class RunWriter:
         try:
             self._parts[table].append(rows)
         finally:
-            # After a failure halfway, what reached its file must not be written again.
+            # After an error, rows that are already in a file must not be written again.
             del rows[: self._parts[table].rows - before]
 
     def _restore(self, position: Position, journalled: JournalledRows) -> None:
@@ -154,13 +154,13 @@ class RunWriter:
         for table, rows in missing.items():
             self._parts[table].cut(position.get(table, 0))
             self._parts[table].append(rows)
-        # Last, when all their rows are in Parquet: a kill before this line repeats the same restoration.
+        # Journals are deleted last, so that after a crash before this line the restoration can be repeated.
         for path in journal_files(self.paths.artifacts):
             path.unlink()
         sync_folder(self.paths.artifacts)
 
     def _missing(self, table: str, num_rows: int, journalled: JournalledRows) -> list[Row]:
-        """The rows of the position that Parquet does not hold, from the journal."""
+        """The rows up to the position that are not in Parquet, from the journal."""
         rows = journalled.get(table, {})
         stored = self._parts[table].rows
         for index in range(stored, num_rows):

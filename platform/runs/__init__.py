@@ -1,1 +1,1 @@
-"""One run from its configuration to its last row."""
+"""Execution of a run, from its configuration to its results."""

@@ -1,7 +1,7 @@
-"""Dry runs: the rounds of a run with their assignments and figures, without training (`dry_run=true`).
+"""Dry runs: a run's rounds with their assignments and costs, without training (`dry_run=true`).
 
-Communication and compute are arithmetic on the assignments, so a dry run's rows hold what the real run's would, over
-thousands of rounds in seconds. Weights stay empty; losses and metrics are missing.
+Communication and compute are computed from the assignments, so a dry run's rows equal those of the real run, for
+thousands of rounds in seconds. Weights are empty; losses and metrics are missing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,29 +24,28 @@ from fedloom.platform.spaces.slices import Weights
 
 
 class AccountableTask(Protocol):
-    """A task whose figures are known before it is done."""
+    """A task whose costs can be counted without executing it."""
 
     def account(self, worker: Worker, assignment: Assignment) -> Outcome:
-        """What `run` would report, without an update, a loss or a metric."""
+        """The outcome of `run` without an update, a loss or a metric."""
         ...
 
 
 @dataclass(frozen=True)
 class Accounted:
-    """A task that is counted instead of done."""
+    """A task that is counted instead of executed."""
 
     task: AccountableTask
 
     def run(self, worker: Worker, assignment: Assignment, _weights: Weights) -> Outcome:
-        """The figures alone."""
+        """Returns only the costs."""
         return self.task.account(worker, assignment)
 
 
 class DryExecutor(SerialExecutor):
-    """Counts every assignment in this process."""
+    """Counts every assignment in this process instead of executing it."""
 
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
-        """See `Executor.run`."""
         return super().run([replace(chunk, assignments=_accounted(chunk.assignments)) for chunk in chunks], weights)
 
 
@@ -55,36 +54,35 @@ def _accounted(assignments: Sequence[Assignment]) -> tuple[Assignment, ...]:
 
 
 class DryStage(Stage):
-    """A stage whose weights are left out, and with them the server's own scoring."""
+    """A stage without weights and without the server's scoring."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage, self.name = stage, stage.name
 
     def begin(self, state: RunState) -> RunState:
-        """The stage's beginning, with empty bags."""
+        """The stage's initial state, with empty bags."""
         begun = self.stage.begin(state)
         return replace(begun, bags={name: Bag({}, bag.version) for name, bag in begun.bags.items()})
 
     def rounds_left(self, state: RunState) -> int:
-        """The stage's own."""
         return self.stage.rounds_left(state)
 
     def plan(self, state: RunState) -> Plan:
-        """The clients' part of the plan."""
+        """The clients' assignments of the plan."""
         plan = self.stage.plan(state)
         return replace(plan, assignments=[a for a in plan.assignments if a.client_id is not None])
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> Merged:
-        """See `Stage.merge`; nothing is measured afterwards."""
+        """The stage's merge without a review."""
         return replace(self.stage.merge(state, plan, result), review=None)
 
     def end(self, state: RunState) -> Merged:
-        """The state at the end; no models."""
+        """The final state, without models."""
         return Merged(state)
 
 
 def dry_stages(stages: Sequence[Stage]) -> list[Stage]:
-    """The stages whose assignments do not depend on what was learnt before: training from fresh weights.
+    """The stages whose assignments do not depend on training results: training from fresh weights.
 
     Raises ValueError if there is none.
     """

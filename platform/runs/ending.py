@@ -1,4 +1,4 @@
-"""How a run ended, told from whatever ended it: the one place where exceptions become endings."""
+"""The ending of a run: the only place that turns exceptions into endings."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -13,7 +13,7 @@ Kind = Literal["done", "refused", "failed", "infrastructure", "interrupted"]
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended: done, refused (a bad configuration), failed, infrastructure (unsent results), or interrupted."""
+    """How a run ended: done, refused (invalid configuration), failed, infrastructure (failed copy) or interrupted."""
 
     run_id: str
     kind: Kind
@@ -22,7 +22,7 @@ class RunEnd:
 
 @dataclass(frozen=True)
 class Resume:
-    """A run to go on with, be it that the plug-ins it began with have `changed` since."""
+    """A run to resume; `changed` allows that its plug-ins have changed since it started."""
 
     run_id: str
     changed: bool = False
@@ -35,7 +35,7 @@ def run_to_end(
     resume: Resume | None = None,
     label: Label | None = None,
 ) -> RunEnd:
-    """Starts a run, or resumes one, and says how it ended; errors that are no ending are raised."""
+    """Starts or resumes a run and returns its ending; all other errors are raised."""
     run_ids: list[str] = []
 
     def started(run_id: str, supernet_of: str) -> None:

@@ -1,11 +1,11 @@
-"""A run's own log file, whatever the console shows."""
+"""A run's log file, independent of the console's log level."""
 
 import logging
 from pathlib import Path
 
 
 def log_to(path: Path) -> logging.Handler:
-    """Adds warnings and above of all of fedloom to a file; `close_log` takes it away again."""
+    """Writes fedloom's log records of level warning and above to a file, until `close_log`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, delay=True)
     handler.setLevel(logging.WARNING)
@@ -15,6 +15,6 @@ def log_to(path: Path) -> logging.Handler:
 
 
 def close_log(handler: logging.Handler) -> None:
-    """Ends the file."""
+    """Removes the handler and closes the file."""
     logging.getLogger("fedloom").removeHandler(handler)
     handler.close()

@@ -1,7 +1,7 @@
-"""The source of a user's own code: what of it a run depends on, and a copy of that beside the run.
+"""The sources of a user's plug-ins: the files that a run depends on, and copies of them with the run.
 
-A plug-in is a module that the configuration names, and every module that it imports from outside the installed
-packages, wherever in it the import stands. What a plug-in reads besides (a file, an environment variable) is not seen.
+A plug-in's sources are the module that the configuration names, and all modules that it imports, anywhere in its code,
+from outside the installed packages. Other inputs of a plug-in (files, environment variables) are not tracked.
 """
 
 import ast
@@ -19,19 +19,19 @@ from typing import Any
 from fedloom.platform.results.files import write_atomically
 
 FOLDER = "plugins"
-"""Where the copies lie among a run's artefacts."""
+"""The folder of the copies in a run's artefacts."""
 
 _IMPORT_PATH = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _PACKAGE = tuple(Path(__file__).resolve().parents[2] / part for part in ("platform", "actors", "experiments", "tiers"))
 
 
 class UnknownSourceError(ValueError):
-    """Code that the configuration names has no file that could be looked at."""
+    """Code that the configuration names has no source file."""
 
 
 @dataclass(frozen=True)
 class PluginSources:
-    """The files of a configuration's plug-ins, by module name, in the order of the names."""
+    """The files of a configuration's plug-ins, sorted by module name."""
 
     files: Mapping[str, Path]
 
@@ -46,14 +46,14 @@ class PluginSources:
         return digest.hexdigest()
 
     def copy_to(self, folder: Path) -> None:
-        """Writes every file below the folder, as its module is named."""
+        """Copies every file to the folder, with its module's name as path."""
         for module, file in self.files.items():
             target = folder / place_of(module, file)
             target.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(target, file.read_bytes())
 
     def changed_since(self, folder: Path) -> list[str]:
-        """The modules that are not as in the copies of `copy_to`, or that are in one place alone."""
+        """The modules that differ from the copies of `copy_to`, or exist only in one of the two."""
         now = {place_of(module, file).as_posix(): (module, file.read_bytes()) for module, file in self.files.items()}
         then = {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*.py")}
         names = {place: module for place, (module, _) in now.items()}
@@ -62,13 +62,13 @@ class PluginSources:
 
 
 def place_of(module: str, file: Path) -> Path:
-    """Where the copy of a module lies: its dotted name as a path."""
+    """The relative path of a module's copy: its dotted name as a path."""
     parts = module.split(".")
     return Path(*parts, file.name) if file.name == "__init__.py" else Path(*parts).with_suffix(".py")
 
 
 def plugin_sources(config: Any) -> PluginSources:
-    """The sources of all code that texts of a configuration (nested mappings and lists) name by an import path.
+    """The sources of all code that a configuration (nested mappings and lists) names by import paths.
 
     Raises UnknownSourceError for code of a module without a file, such as `__main__`.
     """
@@ -76,15 +76,15 @@ def plugin_sources(config: Any) -> PluginSources:
 
 
 def named_modules(config: Any) -> list[str]:
-    """The modules that import paths among a configuration's texts name; one that is not there was refused before."""
+    """The existing modules that a configuration names by import paths; unknown ones are rejected elsewhere."""
     found = {match[1] for match in filter(None, map(_IMPORT_PATH.fullmatch, _texts(config)))}
     return sorted(module for module in found if _origin(module) is not None)
 
 
 def sources_of(modules: Iterable[str]) -> PluginSources:
-    """These modules' sources, and those of what they import from outside the installed packages."""
+    """The sources of these modules, and of the modules that they import from outside the installed packages."""
     files: dict[str, Path] = {}
-    # A named module counts even if it is installed: nobody knows its version.
+    # A named module is included even if it is installed, because its version is not recorded.
     waiting = [(module, _origin(module)) for module in modules]
     while waiting:
         module, file = waiting.pop()
@@ -108,12 +108,12 @@ def _texts(values: Any) -> Iterator[str]:
 
 
 def _origin(module: str) -> Path | None:
-    """The file of a module; None if there is no such module."""
+    """The file of a module; None if the module does not exist."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, AttributeError):
         return None
-    except ValueError as error:  # __main__ has no file that is sure to be the same in another process
+    except ValueError as error:  # the file of __main__ may differ in another process
         raise UnknownSourceError(f"{module} is no module of a file") from error
     if spec is None:
         return None
@@ -123,7 +123,7 @@ def _origin(module: str) -> Path | None:
 
 
 def _own_file(module: str) -> Path | None:
-    """The source of an imported module if it is the user's own: neither Python's, nor fedloom's, nor installed."""
+    """The source of an imported module if it is the user's own: not Python's, fedloom's or an installed package's."""
     try:
         file = _origin(module)
     except UnknownSourceError:  # built in, or a namespace package
@@ -148,7 +148,7 @@ def _installed_folders() -> tuple[Path, ...]:
 
 
 def _imports(module: str, file: Path) -> Iterator[str]:
-    """The modules that a source imports, anywhere in it, with their packages; by constant names at run time, too."""
+    """The modules that a source imports anywhere in it, with their packages; also dynamically by constant names."""
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
         if isinstance(node, ast.Import):
@@ -157,7 +157,7 @@ def _imports(module: str, file: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             base = _base(node, package)
             yield from _with_packages(base)
-            # What is taken from a package may be a module of it.
+            # A name imported from a package may be a module.
             yield from (f"{base}.{alias.name}" for alias in node.names if base)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

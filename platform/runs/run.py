@@ -1,4 +1,4 @@
-"""One run from its configuration to its last row, with any executor; also from its last checkpoint."""
+"""Starts a run from its configuration, or resumes it from its last checkpoint, with any executor."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ from fedloom.platform.runs.supernets import FOLDER, keeper, load_supernet, super
 logger = logging.getLogger(__name__)
 
 MakeExecutor = Callable[[World], Executor]
-"""Starts the workers of a run."""
+"""Creates the executor of a run."""
 
 COSTS = "costs.json"
 PACKAGES = ("fedloom", "torch", "numpy", "ray", "pymoo", "pyarrow")
@@ -49,9 +49,9 @@ PACKAGES = ("fedloom", "torch", "numpy", "ray", "pymoo", "pyarrow")
 
 @dataclass(frozen=True)
 class Watcher:
-    """How a run is watched: told of its id and of every round, and asked whether it should stop.
+    """Callbacks of a run: its start, every finished round, and whether it should stop.
 
-    `started` is told the run's id, and that of the run whose trained supernet it begins with, empty if none.
+    `started` gets the run's id, and the id of the run whose trained supernet it uses (empty if none).
     """
 
     started: Callable[[str, str], None] = lambda _run_id, _supernet_of: None
@@ -61,9 +61,9 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Label:
-    """What a run is called: its id (drawn if not given), and its place in an ablation.
+    """A run's id (generated if not given), and its trial of an ablation.
 
-    `setting` is what the ablation varies in this trial, by the names of its axes.
+    `setting` holds the values that the ablation varies in this trial, by axis.
     """
 
     run_id: str | None = None
@@ -83,7 +83,7 @@ def start_run(
 ) -> str:
     """Runs a new experiment to its end and returns its run id.
 
-    Everything that can be refused is refused (ValueError) before anything is written.
+    Raises ValueError for an invalid configuration, before anything is written.
     Raises RunFailedError, InterruptedRunError.
     """
     root = check_results(config.results)
@@ -92,7 +92,7 @@ def start_run(
     label = label or Label()
     run_id = label.run_id or new_run_id(root, config.experiment)
     if label.run_id is not None:
-        fetch(config.results, [run_id], tensors=False)  # an id that is used at the URL is refused, too
+        fetch(config.results, [run_id], tensors=False)  # so that an id used at the URL is rejected, too
     writer = RunWriter.create(root, config.experiment, run_id)
     write_atomically(writer.paths.config, json.dumps(asdict(config), indent=1).encode())
     store_costs(writer.paths.artifacts / COSTS, RunCosts(world.cost_table, world.macs_table))
@@ -108,9 +108,9 @@ def start_run(
 
 @dataclass(frozen=True)
 class _Beginning:
-    """Where a run begins or goes on: its state, and what of it is in the checkpoint.
+    """The state from which a run starts or continues, and its files in the checkpoint.
 
-    `row` says which supernet it uses; `ending` is told every stage's last state (see `Loop`).
+    `row` holds the columns of the supernet used; `ending` is called with every stage's last state (see `Loop`).
     """
 
     state: RunState
@@ -120,7 +120,7 @@ class _Beginning:
 
 
 def _beginning(world: World, writer: RunWriter) -> _Beginning:
-    """From the start, or from the end of a training that an earlier run did with the same configuration."""
+    """The initial state, or the state after training of an earlier run with the same configuration."""
     config, paths = world.config, writer.paths
     key = supernet_key(config, world) if config.reuse_supernet else None
     if key is None:
@@ -130,13 +130,13 @@ def _beginning(world: World, writer: RunWriter) -> _Beginning:
     if found is None:
         row = {"supernet": key, "supernet_run_id": paths.run_id}
         return _Beginning(RunState(), None, row, _leaver(config, paths, key))
-    # Before the row says so: a resumed run must never train what its row says it has from another.
+    # Saved before the row is written, so that a resumed run never trains a supernet that its row attributes to another.
     saved = save_state(paths.checkpoint, found.state, writer.position, asdict(config))
     return _Beginning(found.state, saved, {"supernet": key, "supernet_run_id": found.run_id})
 
 
 def _going_on(world: World, writer: RunWriter, state: RunState, saved: Saved | None) -> _Beginning:
-    """From a checkpoint; a run that still trains leaves its supernet only if it trained all of it with the same key."""
+    """Continues from a checkpoint; the supernet is shared only if the run trains all of it with the same key."""
     config, run_id, recorded = world.config, writer.paths.run_id, writer.run_row
     training = shared_training(config.method)
     if recorded.get("supernet_run_id") != run_id or training is None or state.stage >= training.stages:
@@ -148,7 +148,7 @@ def _going_on(world: World, writer: RunWriter, state: RunState, saved: Saved | N
 
 
 def _leaver(config: RunConfig, paths: RunPaths, key: str) -> Callable[[RunState], None]:
-    """Keeps the supernet for later runs, at the URL too if results have one: they may run on another machine."""
+    """Returns a function that stores the supernet for later runs, also at the results' URL for other machines."""
     keep = keeper(paths.root, key, paths.run_id, config)
 
     def leave(state: RunState) -> None:
@@ -170,12 +170,12 @@ def resume_run(
     *,
     changed_plugins: bool = False,
 ) -> str:
-    """Continues a run from its last checkpoint; one that was never saved starts at round 0.
+    """Continues a run from its last checkpoint; without one it starts at round 0.
 
-    `label` is for a run that was killed before its row was written.
-    `changed_plugins` says that it may go on although its plug-ins' sources are not what it began with.
-    Raises ValueError for a checkpoint of another configuration, one that is damaged, and changed plug-ins; then nothing
-    was changed.
+    `label` is only used for a run that was killed before its row was written.
+    `changed_plugins` allows that its plug-ins' sources have changed.
+    Raises ValueError, before anything is changed, for a checkpoint of another configuration, a damaged checkpoint, and
+    changed plug-ins.
     """
     root = fetch(config.results, [run_id])
     paths = run_paths(root, config.experiment, run_id)
@@ -195,7 +195,7 @@ def resume_run(
     writer = RunWriter.resume(root, config.experiment, run_id, position)
     if "config" in writer.run_row:
         beginning = _going_on(world, writer, state, saved)
-    else:  # killed before its row was written, and so before its first round: it begins once more
+    else:  # killed before its row was written, and so before its first round: it starts again
         beginning = _beginning(world, writer)
         row = {**_run_row(config, world, sources), **(label or Label()).row()}
         writer.update_run(**row, started=datetime.now(UTC))
@@ -208,7 +208,7 @@ def resume_run(
 
 
 def planned_stages(world: World) -> list[Stage]:
-    """The method's stages, or what a dry run leaves of them; ValueError for settings that cannot run."""
+    """The method's stages, or those of a dry run; ValueError for invalid settings."""
     if world.config.tensorboard:
         check_event_files()
     stages = build_stages(world)
@@ -239,7 +239,7 @@ FREE_ON_RESUME = (
     "reuse_supernet",
     "tensorboard",
 )
-"""What may be changed when a run is resumed: where and how safely it runs, not what it computes."""
+"""The keys that may change when a run is resumed, because they do not affect its results."""
 
 
 def free_on_resume(key: str) -> bool:
@@ -248,7 +248,7 @@ def free_on_resume(key: str) -> bool:
 
 
 def what_is_computed(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The configuration without what may differ when it is resumed; the results may have been moved, too."""
+    """The configuration without the keys that may change on resume, and without the results folder."""
     return {
         name: what_is_computed(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
         for name, value in config.items()
@@ -315,7 +315,7 @@ def _finish_broken(recorder: Recorder, status: StatusFile, state: WrittenState, 
     try:
         _finish(recorder, status, state, message)
     except (OSError, ValueError) as error:
-        # The caller is told of what broke the run, not of what came after it.
+        # The caller gets the error that ended the run, not this one.
         logger.error("the end of the run could not be written down: %s", error)
 
 
@@ -334,11 +334,11 @@ def _sources_of(config: RunConfig) -> PluginSources:
     try:
         return plugin_sources(asdict(config))
     except UnknownSourceError:
-        return PluginSources({})  # code of a notebook or of a test: it has no file to be kept
+        return PluginSources({})  # code of a notebook or a test has no file to copy
 
 
 def _latest_copies(paths: RunPaths) -> Path:
-    """The plug-ins that the run was last at work with: `plugins`, or `plugins-2` and so on after it was resumed."""
+    """The folder of the plug-ins last used: `plugins`, or `plugins-2` and so on after resumes with changed ones."""
     folders = [f for f in paths.artifacts.glob(f"{PLUGINS}*") if f.is_dir()]
     return max(folders, key=lambda f: int(f.name.partition("-")[2] or 1), default=paths.artifacts / PLUGINS)
 
@@ -351,7 +351,7 @@ def _changed(paths: RunPaths, changed: Sequence[str]) -> str:
 
 
 def _keep_changed(writer: RunWriter, sources: PluginSources, changed: Sequence[str]) -> None:
-    """The new sources lie beside those that the run began with, and its row says so."""
+    """Copies the changed sources to a new folder, and updates the run's source hash."""
     logger.warning("resumed with changed code: %s", ", ".join(changed))
     before = _latest_copies(writer.paths)
     number = int(before.name.partition("-")[2] or 1) + 1 if before.is_dir() else 1

@@ -1,4 +1,4 @@
-"""A hash of the science's own source, and of a run's plug-ins with it."""
+"""The hash of fedloom's source and a run's plug-ins."""
 
 from functools import cache
 from hashlib import sha256
@@ -10,10 +10,10 @@ DIGITS = 16
 
 
 def source_hash(plugins: PluginSources | None = None) -> str:
-    """A hash of the science's own source, and of the plug-ins if there are any.
+    """The hash of the source of platform and tiers, and of the plug-ins if there are any.
 
-    Workers and driver must run the same. Fedloom's own is read once per process: an edit after that changes the files,
-    not the code that this process runs.
+    Workers and driver must run the same source. Fedloom's files are read once per process, because later edits do not
+    change the code that this process runs.
     """
     if plugins is None or not plugins.files:
         return _own()

@@ -1,7 +1,7 @@
-"""Trained supernets that runs share: kept under the results by what they were trained with, trained once.
+"""Trained supernets that runs share, stored in the results folder under a key of everything that training depends on.
 
-A supernet lies in `RESULTS/supernets/KEY/` as the run's whole state after its last training round, with `origin.json`
-beside it, which says who trained it. A run that differs only in what follows begins with that state.
+`RESULTS/supernets/KEY/` holds the run's whole state after its last training round, and `origin.json`, which names the
+run that trained it. A run that differs only in later stages starts from that state.
 """
 
 import json
@@ -48,21 +48,21 @@ WITHOUT_BEARING = (
     "executor.resident",
     "ray",
 )
-"""What does not change a training: names, and where and how safely it runs. Whatever is not listed counts."""
+"""The keys that do not affect training; all others are part of a supernet's key."""
 BY_CONTENT = ("seed", "seeds", "tiers.device_table")
-"""What does not count as it is written, but by what it stands for."""
+"""The keys that enter a supernet's key by the content they refer to, not by their value."""
 SEEDS = ("partition", "initialisation", "selection", "training")
-"""The seeds that a training depends on."""
+"""The seeds that training depends on."""
 
 
 def supernet_key(config: RunConfig, world: World) -> str | None:
-    """What the configuration's supernet is kept under, 32 hexadecimal digits; None if its training cannot be shared.
+    """The key of the configuration's supernet, 32 hexadecimal digits; None if its training cannot be shared.
 
-    A hash of all that the training depends on: the configuration without what comes after it, seeds, data, partition,
-    tiers, fedloom's own source, torch's version, and whether clients train on GPUs. Results are bitwise the same per
-    kind of machine only; two kinds that share a results folder share its supernets, too. Of code that the configuration
-    names (`module:function`) its module counts, and what that imports from outside the installed packages. Costs that
-    are measured (latency_s) are never measured twice alike, so that such runs share nothing.
+    It is a hash of everything that training depends on: the configuration without later stages, seeds, data, partition,
+    tiers, fedloom's source, torch's version, and whether clients train on GPUs. Results are bitwise equal only on the
+    same kind of machine; different machines with one results folder still share its supernets. Code that the
+    configuration names (`module:function`) enters with its module and the module's imports from outside the installed
+    packages. Measured costs (latency_s) vary, so that such runs do not share a supernet.
     """
     shared = shared_training(config.method)
     if shared is None or config.dry_run:
@@ -90,7 +90,7 @@ def supernet_key(config: RunConfig, world: World) -> str | None:
 
 
 def _without(values: Mapping[str, Any], names: Collection[str], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration without the keys of these dotted names, and all below them."""
+    """A nested configuration without the keys of these dotted names."""
     return {
         name: _without(value, names, f"{prefix}{name}.") if isinstance(value, Mapping) else value
         for name, value in values.items()
@@ -107,7 +107,7 @@ class StoredSupernet:
 
 
 def stored_supernet(root: Path, key: str) -> str | None:
-    """The id of the run that left a supernet of this key under the results, None if there is none; reads no tensors."""
+    """The id of the run that stored a supernet with this key, None if there is none; reads no tensors."""
     try:
         return str(json.loads((_folder(root, key) / ORIGIN).read_text())["run_id"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -115,7 +115,7 @@ def stored_supernet(root: Path, key: str) -> str | None:
 
 
 def load_supernet(root: Path, key: str) -> StoredSupernet | None:
-    """The stored supernet; None if there is none, or, with a warning, if it is damaged."""
+    """The stored supernet; None if there is none or, with a warning, if it is damaged."""
     if not _folder(root, key).is_dir():
         return None
     try:
@@ -140,9 +140,9 @@ def _load(root: Path, key: str) -> StoredSupernet:
 
 
 def store_supernet(root: Path, key: str, state: RunState, run_id: str, config: RunConfig) -> None:
-    """Leaves a trained supernet for later runs, whole or not at all; an intact one that is there stays.
+    """Stores a trained supernet for later runs atomically, unless an intact one exists.
 
-    Of runs that finish at once the first wins, the others' is dropped. Raises OSError if the disk refuses.
+    If several runs finish at the same time, the first one wins. Raises OSError for disk errors.
     """
     folder = _folder(root, key)
     if folder.is_dir():
@@ -164,9 +164,9 @@ def store_supernet(root: Path, key: str, state: RunState, run_id: str, config: R
 
 
 def keeper(root: Path, key: str, run_id: str, config: RunConfig) -> Callable[[RunState], None]:
-    """What a run that trains the supernet of this key is to do with the last state of every stage.
+    """Returns a function of every stage's last state that stores the supernet after its training.
 
-    A supernet that cannot be stored fails nothing: only later runs would have used it.
+    An error in storing it only causes a warning, because only later runs need it.
     """
     training = shared_training(config.method)
 
@@ -186,7 +186,7 @@ def _folder(root: Path, key: str) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    # Under another name first: nobody finds half of it, and it is swept up if this is interrupted.
+    # Renamed first, so that no run reads a partly deleted folder and an interrupted removal is cleaned up later.
     aside = folder.parent / f".{folder.name}.{uuid4().hex}.tmp"
     folder.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)

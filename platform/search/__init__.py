@@ -1,1 +1,1 @@
-"""Ask/tell searchers over architectures."""
+"""Architecture search with ask/tell searchers."""

@@ -1,4 +1,4 @@
-"""What a searcher is: it asks for architectures to be scored and is told their scores."""
+"""The interface of searchers, which ask for architectures to be scored and are told their scores."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ class Interval:
             raise ValueError(f"interval ({self.lower}, {self.upper}]: the lower bound must be below the upper bound")
 
     def contains(self, cost: float) -> bool:
-        """Whether a cost lies inside; an infinite cost (unsupported by the device) never does."""
+        """Whether a cost is inside; an infinite cost (unsupported by the device) never is."""
         return self.lower < cost <= self.upper and math.isfinite(cost)
 
 
@@ -35,7 +35,7 @@ class Interval:
 class Scored:
     """One architecture and its score; generations count from 0.
 
-    `metric` is better when larger; it is NaN where the model failed, and `feasible` is then False.
+    A larger `metric` is better; for a failed model it is NaN and `feasible` is False.
     """
 
     architecture: Architecture
@@ -50,7 +50,7 @@ class Searcher(Protocol):
     """Ask/tell search for the architectures with the best metric inside one cost interval.
 
     Use: `while candidates := searcher.ask(): searcher.tell(candidates, metrics, losses)`.
-    The stream of candidates depends on the seed and on what was told, on nothing else.
+    The candidates depend only on the seed and the scores told so far.
     """
 
     @property
@@ -65,38 +65,38 @@ class Searcher(Protocol):
 
     @property
     def history(self) -> list[Scored]:
-        """Everything that was told, in order."""
+        """All scores told so far, in order."""
         ...
 
     def ask(self) -> list[Architecture]:
-        """The next generation: distinct valid architectures inside the interval, none told before.
+        """The next generation: distinct valid architectures inside the interval, none scored before.
 
-        Empty when the search has ended. Asked again before `tell`, it returns the same list.
+        It is empty when the search has ended. Repeated calls before `tell` return the same list.
         """
         ...
 
     def tell(self, architectures: Sequence[Architecture], metrics: Sequence[float], losses: Sequence[float]) -> None:
-        """The scores of the generation last asked, in its order; larger metrics are better.
+        """Reports the scores of the last generation, in its order; larger metrics are better.
 
-        A metric that is not finite marks a failed model: infeasible, counted, never asked again.
-        Raises ValueError if these are not the architectures last asked.
+        A metric that is not finite marks a failed model, which is infeasible, counted, and never asked again.
+        Raises ValueError if these are not the architectures of the last `ask`.
         """
         ...
 
     def state(self) -> State:
-        """The told generations and the settings, as JSON values."""
+        """The scored generations and the settings, as JSON values."""
         ...
 
     def restore(self, state: State) -> None:
-        """Returns to a saved state by replaying it from the seed.
+        """Restores a saved state by replaying it from the seed.
 
-        Raises ValueError if the state belongs to another search or does not replay.
+        Raises ValueError if the state belongs to another search or the replay differs.
         """
         ...
 
 
 def pareto_front(history: Iterable[Scored]) -> list[Scored]:
-    """The feasible models that no other beats (metric larger, cost smaller), sorted by cost.
+    """The feasible models that no other dominates (larger metric, smaller cost), sorted by cost.
 
     Models that tie in both metric and cost are all kept, in order of architecture.
     """

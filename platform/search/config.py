@@ -1,4 +1,4 @@
-"""Which searcher, and how much it may score."""
+"""The configuration of a search, and the registry of searchers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,28 +18,26 @@ from fedloom.tiers.costs import CostTable
 class SearchConfig:
     """Search of one tier (FedorAS, stage 2); the defaults are the paper's for CIFAR."""
 
-    searcher: Annotated[str, Brought("searcher"), "how candidates are found"] = "nsga2"
-    population: Annotated[int, ONE_OR_MORE, "nsga2 and evolution: models of a population"] = 128
-    offspring: Annotated[int, ONE_OR_MORE, "models that nsga2 and random ask for at a time"] = 64
+    searcher: Annotated[str, Brought("searcher"), "the search algorithm"] = "nsga2"
+    population: Annotated[int, ONE_OR_MORE, "nsga2 and evolution: models per population"] = 128
+    offspring: Annotated[int, ONE_OR_MORE, "nsga2 and random: models per generation"] = 64
     mutation: Annotated[float, PART, "probability that a gene changes"] = 0.1
-    parents: Annotated[float, SHARE, "evolution: the share of a generation that breeds the next"] = 0.25
-    budget: Annotated[int, ONE_OR_MORE, "models to be scored"] = 1000
-    validation_share: Annotated[float, SHARE, "the part of the validation data that scores them (App. K.1)"] = 1.0
-    options: Annotated[dict[str, Any], "options of a searcher of your own, by their names"] = field(
-        default_factory=dict
-    )
+    parents: Annotated[float, SHARE, "evolution: number of parents as a share of the population"] = 0.25
+    budget: Annotated[int, ONE_OR_MORE, "number of models to score"] = 1000
+    validation_share: Annotated[float, SHARE, "share of the validation data used for scoring (App. K.1)"] = 1.0
+    options: Annotated[dict[str, Any], "options of a user's own searcher, by name"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """What a searcher searches: the architectures of a space whose cost lies in an interval.
+    """A searcher's problem: the architectures of a space whose cost lies in an interval.
 
     Attributes:
         options: number of options per decision.
-        genome: what varies, and how architectures are drawn, mutated and crossed.
+        genome: how architectures are drawn, mutated and crossed.
         table: costs, in the interval's unit.
-        seed: the root of the search's streams; tiers may share it, their streams differ by the interval.
-        budget: the number of models to be scored, failed ones included.
+        seed: the root of the search's random streams; tiers with the same seed differ by their intervals.
+        budget: the number of models to score, failed ones included.
         config: the other settings.
     """
 
@@ -85,7 +83,7 @@ def evolution(problem: SearchProblem) -> Searcher:
 
 
 def random(problem: SearchProblem) -> Searcher:
-    """Uniform draws inside the interval: the baseline of equal budget."""
+    """Uniform draws inside the interval, the baseline at equal budget."""
     p = problem
     return RandomSearch(p.options, p.table, p.interval, p.seed, batch=p.config.offspring, budget=p.budget)
 
@@ -100,7 +98,7 @@ _SEARCHES = ("done", "history", "ask", "tell", "state", "restore")
 def build_searcher(problem: SearchProblem, key: str = "method.search") -> Searcher:
     """The configured searcher for a problem.
 
-    Raises ValueError for an unknown searcher or a setting out of range, PluginError for one that is none.
+    Raises ValueError for an unknown searcher or a setting out of range, PluginError for an object that is no searcher.
     """
     config = problem.config
     choice = chosen([(SEARCHERS, config.searcher)], config.options, f"{key}.options")[0]

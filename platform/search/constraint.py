@@ -1,4 +1,4 @@
-"""Which architectures a search may propose: those whose cost, from a table or predicted, lies in an interval."""
+"""Constraints of a search: the cost of an architecture, from a table or predicted, must lie in an interval."""
 
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
@@ -17,48 +17,48 @@ from fedloom.tiers.costs import CostTable
 Bools = NDArray[np.bool_]
 
 BATCHES = (256, 1024, 4096)
-"""Random draws that are tried, and kept if inside, before a constraint searches for what is missing."""
+"""Sizes of the batches of random draws before a constraint searches for the missing architectures."""
 USEFUL = 0.05
-"""Drawing goes on while at least this share of the draws is of use."""
+"""Random drawing continues while at least this share of a batch is new and inside."""
 MOST_LISTED = 8192
-"""Up to so many architectures inside are all listed rather than drawn from."""
+"""The largest number of architectures inside that are all enumerated instead of sampled."""
 CLIMBERS = 256
 CLIMBING_STEPS = 64
 CLIMBING_MUTATION = 0.1
 
 
 class Constraint(Protocol):
-    """What a search must keep to; architectures are integer arrays of shape (n, decisions)."""
+    """A constraint on the cost; architectures are integer arrays (n, decisions)."""
 
     @property
     def interval(self) -> Interval:
-        """The costs that are allowed, in the unit of `costs`."""
+        """The interval of allowed costs, in the unit of `costs`."""
         ...
 
     def costs(self, architectures: Ints) -> Floats:
-        """Cost per architecture, shape (n,); infinite where a device does not support it."""
+        """Cost per architecture (n,); infinite if the device does not support it."""
         ...
 
     def inside(self, architectures: Ints) -> Bools:
-        """Which architectures' costs lie in the interval, shape (n,)."""
+        """Whether each architecture's cost lies in the interval (n,)."""
         ...
 
     def sample(self, count: int, known: Collection[Architecture], rng: np.random.Generator) -> list[Architecture]:
-        """Random architectures: distinct, inside, none known; fewer than `count` only if no more are found."""
+        """Random distinct architectures inside, none in `known`; fewer than `count` only if no more are found."""
         ...
 
     def nearest(self, rng: np.random.Generator) -> float:
-        """A reachable cost near the interval, to tell a user how far off it is."""
+        """A reachable cost near the interval, for error messages."""
         ...
 
 
 @dataclass(frozen=True)
 class TableConstraint:
-    """An interval of a cost table; `sample` comes back short only if the interval holds no more.
+    """An interval of a cost table; `sample` returns fewer than asked only if the interval has no more architectures.
 
-    Random draws follow the genome (default: every decision one gene) while enough of them lie inside. What is missing
-    is then drawn uniformly from all that lie inside, where the space allows to count them (`Halves`), else found by
-    `IntervalSampler`, which raises ValueError where an interval is too narrow to be searched.
+    Architectures are drawn from the genome (default: every decision one gene) while enough of them lie inside. The
+    missing ones are drawn uniformly from all architectures inside if they can be counted (`Halves`), otherwise found by
+    `IntervalSampler`, which raises ValueError if an interval is too narrow to be searched.
     """
 
     table: CostTable
@@ -74,8 +74,8 @@ class TableConstraint:
         return self.genome or PlainGenome(tuple(len(row) for row in self.table.options))
 
     def costs(self, architectures: Ints) -> Floats:
-        """See `Constraint.costs`; equal to `table.cost` to the last bit."""
-        # table.costs adds the fixed part last, and sums that differ in a bit may differ in being inside.
+        """Bitwise equal to `table.cost`."""
+        # table.costs adds the fixed part last, and different rounding could change whether a cost is inside.
         total = np.full(len(architectures), self.table.fixed, dtype=np.float64)
         join = np.add if self.table.reduce == "sum" else np.maximum
         for decision, row in enumerate(self._sampler.rows):
@@ -83,11 +83,9 @@ class TableConstraint:
         return total
 
     def inside(self, architectures: Ints) -> Bools:
-        """See `Constraint.inside`."""
         return inside_interval(self.costs(architectures), self.interval)
 
     def sample(self, count: int, known: Collection[Architecture], rng: np.random.Generator) -> list[Architecture]:
-        """See `Constraint.sample`."""
         new: dict[Architecture, None] = {}
         for size in BATCHES:
             found = len(new)
@@ -112,7 +110,7 @@ class TableConstraint:
         known: Container[Architecture],
         rng: np.random.Generator,
     ) -> bool:
-        """Adds uniform draws; whether these are `count` or all that there are."""
+        """Adds uniform draws to `new`; returns whether it then holds `count` or all architectures inside."""
         if len(halves) <= MOST_LISTED:
             self._add(new, halves.rows(rng.permutation(len(halves))), known, count)
             return True
@@ -126,7 +124,7 @@ class TableConstraint:
         add_new(new, rows[self.inside(rows)], known, most)
 
     def nearest(self, rng: np.random.Generator) -> float:
-        """See `Constraint.nearest`: exact beyond the table's range, of random draws within it."""
+        """Exact outside the table's range; within it, the nearest of random draws."""
         drawn = self.costs(self._genome.draw(BATCHES[-1], rng))
         costs = np.concatenate([drawn, [self.table.smallest, self.table.largest]])
         return float(costs[np.argmin(distance(costs, self.interval))])
@@ -134,10 +132,10 @@ class TableConstraint:
 
 @dataclass(frozen=True)
 class PredictedConstraint:
-    """An interval of a predicted cost, such as a latency, for which there is no table.
+    """An interval of a predicted cost without a table, such as a latency.
 
-    `predict` maps architectures (n, decisions) to costs (n,). Where random draws rarely lie inside, the nearest ones
-    climb towards the interval by mutations; both are bounded, so architectures inside may be missed.
+    `predict` maps architectures (n, decisions) to costs (n,). If random draws rarely lie inside, hill climbing mutates
+    the nearest ones towards the interval; both are bounded, so architectures inside may be missed.
     """
 
     predict: Callable[[Ints], Floats]
@@ -145,31 +143,28 @@ class PredictedConstraint:
     interval: Interval
 
     def costs(self, architectures: Ints) -> Floats:
-        """See `Constraint.costs`."""
         return self.predict(architectures)
 
     def inside(self, architectures: Ints) -> Bools:
-        """See `Constraint.inside`."""
         return inside_interval(self.costs(architectures), self.interval)
 
     def sample(self, count: int, known: Collection[Architecture], rng: np.random.Generator) -> list[Architecture]:
-        """See `Constraint.sample`."""
         new: dict[Architecture, None] = {}
         self._climb(new, count, known, rng)
         return list(new)
 
     def nearest(self, rng: np.random.Generator) -> float:
-        """See `Constraint.nearest`: where climbing ended."""
+        """The nearest cost that hill climbing reached."""
         costs = self.costs(self._climb({}, 1, (), rng))
         return float(costs[np.argmin(distance(costs, self.interval))])
 
     def _climb(
         self, new: dict[Architecture, None], count: int, known: Collection[Architecture], rng: np.random.Generator
     ) -> Ints:
-        """Adds up to `count` architectures inside; returns where the climbers stand."""
+        """Adds up to `count` architectures inside to `new`; returns the final population of the hill climbing."""
         rows = self._start(new, count, known, rng)
         away = distance(self.costs(rows), self.interval)
-        # From what is known the interval need not be reached any more.
+        # Fewer steps if known architectures are given, because these are inside already.
         for _ in range(CLIMBING_STEPS // 4 if known else CLIMBING_STEPS):
             if len(new) >= count:
                 break
@@ -182,7 +177,7 @@ class PredictedConstraint:
     def _start(
         self, new: dict[Architecture, None], count: int, known: Collection[Architecture], rng: np.random.Generator
     ) -> Ints:
-        """Keeps the random draws inside; returns where to climb from: the nearest draws, and some that are known."""
+        """Adds random draws inside to `new`; returns the initial population: the nearest draws, and known ones."""
         for size in BATCHES:
             found = len(new)
             drawn = self.genome.draw(size, rng)
@@ -193,15 +188,15 @@ class PredictedConstraint:
         nearest = drawn[np.argsort(away, kind="stable")[:CLIMBERS]]
         if not known or len(new) >= count:
             return nearest
-        # What was found before lies inside, and so may its neighbours; sorted, for a set's order is not the stream's.
+        # Neighbours of known architectures are likely inside. Sorted, because a set's order is not reproducible.
         listed = as_array(sorted(known))
         half = CLIMBERS // 2
         return np.concatenate([nearest[:half], listed[rng.integers(len(listed), size=half)]])
 
 
 def _nearest(rows: Ints, away: Floats, rng: np.random.Generator) -> tuple[Ints, Floats]:
-    """The nearest distinct rows; ties, such as all that lie inside, are broken at random, so that they wander."""
-    # One random number per row tells rows apart far quicker than comparing them; the product wraps around on purpose.
+    """The nearest distinct rows; ties (such as all rows inside) are broken at random, for exploration."""
+    # A random hash per row (with intended integer overflow) finds duplicates faster than comparing rows.
     numbers = rows @ rng.integers(1, 2**62, size=rows.shape[1])
     _, distinct = np.unique(numbers, return_index=True)
     order = distinct[np.lexsort((rng.random(len(distinct)), away[distinct]))[:CLIMBERS]]
@@ -209,22 +204,22 @@ def _nearest(rows: Ints, away: Floats, rng: np.random.Generator) -> tuple[Ints, 
 
 
 def inside_interval(costs: Floats, interval: Interval) -> Bools:
-    """`interval.contains` for many costs."""
+    """`interval.contains` for an array of costs."""
     return (costs > interval.lower) & (costs <= interval.upper) & np.isfinite(costs)
 
 
 def distance(costs: Floats, interval: Interval) -> Floats:
-    """How far each cost lies from the interval: 0 inside, infinite for a cost that is not finite."""
+    """The distance of each cost to the interval: 0 inside, infinite for a cost that is not finite."""
     finite = np.isfinite(costs)
     known = np.where(finite, costs, interval.upper)
-    # The lower bound itself is outside: it counts as the smallest distance there is.
+    # The lower bound itself is outside, so its distance is the smallest positive number.
     below = np.where(known <= interval.lower, np.maximum(interval.lower - known, np.finfo(float).tiny), 0.0)
     above = np.where(known > interval.upper, known - interval.upper, 0.0)
     return np.where(finite, above + below, np.inf)
 
 
 def add_new(new: dict[Architecture, None], rows: Ints, known: Container[Architecture], most: int) -> None:
-    """Adds the rows that are not known to `new`, in order, until it holds `most`."""
+    """Adds the rows that are not in `known` to `new`, in order, until it holds `most`."""
     for row in rows.tolist():
         if len(new) >= most:
             return

@@ -12,17 +12,17 @@ from fedloom.platform.spaces.genome import Genome, Ints, PlainGenome, as_array
 from fedloom.tiers.costs import CostTable
 
 BREEDING = (2, 4, 8)
-"""Children bred per child that is wanted, attempt by attempt; only those inside the constraint are kept."""
+"""Children created per wanted child, by attempt; only those inside the constraint are kept."""
 USEFUL = 0.02
-"""Breeding ends early where a smaller share of the children is new and inside: the parents have no more to give."""
+"""Breeding stops early if a smaller share of the children is new and inside."""
 
 
 class Evolution:
     """Proposes generations of `population` architectures; see `generations.Proposer`.
 
-    The parents are the best `parents` x `population` of all that was observed. Half of the children are mutants, each
-    gene moving with probability `mutation`; half are uniform crossovers of two parents. All lie inside the constraint
-    and none was proposed before; what breeding does not find is sampled.
+    The parents are the best `parents` x `population` of all observed models. Half of the children are mutants, whose
+    genes change with probability `mutation`; half are uniform crossovers of two parents. All lie inside the constraint
+    and none was proposed before; missing children are sampled at random.
     Raises ValueError if a setting is out of range.
     """
 
@@ -61,7 +61,7 @@ class Evolution:
         return list(new)
 
     def observe(self, scored: Sequence[Scored]) -> None:
-        """Keeps the best as parents; failed models have no children."""
+        """Keeps the best feasible models as parents."""
         alive = [*self.parents, *(s for s in scored if s.feasible)]
         self.parents = sorted(alive, key=rank)[: self.num_parents]
 
@@ -80,15 +80,15 @@ class Evolution:
 
     def _crossed(self, parents: Ints, count: int) -> Ints:
         mothers = self.rng.integers(len(parents), size=count)
-        # Two different parents, as long as there are two: an architecture crossed with itself is nothing new.
+        # Two different parents if there are two, because crossing an architecture with itself gives the same one.
         fathers = (mothers + self.rng.integers(1, max(len(parents), 2), size=count)) % len(parents)
         return self.genome.cross(parents[mothers], parents[fathers], self.rng)
 
 
 class EvolutionSearch(GenerationSearch):
-    """Evolution with real evaluations (SuperFedNAS without predictors); see `Searcher` and `Evolution`.
+    """Evolution with measured scores (SuperFedNAS without predictors); see `Searcher` and `Evolution`.
 
-    `genome` is what mutates and crosses, by default every decision as one gene; a saved state knows it by its repr.
+    `genome` mutates and crosses architectures, by default with one gene per decision; a saved state stores its repr.
     """
 
     name = "evolution"

@@ -1,4 +1,4 @@
-"""The bookkeeping that every searcher shares: generations, budget, history, and resuming by replay."""
+"""The common part of all searchers: generations, budget, history, and resuming by replay."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,21 +16,21 @@ FORMAT = 1
 
 
 class Proposer(Protocol):
-    """Where candidates come from: the part in which searchers differ."""
+    """The source of candidates, the part in which searchers differ."""
 
     def propose(self, most: int) -> list[Architecture]:
         """At most `most` new distinct architectures inside the interval; empty if there are no more."""
         ...
 
     def observe(self, scored: Sequence[Scored]) -> None:
-        """The scores of what was proposed last, in its order."""
+        """Receives the scores of the last proposal, in its order."""
         ...
 
 
 class GenerationSearch(ABC):
-    """A searcher (see `Searcher`) around a proposer that depends on the seed alone.
+    """A searcher (see `Searcher`) around a proposer that depends only on the seed.
 
-    `budget` is the number of models to be scored, failed ones included.
+    `budget` is the number of models to score, failed ones included.
     Raises ValueError if the options are not the cost table's or a setting is out of range.
     """
 
@@ -50,11 +50,11 @@ class GenerationSearch(ABC):
 
     @abstractmethod
     def _start(self) -> Proposer:
-        """A fresh proposer, the same every time."""
+        """A new proposer, identical on every call."""
 
     @abstractmethod
     def _settings(self) -> State:
-        """What distinguishes this searcher beside the seed, the space and the budget."""
+        """The searcher's own settings, besides the seed, the space and the budget."""
 
     def _clear(self) -> None:
         self._proposer: Proposer | None = None
@@ -65,21 +65,17 @@ class GenerationSearch(ABC):
 
     @property
     def done(self) -> bool:
-        """Whether the search has ended."""
         return bool(self._reason)
 
     @property
     def reason(self) -> str:
-        """Why the search ended, "" before."""
         return self._reason
 
     @property
     def history(self) -> list[Scored]:
-        """Everything that was told, in order."""
         return list(self._history)
 
     def ask(self) -> list[Architecture]:
-        """The next generation; see `Searcher.ask`."""
         if not self.done and not self._pending:
             if self._proposer is None:
                 self._proposer = self._start()
@@ -89,7 +85,6 @@ class GenerationSearch(ABC):
         return list(self._pending)
 
     def tell(self, architectures: Sequence[Architecture], metrics: Sequence[float], losses: Sequence[float]) -> None:
-        """The scores of the generation last asked; see `Searcher.tell`."""
         if not self._pending or list(architectures) != self._pending:
             raise ValueError("tell: these are not the architectures last asked: tell exactly what ask() returned")
         if not len(metrics) == len(losses) == len(architectures):
@@ -125,12 +120,10 @@ class GenerationSearch(ABC):
         }
 
     def state(self) -> State:
-        """The told generations and the settings, as JSON values."""
         generations = [_generation(list(told)) for _, told in groupby(self._history, key=lambda s: s.generation)]
         return {"format": FORMAT, "identity": self._identity(), "generations": generations, "reason": self._reason}
 
     def restore(self, state: State) -> None:
-        """Returns to a saved state by replaying it from the seed; see `Searcher.restore`."""
         if state["format"] != FORMAT:
             raise ValueError(f"search state has format {state['format']}, this version reads {FORMAT}: start it anew")
         saved, present = state["identity"], self._identity()
@@ -141,7 +134,7 @@ class GenerationSearch(ABC):
         self._clear()
         for number, generation in enumerate(state["generations"]):
             self._replay(number, generation)
-        # The empty answer that ended an exhausted search is not a generation: it is asked for again.
+        # The empty result of the last `ask` of an exhausted search is not saved as a generation, so ask again.
         if state["reason"] and not self.done and self.ask():
             raise ValueError(f"search state says {state['reason']!r}, but the replay goes on: it was changed")
 

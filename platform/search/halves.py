@@ -1,4 +1,4 @@
-"""Uniform draws inside a narrow cost interval by meeting in the middle (Horowitz & Sahni 1974), for few decisions."""
+"""Uniform draws inside a narrow cost interval by meet-in-the-middle (Horowitz & Sahni 1974), for few decisions."""
 
 import math
 
@@ -9,15 +9,15 @@ from fedloom.platform.spaces.genome import Floats, Ints
 from fedloom.tiers.costs import CostTable
 
 MOST_COMBINATIONS = 1 << 16
-"""How many combinations of options one half of the decisions may have."""
+"""The largest number of combinations of options of one half of the decisions."""
 
 
 class Halves:
-    """All architectures of an additive table whose cost lies in an interval, counted but not listed.
+    """All architectures of an additive table whose cost lies in an interval, counted but not enumerated.
 
-    The costs of all combinations of the last decisions are sorted; for each combination of the first ones, those that
-    complete it form a range. Sums round differently here than in the table, so that a few architectures within
-    rounding of a bound may be included: the caller checks.
+    The costs of all combinations of the last decisions are sorted; for each combination of the first decisions, the
+    completions inside the interval form a range. Sums round differently here than in the table, so a few architectures
+    outside within rounding error may be included, which the caller must check.
     """
 
     def __init__(self, table: CostTable, interval: Interval) -> None:
@@ -30,7 +30,7 @@ class Halves:
         finite = first[np.isfinite(first)]
         slack = 1e-12 * float(np.abs(finite).max(initial=0.0) + np.abs(last[np.isfinite(last)]).max(initial=0.0))
         ordered = last[self.order]
-        low, high = max(interval.lower, -1e300), min(interval.upper, 1e300)  # keeps infinities out of differences
+        low, high = max(interval.lower, -1e300), min(interval.upper, 1e300)  # avoids differences of infinities
         self.start = np.searchsorted(ordered, low - slack - first, "right")
         stop = np.searchsorted(ordered, high + slack - first, "right")
         self.ends = np.cumsum(np.maximum(stop - self.start, 0))
@@ -44,7 +44,7 @@ class Halves:
         return int(self.ends[-1])
 
     def rows(self, numbers: Ints) -> Ints:
-        """The architectures of these numbers in 0..len-1, shape (n, decisions)."""
+        """The architectures (n, decisions) of these indices in 0..len-1."""
         first = np.searchsorted(self.ends, numbers, "right")
         before = np.where(first > 0, self.ends[first - 1], 0)
         last = self.order[self.start[first] + numbers - before]
@@ -53,7 +53,7 @@ class Halves:
 
 
 def _middle(table: CostTable) -> int | None:
-    """Where to split the decisions into two non-empty halves; None if a half would be too large."""
+    """The index that splits the decisions into two non-empty halves; None if a half would be too large."""
     sizes = [len(row) for row in table.options]
     largest = {m: max(math.prod(sizes[:m]), math.prod(sizes[m:])) for m in range(1, len(sizes))}
     middle = min(largest, key=largest.__getitem__, default=None)

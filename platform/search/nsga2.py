@@ -1,4 +1,4 @@
-"""NSGA-II (Deb et al. 2002), driven through pymoo's ask and tell, on integer architectures of one cost interval."""
+"""NSGA-II (Deb et al. 2002), with pymoo's ask/tell interface, on integer architectures of one cost interval."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,11 +29,11 @@ from fedloom.tiers.costs import CostTable
 
 
 class NSGA2Search(GenerationSearch):
-    """FedorAS' search (stage 2): metric against cost by NSGA-II inside one tier; see `Searcher`.
+    """FedorAS' search (stage 2): NSGA-II on metric and cost inside one tier; see `Searcher`.
 
-    The first generation holds `population` models, each later one `offspring`, and the last is cut at the budget.
-    `mutation` is the probability per gene. `genome` is what is drawn, mutated and crossed (uniformly) where a decision
-    holds several genes; a saved state knows it by its repr.
+    The first generation has `population` models, each later one `offspring`, and the last is cut at the budget.
+    `mutation` is the probability per gene. `genome` draws, mutates and crosses (uniformly) architectures whose
+    decisions have several genes; a saved state stores its repr.
     """
 
     name = "nsga2"
@@ -57,7 +57,7 @@ class NSGA2Search(GenerationSearch):
         self.population = at_least("population", population, 2)
         self.offspring = at_least("offspring", offspring, 1)
         self.mutation = mutation
-        # Where decisions are genes there is nothing to tell the operators, and saved states stay as they were.
+        # None if every decision is one gene, so that earlier saved states stay valid.
         self.genome = None if isinstance(genome, PlainGenome) else genome
 
     def _settings(self) -> State:
@@ -106,17 +106,17 @@ class _NSGA2Proposer:
         )
         last = np.array(search.options) - 1
         problem = Problem(len(last), n_obj=2, n_ieq_constr=1, xl=np.zeros_like(last), xu=last, vtype=int)
-        # default_rng, which pymoo calls on the seed, hands a generator through as it is.
+        # pymoo calls default_rng on the seed, which returns a given generator unchanged.
         return algorithm.setup(problem, termination=NoTermination(), seed=self.rng)
 
     def propose(self, most: int) -> list[Architecture]:
-        """The first population or the children of the present one, cut at `most`."""
+        """The first population or the children of the current one, at most `most`."""
         if self.exhausted:
             return []
         first = not self.algorithm.is_initialized
         wanted = self.algorithm.pop_size if first else self.algorithm.n_offsprings
         bred = self.algorithm.ask()
-        # pymoo wants to stop when mating finds nothing new; we first look at what is left.
+        # pymoo terminates when mating finds nothing new; first sample the remaining architectures.
         self.algorithm.termination.force_termination = False
         new = [] if bred is None else [as_architecture(individual.X) for individual in bred][:most]
         missing = min(wanted, most) - len(new)
@@ -129,7 +129,7 @@ class _NSGA2Proposer:
         return new
 
     def observe(self, scored: Sequence[Scored]) -> None:
-        """Tells pymoo (-metric, cost); a failed model violates the constraint, so it never outlives a sound one."""
+        """Tells pymoo (-metric, cost); failed models violate the constraint, so feasible ones always survive first."""
         objectives = np.array([(-s.metric if s.feasible else np.inf, s.cost) for s in scored])
         violation = np.array([[-1.0 if s.feasible else 1.0] for s in scored])
         self.individuals.set("F", objectives, "G", violation)

@@ -1,6 +1,6 @@
-"""pymoo operators on integer architectures: sampling, half-gene crossover, mutation, repair, no duplicates.
+"""pymoo operators on integer architectures: sampling, half-gene crossover, mutation, repair, duplicate elimination.
 
-pymoo's own discrete operators round floats and repair only part of the children; these never leave the integers.
+pymoo's own discrete operators round floats and repair only some of the children; these only use integers.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ class TierSampling(Sampling):  # type: ignore[misc]
 
 
 class HalfGeneCrossover(Crossover):  # type: ignore[misc]
-    """Two children, each with half of its genes, at random positions, from the other parent.
+    """Two children, each with half of its genes, at random positions, swapped between the parents.
 
     An odd number of genes is rounded down or up at random.
     """
@@ -52,7 +52,7 @@ class HalfGeneCrossover(Crossover):  # type: ignore[misc]
 
 
 class OptionMutation(Mutation):  # type: ignore[misc]
-    """Every gene moves with probability `probability` to another option, uniformly."""
+    """Every gene changes with probability `probability` to another option, uniformly."""
 
     def __init__(self, probability: float) -> None:
         super().__init__(prob=1.0)
@@ -60,7 +60,7 @@ class OptionMutation(Mutation):  # type: ignore[misc]
 
     def _do(self, problem: Any, X: Ints, *_args: Any, random_state: np.random.Generator, **_: Any) -> Ints:
         options = np.asarray(problem.xu, dtype=np.int64) + 1
-        # A step of 1..options-1 around the circle reaches each other option equally often.
+        # A step of 1..options-1 modulo options reaches each other option with equal probability.
         steps = random_state.integers(1, np.maximum(options, 2), size=X.shape)
         moved = (random_state.random(X.shape) < self.probability) & (options > 1)
         return np.where(moved, (X + steps) % options, X).astype(np.int64)
@@ -91,7 +91,7 @@ class GenomeCrossover(Crossover):  # type: ignore[misc]
 
 
 class GenomeMutation(Mutation):  # type: ignore[misc]
-    """Every gene moves with probability `probability` to another of its choices, uniformly."""
+    """Every gene changes with probability `probability` to another of its choices, uniformly."""
 
     def __init__(self, genome: Genome, probability: float) -> None:
         super().__init__(prob=1.0)
@@ -103,10 +103,10 @@ class GenomeMutation(Mutation):  # type: ignore[misc]
 
 
 class IntervalRepair(Repair):  # type: ignore[misc]
-    """Brings every child into the interval by random single-gene moves, or else draws a new one.
+    """Moves every child into the interval by random single-gene changes, or replaces it by a random draw.
 
-    A move must bring the cost strictly closer, so repairing always ends; one that lands inside is preferred,
-    which keeps most of what the parents gave.
+    A change must bring the cost strictly closer, so repairing terminates; changes that land inside are preferred, which
+    preserves most of the parents' genes.
     """
 
     def __init__(self, sampler: IntervalSampler) -> None:
@@ -118,7 +118,7 @@ class IntervalRepair(Repair):  # type: ignore[misc]
         return np.array(repaired, dtype=np.int64).reshape(X.shape)
 
     def repair_one(self, architecture: Architecture, rng: np.random.Generator) -> Architecture:
-        """The architecture itself if it is inside the interval, else one near it that is."""
+        """The architecture itself if it is inside the interval, otherwise a repaired one."""
         if self.sampler.contains(architecture):
             return architecture
         row: Ints | None = self._supported(architecture, rng)
@@ -139,7 +139,7 @@ class IntervalRepair(Repair):  # type: ignore[misc]
         return row
 
     def _closer(self, row: Ints, rng: np.random.Generator) -> Ints | None:
-        """A random single-gene move towards the interval, None if no move gets closer."""
+        """A random single-gene change towards the interval; None if no change gets closer."""
         neighbours = np.repeat(row[None], sum(len(c) for c in self.sampler.supported), axis=0)
         start = 0
         for gene, choices in enumerate(self.sampler.supported):
@@ -156,20 +156,20 @@ class IntervalRepair(Repair):  # type: ignore[misc]
     def _distance(self, costs: NDArray[np.float64]) -> NDArray[np.float64]:
         interval = self.sampler.interval
         above = np.maximum(costs - interval.upper, 0.0)
-        # The lower bound itself is outside: it counts as the smallest distance there is.
+        # The lower bound itself is outside, so its distance is the smallest positive number.
         below = np.where(costs <= interval.lower, np.maximum(interval.lower - costs, np.finfo(float).tiny), 0.0)
         return above + below
 
 
 class NewOnly(DuplicateElimination):  # type: ignore[misc]
-    """Drops what was ever asked, and what is already among the children."""
+    """Drops architectures asked before, and duplicates among the children."""
 
     def __init__(self, asked: set[Architecture]) -> None:
         super().__init__()
         self.asked = asked
 
     def do(self, pop: Population, *others: Population, **_: Any) -> Population:
-        """The individuals that are new."""
+        """Returns the new individuals."""
         taken = {as_architecture(individual.X) for other in others for individual in other}
         kept = []
         for index, individual in enumerate(pop):

@@ -1,4 +1,4 @@
-"""Search that measures nothing: a score that is cheap, such as a predictor's, drives evolution or NSGA-II."""
+"""Search with a cheap score, such as a predictor's, by evolution or NSGA-II without measurements."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from fedloom.tiers.costs import CostTable
 EVERYTHING = Interval(-math.inf, math.inf)
 
 Score = Callable[[Ints], Floats]
-"""Predicted metrics (n,), larger is better, of architectures (n, decisions)."""
+"""Returns predicted metrics (n,), larger is better, of architectures (n, decisions)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedCandidate:
-    """An architecture, its predicted metric, its cost, and the generation that found it; to be verified for real."""
+    """An architecture with its predicted metric, its cost, and its generation; to be verified by measurement."""
 
     architecture: Architecture
     metric: float
@@ -45,7 +45,8 @@ def search_predicted(
 ) -> list[PredictedCandidate]:
     """The best `keep` distinct architectures inside the constraint, best first (SuperFedNAS, search stage).
 
-    Fewer only if no more are inside or scored finitely. The stream is (seed, "predicted_search", name).
+    There are fewer only if no more are inside with a finite score. The random stream is (seed, "predicted_search",
+    name).
     Raises ValueError if no architecture is found inside the constraint, or a setting is out of range.
     """
     _at_least_one(generations=generations, keep=keep)
@@ -76,9 +77,9 @@ def predicted_front(
     generations: int = 50,
     mutation: float = 0.1,
 ) -> list[PredictedCandidate]:
-    """The front of predicted metric against cost over a cost range, by default the whole; sorted by cost (NSGA-II).
+    """The Pareto front of predicted metric and cost in a cost range, by default the whole; sorted by cost (NSGA-II).
 
-    The seed of the search comes from the stream (seed, "predicted_front", name).
+    The seed of the search comes from the random stream (seed, "predicted_front", name).
     Raises ValueError if the range holds no architecture or a setting is out of range.
     """
     _at_least_one(generations=generations)
@@ -107,7 +108,7 @@ def predicted_front(
 def _scored(proposed: Sequence[Architecture], score: Score, constraint: Constraint, generation: int) -> list[Scored]:
     rows = as_array(proposed)
     metrics, costs = score(rows), constraint.costs(rows)
-    # A predicted cost on the bound may differ in its last bits between batches: the one that is reported decides.
+    # A predicted cost at the bound may round differently between batches; the reported cost decides.
     feasible = np.isfinite(metrics) & inside_interval(costs, constraint.interval)
     told = zip(proposed, metrics.tolist(), costs.tolist(), feasible.tolist(), strict=True)
     return [Scored(a, metric, math.nan, cost, generation, ok) for a, metric, cost, ok in told]

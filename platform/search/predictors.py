@@ -21,20 +21,20 @@ BATCH = 32
 MLP = Chosen("mlp")
 LR = 3e-3
 WEIGHT_DECAY = 3.0
-"""Decoupled (AdamW): with as many features as samples / 4, small ones leave tau at 0.8 where this reaches 0.99."""
+"""Decoupled weight decay (AdamW): with as many features as samples / 4, small values give tau 0.8, this one 0.99."""
 
 
 Predict = Callable[[Floats], Floats]
-"""From features (n, f) to values (n,)."""
+"""Maps features (n, f) to values (n,)."""
 Fit = Callable[[Floats, Floats, torch.Generator], Predict]
-"""From measured features (n, f) and values (n,), with a generator for whatever is drawn, to a predictor."""
+"""Fits a predictor to features (n, f) and measured values (n,), with a generator for all random numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
     """A three-layer MLP (two hidden ReLU layers, linear output) with standardised targets, float32 on the CPU.
 
-    `layers` holds (weight, bias) per layer. Equal inputs give equal outputs, whatever torch's number of threads.
+    `layers` holds (weight, bias) per layer. Outputs do not depend on torch's number of threads.
     """
 
     layers: tuple[tuple[Tensor, Tensor], ...]
@@ -51,7 +51,7 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A predictor and how well it does on samples that it was not fitted on.
+    """A predictor and its quality on held-out samples.
 
     `tau` is Kendall's tau-b (NaN if one side is constant), `mae` the mean absolute error in the values' unit,
     `relative_error` that error relative to the mean absolute value; `held_out` and `train` count samples.
@@ -76,10 +76,10 @@ def fit_predictor(
 ) -> Fitted:
     """Fits a predictor of `values` (n,) from `features` (n, f).
 
-    A random `held_out_share` of the samples measures it and nothing else; the predictor that was measured is returned.
-    All randomness comes from the stream (seed, "predictor", ids).
+    A random `held_out_share` of the samples is only used to measure its quality; it is not refitted on them.
+    All random numbers come from the stream (seed, "predictor", ids).
     Raises ValueError for fewer than ten samples, shapes that do not fit, values that are not finite, or a setting out
-    of range; PluginError for a predictor of the user's own that predicts anything but finite values (n,).
+    of range; PluginError for a user's predictor that does not return finite values (n,).
     """
     _check(features, values, held_out_share)
     generator = torch_stream(seed, "predictor", *ids)
@@ -95,7 +95,7 @@ def fit_predictor(
 
 
 def refusal(fitted: Fitted, min_tau: float, what: str) -> str:
-    """Why a search must not go by the predictor of `what`: its held-out tau is below `min_tau` or undefined; or ""."""
+    """Why a search must not use the predictor of `what` (held-out tau below `min_tau` or undefined), otherwise ""."""
     if fitted.tau >= min_tau:
         return ""
     return (
@@ -130,7 +130,7 @@ def _check(features: Floats, values: Floats, held_out_share: float) -> None:
 def mlp(
     features: Floats, values: Floats, generator: torch.Generator, *, hidden: int = 128, epochs: int = 100
 ) -> Predict:
-    """A small network on one-hot architectures, by AdamW on the squared error (Cai et al. 2020, OFA)."""
+    """An MLP on one-hot architectures, trained by AdamW on the squared error (Cai et al. 2020, OFA)."""
     for name, value in (("hidden", hidden), ("epochs", epochs)):
         if value < 1:
             raise ValueError(f"{name} is {value}, it must be at least 1")
@@ -144,7 +144,7 @@ def mlp(
 
 
 def unpredicted(features: Floats, values: Floats, generator: torch.Generator) -> Predict:
-    """No predictor: every candidate of the search is scored for real."""
+    """No predictor: every candidate of the search is measured."""
     del features, values, generator
     raise ValueError("predictor none predicts nothing")
 
@@ -171,7 +171,7 @@ def _train(
     layers: tuple[tuple[Tensor, Tensor], ...], x: Tensor, y: Tensor, epochs: int, generator: torch.Generator
 ) -> None:
     optimizer = torch.optim.AdamW([t for layer in layers for t in layer], lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    # The held-out samples may not choose when to stop; the rate goes to zero instead.
+    # Held-out samples must not be used for early stopping; instead the learning rate decays to zero.
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
     for _ in range(epochs):
         for batch in torch.split(torch.randperm(len(y), generator=generator), BATCH):
@@ -184,7 +184,7 @@ def _train(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One torch thread inside: matrices this small gain nothing from more, and sums may depend on their number."""
+    """Uses one torch thread in the block: small matrices are not faster with more, and results may depend on it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

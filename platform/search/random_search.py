@@ -1,4 +1,4 @@
-"""Random search: the baseline that every searcher has to beat at equal budget."""
+"""Random search, the baseline of all searchers at equal budget."""
 
 from collections.abc import Sequence
 
@@ -48,4 +48,4 @@ class _RandomProposer:
         return new
 
     def observe(self, scored: Sequence[Scored]) -> None:
-        """Learns nothing."""
+        """Ignores the scores."""

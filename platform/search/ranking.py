@@ -1,4 +1,4 @@
-"""How well two scorings of the same models agree."""
+"""Rank correlation of two scorings of the same models."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ def kendall_tau(a: Values, b: Values) -> tuple[float, float]:
     """Kendall's tau-b of two scorings of the same models, and the p-value of no association.
 
     Both are NaN if one scoring is constant.
-    Raises ValueError unless there are as many finite values in both, two at least.
+    Raises ValueError unless both have the same number of finite values, at least two.
     """
     x, y = _pairs(a, b)
     result = kendalltau(x, y)

@@ -1,4 +1,4 @@
-"""Drawing and enumerating the architectures whose cost lies in an interval."""
+"""Sampling and enumeration of the architectures whose cost lies in an interval."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -15,16 +15,16 @@ Floats = NDArray[np.float64]
 
 REJECTION_DRAWS = 256
 MAX_DISTINCT_COSTS = 1 << 16
-"""How many distinct costs of the last decisions are kept exactly; before that, bounds and a normal law serve."""
+"""The largest number of distinct costs of the last decisions stored exactly; beyond it, costs are approximated."""
 MAX_NODES = 100_000
-"""Nodes visited without a result before a search gives up: hitting an interval exactly is a subset-sum problem."""
+"""Nodes visited without a result before a search gives up, because finding an exact cost is a subset-sum problem."""
 
 
 class _Suffix:
-    """The costs that decisions `depth`.. can add, and how many ways lead to each.
+    """The costs that the decisions from a depth on can add, and the number of combinations for each cost.
 
-    `sums` is sorted and `ways` counts them; both are None where there are too many, and
-    the smallest, largest, mean and variance of the uniform choice are known still.
+    `sums` holds the sorted costs, `cumulated` their cumulative counts; both are None if there are too many costs, when
+    only the smallest, largest, mean and variance of a uniform choice are known.
     """
 
     def __init__(self, smallest: float, largest: float, mean: float, variance: float) -> None:
@@ -33,15 +33,15 @@ class _Suffix:
         self.cumulated: Floats | None = None
 
     def keep(self, sums: Floats, ways: Floats) -> None:
-        """Keeps the exact costs too."""
+        """Stores the exact costs and their counts."""
         self.sums, self.cumulated = sums, np.concatenate([[0.0], np.cumsum(ways)])
 
 
 class IntervalSampler:
-    """Draws and enumerates the architectures of a cost table inside an interval.
+    """Samples and enumerates the architectures of a cost table inside an interval.
 
-    It knows which costs the remaining decisions can still add (exactly for the last ones), so that a partial
-    architecture is given up as soon as no completion lies inside. Membership is decided by `table.cost` alone.
+    It knows the costs that the remaining decisions can add (exactly for the last ones), so that a partial architecture
+    is pruned as soon as no completion is inside. Only `table.cost` decides whether an architecture is inside.
     """
 
     def __init__(self, table: CostTable, interval: Interval) -> None:
@@ -55,16 +55,16 @@ class IntervalSampler:
         return self.interval.contains(self.table.cost(architecture))
 
     def draw_any(self, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Uniform architectures of supported options, whatever they cost; shape (count, decisions)."""
+        """Uniform architectures (count, decisions) of supported options, at any cost."""
         columns = [choices[rng.integers(len(choices), size=count)] for choices in self.supported]
         return np.stack(columns, axis=1).astype(np.int64)
 
     def sample(self, rng: np.random.Generator) -> Architecture | None:
-        """A random architecture inside the interval, None if there is none.
+        """A random architecture inside the interval; None if there is none.
 
-        Uniform if the interval holds more than about one in a hundred architectures (rejection), and nearly so
-        otherwise: every architecture inside has positive probability.
-        Raises ValueError if neither is settled within MAX_NODES steps.
+        It is uniform (by rejection) if the interval holds more than about one in a hundred architectures, and
+        approximately uniform otherwise; every architecture inside has positive probability.
+        Raises ValueError if neither is decided within MAX_NODES steps.
         """
         if self._empty:
             return None
@@ -93,7 +93,7 @@ class IntervalSampler:
 
     @cached_property
     def _slack(self) -> float:
-        # Whole numbers below 2^53 add up exactly in any order; other sums differ in their last bits.
+        # Integers below 2^53 add up exactly in any order; other sums depend on rounding.
         finite = np.concatenate([row[np.isfinite(row)] for row in self.rows] + [np.array([self.table.fixed])])
         largest = float(np.abs(finite).sum())
         exact = bool(np.all(finite == np.floor(finite))) and largest < 2**53
@@ -114,13 +114,13 @@ class IntervalSampler:
         return suffixes[::-1]
 
     def _prepend(self, row: Floats, after: _Suffix) -> _Suffix:
-        """The suffix with one decision more, whose supported costs are `row`."""
+        """The suffix with one more decision, whose supported costs are `row`."""
         ends = self._join(np.array([row.min(), row.max()]), np.array([after.smallest, after.largest]))
         suffix = _Suffix(float(ends[0]), float(ends[1]), after.mean + row.mean(), after.variance + row.var())
         values, repeats = np.unique(row, return_counts=True)
         if after.sums is None or after.cumulated is None:
             return suffix
-        # Peaks have few distinct values, however many decisions there are; sums multiply.
+        # The number of distinct maxima stays small with more decisions, that of distinct sums multiplies.
         most = MAX_DISTINCT_COSTS if self.table.reduce == "sum" else math.inf
         if len(values) * len(after.sums) > 16 * most:
             return suffix
@@ -132,7 +132,7 @@ class IntervalSampler:
         return suffix
 
     def _completions(self, partial: Floats, suffix: _Suffix) -> Floats:
-        """For every partial cost, about how many completions lie inside (up to a factor); 0 if surely none."""
+        """Per partial cost, the approximate number of completions inside (up to a factor); 0 if there is none."""
         lower, upper = self.interval.lower - self._slack, self.interval.upper + self._slack
         if suffix.sums is None or suffix.cumulated is None:
             possible = (partial + suffix.largest > lower) & (partial + suffix.smallest <= upper)
@@ -146,23 +146,23 @@ class IntervalSampler:
             below = np.searchsorted(suffix.sums, lower - partial, "right")
             upto = np.searchsorted(suffix.sums, upper - partial, "right")
         ways = suffix.cumulated[upto] - suffix.cumulated[below]
-        # Huge counts may cancel to 0 in float64; a way that exists must keep a chance.
+        # Huge counts may cancel to 0 in float64, but an existing completion needs positive probability.
         return np.where(upto > below, np.maximum(ways, 1.0), 0.0)
 
     def _branches(self, depth: int, partial: float, rng: np.random.Generator | None) -> list[tuple[int, float]]:
-        """The options of a decision that may lead inside, with their partial costs, last to be tried first."""
+        """The options of a decision with possible completions inside, with partial costs; the last is tried first."""
         choices = self.supported[depth]
         partials = self._join(np.full(len(choices), partial), self.rows[depth][choices])
         weights = self._completions(partials, self._suffixes[depth + 1])
         order = np.flatnonzero(weights > 0)[::-1]
         if rng is not None:
-            # Exponential clocks: a random order whose first is drawn by weight (Efraimidis & Spirakis 2006).
+            # Exponential clocks give a random order whose first is drawn by weight (Efraimidis & Spirakis 2006).
             clocks = np.log(rng.exponential(size=len(order))) - np.log(weights[order])
             order = order[np.argsort(-clocks, kind="stable")]
         return [(int(choices[i]), float(partials[i])) for i in order]
 
     def _search(self, rng: np.random.Generator | None) -> Iterator[Architecture]:
-        """Depth-first search, in random order with a generator, in lexicographic order without."""
+        """Depth-first search, in random order with a generator, otherwise in lexicographic order."""
         prefix: list[tuple[int, float]] = []
         stack = [self._branches(0, self.table.fixed, rng)]
         fruitful = [False]
@@ -197,7 +197,7 @@ class IntervalSampler:
         fruitful: list[bool],
         dead: set[tuple[int, float]],
     ) -> None:
-        """Goes up one level; a state below which nothing was found is not visited again."""
+        """Goes up one level; a state without results below it is not visited again."""
         stack.pop()
         found = fruitful.pop()
         if prefix:
@@ -215,9 +215,9 @@ def as_architecture(row: NDArray[np.int64]) -> Architecture:
 def sample_new(
     sampler: IntervalSampler, count: int, known: Collection[Architecture], rng: np.random.Generator
 ) -> list[Architecture]:
-    """Up to `count` distinct architectures inside the interval and not known; fewer only if there are no more.
+    """Up to `count` distinct architectures inside the interval, none in `known`; fewer only if there are no more.
 
-    Once most draws repeat, what is left is enumerated and drawn from.
+    When most draws are repetitions, the remaining architectures are enumerated and drawn from.
     """
     new: dict[Architecture, None] = {}
     for _ in range(4 * count + 64):

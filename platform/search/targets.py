@@ -1,4 +1,4 @@
-"""Targets of a search: at most so many MACs or seconds, and the winners that a trained supernet has for them."""
+"""Search of a trained supernet for targets, upper bounds on MACs or latency."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,41 +34,39 @@ MEASURES = ("macs", "latency_s")
 class TargetSearchConfig:
     """Search of a trained elastic supernet (SuperFedNAS, stage 2); no client trains.
 
-    Targets are numbers of `macs` and of `latency_s`; without any there is one per tier, its budget.
+    Targets are upper bounds in `macs` and `latency_s`; without any, there is one target per tier, its budget.
     """
 
-    macs: Annotated[list[float], POSITIVE, "targets: at most so many MACs"] = field(default_factory=list)
-    latency_s: Annotated[list[float], POSITIVE, "targets: at most so many seconds per sample here"] = field(
+    macs: Annotated[list[float], POSITIVE, "targets: upper bounds on MACs"] = field(default_factory=list)
+    latency_s: Annotated[list[float], POSITIVE, "targets: upper bounds on seconds per sample on this host"] = field(
         default_factory=list
     )
-    tolerance: Annotated[float, Range(above=0, below=1), "a winner costs at most this share less than its target"] = (
-        0.01
-    )
+    tolerance: Annotated[float, Range(above=0, below=1), "share by which a winner may cost less than its target"] = 0.01
     predictor: Annotated[
-        str, Brought("predictor"), "what predicts accuracy and latency; none: score every candidate for real"
+        str, Brought("predictor"), "the predictor of accuracy and latency; none: measure every candidate"
     ] = "mlp"
-    samples: Annotated[int, ZERO_OR_MORE, "subnets that predictors are fitted on; 0 switches the search off"] = 200
-    validation_share: Annotated[float, SHARE, "the part of the validation data that subnets are scored on"] = 1.0
+    samples: Annotated[int, ZERO_OR_MORE, "number of subnets to fit predictors on; 0 disables the search"] = 200
+    validation_share: Annotated[float, SHARE, "share of the validation data used for scoring"] = 1.0
     min_tau: Annotated[
         float, Range(least=-1, most=1), "Kendall's tau on held-out samples that a predictor must reach"
     ] = 0.5
     hidden: Annotated[int, ONE_OR_MORE, "mlp: units per hidden layer"] = 128
     epochs: Annotated[int, ONE_OR_MORE, "mlp: passes over the samples"] = 100
-    population: Annotated[int, Range(least=2), "candidates of a generation"] = 100
-    parents: Annotated[float, SHARE, "the share of a generation that breeds the next"] = 0.25
+    population: Annotated[int, Range(least=2), "candidates per generation"] = 100
+    parents: Annotated[float, SHARE, "number of parents as a share of the population"] = 0.25
     mutation: Annotated[float, PART, "probability that a gene changes"] = 0.1
-    generations: Annotated[int, ONE_OR_MORE, "generations of the evolution"] = 30
-    verify: Annotated[int, ONE_OR_MORE, "best predicted subnets of each target that are scored for real"] = 5
-    front: Annotated[int, ZERO_OR_MORE, "verify so many subnets of the front over the whole space, too"] = 0
+    generations: Annotated[int, ONE_OR_MORE, "number of generations"] = 30
+    verify: Annotated[int, ONE_OR_MORE, "number of best predicted subnets per target that are measured"] = 5
+    front: Annotated[int, ZERO_OR_MORE, "number of subnets of the whole space's Pareto front to measure"] = 0
     budget: Annotated[int, ONE_OR_MORE, "predictor none: subnets scored per target"] = 100
-    latency_repeats: Annotated[int, ONE_OR_MORE, "measurements of a latency"] = 20
-    candidates_per_task: Annotated[int, ONE_OR_MORE, "subnets that a worker scores in one task"] = 8
-    options: Annotated[dict[str, Any], "options of a predictor of your own, by name"] = field(default_factory=dict)
+    latency_repeats: Annotated[int, ONE_OR_MORE, "number of measurements per latency"] = 20
+    candidates_per_task: Annotated[int, ONE_OR_MORE, "number of subnets scored in one task"] = 8
+    options: Annotated[dict[str, Any], "options of a user's own predictor, by name"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a winner may cost at most, in `measure`, and within which interval it is searched."""
+    """A target's cost measure, and the cost interval that is searched, whose upper end is the target."""
 
     name: str
     measure: str
@@ -77,7 +75,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Sample:
-    """A subnet that was scored on validation data; `latency_s` is None where no latency was asked for."""
+    """A subnet scored on validation data; `latency_s` is None if it was not measured."""
 
     architecture: Architecture
     loss: float
@@ -140,9 +138,9 @@ def _check_samples(config: TargetSearchConfig, key: str) -> None:
 
 
 def draw_samples(genome: Genome, table: CostTable, count: int, seed: int) -> list[Architecture]:
-    """Distinct subnets to be measured: half of them uniform over the genes, half spread evenly over the costs.
+    """Distinct subnets to measure: half of them uniform over the genes, half spread evenly over the costs.
 
-    Uniform genes alone leave small and large subnets, and so the predictors there, nearly unmeasured.
+    Uniform genes alone give very few small and large subnets, where predictors would be inaccurate.
     """
     rng = stream(seed, "samples")
     pool = genome.draw(64 * count, rng)
@@ -150,7 +148,7 @@ def draw_samples(genome: Genome, table: CostTable, count: int, seed: int) -> lis
     edges = np.linspace(table.smallest, table.largest, max(2, count // 4) + 1)
     bins = np.clip(np.searchsorted(edges, costs, side="right") - 1, 0, len(edges) - 2)
     spread = [places[turn] for turn in range(4) for places in _places_by_bin(bins) if turn < len(places)]
-    # Both ends of the space first: predictors extrapolate poorly.
+    # The smallest and the largest subnet are always included, because predictors extrapolate poorly.
     taken = dict.fromkeys([table.extreme(min), table.extreme(max)][:count])
     for place in [*range(count - count // 2), *spread, *range(len(pool))]:
         if len(taken) == count:
@@ -165,9 +163,9 @@ def _places_by_bin(bins: Ints) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Predictors:
-    """What was fitted on the samples; `latency` is None where no target asks for it.
+    """The fitted predictors; `latency` is None if no target needs it.
 
-    `refused` says why a search must not go by them; empty if it may.
+    `refused` is the reason why a search must not use them, empty if it may.
     """
 
     metric: Fitted
@@ -178,9 +176,9 @@ class Predictors:
 def fit_predictors(
     genome: Genome, samples: Sequence[Sample], config: TargetSearchConfig, seed: int, latency: bool = False
 ) -> Predictors:
-    """Accuracy, and if asked for `latency`, from one-hot architectures; too low a tau is said in the answer.
+    """Fits predictors of accuracy and, with `latency`, of latency; `refused` is set if a tau is too low.
 
-    Raises ValueError if there are too few sound samples.
+    Raises ValueError if there are too few samples with finite scores.
     """
     sound = [s for s in samples if math.isfinite(s.loss) and math.isfinite(s.metric)]
     features = genome.one_hot(as_array([s.architecture for s in sound]))
@@ -199,7 +197,7 @@ def fit_predictors(
 
 @dataclass(frozen=True)
 class SearchSpaceCosts:
-    """What a search of targets needs of a space."""
+    """The genome and cost tables of a space that a target search needs."""
 
     genome: Genome
     macs: CostTable
@@ -207,7 +205,7 @@ class SearchSpaceCosts:
 
 
 def constraint_of(target: Target, costs: SearchSpaceCosts, predictors: Predictors) -> Constraint:
-    """Tables for MACs and the tiers' own cost, the predictor for latency."""
+    """The constraint of a target: by table for MACs and tier budgets, by predictor for latency."""
     if target.measure == "latency_s":
         assert predictors.latency is not None, "latencies are measured where a target asks for them"
         predict = _on(costs.genome, predictors.latency.predictor)
@@ -221,7 +219,7 @@ def _on(genome: Genome, predictor: Callable[[Floats], Floats]) -> Callable[[Ints
 
 
 def check_reachable(target: Target, costs: SearchSpaceCosts, seed: int) -> None:
-    """Raises ValueError if no subnet's cost lies inside the interval of a target that tables tell."""
+    """Raises ValueError if no subnet's cost is inside a target's interval, unless the target is a latency."""
     if target.measure == "latency_s":
         return
     table, interval = costs.macs if target.measure == "macs" else costs.budget, target.interval
@@ -240,9 +238,9 @@ def check_reachable(target: Target, costs: SearchSpaceCosts, seed: int) -> None:
 def finalists(
     target: Target, costs: SearchSpaceCosts, predictors: Predictors, config: TargetSearchConfig, seed: int
 ) -> dict[Architecture, float]:
-    """The subnets with the best predicted metric inside the target's interval, with that prediction.
+    """The subnets with the best predicted metric inside the target's interval, with the prediction.
 
-    Empty if no subnet has such a latency, as far as the predictor knows.
+    Empty if no subnet inside the interval is found.
     """
     constraint = constraint_of(target, costs, predictors)
     if not constraint.sample(1, (), stream(seed, "reachable", target.name)):
@@ -281,9 +279,9 @@ def front_finalists(
 
 
 def choose(target: Target, verified: Sequence[Sample], cost: Mapping[Architecture, float]) -> Sample | None:
-    """The winner among the verified: the best metric, then the smallest loss, then the smallest cost.
+    """The winner among the verified subnets: the best metric, then the smallest loss, then the smallest cost.
 
-    Under a latency target only those count that were measured to meet it. None if none does, or all failed.
+    For a latency target, only subnets whose measured latency meets it count. None if there are none or all failed.
     """
     sound = [s for s in verified if math.isfinite(s.loss) and math.isfinite(s.metric)]
     if target.measure == "latency_s":

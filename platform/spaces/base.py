@@ -1,4 +1,4 @@
-"""What a search space is: what it asks of a space of one's own, and what it works out by itself."""
+"""The interface of search spaces, with default implementations."""
 
 import itertools
 import math
@@ -25,9 +25,8 @@ T = TypeVar("T")
 class SearchSpace(Protocol):
     """A family of architectures that share the tensors of one supernet.
 
-    A space of your own is a class with these members. Derived from this one it has to give its name, the shape of its
-    inputs, its options, and how the supernet and a subnet are built; all else is worked out from that, and can be
-    overridden where more is known.
+    A user's own space is a class with these members. A subclass must define its name, input shape and options, and
+    build the supernet and subnets; all other members have default implementations, which it can override.
     """
 
     name: str
@@ -36,7 +35,7 @@ class SearchSpace(Protocol):
     options: tuple[int, ...]
     """Number of options per decision."""
     input_dtype: torch.dtype = torch.float32
-    """Type of the inputs: floats for images, int64 for tokens."""
+    """Dtype of the inputs: floats for images, int64 for tokens."""
 
     # -- networks ---------------------------------------------------------------------------------------------------
 
@@ -47,24 +46,24 @@ class SearchSpace(Protocol):
 
     @abstractmethod
     def build_subnet(self, architecture: Architecture) -> nn.Module:
-        """A stand-alone module for one architecture: `forward(x)`; its tensors are called as in the supernet."""
+        """A stand-alone module of one architecture: `forward(x)`; its tensor names are those of the supernet."""
         ...
 
     @property
     def keeps_statistics(self) -> bool:
-        """Whether a subnet's running statistics have to be estimated before it is scored."""
+        """Whether a subnet's running statistics must be estimated before it is scored."""
         return False
 
     @property
     def slices_tensors(self) -> bool:
-        """Whether subnets hold parts of the supernet's tensors; if not, they run in the supernet as they are."""
+        """Whether subnets hold parts of tensors; if not, the supernet module can run them directly."""
         return any(piece.region is not None for piece in self.slices(self.smallest).values())
 
     # -- architectures ----------------------------------------------------------------------------------------------
 
     @property
     def num_architectures(self) -> int:
-        """How many distinct architectures there are (exact)."""
+        """The exact number of distinct architectures."""
         return math.prod(self.options)
 
     @property
@@ -79,11 +78,11 @@ class SearchSpace(Protocol):
 
     @property
     def genome(self) -> Genome:
-        """What varies in a search: every decision by itself, unless the space knows better."""
+        """The genes that a search varies; by default one per decision."""
         return PlainGenome(self.options)
 
     def validate(self, architecture: Architecture) -> None:
-        """Raises ValueError naming the offending decision, if the architecture is outside the space."""
+        """Raises ValueError naming the invalid decision if the architecture is outside the space."""
         if len(architecture) != len(self.options):
             raise ValueError(
                 f"an architecture of {self.name} has {len(self.options)} decisions, given {len(architecture)}"
@@ -104,7 +103,7 @@ class SearchSpace(Protocol):
         return itertools.product(*map(range, self.options))
 
     def parse(self, text: str) -> Architecture:
-        """An architecture as people write it: `smallest`, `largest`, or options such as `0-3-1`.
+        """Parses an architecture: `smallest`, `largest`, or options such as `0-3-1`.
 
         Raises ValueError naming the decision that is outside the space.
         """
@@ -122,36 +121,36 @@ class SearchSpace(Protocol):
         return architecture
 
     def label(self, architecture: Architecture) -> str:
-        """An architecture as people read it; `parse` understands it."""
+        """A readable name of an architecture, which `parse` accepts."""
         return architecture_id(architecture)
 
     def meaning(self, architecture: Architecture) -> Mapping[str, Any]:
-        """What the options of an architecture stand for, as JSON values, where that is more than their numbers."""
+        """A description of an architecture's options as JSON values, if it says more than their numbers."""
         label = self.label(architecture)
         return {} if label == architecture_id(architecture) else {"label": label}
 
     def figures(self) -> Mapping[str, Any]:
-        """Figures of the space beside those that all spaces have, as JSON values (`fedloom describe`)."""
+        """Further properties of the space for `fedloom describe`, as JSON values."""
         return {}
 
     # -- tensors ----------------------------------------------------------------------------------------------------
 
     @property
     def parameter_names(self) -> frozenset[str]:
-        """The supernet's tensors that are trained; all others are buffers, which no optimiser touches."""
+        """The names of the supernet's trained tensors; all others are buffers."""
         return _once(self, "facts", _facts).parameters
 
     def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Fresh supernet tensors (parameters and buffers) drawn from the generator alone."""
+        """Initial supernet tensors (parameters and buffers), drawn only from the generator."""
         return initialise(on_meta(self.build_supernet), generator)
 
     def initial_subnet_weights(self, architecture: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
-        """Fresh tensors of one stand-alone subnet, by its own names, drawn from the generator alone."""
+        """Initial tensors of one stand-alone subnet by their names, drawn only from the generator."""
         self.validate(architecture)
         return initialise(on_meta(partial(self.build_subnet, architecture)), generator)
 
     def slices(self, architecture: Architecture) -> SliceMap:
-        """Where each tensor of the stand-alone subnet lies in the supernet: the first entries of the same name."""
+        """The slice of each subnet tensor; by default the leading entries of the supernet tensor of the same name."""
         self.validate(architecture)
         shapes = _once(self, "facts", _facts).shapes
         subnet = on_meta(partial(self.build_subnet, architecture)).state_dict()
@@ -165,23 +164,23 @@ class SearchSpace(Protocol):
     def cost_table(self, measure: str) -> CostTable:
         """Costs of the fixed part and of every option for one sample.
 
-        `measure` is one of `fedloom.tiers.measure.MEASURES`, or bytes (all tensors, buffers included: what travels).
-        By default an option costs what a subnet costs more with it, if all else is the first option.
+        `measure` is one of `fedloom.tiers.measure.MEASURES`, or bytes (of all sent tensors, buffers included).
+        By default an option's cost is the difference that it makes to the subnet of all first options.
         Raises ValueError for an unknown measure.
         """
         return _once(self, measure, lambda space: _table_by_differences(space, measure))
 
     def cheapest(self, table: CostTable) -> Architecture:
-        """The architecture that costs least by this table: what every client can train."""
+        """The architecture with the lowest cost by this table, which every client can train."""
         return table.extreme(min)
 
     def common_cost(self, table: CostTable) -> float:
-        """What all architectures cost at least by what they have in common; the lowest tier begins there."""
+        """The cost of the part that all architectures share; the lower bound of the lowest tier."""
         return table.fixed
 
 
 def _once(space: SearchSpace, what: str, find: Callable[[SearchSpace], T]) -> T:
-    """What is found out about a space, once."""
+    """A cached property of a space."""
     known: dict[str, T] = vars(space).setdefault("_found_out", {})
     if what not in known:
         known[what] = find(space)
@@ -190,7 +189,7 @@ def _once(space: SearchSpace, what: str, find: Callable[[SearchSpace], T]) -> T:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is found out about a supernet once."""
+    """Cached properties of a supernet."""
 
     shapes: Mapping[str, tuple[int, ...]]
     parameters: frozenset[str]
@@ -215,7 +214,7 @@ def _table_by_differences(space: SearchSpace, measure: str) -> CostTable:
         [cost((*first[:decision], option, *first[decision + 1 :])) - base if option else 0.0 for option in range(count)]
         for decision, count in enumerate(space.options)
     ]
-    # Options cost nothing below zero: what the cheapest of a decision saves is taken off the fixed part.
+    # Options must not have negative costs: the cost of each decision's cheapest option is moved to the fixed part.
     least = [min(row) for row in rows]
     options = tuple(tuple(value - low for value in row) for row, low in zip(rows, least, strict=True))
     return CostTable(measure, base + sum(least), options, MEASURES.get(measure, "sum"))

@@ -1,4 +1,4 @@
-"""Whether what a user's function returns is a search space: tried on two samples before anything depends on it."""
+"""Tests of a user's search space on two samples before a run starts."""
 
 import torch
 from torch import nn
@@ -13,10 +13,10 @@ SAMPLES = 2
 
 
 def try_space(space: SearchSpace, config: SpaceConfig) -> None:
-    """Raises PluginError for something that is no space, and for networks that do not give logits of the classes.
+    """Raises PluginError for an object that is no space, and for networks that do not return one logit per class.
 
-    The smallest and the largest subnet are built, cut from fresh supernet weights, and run on zeros, and so is the
-    supernet.
+    The smallest and the largest subnet are built, get their slices of initial supernet weights, and run on zeros, as
+    does the supernet.
     """
     missing = lacking(space, SearchSpace)
     if missing:

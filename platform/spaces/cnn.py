@@ -1,4 +1,4 @@
-"""The convolutional search spaces of FedorAS: a stem, stages of searchable layers, a reduction after every stage."""
+"""FedorAS' convolutional search spaces: a stem, stages of searchable layers, and a reduction after every stage."""
 
 import math
 from collections.abc import Callable, Sequence

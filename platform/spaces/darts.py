@@ -25,7 +25,7 @@ from fedloom.platform.spaces.slices import Subspace
 from fedloom.platform.spaces.space_config import Spaces, from_design
 
 ADDITIVE_MEASURES = ("macs", "parameters", "bytes")
-"""What may be counted cell by cell."""
+"""The measures that are sums over cells."""
 
 
 CellCosts = tuple[tuple[float, ...], ...]
@@ -49,7 +49,7 @@ class DartsSpace(KeptSpace):
 
     @property
     def num_cells(self) -> int:
-        """How many cells the network has."""
+        """The number of cells of the network."""
         return self.design.cells
 
     def cell_type(self, cell: int) -> str:
@@ -70,7 +70,7 @@ class DartsSpace(KeptSpace):
         return self.design.edges
 
     def edge_name(self, decision: int) -> str:
-        """A decision as people read it, such as `normal 0->2`; ValueError if there is none of that number."""
+        """A decision's readable name, such as `normal 0->2`; ValueError if the decision does not exist."""
         self._check_decision(decision)
         return self._label(decision)
 
@@ -126,7 +126,7 @@ class DartsSpace(KeptSpace):
         the cost of the subspace. Source: FedPNAS's shared base (Hoang & Kingsford 2021, as in SPIDER's baselines).
 
         Raises:
-            ValueError: a measure that does not add up, a subspace outside the space, or more cells than there are.
+            ValueError: a measure that is not additive, a subspace outside the space, or more cells than there are.
         """
         if measure not in ADDITIVE_MEASURES:
             raise ValueError(f"{measure!r} is not counted by cells: choose one of {', '.join(ADDITIVE_MEASURES)}")

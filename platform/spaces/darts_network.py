@@ -1,6 +1,6 @@
-"""Networks of DARTS cells (Liu et al. 2019; SPIDER, App. B.2): their design, their cells, and what they carry.
+"""Networks of DARTS cells (Liu et al. 2019; SPIDER, App. B.2): their design, cells and operators.
 
-What a network carries is a subspace: the kept operators per edge, all with weight 1; an edge that keeps none is pruned.
+The operators of a network are a subspace: the kept ones per edge, all with weight 1; an edge without any is pruned.
 """
 
 import itertools
@@ -19,7 +19,7 @@ CELL_TYPES: Final = ("normal", "reduction")
 """The decisions of a space are the edges of the normal cell, then those of the reduction cell."""
 
 Edge = tuple[int, int]
-"""Source and target node; 0 and 1 are the cell's inputs (the cell before the last, the last), the others its nodes."""
+"""Source and target node; 0 and 1 are the cell's inputs (outputs of the two previous cells), the others its nodes."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class DartsDesign:
     """A network of DARTS cells with a choice of operators on every edge (SPIDER).
 
     `input_shape` is (C, H, W); `channels` are those of a node before the first reduction, each reduction doubles them;
-    `nodes` are the intermediate nodes of a cell, `stem_multiplier` times `channels` leave the stem. `operators` are the
-    names for every edge, or one tuple of names per decision. `affine` gives the norms of the cells scale and shift.
+    `nodes` is the number of intermediate nodes of a cell; the stem has `stem_multiplier` times `channels` output
+    channels. `operators` are the names for every edge, or one tuple of names per decision. `affine` gives the norms of
+    the cells scale and shift.
 
     Raises:
         ValueError: a size that cannot be built, or operators that are unknown, repeated or not one tuple per edge.
@@ -57,7 +58,7 @@ class DartsDesign:
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """The edges of one cell, those into the first node first: every earlier node and input leads to a node."""
+        """The edges of one cell, from every input and earlier node to each node, sorted by target node."""
         return tuple((source, node) for node in range(2, self.nodes + 2) for source in range(node))
 
     @property
@@ -69,7 +70,7 @@ class DartsDesign:
         return (tuple(map(str, self.operators)),) * (2 * len(self.edges))
 
     def edge_name(self, decision: int) -> str:
-        """A decision as people read it, such as `normal 0->2`."""
+        """A decision's readable name, such as `normal 0->2`."""
         cell_type, edge = divmod(decision, len(self.edges))
         source, node = self.edges[edge]
         return f"{CELL_TYPES[cell_type]} {source}->{node}"
@@ -94,9 +95,9 @@ def _check_operators(design: DartsDesign) -> None:
 
 @dataclass(frozen=True)
 class CellPlan:
-    """What one cell of a network is: its type, its channels, and the height and width of its inputs.
+    """One cell of a network: its type, its channels, and the height and width of its inputs.
 
-    `halve_first` is set after a reduction: the input from the cell before the last is still twice as large.
+    `halve_first` is set after a reduction, when the input from the cell before the last is still twice as large.
     """
 
     reduction: bool
@@ -106,11 +107,11 @@ class CellPlan:
     size: tuple[int, int]
 
     def stride(self, source: int) -> int:
-        """The stride of the edges that leave a node: a reduction cell halves its inputs alone."""
+        """The stride of the edges from a node: in a reduction cell 2 for the cell's inputs, otherwise 1."""
         return 2 if self.reduction and source < 2 else 1
 
     def state_shape(self, source: int) -> tuple[int, int, int, int]:
-        """What an edge from this node reads, for one sample."""
+        """The input shape of an edge from this node, for one sample."""
         halving = 2 if self.reduction and source >= 2 else 1
         return 1, self.channels, self.size[0] // halving, self.size[1] // halving
 
@@ -132,7 +133,7 @@ def plan_cells(design: DartsDesign) -> tuple[CellPlan, ...]:
 
 
 class SearchableEdge(nn.Module):
-    """Some or all operators of one edge, by option index; `names` are those of all its options."""
+    """Some or all operators of one edge, by option index; `names` are the names of all its options."""
 
     def __init__(self, edge: str, names: Sequence[str], ops: Mapping[int, nn.Module]) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ class SearchableEdge(nn.Module):
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The option indices of the operators that are here."""
+        """The option indices of the operators in this module."""
         return tuple(map(int, self.ops))
 
     def forward(self, x: Tensor, options: Sequence[int], mix: Tensor | None = None) -> Tensor:
@@ -188,12 +189,12 @@ class Cell(nn.Module):
 
 
 class DartsNetwork(nn.Module):
-    """Stem, cells and classifier: `forward(x_NCHW, kept)` gives logits (N, classes).
+    """Stem, cells and classifier: `forward(x_NCHW, kept)` returns logits (N, classes).
 
-    `kept` is a subspace of what the network holds, or an architecture; without it, all that the network holds is used.
-    `mix` (decisions, options) are weights of the operators, 1 if not given (MiLeNAS's softmax). The first `base_cells`
-    cells use all that they hold whatever is kept (FedPNAS's shared base).
-    There is no active path: what is used is an argument.
+    `kept` is a subspace of the network's operators, or an architecture; by default all of them are used. `mix`
+    (decisions, options) are weights of the operators, by default 1 (MiLeNAS's softmax). The first `base_cells` cells
+    always use all of their operators (FedPNAS's shared base).
+    The active operators are an argument, not state of the module.
     """
 
     def __init__(self, design: DartsDesign, kept: Subspace) -> None:
@@ -216,7 +217,7 @@ class DartsNetwork(nn.Module):
         mix: Tensor | None = None,
         base_cells: int = 0,
     ) -> Tensor:
-        """Raises ValueError naming the edge, if `kept` asks for an operator that the network does not hold."""
+        """Raises ValueError naming the edge if `kept` has an operator that the network does not hold."""
         used = self.held if kept is None else as_subspace(kept)
         by_type, all_held = _of_types(self.design, used), _of_types(self.design, self.held)
         mixes = (None, None) if mix is None else torch.chunk(mix, 2)
@@ -229,7 +230,7 @@ class DartsNetwork(nn.Module):
 
 
 def as_subspace(kept: Subspace | Architecture) -> Subspace:
-    """An architecture as the subspace of its operators; a subspace as it is."""
+    """An architecture as the subspace of its operators; a subspace is returned unchanged."""
     return tuple(tuple(row) if isinstance(row, (tuple, list)) else (int(row),) for row in kept)
 
 

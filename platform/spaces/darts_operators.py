@@ -1,7 +1,7 @@
 """The operators of DARTS cells (Liu et al. 2019) and of the spaces of RobustDARTS (Zela et al. 2020), by name.
 
-Each maps (N, c, H, W) to (N, c, H/stride, W/stride) with a stride of 1 or 2. Nothing works in place: the edges that
-leave a node read the same tensor. Norms have no scale and shift of their own while a search goes on (`affine`).
+Each maps (N, c, H, W) to (N, c, H/stride, W/stride) with a stride of 1 or 2. No operator works in place, because all
+edges from a node read the same tensor. Norms have no scale and shift during a search (`affine`).
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def strided(x_NCHW: Tensor, stride: int) -> Tensor:
-    """Every stride-th row and column: a view."""
+    """A view of every stride-th row and column."""
     return x_NCHW if stride == 1 else x_NCHW[:, :, ::stride, ::stride]
 
 
@@ -61,9 +61,9 @@ class Zero(nn.Module):
 
 
 class Noise(nn.Module):
-    """Standard normal noise whatever the input, in training and in evaluation (space S4 of Zela et al. 2020).
+    """Standard normal noise independent of the input, in training and in evaluation (space S4 of Zela et al. 2020).
 
-    Drawn from torch's global generator, as dropout does.
+    It is drawn from torch's global generator, like dropout.
     """
 
     draws_randomly = True
@@ -87,7 +87,7 @@ def _depthwise(channels: int, kernel: int, stride: int, dilation: int, affine: b
 
 
 def _separable(kernel: int) -> "Build":
-    """Twice ReLU, depthwise, 1x1, BatchNorm; the stride is in the first."""
+    """Twice ReLU, depthwise, 1x1, BatchNorm; the first depthwise convolution has the stride."""
     return lambda c, stride, affine: nn.Sequential(
         *_depthwise(c, kernel, stride, 1, affine), *_depthwise(c, kernel, 1, 1, affine)
     )
@@ -127,4 +127,4 @@ OPERATORS: Mapping[str, Build] = MappingProxyType(
         "dil_conv_5x5": _dilated(5),
     }
 )
-"""Every operator by its name in the papers."""
+"""The operators by their names in the papers."""

@@ -1,4 +1,4 @@
-"""The network of the cells that second-order DARTS found, trained as it is (Liu et al. 2019)."""
+"""The fixed network of the cells found by second-order DARTS (Liu et al. 2019)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from fedloom.platform.spaces.slices import Architecture, Subspace
 from fedloom.platform.spaces.space_config import Spaces, from_design
 
 Genotype = tuple[tuple[str, int], ...]
-"""A cell as it is published: (operator, source), two per node, the first node's first."""
+"""A cell as published: two pairs (operator, source) per node, in the order of the nodes."""
 
 DARTS_V2_CELLS: tuple[Genotype, Genotype] = (
     (
@@ -24,14 +24,14 @@ DARTS_V2_CELLS: tuple[Genotype, Genotype] = (
         ("max_pool_3x3", 0), ("skip_connect", 2), ("skip_connect", 2), ("max_pool_3x3", 1),
     ),
 )  # fmt: skip
-"""Normal and reduction cell that second-order DARTS found on CIFAR-10 (Liu et al. 2019, Fig. 4 and 5)."""
+"""Normal and reduction cell found by second-order DARTS on CIFAR-10 (Liu et al. 2019, Fig. 4 and 5)."""
 
 
 @dataclass(frozen=True)
 class DartsV2Design:
-    """The fixed network of the cells that DARTS found (second order); `DartsDesign` says what the sizes are.
+    """The fixed network of the cells found by DARTS (second order); for the sizes see `DartsDesign`.
 
-    Pooling is followed by a norm, as in the search network; Liu et al. evaluate without.
+    Pooling is followed by a norm, as in the search network; Liu et al. evaluate without norms.
 
     Raises:
         ValueError: a size that cannot be built.
@@ -54,12 +54,12 @@ class DartsV2Design:
         )
 
     def build(self) -> nn.Module:
-        """The network, see `FixedDarts`."""
+        """The network, a `FixedDarts`."""
         return FixedDarts(self.darts, kept_by(self.darts, DARTS_V2_CELLS))
 
 
 def kept_by(design: DartsDesign, cells: tuple[Genotype, Genotype]) -> Subspace:
-    """The subspace of a normal and a reduction cell as they are published: edges that they do not name are pruned."""
+    """The subspace of a published normal and reduction cell; edges that they do not name are pruned."""
     rows: list[tuple[int, ...]] = []
     for first, cell in zip((0, len(design.edges)), cells, strict=True):
         operators = {(source, 2 + place // 2): name for place, (name, source) in enumerate(cell)}
@@ -70,9 +70,9 @@ def kept_by(design: DartsDesign, cells: tuple[Genotype, Genotype]) -> Subspace:
 
 
 class FixedDarts(DartsNetwork):
-    """A network of cells that always uses all that it holds: `forward(x_NCHW)` gives logits (N, classes)."""
+    """A network of cells that always uses all of its operators: `forward(x_NCHW)` returns logits (N, classes)."""
 
-    def forward(  # type: ignore[override]  # there is nothing to choose
+    def forward(  # type: ignore[override]  # the architecture is fixed
         self,
         x: Tensor,
         architecture: Architecture | None = None,  # noqa: ARG002

@@ -1,8 +1,8 @@
 """Elastic spaces (SuperFedNAS): subnets of different depth and width are leading-channel slices of one supernet.
 
-A design says how the stem, each block and the head are built. Supernet and stand-alone subnet are made of the same
-modules and name their tensors alike, so that a subnet's tensor of shape (a, b, ...) is the region [0, a) x [0, b) x ...
-of the supernet's tensor of that name: that is the whole slice map.
+A design builds the stem, each block and the head. Supernet and stand-alone subnet consist of the same modules with the
+same tensor names, so that a subnet's tensor of shape (a, b, ...) is the region [0, a) x [0, b) x ... of the supernet's
+tensor of that name.
 """
 
 import itertools
@@ -30,11 +30,11 @@ Contents = tuple[tuple[int, ...], ...]
 """Per stage the width index of every kept block."""
 
 SKELETONS_KEPT = 8
-"""Modules without tensors of their own that a supernet keeps to run its subnets through."""
+"""Number of modules without tensors (on the meta device) that a supernet caches to run its subnets."""
 
 
 class ElasticDesign(Protocol):
-    """The parts of an elastic network; all blocks of a stage give the stage's own number of channels."""
+    """The parts of an elastic network; all blocks of a stage have the stage's number of output channels."""
 
     @property
     def name(self) -> str: ...
@@ -52,32 +52,32 @@ class ElasticDesign(Protocol):
 
     @property
     def expansions(self) -> tuple[float, ...]:
-        """What the width indices stand for, ascending."""
+        """The expansion of each width index, ascending."""
         ...
 
     @property
     def keeps_statistics(self) -> bool:
-        """Whether a subnet's running statistics have to be estimated before it is scored."""
+        """Whether a subnet's running statistics must be estimated before it is scored."""
         ...
 
     def distinct_widths(self, stage: int) -> int:
-        """How many different widths a stage's blocks have: channels are rounded, and narrow ones may coincide."""
+        """The number of distinct widths of a stage's blocks; narrow ones may coincide, because channels are rounded."""
         ...
 
     def build_stem(self) -> nn.Module:
-        """From a batch of inputs to the first stage's input."""
+        """Maps a batch of inputs to the first stage's input."""
         ...
 
     def build_block(self, stage: int, block: int, width: int) -> nn.Module:
-        """One block, by its position and its width index."""
+        """One block, given its position and its width index."""
         ...
 
     def build_head(self) -> nn.Module:
-        """From the last stage's output to logits."""
+        """Maps the last stage's output to logits."""
         ...
 
     def join(self, stem: nn.Module, stages: Sequence[nn.Module], head: nn.Module) -> nn.Module:
-        """The network of the parts, with the children `stem`, `stages` and `head`."""
+        """The network of these parts, as the children `stem`, `stages` and `head`."""
         ...
 
 
@@ -98,10 +98,10 @@ class ElasticNetwork(nn.Module):
 
 
 class ElasticSupernet(nn.Module):
-    """The largest network, any subnet of which can be run: `forward(x, architecture)`.
+    """The largest network, which can run any of its subnets: `forward(x, architecture)`.
 
-    The subnet's tensors are views of the supernet's: gradients (and, while training, running statistics) reach exactly
-    the slices. There is no active subnet: the architecture is an argument.
+    The subnet's tensors are views of the supernet's, so that gradients and, in training, running statistics affect only
+    its slices. The architecture is an argument, not state of the module.
     """
 
     def __init__(self, space: "ElasticSpace") -> None:
@@ -150,17 +150,16 @@ class ElasticSpace(SearchSpace):
 
     @property
     def keeps_statistics(self) -> bool:
-        """Batch normalisation does."""
         return self.design.keeps_statistics
 
     @property
     def slices_tensors(self) -> bool:
-        """Subnets hold leading channels."""
+        """True: subnets hold leading channels."""
         return True
 
     @property
     def num_architectures(self) -> int:
-        """How many distinct subnets there are (exact): options whose blocks have the same channels count once."""
+        """The exact number of distinct subnets; options whose blocks have the same channels count once."""
         stages = [(s, self.design.distinct_widths(i)) for i, s in enumerate(self.genome.stages)]
         return math.prod(sum(widths**k for k in range(s.fewest, s.most + 1)) for s, widths in stages)
 
@@ -205,7 +204,7 @@ class ElasticSpace(SearchSpace):
         return tuple(s.option_of[(s.widths - 1,) * int(depth)] for s, depth in stages)
 
     def parse(self, text: str) -> Architecture:
-        """A subnet as people write it.
+        """Parses a subnet.
 
         `smallest`, `largest`, options such as `0-31-154-2`, or extra depths and expansions such as `d=1,0,2,1 e=.14`
         (one expansion for all blocks, or one per kept block in order).
@@ -214,7 +213,7 @@ class ElasticSpace(SearchSpace):
         return parse_subnet(self, self.design.expansions, text)
 
     def label(self, architecture: Architecture) -> str:
-        """The subnet as people read it: extra depth per stage, and the expansions of the blocks."""
+        """A subnet's readable name: extra depth per stage, and the expansions of the blocks."""
         contents = self.contents(architecture)
         depths = ",".join(str(len(c) - s.fewest) for c, s in zip(contents, self.genome.stages, strict=True))
         widths = [self.design.expansions[w] for c in contents for w in c]
@@ -246,7 +245,7 @@ class ElasticSpace(SearchSpace):
         return nn.Sequential(*[self.design.build_block(stage, block, width) for block, width in enumerate(content)])
 
     def build_network(self, contents: Contents) -> nn.Module:
-        """A network of these blocks, with whatever values its modules begin with."""
+        """A network of these blocks, with its modules' default initialisation."""
         stages = [self._build_stage(stage, content) for stage, content in enumerate(contents)]
         return self.design.join(self.design.build_stem(), stages, self.design.build_head())
 
@@ -269,11 +268,9 @@ class ElasticSpace(SearchSpace):
     # -- tensors ----------------------------------------------------------------------------------------------------
 
     def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Fresh supernet tensors drawn from the generator alone."""
         return initialise(self._meta_supernet, generator)
 
     def initial_subnet_weights(self, architecture: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
-        """Fresh tensors of one stand-alone subnet drawn from the generator alone."""
         self.validate(architecture)
         return initialise(self._on_meta(architecture), generator)
 
@@ -283,7 +280,7 @@ class ElasticSpace(SearchSpace):
         return {name: tuple(t.shape) for name, t in self._meta_supernet.state_dict().items()}
 
     def slices(self, architecture: Architecture) -> SliceMap:
-        """Where each tensor of the stand-alone subnet lies in the supernet: leading channels, under the same name."""
+        """The slice of each subnet tensor: leading channels of the supernet tensor of the same name."""
         self.validate(architecture)
         found = dict(self._fixed_slices[0])
         for stage, content in enumerate(self.contents(architecture)):
@@ -303,19 +300,19 @@ class ElasticSpace(SearchSpace):
     # -- costs ------------------------------------------------------------------------------------------------------
 
     def cheapest(self, table: CostTable) -> Architecture:
-        """The smallest subnet, whatever the measure."""
+        """The smallest subnet, by any measure."""
         del table
         return self.smallest
 
     def common_cost(self, table: CostTable) -> float:
-        """That of the smallest subnet: every stage keeps a block."""
+        """The cost of the smallest subnet, because every stage keeps at least one block."""
         return table.cost(self.smallest)
 
     def cost_table(self, measure: str) -> CostTable:
         """Costs of stem and head and of every stage's options for one sample; computed once.
 
-        `measure` is one of `fedloom.tiers.measure.MEASURES`, or bytes (all tensors, buffers included: what travels).
-        Latency is measured here and now, block by block, on one CPU sample.
+        `measure` is one of `fedloom.tiers.measure.MEASURES`, or bytes (of all sent tensors, buffers included).
+        Latency is measured on this host's CPU, block by block with one sample.
 
         Raises:
             ValueError: an unknown measure.
@@ -325,11 +322,11 @@ class ElasticSpace(SearchSpace):
         return self._tables[measure]
 
     def latency_table(self, device: str = "cpu", *, warmup: int = 3, repeats: int = 20) -> CostTable:
-        """Median seconds of stem and head together and of every stage's options, measured now on the device."""
+        """Measures the median seconds of stem and head together and of every stage's options on the device."""
         return self._table_of("latency_s", median_seconds(warmup, repeats), device)
 
     def _table_of(self, measure: str, of: Measure, device: str) -> CostTable:
-        """Blocks are measured once per position and width, and added up (or the largest taken, for peaks)."""
+        """Measures blocks once per position and width, and sums their costs (for peaks: takes the maximum)."""
         reduce = MEASURES.get(measure, "sum")
         inputs = self._stage_inputs
         blocks: dict[tuple[int, int, int], float] = {}

@@ -1,4 +1,4 @@
-"""Subnets of elastic spaces as people write them: `smallest`, `0-31-154-2`, `d=1,0,2,1 e=.14`."""
+"""Parsing of subnets of elastic spaces: `smallest`, `0-31-154-2`, `d=1,0,2,1 e=.14`."""
 
 import math
 import re
@@ -12,7 +12,7 @@ _FIELDS = re.compile(r"\s*d\s*=\s*([\d\s,]+?)\s+e\s*=\s*([\d\s.,]+?)\s*")
 
 
 class NamedSubnets(Protocol):
-    """What names of subnets refer to: an elastic space."""
+    """The members of an elastic space that parsing needs."""
 
     name: str
 
@@ -33,7 +33,7 @@ class NamedSubnets(Protocol):
 
 
 def parse_subnet(space: NamedSubnets, known: Sequence[float], text: str) -> Architecture:
-    """A subnet as people write it, see `ElasticSpace.parse`; `known` are the space's expansions."""
+    """Parses a subnet (see `ElasticSpace.parse`); `known` are the space's expansions."""
     named = {"smallest": space.smallest, "largest": space.largest}
     if text in named:
         return named[text]

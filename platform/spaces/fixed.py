@@ -1,4 +1,4 @@
-"""Spaces of exactly one architecture: networks that are trained as they are, beside those that are searched."""
+"""Spaces of exactly one architecture: fixed networks that are trained without a search."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ ONLY: Architecture = (0,)
 
 
 class FixedDesign(Protocol):
-    """What a network is called, what it takes, and how it is built."""
+    """A network's name, input shape and construction."""
 
     @property
     def name(self) -> str: ...
@@ -31,13 +31,13 @@ class FixedDesign(Protocol):
     def input_shape(self) -> tuple[int, ...]: ...
 
     def build(self) -> nn.Module:
-        """The network, `forward(x, architecture=None)`: the architecture is not looked at."""
+        """The network, `forward(x, architecture=None)`; the architecture is ignored."""
         ...
 
 
 @dataclass(frozen=True)
 class FixedNetwork:
-    """A network of your own: `build()` makes it, a module called as `forward(x)`."""
+    """A user's own network: `build()` makes a module that is called as `forward(x)`."""
 
     name: str
     input_shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class FixedSpace(SearchSpace):
             raise ValueError(f"{self.name} has one architecture, {ONLY}, given {architecture}")
 
     def sample(self, rng: np.random.Generator) -> Architecture:
-        """The one architecture; nothing is drawn."""
+        """The only architecture; nothing is drawn."""
         del rng
         return ONLY
 
@@ -78,11 +78,9 @@ class FixedSpace(SearchSpace):
         return on_meta(self.design.build).eval()
 
     def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Fresh tensors drawn from the generator alone."""
         return initialise(self._meta_network, generator)
 
     def initial_subnet_weights(self, architecture: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
-        """As `initial_weights`."""
         self.validate(architecture)
         return self.initial_weights(generator)
 
@@ -91,21 +89,21 @@ class FixedSpace(SearchSpace):
         return {name: Slice(name) for name in self._meta_network.state_dict()}
 
     def slices(self, architecture: Architecture) -> SliceMap:
-        """Every tensor whole, under its own name."""
+        """Whole tensors under the same names."""
         self.validate(architecture)
         return dict(self._slices)
 
     @property
     def num_parameters(self) -> SpaceSizes:
-        """Trainable parameters; all of them are fixed."""
+        """The number of trainable parameters, all in the fixed part."""
         count = int(self.cost_table("parameters").fixed)
         return SpaceSizes(count, count, count, count)
 
     def cost_table(self, measure: str) -> CostTable:
-        """The network's cost for one sample as the fixed part's; the one option adds nothing. Computed once.
+        """The network's cost for one sample as the fixed part; the only option costs 0. Computed once.
 
-        `measure` is one of `fedloom.tiers.measure.MEASURES`, or bytes (all tensors, buffers included: what travels).
-        Latency is measured here and now on one CPU sample.
+        `measure` is one of `fedloom.tiers.measure.MEASURES`, or bytes (of all sent tensors, buffers included).
+        Latency is measured on this host's CPU with one sample.
 
         Raises:
             ValueError: an unknown measure.

@@ -1,7 +1,7 @@
-"""How architectures vary: what a search mutates and crosses, and what a predictor sees of them.
+"""Genomes: drawing, mutation and crossover of architectures, and their features for predictors.
 
-An architecture is one option per decision; where a decision bundles several choices (the depth of a stage and the width
-of each of its blocks), drawing, mutation and crossover work on those choices, its genes.
+An architecture is one option per decision. If a decision combines several choices (the depth of a stage and the width
+of each of its blocks), drawing, mutation and crossover work on these choices, its genes.
 """
 
 import itertools
@@ -21,7 +21,7 @@ ABSENT = -1
 
 
 class Genome(Protocol):
-    """Vectorised variation; architectures are integer arrays of shape (n, decisions)."""
+    """Vectorised variation of architectures, integer arrays (n, decisions)."""
 
     def __hash__(self) -> int: ...
 
@@ -30,20 +30,20 @@ class Genome(Protocol):
         ...
 
     def mutate(self, architectures: Ints, probability: float, rng: np.random.Generator) -> Ints:
-        """Every gene moves, with the probability, to another of its choices, uniformly."""
+        """Every gene changes with the given probability to another of its choices, uniformly."""
         ...
 
     def cross(self, mothers: Ints, fathers: Ints, rng: np.random.Generator) -> Ints:
-        """One child per pair: every gene from either parent with probability 1/2."""
+        """One child per pair, with every gene from either parent with probability 1/2."""
         ...
 
     def one_hot(self, architectures: Ints) -> Floats:
-        """Features (n, features) in {0, 1}: one per choice of each gene, all zero for an absent gene."""
+        """Features (n, features) in {0, 1}, one per choice of each gene; all zero for an absent gene."""
         ...
 
 
 def _moved(genes: Ints, choices: Ints, probability: float, rng: np.random.Generator) -> Ints:
-    # A step of 1..choices-1 around the circle reaches each other choice equally often.
+    # A step of 1..choices-1 modulo choices reaches each other choice with equal probability.
     steps = rng.integers(1, np.maximum(choices, 2), size=genes.shape)
     moves = (rng.random(genes.shape) < probability) & (choices > 1)
     moved: Ints = np.where(moves, (genes + steps) % choices, genes)
@@ -66,27 +66,23 @@ class PlainGenome:
         return np.array(self.options, dtype=np.int64)
 
     def draw(self, count: int, rng: np.random.Generator) -> Ints:
-        """See `Genome.draw`."""
         return rng.integers(0, self._choices, size=(count, len(self.options)))
 
     def mutate(self, architectures: Ints, probability: float, rng: np.random.Generator) -> Ints:
-        """See `Genome.mutate`."""
         return _moved(architectures, self._choices, probability, rng)
 
     def cross(self, mothers: Ints, fathers: Ints, rng: np.random.Generator) -> Ints:
-        """See `Genome.cross`."""
         return np.where(rng.random(mothers.shape) < 0.5, mothers, fathers)
 
     def one_hot(self, architectures: Ints) -> Floats:
-        """See `Genome.one_hot`."""
         return _one_hot(architectures, self._choices)
 
 
 @dataclass(frozen=True)
 class ElasticStage:
-    """The choices of one stage: how many blocks are kept, and for each kept block one of `widths` widths.
+    """The choices of one stage: the number of kept blocks, and for each kept block one of `widths` widths.
 
-    Options count all combinations, shallow ones first, widths in lexicographic order.
+    Options enumerate all combinations, shallow ones first, widths in lexicographic order.
     """
 
     fewest: int
@@ -95,7 +91,7 @@ class ElasticStage:
 
     @cached_property
     def contents(self) -> tuple[tuple[int, ...], ...]:
-        """Per option the width index of each kept block."""
+        """Per option, the width index of each kept block."""
         depths = range(self.fewest, self.most + 1)
         return tuple(w for blocks in depths for w in itertools.product(range(self.widths), repeat=blocks))
 
@@ -118,7 +114,7 @@ class ElasticGenome:
 
     @cached_property
     def _tables(self) -> list[Ints]:
-        """Per stage the genes of every option, shape (options, 1 + most)."""
+        """Per stage, the genes of every option (options, 1 + most)."""
         return [
             np.array([[len(c) - s.fewest, *c, *[ABSENT] * (s.most - len(c))] for c in s.contents], dtype=np.int64)
             for s in self.stages
@@ -138,20 +134,19 @@ class ElasticGenome:
         return np.stack(columns, axis=1)
 
     def _awake(self, architectures: Ints, rng: np.random.Generator) -> Ints:
-        """Genes without absent ones: a block that a deeper child gets has a random width."""
+        """The genes, with random widths for absent blocks, which deeper children use."""
         genes = self.genes(architectures)
         return np.where(genes == ABSENT, rng.integers(0, self._choices, size=genes.shape), genes)
 
     def draw(self, count: int, rng: np.random.Generator) -> Ints:
-        """See `Genome.draw`: depths and widths are uniform and independent, as the authors draw them."""
+        """Depths and widths are uniform and independent, as in the authors' code."""
         return self.architectures(rng.integers(0, self._choices, size=(count, len(self._choices))))
 
     def mutate(self, architectures: Ints, probability: float, rng: np.random.Generator) -> Ints:
-        """See `Genome.mutate`."""
         return self.architectures(_moved(self._awake(architectures, rng), self._choices, probability, rng))
 
     def cross(self, mothers: Ints, fathers: Ints, rng: np.random.Generator) -> Ints:
-        """See `Genome.cross`; a width that only one parent has comes from it."""
+        """A width that only one parent has is taken from it."""
         a, b = self.genes(mothers), self.genes(fathers)
         either = np.where(rng.random(a.shape) < 0.5, a, b)
         known = np.where(either == ABSENT, np.maximum(a, b), either)
@@ -159,12 +154,11 @@ class ElasticGenome:
         return self.architectures(np.where(known == ABSENT, drawn, known))
 
     def one_hot(self, architectures: Ints) -> Floats:
-        """See `Genome.one_hot`."""
         return _one_hot(self.genes(architectures), self._choices)
 
 
 def _options(stage: ElasticStage, genes: Ints) -> Ints:
-    """Option per row of a stage's genes (n, 1 + most), in closed form: all shallower ones, then a number in base w."""
+    """The option of each row of a stage's genes (n, 1 + most): the count of shallower options plus a base-w number."""
     depth = genes[:, 0] + stage.fewest
     shallower = np.array([sum(stage.widths**k for k in range(stage.fewest, d)) for d in range(stage.most + 1)])
     places = depth[:, None] - 1 - np.arange(stage.most)

@@ -1,4 +1,4 @@
-"""Fresh tensors for a module, drawn from a given generator alone."""
+"""Initial tensors of a module, drawn only from a given generator."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ TensorsByName = dict[str, Tensor]
 
 @runtime_checkable
 class InitialisesItself(Protocol):
-    """A module with tensors of its own that knows their initial values (a hand-written cell, say)."""
+    """A module that initialises its own tensors (such as a hand-written cell)."""
 
     def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Fills the module's own tensors, given by their local names, in place."""
@@ -21,18 +21,18 @@ class InitialisesItself(Protocol):
 
 @runtime_checkable
 class DrawsRandomly(Protocol):
-    """A module whose forward pass draws random numbers, in evaluation too."""
+    """A module whose forward pass draws random numbers, also in evaluation mode."""
 
     draws_randomly: bool
 
 
 def draws_randomly(part: nn.Module) -> bool:
-    """Whether a module's forward pass draws from torch's global generator: dropout, and what says so of itself."""
+    """Whether a module's forward pass draws from torch's global generator: dropout and `DrawsRandomly`."""
     return isinstance(part, nn.modules.dropout._DropoutNd | DrawsRandomly)
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """The module without memory or values: names and shapes alone, cheap, and no generator is touched."""
+    """The module on the meta device: only names and shapes, without memory, values or random draws."""
     with torch.device("meta"):
         return build()
 
@@ -40,7 +40,7 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 def blank(build: Callable[[], nn.Module]) -> nn.Module:
     """The module on the current default device, every floating tensor filled with NaN.
 
-    NaN, because weights always come from elsewhere: a forgotten load must not look like a result.
+    Weights are always loaded afterwards; with NaN, a forgotten load cannot look like a result.
     """
     module = on_meta(build).to_empty(device=torch.get_default_device())
     with torch.no_grad():
@@ -50,10 +50,10 @@ def blank(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def initialise(module: nn.Module, generator: torch.Generator) -> TensorsByName:
-    """Fresh CPU values for every parameter and buffer of `module` (which may be on the meta device).
+    """Initial CPU values of every parameter and buffer of `module` (which may be on the meta device).
 
-    Drawn in the order of the state dict. Convolutions: normal of He et al. (2015), fan-out, biases zero. Norms: ones
-    and zeros. Linear and recurrent layers: PyTorch's uniform +-1/sqrt(fan). Embeddings: standard normal.
+    They are drawn in the order of the state dict. Convolutions: normal of He et al. (2015), fan-out, biases zero.
+    Norms: ones and zeros. Linear and recurrent layers: PyTorch's uniform +-1/sqrt(fan). Embeddings: standard normal.
 
     Raises:
         ValueError: a module with tensors of its own of a kind not listed here, or a tensor shared by two modules.

@@ -1,7 +1,6 @@
-"""Spaces in which any subset of the operators of a decision may be kept, none of them included.
+"""Spaces in which any subset of a decision's operators can be kept, including none.
 
-The outputs of a decision's kept operators are added up. Supernet, subspace and stand-alone subnet are one class of
-module.
+The outputs of a decision's kept operators are summed. Supernet, subspace and stand-alone subnet share a module class.
 """
 
 from abc import abstractmethod
@@ -21,9 +20,9 @@ from fedloom.tiers.measure import MEASURES
 
 @dataclass(frozen=True)
 class Part:
-    """A module that an operator is made of, and the shape that it reads for one sample.
+    """A module of an operator, and its input shape for one sample.
 
-    Parts with the same `kind` and shape cost the same and are measured once.
+    Parts with the same `kind` and shape have the same cost and are measured once.
     """
 
     kind: tuple[object, ...]
@@ -32,20 +31,20 @@ class Part:
 
 
 class KeptSpace(NamedOperatorSpace):
-    """A space whose networks are called `forward(x, kept=None, mix=None)`.
+    """A space whose networks are called as `forward(x, kept=None, mix=None)`.
 
-    `kept` is a subspace or an architecture, everything that the network holds if not given; `mix` (decisions, options)
-    are weights of the operators, 1 if not given. A space says which modules an operator is made of.
+    `kept` is a subspace or an architecture, by default all operators of the network; `mix` (decisions, options) are
+    weights of the operators, by default 1. Subclasses define the modules of each operator.
     """
 
     sums_options = True
 
     @abstractmethod
     def _parts(self, decision: int, option: int) -> Sequence[Part]:
-        """The modules of an operator, wherever in the network they are."""
+        """The modules of an operator anywhere in the network."""
 
     def figures(self) -> Mapping[str, Any]:
-        """Beside those of named operators what the whole supernet costs, all options kept."""
+        """The figures of named operators, and the cost of the whole supernet with all options."""
         tables = (self.cost_table(measure) for measure in ("macs", "bytes"))
         macs, state_bytes = (int(size_of(table, self.largest_subspace)) for table in tables)
         return {**super().figures(), "macs": {"supernet": macs}, "state_bytes": state_bytes}
@@ -68,7 +67,7 @@ class KeptSpace(NamedOperatorSpace):
 
 
 class PartCosts:
-    """The cost of a part under one measure; equal parts are measured once."""
+    """The cost of parts by one measure; equal parts are measured once."""
 
     def __init__(self, of: Measure, device: str) -> None:
         self.of, self.device = of, device
@@ -76,7 +75,7 @@ class PartCosts:
 
     def __call__(self, part: Part) -> float:
         if part not in self._known:
-            # An identity does no work; what it reads is in memory already.
+            # An identity costs nothing, because its input is already in memory.
             idle = isinstance(on_meta(part.build), nn.Identity)
             self._known[part] = 0.0 if idle else cost_of(part.build, part.input_shape, self.of, self.device)
         return self._known[part]

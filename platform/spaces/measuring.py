@@ -1,4 +1,4 @@
-"""What modules of a space cost by themselves, on one sample."""
+"""Costs of single modules on one sample."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ from fedloom.platform.spaces.slices import bytes_of
 from fedloom.tiers.measure import MEASURES, activation_bytes_of, latency_s_of, macs_of, parameters_of
 
 Measure = Callable[[nn.Module, Tensor], float]
-"""The cost of a module on one sample."""
+"""Returns the cost of a module on one sample."""
 
 
 def measure_of(measure: str) -> tuple[Measure, str]:
-    """How a measure is taken of a module, and the device on which; ValueError for an unknown one."""
+    """The function of a measure, and the device that it needs; ValueError for an unknown measure."""
     match measure:
         case "macs":
             return macs_of, "meta"
@@ -30,7 +30,7 @@ def measure_of(measure: str) -> tuple[Measure, str]:
 
 
 def median_seconds(warmup: int = 3, repeats: int = 20) -> Measure:
-    """The median latency in seconds, measured whenever it is asked for."""
+    """The measure of the median latency in seconds."""
     return lambda module, x: latency_s_of(module, x, warmup=warmup, repeats=repeats).median_s
 
 
@@ -41,14 +41,14 @@ def cost_of(
     device: str,
     input_dtype: torch.dtype = torch.float32,
 ) -> float:
-    """A module's cost on an input of zeros; no global generator moves, though noise draws when it is timed."""
+    """A module's cost on an input of zeros; the global generators' states do not change."""
     place = torch.device(device)
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
         return float(of(ready(build, device), torch.zeros(input_shape, device=place, dtype=input_dtype)))
 
 
 def ready(build: Callable[[], nn.Module], device: str) -> nn.Module:
-    """A module to be measured; with values where it really runs, since NaN may take another path through a kernel."""
+    """A module for measurement; initialised unless on the meta device, because kernels may be slower with NaN."""
     module = on_meta(build).eval()
     if device == "meta":
         return module

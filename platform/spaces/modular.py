@@ -1,7 +1,7 @@
 """The modular ResNet-18 of FedMN (Wang et al. 2022): each residual block has several branches to choose from.
 
-A decision is a block, an option one of its branches; each has weights of its own. A block that keeps none of them is
-its shortcut. Stem, shortcuts and head are fixed.
+A decision is a block, an option one of its branches, each with its own weights. A block without branches is its
+shortcut. Stem, shortcuts and head are fixed.
 """
 
 import re
@@ -22,7 +22,7 @@ from fedloom.platform.spaces.space_config import Spaces, from_design
 
 @dataclass(frozen=True)
 class ModularDesign(Resnet18Size):
-    """A ResNet-18 whose blocks have `modules` branches each, which are on or off (FedMN).
+    """A ResNet-18 whose blocks have `modules` branches each, which can be on or off (FedMN).
 
     Raises:
         ValueError: a size that cannot be built.
@@ -52,7 +52,7 @@ class ModularBlock(nn.Module):
         self.branches = nn.ModuleDict({str(option): design.build_branch(plan) for option in held})
 
     def forward(self, x: Tensor, options: Sequence[int], mix: Tensor | None = None) -> Tensor:
-        """Each branch counts as its entry of `mix` (one per option), if given."""
+        """Each branch is weighted by its entry of `mix` (one per option), if given."""
         outputs: list[Tensor] = [self._branch(option)(x) for option in options]
         if mix is not None:
             outputs = [y * mix[option] for option, y in zip(options, outputs, strict=True)]
@@ -69,11 +69,10 @@ class ModularBlock(nn.Module):
 
 
 class ModularNetwork(nn.Module):
-    """Stem, eight blocks, global average, classifier: `forward(x_NCHW, kept)` gives logits (N, classes).
+    """Stem, eight blocks, global average, classifier: `forward(x_NCHW, kept)` returns logits (N, classes).
 
-    `kept` is a subspace of what the network holds, or an architecture; without it, all that the network holds is used.
-    `mix` (blocks, branches) are weights of the branches, 1 if not given. There is no active path: what is used is an
-    argument.
+    `kept` is a subspace of the network's branches, or an architecture; by default all branches are used. `mix` (blocks,
+    branches) are weights of the branches, by default 1. The active branches are an argument, not state of the module.
     """
 
     def __init__(self, design: ModularDesign, kept: Subspace) -> None:
@@ -84,7 +83,7 @@ class ModularNetwork(nn.Module):
         self.head = design.build_head()
 
     def forward(self, x: Tensor, kept: Subspace | Architecture | None = None, mix: Tensor | None = None) -> Tensor:
-        """Raises ValueError naming the block, if `kept` asks for a branch that the network does not hold."""
+        """Raises ValueError naming the block if `kept` has a branch that the network does not hold."""
         used = self.held if kept is None else as_subspace(kept)
         if len(used) != len(self.blocks):
             raise ValueError(f"{self.design.name} has {len(self.blocks)} blocks, given {len(used)}")
@@ -120,7 +119,7 @@ class ModularSpace(KeptSpace):
         return [Part((plan,), self._shape(decision), partial(self.design.build_branch, plan))]
 
     def _shape(self, block: int) -> tuple[int, ...]:
-        """What a block reads, for one sample."""
+        """A block's input shape for one sample."""
         height, width = self.design.input_shape[1:]
         for plan in self.design.blocks[:block]:
             height, width = -(-height // plan.stride), -(-width // plan.stride)

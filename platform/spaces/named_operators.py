@@ -1,7 +1,7 @@
-"""Spaces whose decisions choose among named operators, each of which has tensors of its own.
+"""Spaces whose decisions choose among named operators, each with its own tensors.
 
-Supernet, subspace and stand-alone subnet are made of the same modules and name their tensors alike; they differ only
-in which operators they hold.
+Supernet, subspace and stand-alone subnet consist of the same modules with the same tensor names; they differ only in
+the operators that they hold.
 """
 
 from abc import ABC, abstractmethod
@@ -33,14 +33,14 @@ class SpaceSizes:
 
 
 class NamedOperatorSpace(SearchSpace, ABC):
-    """What such spaces share.
+    """Base class of such spaces.
 
-    A space says how its decisions are called, builds a network that holds given operators, and knows which operator a
-    tensor belongs to and what the operators cost.
+    Subclasses name the kind of decision, build a network of given operators, map tensors to operators, and measure the
+    operators' costs.
     """
 
     decision_kind: ClassVar[str]
-    """What a decision is called in messages, such as `edge`."""
+    """The word for a decision in messages, such as `edge`."""
 
     def __init__(
         self,
@@ -56,22 +56,22 @@ class NamedOperatorSpace(SearchSpace, ABC):
         self.options = tuple(map(len, operator_names))
         self._tables: dict[str, CostTable] = {}
 
-    # -- what a space says of itself --------------------------------------------------------------------------------
+    # -- to be overridden -------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _network(self, kept: Subspace) -> nn.Module:
-        """The network that holds these operators."""
+        """The network of these operators."""
 
     def _subnet(self, architecture: Architecture) -> nn.Module:
         """The network of one architecture, `forward(x)`."""
         return self._network(_path(architecture))
 
     def _label(self, decision: int) -> str:
-        """A decision as people read it, without its kind, such as `normal 0->2`."""
+        """A decision's readable name without its kind, such as `normal 0->2`."""
         return str(decision)
 
     def _known(self, decision: int) -> str:
-        """The operators of a decision as messages list them."""
+        """The operators of a decision, for messages."""
         return ", ".join(f"{i} ({name})" for i, name in enumerate(self.operator_names[decision]))
 
     @abstractmethod
@@ -80,13 +80,13 @@ class NamedOperatorSpace(SearchSpace, ABC):
 
     @abstractmethod
     def _table_of(self, measure: str, of: Measure, device: str) -> CostTable:
-        """The measure of the fixed part and of every operator, taken on the device."""
+        """The costs of the fixed part and of every operator, measured on the device."""
 
     # -- architectures ----------------------------------------------------------------------------------------------
 
     @property
     def slices_tensors(self) -> bool:
-        """No: every operator has tensors of its own."""
+        """False: every operator has its own tensors."""
         return False
 
     @property
@@ -95,7 +95,7 @@ class NamedOperatorSpace(SearchSpace, ABC):
         return tuple(tuple(range(n)) for n in self.options)
 
     def decision_name(self, decision: int) -> str:
-        """A decision with its kind, such as `edge normal 0->2`; ValueError if there is none of that number."""
+        """A decision with its kind, such as `edge normal 0->2`; ValueError if the decision does not exist."""
         self._check_decision(decision)
         return f"{self.decision_kind} {self._label(decision)}"
 
@@ -106,7 +106,7 @@ class NamedOperatorSpace(SearchSpace, ABC):
             self._check_option(decision, option)
 
     def validate_subspace(self, kept: Subspace) -> None:
-        """Raises ValueError for unknown operators, operators out of order, or another row that may not be."""
+        """Raises ValueError for unknown operators, operators out of order, and other invalid rows."""
         self._check_length("a subspace", kept)
         for decision, row in enumerate(kept):
             self._check_row(decision, row)
@@ -142,7 +142,7 @@ class NamedOperatorSpace(SearchSpace, ABC):
         return {"operators": [names[o] for names, o in zip(self.operator_names, architecture, strict=True)]}
 
     def figures(self) -> Mapping[str, Any]:
-        """Parameters of the supernet, how many decisions there are, and the operators among which they choose."""
+        """The supernet's parameters, the number of decisions, and the operators to choose from."""
         sizes = self.num_parameters
         return {
             "parameters": {"supernet": sizes.supernet, "fixed": sizes.fixed, "largest": sizes.largest_path},
@@ -157,12 +157,12 @@ class NamedOperatorSpace(SearchSpace, ABC):
         return self.build_subspace(self.largest_subspace)
 
     def build_subspace(self, kept: Subspace) -> nn.Module:
-        """The supernet without the operators that are not kept; floating tensors are NaN until loaded."""
+        """The supernet with only the kept operators; floating tensors are NaN until weights are loaded."""
         self.validate_subspace(kept)
         return blank(partial(self._network, kept))
 
     def build_subnet(self, architecture: Architecture) -> nn.Module:
-        """One architecture as a module of its own, `forward(x)`; floating tensors are NaN until weights are loaded."""
+        """A stand-alone module of one architecture, `forward(x)`; floating tensors are NaN until weights are loaded."""
         self.validate(architecture)
         return blank(partial(self._subnet, architecture))
 
@@ -173,11 +173,9 @@ class NamedOperatorSpace(SearchSpace, ABC):
     # -- tensors ----------------------------------------------------------------------------------------------------
 
     def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Fresh supernet tensors drawn from the generator alone."""
         return initialise(self._meta_supernet, generator)
 
     def initial_subnet_weights(self, architecture: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
-        """Fresh tensors of one stand-alone subnet drawn from the generator alone."""
         self.validate(architecture)
         return initialise(on_meta(partial(self._subnet, architecture)), generator)
 
@@ -199,13 +197,13 @@ class NamedOperatorSpace(SearchSpace, ABC):
         return self._tensors_of[None]
 
     def operator_tensors(self, decision: int, option: int) -> tuple[str, ...]:
-        """Names of the parameters and buffers of one operator, wherever it is, empty for one without."""
+        """Names of the parameters and buffers of one operator anywhere in the network; empty if it has none."""
         self._check_decision(decision)
         self._check_option(decision, option)
         return self._tensors_of.get((decision, option), ())
 
     def slices(self, architecture: Architecture) -> SliceMap:
-        """Where each tensor of the stand-alone subnet lies in the supernet: whole tensors, under the same names."""
+        """The slice of each subnet tensor: the whole supernet tensor of the same name."""
         self.validate(architecture)
         return self._slices_of(_path(architecture))
 
@@ -239,9 +237,9 @@ class NamedOperatorSpace(SearchSpace, ABC):
     def cost_table(self, measure: str) -> CostTable:
         """Costs of the fixed part and of every operator, for one sample; computed once.
 
-        An operator's cost is that of all its modules in the network together (of a peak, the largest). `measure` is one
-        of `fedloom.tiers.measure.MEASURES`, or bytes (all tensors, buffers included: what travels). Latency is measured
-        here and now on one CPU sample, operator by operator.
+        An operator's cost is the sum over all of its modules in the network (for peaks, the maximum). `measure` is one
+        of `fedloom.tiers.measure.MEASURES`, or bytes (of all sent tensors, buffers included). Latency is measured on
+        this host's CPU with one sample, operator by operator.
 
         Raises:
             ValueError: an unknown measure.
@@ -251,7 +249,7 @@ class NamedOperatorSpace(SearchSpace, ABC):
         return self._tables[measure]
 
     def latency_table(self, device: str = "cpu", *, warmup: int = 3, repeats: int = 20) -> CostTable:
-        """Median seconds of the fixed part and of every operator on one sample, measured now on the device."""
+        """Measures the median seconds of the fixed part and of every operator with one sample on the device."""
         return self._table_of("latency_s", median_seconds(warmup, repeats), device)
 
 

@@ -1,4 +1,4 @@
-"""What methods need of a space beyond architectures and slices, and the refusal of one that does not offer it."""
+"""Further interfaces of spaces that some methods need, and checks that a space has them."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -7,7 +7,7 @@ from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace
 
 SHOWN = 3
-"""Missing members that a refusal names."""
+"""The number of missing members named in an error message."""
 
 
 class HasSubspaces(SearchSpace, Protocol):
@@ -44,7 +44,7 @@ class HasCells(SumsOptions, Protocol):
 
     @property
     def num_cells(self) -> int:
-        """How many cells the network has, one after the other."""
+        """The number of cells of the network."""
         ...
 
     def cell_type(self, cell: int) -> str:
@@ -72,30 +72,30 @@ class HasDepths(SearchSpace, Protocol):
     """Subnets differ in depth and width."""
 
     def sample_depth(self, rng: Any) -> Architecture:
-        """A random depth, everything at its widest."""
+        """A subnet of random depth and full width."""
         ...
 
 
 def with_subspaces(space: SearchSpace, who: str) -> HasSubspaces:
-    """The space, if parts of its supernet can be sent; ValueError naming what it lacks."""
+    """The space, if it has subspaces; ValueError naming missing members."""
     offering: HasSubspaces = _offering(space, HasSubspaces, who, "cnn_cifar")
     return offering
 
 
 def summing_options(space: SearchSpace, who: str) -> SumsOptions:
-    """The space, if any options of a decision may be kept; ValueError naming what it lacks."""
+    """The space, if it sums any subset of a decision's options; ValueError naming missing members."""
     offering: SumsOptions = _offering(space, SumsOptions, who, "resnet18_modular or darts_s2")
     return offering
 
 
 def with_cells(space: SearchSpace, who: str) -> HasCells:
-    """The space, if it is one of cells; ValueError naming what it lacks."""
+    """The space, if it consists of cells; ValueError naming missing members."""
     offering: HasCells = _offering(space, HasCells, who, "darts_s2")
     return offering
 
 
 def with_depths(space: SearchSpace, who: str) -> HasDepths:
-    """The space, if its subnets differ in depth and width; ValueError naming what it lacks."""
+    """The space, if its subnets differ in depth and width; ValueError naming missing members."""
     offering: HasDepths = _offering(space, HasDepths, who, "resnet_elastic")
     return offering
 
@@ -104,7 +104,7 @@ def _offering(space: SearchSpace, what: type, who: str, such_as: str) -> Any:
     missing = lacking(space, what)
     if missing:
         needed = (what.__doc__ or "").partition(":")[0].partition(".")[0].strip()
-        # The last are what sets this kind of space apart from simpler ones.
+        # The last members distinguish this kind of space from simpler ones.
         few = f"{', '.join(missing[-SHOWN:])}{f' and {len(missing) - SHOWN} more' if len(missing) > SHOWN else ''}"
         raise ValueError(
             f"{who} cannot use space {space.name}, which has no {few}; choose space.name={such_as}, or one of your own "

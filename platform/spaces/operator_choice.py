@@ -1,7 +1,7 @@
-"""Operator-choice spaces (FedorAS): a fixed skeleton with searchable layers, a path picks one operator per layer.
+"""Operator-choice spaces (FedorAS): a fixed skeleton with searchable layers; a path chooses one operator per layer.
 
-Supernet, subspace and stand-alone subnet are made of the same modules and name their tensors alike
-(`fixed.*`, `layers.<layer>.ops.<operator>.*`); they differ only in which operators they hold.
+Supernet, subspace and stand-alone subnet consist of the same modules with the same tensor names
+(`fixed.*`, `layers.<layer>.ops.<operator>.*`); they differ only in the operators that they hold.
 """
 
 import re
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Candidate:
-    """An operator in its layer: `build()` makes its module, which maps the layer's input to the layer's output."""
+    """An operator of a layer: `build()` makes its module, which maps the layer's input to its output."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -70,12 +70,12 @@ class StandAloneNetwork(PathNetwork):
         super().__init__(fixed, layers)
         self.architecture = architecture
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # the path is part of what it is
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # the path is fixed
         return super().forward(x, self.architecture)
 
 
 class _FixedPart(nn.Module):
-    """The skeleton alone: the layers' outputs are given, whatever their inputs."""
+    """Only the skeleton: the layers return given outputs."""
 
     def __init__(self, fixed: nn.Module, outputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -88,11 +88,11 @@ class _FixedPart(nn.Module):
 
 
 class OperatorChoiceSpace(NamedOperatorSpace):
-    """A search space of paths; see `fedloom.platform.spaces.base.SearchSpace` for the protocol.
+    """A search space of paths; see `fedloom.platform.spaces.base.SearchSpace` for the interface.
 
     `layers` holds the candidates of each searchable layer; `build_fixed()` makes the skeleton, a module called as
-    `fixed(x, layers)`. All candidates of a layer must give the same output shape. Networks of more than one path are
-    called `forward(x, architecture)`.
+    `fixed(x, layers)`. All candidates of a layer must have the same output shape. Networks of more than one path are
+    called as `forward(x, architecture)`.
     """
 
     decision_kind = "layer"
@@ -154,7 +154,7 @@ class OperatorChoiceSpace(NamedOperatorSpace):
     def _over_parts(
         self, device: str, measure: Callable[[nn.Module, Tensor], T], nothing: T
     ) -> tuple[T, list[list[T]]]:
-        """The measure of the fixed part and of each operator; `nothing` for an identity, which does no work."""
+        """The costs of the fixed part and of each operator; an identity costs `nothing`."""
         sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device=device)
         ends = [(torch.zeros_like(x, device=device), torch.zeros_like(y, device=device)) for x, y in self._layer_ends]
 

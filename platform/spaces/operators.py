@@ -1,7 +1,7 @@
 """The convolutional operators of FedorAS: `conv(k)`, `ds(k,e)`, `mb(k,e)`, `identity`.
 
-Shapes are kept (c channels in and out, "same" padding); every convolution is followed by BatchNorm and ReLU, except
-for the two of squeeze-and-excitation, which have biases instead (FedorAS, App. E.3).
+They preserve the shape (c channels in and out, "same" padding). Every convolution is followed by BatchNorm and ReLU,
+except for the two of squeeze-and-excitation, which have biases instead (FedorAS, App. E.3).
 """
 
 import math
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator that keeps the shape: `build(channels)` makes its module."""
+    """An operator that preserves the shape: `build(channels)` makes its module."""
 
     name: str
     build: Callable[[int], nn.Module]
@@ -37,7 +37,7 @@ class ConvNormRelu(nn.Module):
 
 
 class SqueezeExcitation(nn.Module):
-    """Scales each channel by a gate in (0, 1) computed from the global averages; no reduction in between."""
+    """Scales each channel by a gate in (0, 1) computed from the global averages, without a bottleneck."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class SqueezeExcitation(nn.Module):
 
 
 class Residual(nn.Module):
-    """The input plus what the parts, one after another, make of it."""
+    """The input plus the output of the parts in sequence."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ _SPELLING = re.compile(r"(conv|ds|mb|identity)(?:\(([^()]*)\))?")
 
 
 def parse_operator(text: str) -> Operator:
-    """The operator spelt as in the configuration: `conv(1)`, `ds(3,.5)`, `mb(1,2)`, `identity`.
+    """Parses an operator as written in the configuration: `conv(1)`, `ds(3,.5)`, `mb(1,2)`, `identity`.
 
     Raises:
         ValueError: any other spelling.

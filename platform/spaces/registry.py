@@ -1,4 +1,4 @@
-"""From a configured name to a search space."""
+"""The registry of search spaces by name."""
 
 from collections.abc import Mapping
 
@@ -27,11 +27,11 @@ SPACES: Slot[SpaceBuilder] = Slot(
 
 
 def build_space(config: SpaceConfig) -> SearchSpace:
-    """The search space that a configuration asks for.
+    """Builds the configured search space.
 
     Raises:
         ValueError: an unknown name (lists the known ones), or a value that the space does not allow.
-        PluginError: an import path that leads nowhere, or to something that is no space.
+        PluginError: an import path that does not exist, or an object that is no space.
     """
     builder = SPACES.make(chosen([(SPACES, config.name)], config.options, "space.options")[0])
     space = builder(config)

@@ -14,7 +14,7 @@ from fedloom.platform.spaces.space_config import Spaces, from_design
 
 NORMS = ("none", "batch", "group")
 MULTIPLE = 8
-"""Channels come in eights; group normalisation groups them so, too: a group never changes with the width."""
+"""Channels are multiples of 8, also the group size of group normalisation, so that groups do not depend on width."""
 
 
 def in_eights(channels: float) -> int:
@@ -24,7 +24,7 @@ def in_eights(channels: float) -> int:
 
 
 def norm_of(kind: str) -> Callable[[int], nn.Module]:
-    """From channels to the norm of a kind; ValueError for an unknown one."""
+    """A function from channels to a norm of this kind; ValueError for an unknown kind."""
     kinds: dict[str, Callable[[int], nn.Module]] = {
         "none": lambda _channels: nn.Identity(),
         "batch": nn.BatchNorm2d,
@@ -39,8 +39,8 @@ def norm_of(kind: str) -> Callable[[int], nn.Module]:
 class ResnetDesign:
     """An elastic residual network: depth and width per stage (SuperFedNAS).
 
-    `depths` is the greatest number of extra blocks per stage; a stage keeps 1 to 1 + that. `expansions` scale a block's
-    inner channels; `width_multiplier` scales the stem and all stages. `norm` is none, batch or group.
+    `depths` is the largest number of extra blocks per stage, which has 1 to 1 + that many blocks. `expansions` scale a
+    block's inner channels; `width_multiplier` scales the stem and all stages. `norm` is none, batch or group.
 
     Source: SuperFed, Sec. 4.1; OFA's search space.
     """
@@ -74,7 +74,6 @@ class ResnetDesign:
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """Images are floats."""
         return torch.float32
 
     @property
@@ -84,7 +83,7 @@ class ResnetDesign:
 
     @property
     def keeps_statistics(self) -> bool:
-        """Batch normalisation does."""
+        """True with batch normalisation."""
         return self.norm == "batch"
 
     @property
@@ -98,7 +97,7 @@ class ResnetDesign:
         return in_eights(round(self.channels[stage + 1] * self.expansions[width]))
 
     def distinct_widths(self, stage: int) -> int:
-        """How many different widths a stage's blocks have."""
+        """The number of distinct widths of a stage's blocks."""
         return len({self.mid_channels(stage, width) for width in range(len(self.expansions))})
 
     def build_stem(self) -> nn.Module:
@@ -125,7 +124,7 @@ class ResnetDesign:
         return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(self.channels[-1], self.num_classes))
 
     def join(self, stem: nn.Module, stages: Sequence[nn.Module], head: nn.Module) -> nn.Module:
-        """One after the other."""
+        """The parts in sequence."""
         return ElasticNetwork(stem, stages, head)
 
 
@@ -136,13 +135,13 @@ RESNET_SMALL = ResnetDesign(
     stage_strides=(2, 2, 2, 2),
     expansions=(0.25, 0.5, 0.75, 1.0),
 )
-"""For CPUs: 49 787 136 subnets of 4.5 to 53 M MACs; narrow stages need larger expansions for widths to differ."""
+"""For CPUs: 49 787 136 subnets of 4.5 to 53 M MACs; narrow stages need larger expansions for distinct widths."""
 
 
 class ResidualBlock(nn.Module):
-    """(N, in, H, W) -> (N, out, H/stride, W/stride): two 3x3 convolutions beside a shortcut.
+    """(N, in, H, W) -> (N, out, H/stride, W/stride): two 3x3 convolutions plus a shortcut.
 
-    ReLU after each norm and after the sum. A projecting shortcut averages, then maps the channels linearly.
+    ReLU follows each norm and the sum. A projecting shortcut is average pooling and a 1x1 convolution.
     """
 
     def __init__(
@@ -157,14 +156,13 @@ class ResidualBlock(nn.Module):
         self.shortcut = _projection(in_channels, out_channels, stride, norm) if project else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
         y = F.relu(self.norm1(self.conv1(x)))
         y = F.relu(self.norm2(self.conv2(y)))
         return F.relu(y + self.shortcut(x))
 
 
 def _projection(in_channels: int, out_channels: int, stride: int, norm: str) -> nn.Module:
-    # ceil_mode: an odd side, such as that of a 7x7 image, gives what the strided convolution beside it gives.
+    # With ceil_mode, odd sides (such as 7x7) give the same output size as the strided convolution.
     pool = nn.AvgPool2d(stride, stride, ceil_mode=True) if stride > 1 else nn.Identity()
     return nn.Sequential(
         pool, convolution(in_channels, out_channels, 1, bias=norm == "none"), norm_of(norm)(out_channels)
@@ -172,7 +170,7 @@ def _projection(in_channels: int, out_channels: int, stride: int, norm: str) -> 
 
 
 def convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1, *, bias: bool) -> nn.Module:
-    """A convolution that keeps the sides at stride 1 (odd kernels)."""
+    """A convolution with "same" padding (odd kernels)."""
     return nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=bias)
 
 

@@ -1,4 +1,4 @@
-"""ResNet-18 for small images, as a network that is trained as it is (He et al. 2016)."""
+"""ResNet-18 for small images, as a fixed network (He et al. 2016)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from fedloom.platform.spaces.slices import Architecture
 from fedloom.platform.spaces.space_config import Spaces, from_design
 
 STAGES = ((1, 1), (2, 2), (4, 2), (8, 2))
-"""Width as a multiple of the stem's, and stride, of the four stages of two blocks."""
+"""Width (as a multiple of the stem's) and stride of the four stages of two blocks."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class BlockPlan:
 
     @property
     def projects(self) -> bool:
-        """Whether the shortcut has to change the shape."""
+        """Whether the shortcut changes the shape."""
         return self.stride != 1 or self.in_channels != self.out_channels
 
 
@@ -74,12 +74,12 @@ class Resnet18Size:
         return nn.Sequential(*_conv_norm(self.input_shape[0], self.stem_channels, 3, 1, self.norm), nn.ReLU())
 
     def build_branch(self, plan: BlockPlan) -> nn.Module:
-        """Convolution, norm, ReLU, convolution, norm: what a block adds to its shortcut."""
+        """The residual branch of a block: convolution, norm, ReLU, convolution, norm."""
         first = _conv_norm(plan.in_channels, plan.out_channels, 3, plan.stride, self.norm)
         return nn.Sequential(*first, nn.ReLU(), *_conv_norm(plan.out_channels, plan.out_channels, 3, 1, self.norm))
 
     def build_shortcut(self, plan: BlockPlan) -> nn.Module:
-        """An identity, or a 1x1 convolution and norm where the shape changes."""
+        """An identity, or a 1x1 convolution and norm if the shape changes."""
         if not plan.projects:
             return nn.Identity()
         return nn.Sequential(*_conv_norm(plan.in_channels, plan.out_channels, 1, plan.stride, self.norm))
@@ -101,7 +101,7 @@ class Resnet18Design(Resnet18Size):
     """
 
     def build(self) -> nn.Module:
-        """The network, see `Resnet18`."""
+        """The network, a `Resnet18`."""
         return Resnet18(self)
 
 
@@ -117,7 +117,7 @@ class BasicBlock(nn.Module):
 
 
 class Resnet18(nn.Module):
-    """Stem, eight blocks, global average, classifier: `forward(x_NCHW)` gives logits (N, classes)."""
+    """Stem, eight blocks, global average, classifier: `forward(x_NCHW)` returns logits (N, classes)."""
 
     def __init__(self, size: Resnet18Size) -> None:
         super().__init__()

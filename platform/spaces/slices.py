@@ -1,4 +1,4 @@
-"""Architectures, bags of tensors, and the slices of a supernet that a subnet is made of."""
+"""Architectures, subspaces, named tensors, and the slices of a supernet that form a subnet."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ Architecture = tuple[int, ...]
 """One chosen option index per decision of the space."""
 
 Subspace = tuple[tuple[int, ...], ...]
-"""The options held per decision: sorted option indices."""
+"""Per decision, the sorted indices of the options in a part of a supernet."""
 
 Region = tuple[tuple[int, int], ...]
-"""Per dimension the half-open range [start, stop) of a supernet tensor; `()` for a scalar tensor."""
+"""Per dimension, the half-open range [start, stop) of a supernet tensor; `()` for a scalar tensor."""
 
 Weights = Mapping[str, Tensor]
-"""A bag of named tensors: parameters and buffers, as in a state dict."""
+"""Named tensors: parameters and buffers, as in a state dict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Where one tensor of a subnet lies in the supernet.
+    """The location of one subnet tensor in the supernet.
 
     `source` names the supernet tensor; `region` is the index region, None for the whole tensor.
     """
@@ -36,7 +36,7 @@ class Slice:
 
 
 SliceMap = Mapping[str, Slice]
-"""For each tensor of the subnet (by its name there), its slice of the supernet."""
+"""The slice of the supernet for each tensor of a subnet, by its name in the subnet."""
 
 
 def extract(weights: Weights, slices: SliceMap) -> dict[str, Tensor]:
@@ -45,19 +45,19 @@ def extract(weights: Weights, slices: SliceMap) -> dict[str, Tensor]:
 
 
 def leading(name: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> Slice:
-    """The slice of the first entries in every dimension; the whole tensor where the shapes agree."""
+    """The slice of the leading entries in every dimension; the whole tensor if the shapes are equal."""
     if shape == whole:
         return Slice(name)
     return Slice(name, tuple((0, n) for n in shape))
 
 
 def bytes_of(tensors: Weights) -> int:
-    """Size of the tensors in bytes, as they would travel: values only."""
+    """The size of the tensors' values in bytes, as counted for communication."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def architecture_id(architecture: Architecture) -> str:
-    """The architecture as it stands in the result tables, such as 3-1-8-0."""
+    """The architecture's id in the result tables, such as 3-1-8-0."""
     return "-".join(str(choice) for choice in architecture)
 
 
@@ -67,7 +67,7 @@ def parse_architecture(text: str) -> Architecture:
 
 
 def subspace_id(kept: Subspace) -> str:
-    """A subspace as it stands in the result tables: the kept options of each layer, such as 0,1,3,8/8/2,5."""
+    """A subspace's id in the result tables: the options of each layer, such as 0,1,3,8/8/2,5."""
     return "/".join(",".join(str(option) for option in layer) for layer in kept)
 
 

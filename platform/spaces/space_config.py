@@ -1,4 +1,4 @@
-"""What a run's configuration says about its search space."""
+"""The configuration of a search space."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -10,14 +10,14 @@ from fedloom.platform.spaces.base import SearchSpace
 
 @dataclass
 class SpaceConfig:
-    """A named search space and what to change of it; null keeps the space's own value.
+    """A named search space and changes of its values; null keeps the space's own value.
 
-    What the values mean in a space is said by its design (`CnnDesign`, `ResnetDesign`, `TcnDesign`, `DartsDesign`,
-    `Resnet18Design`, `DartsV2Design`, `ModularDesign`); a value that it does not have is refused.
+    The designs document the values (`CnnDesign`, `ResnetDesign`, `TcnDesign`, `DartsDesign`, `Resnet18Design`,
+    `DartsV2Design`, `ModularDesign`); a value that a space does not have is an error.
     """
 
     name: Annotated[str, Brought("space"), "the search space"] = "cnn_digits"
-    num_classes: Annotated[int, Range(least=2), "classes, or the size of the vocabulary"] = 10
+    num_classes: Annotated[int, Range(least=2), "number of classes, or the size of the vocabulary"] = 10
     input_shape: Annotated[list[int] | None, ONE_OR_MORE, "shape of one sample"] = None
     stem_channels: Annotated[int | None, ONE_OR_MORE, "channels of the stem"] = None
     stage_layers: Annotated[list[int] | None, ONE_OR_MORE, "layers per stage"] = None
@@ -25,34 +25,34 @@ class SpaceConfig:
     depthwise_link: Annotated[bool | None, "cnn: whether stages are linked by a depthwise convolution"] = None
     operators: Annotated[list[str] | None, "the operators to choose from"] = None
     stage_widths: Annotated[list[int] | None, ONE_OR_MORE, "channels per stage"] = None
-    depths: Annotated[list[int] | None, ZERO_OR_MORE, "blocks that a stage may have beyond the fewest"] = None
-    expansions: Annotated[list[float] | None, POSITIVE, "widths that a block may have, as shares of its stage's"] = None
+    depths: Annotated[list[int] | None, ZERO_OR_MORE, "largest number of extra blocks per stage"] = None
+    expansions: Annotated[list[float] | None, POSITIVE, "widths of a block, as shares of its stage's"] = None
     width_multiplier: Annotated[float | None, POSITIVE, "factor on all channels"] = None
     norm: Annotated[str | None, "normalisation, such as batch or none"] = None
     channels: Annotated[int | None, ONE_OR_MORE, "channels of the first cells or blocks"] = None
     embedding_size: Annotated[int | None, ONE_OR_MORE, "size of a token's embedding"] = None
     blocks: Annotated[list[int] | None, ONE_OR_MORE, "blocks per stage"] = None
-    kernel_size: Annotated[int | None, ONE_OR_MORE, "of the convolutions over time"] = None
-    dropout: Annotated[float | None, Range(least=0, below=1), "share of units that are dropped in training"] = None
+    kernel_size: Annotated[int | None, ONE_OR_MORE, "kernel size of the temporal convolutions"] = None
+    dropout: Annotated[float | None, Range(least=0, below=1), "dropout probability"] = None
     tied: Annotated[bool | None, "whether embedding and output share their weights"] = None
-    cells: Annotated[int | None, ONE_OR_MORE, "cells, one after the other"] = None
-    nodes: Annotated[int | None, ONE_OR_MORE, "nodes of a cell"] = None
+    cells: Annotated[int | None, ONE_OR_MORE, "number of cells"] = None
+    nodes: Annotated[int | None, ONE_OR_MORE, "number of intermediate nodes per cell"] = None
     stem_multiplier: Annotated[int | None, ONE_OR_MORE, "channels of the stem as a multiple of the cells'"] = None
-    affine: Annotated[bool | None, "whether batch norms have weights of their own"] = None
-    modules: Annotated[int | None, ONE_OR_MORE, "modules to choose from in every block"] = None
-    options: Annotated[dict[str, Any], "options of a space of your own, by name"] = field(default_factory=dict)
+    affine: Annotated[bool | None, "whether batch norms have scale and shift"] = None
+    modules: Annotated[int | None, ONE_OR_MORE, "number of modules per block to choose from"] = None
+    options: Annotated[dict[str, Any], "options of a user's own space, by name"] = field(default_factory=dict)
 
 
 SpaceBuilder = Callable[..., SearchSpace]
-"""From a configuration (and options by keyword) to a space."""
+"""Builds a space from a configuration (and options by keyword)."""
 
 _NOT_OF_DESIGNS = ("name", "options")
 
 
 def from_design(make: Callable[[Any], SearchSpace], default: Any, config: SpaceConfig) -> SearchSpace:
-    """The space of a design with what the configuration changes of it.
+    """The space of a design with the configuration's changes.
 
-    Raises ValueError for a value that this design does not have, listing those that it has.
+    Raises ValueError for a value that the design does not have, listing those that it has.
     """
     known = [f.name for f in fields(default)]
     changes: dict[str, Any] = {}

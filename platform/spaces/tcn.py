@@ -18,8 +18,8 @@ from fedloom.platform.spaces.space_config import Spaces, from_design
 class TcnDesign:
     """An elastic temporal convolutional network for text (SuperFed); `input_shape` is (T,).
 
-    A subnet keeps `blocks[0]` to `blocks[1]` of the temporal blocks, with dilations 1, 2, 4, ...; `expansions` scale
-    the first convolution's output channels. `tied` decodes with the embedding's weights, as wide as the blocks.
+    A subnet has `blocks[0]` to `blocks[1]` temporal blocks, with dilations 1, 2, 4, ...; `expansions` scale the first
+    convolution's output channels. With `tied`, the decoder uses the embedding's weights, of the blocks' width.
 
     Source: SuperFedNAS, App. (text); Bai et al. 2018.
     """
@@ -52,7 +52,6 @@ class TcnDesign:
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """Tokens are whole numbers."""
         return torch.int64
 
     @property
@@ -62,7 +61,7 @@ class TcnDesign:
 
     @property
     def keeps_statistics(self) -> bool:
-        """Weight normalisation keeps none."""
+        """False: weight normalisation has no running statistics."""
         return False
 
     def mid_channels(self, width: int) -> int:
@@ -70,7 +69,7 @@ class TcnDesign:
         return max(1, round(self.channels * self.expansions[width]))
 
     def distinct_widths(self, stage: int) -> int:
-        """How many different widths blocks have."""
+        """The number of distinct widths of the blocks."""
         del stage  # there is one
         return len({self.mid_channels(width) for width in range(len(self.expansions))})
 
@@ -87,11 +86,11 @@ class TcnDesign:
         )
 
     def build_head(self) -> nn.Module:
-        """A linear decoder, or the bias alone of a tied one."""
+        """A linear decoder, or a tied one, which only has a bias."""
         return TiedDecoder(self.num_classes) if self.tied else Decoder(self.channels, self.num_classes)
 
     def join(self, stem: nn.Module, stages: Sequence[nn.Module], head: nn.Module) -> nn.Module:
-        """One after the other; a tied head is given the embedding's weights."""
+        """The parts in sequence; a tied head gets the embedding's weights."""
         return (TiedNetwork if self.tied else ElasticNetwork)(stem, stages, head)
 
 
@@ -130,12 +129,12 @@ class TiedDecoder(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocabulary))
 
     def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
-        """A bias begins at zero."""
+        """Sets the bias to zero."""
         del generator
         tensors_by_name["bias"].zero_()
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Logits of every position; without weights (when it is measured alone) it decodes by a matrix of zeros."""
+        """Logits of every position; without `weight` (when measured by itself) it uses a matrix of zeros."""
         if weight is None:
             weight = torch.zeros((len(self.bias), x.shape[1]), device=x.device, dtype=x.dtype)
         return F.linear(x.transpose(1, 2), weight, self.bias).transpose(1, 2)
@@ -154,7 +153,7 @@ class TiedNetwork(ElasticNetwork):
 
 
 class TemporalBlock(nn.Module):
-    """(N, in, T) -> (N, out, T): two causal, dilated, weight-normed convolutions beside a shortcut."""
+    """(N, in, T) -> (N, out, T): two causal, dilated, weight-normed convolutions plus a shortcut."""
 
     def __init__(
         self, in_channels: int, mid_channels: int, out_channels: int, kernel: int, dilation: int, dropout: float
@@ -167,16 +166,15 @@ class TemporalBlock(nn.Module):
         self.shortcut = nn.Identity() if same else nn.Conv1d(in_channels, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
         y = self.dropout(F.relu(self.conv1(x)))
         y = self.dropout(F.relu(self.conv2(y)))
         return F.relu(y + self.shortcut(x))
 
 
 class CausalConv(nn.Module):
-    """(N, in, T) -> (N, out, T), position t sees t, t - dilation, ...; weights are direction times magnitude.
+    """(N, in, T) -> (N, out, T); position t depends on t, t - dilation, ...; weights are direction times magnitude.
 
-    A slice is normed as it is: the direction of the kept input channels alone has length 1 (Salimans & Kingma 2016).
+    A slice is normalised over its own input channels, whose direction has length 1 (Salimans & Kingma 2016).
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, dilation: int) -> None:
@@ -187,7 +185,7 @@ class CausalConv(nn.Module):
         self.dilation, self.padding = dilation, (kernel - 1) * dilation
 
     def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
-        """He's normal of fan-in for the direction, its length as the magnitude, no bias."""
+        """He normal initialisation (fan-in) of the direction, its length as the magnitude, zero bias."""
         direction = tensors_by_name["direction"]
         fan_in = max(direction.shape[1] * direction.shape[2], 1)
         direction.normal_(std=math.sqrt(2 / fan_in), generator=generator)
@@ -195,7 +193,6 @@ class CausalConv(nn.Module):
         tensors_by_name["bias"].zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The convolution's output."""
         weight = self.direction * (self.magnitude / _length(self.direction))
         return F.conv1d(F.pad(x, (self.padding, 0)), weight, self.bias, dilation=self.dilation)
 

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from fedloom.actors.client import About
-from fedloom.actors.placement import plan_lanes, resident_lane
+from fedloom.actors.placement import plan_groups, resident_group
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
 from fedloom.platform.clients.execution import SerialExecutor
@@ -39,10 +39,10 @@ def run_on_actors(config: RunConfig, pool: type[ActorPool] = ActorPool) -> tuple
     pools: list[ActorPool] = []
 
     def make(world: World) -> ActorPool:
-        lanes = plan_lanes(config.executor, world.tiers, ray.cluster_resources())
+        groups = plan_groups(config.executor, world.tiers, ray.cluster_resources())
         if config.executor.resident:
-            lanes = [resident_lane(lanes[0], ray.cluster_resources()["CPU"], world.num_clients)]
-        pools.append(pool(world.spec, lanes, resident=config.executor.resident))
+            groups = [resident_group(groups[0], ray.cluster_resources()["CPU"], world.num_clients)]
+        pools.append(pool(world.spec, groups, resident=config.executor.resident))
         return pools[0]
 
     return (config.results, start_run(config, make)), pools[0]
@@ -143,7 +143,7 @@ def test_resident_actors_give_the_same_bits(tiny: Tiny, run_serially: Serially, 
     reference = run_serially(config)
     resident, pool = run_on_actors(replace(config, executor=replace(config.executor, actors=1, resident=True)))
     assert_same_run(reference, resident)
-    assert {name for name in pool.lanes if name.startswith("resident")} <= {
+    assert {name for name in pool.groups if name.startswith("resident")} <= {
         *(f"resident-{i}" for i in range(6)),
         "resident-server",
     }

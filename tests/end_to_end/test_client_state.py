@@ -9,7 +9,7 @@ import pytest
 import ray
 import torch
 
-from fedloom.actors.placement import Lane
+from fedloom.actors.placement import ActorGroup
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
 from fedloom.experiments.runs.configuration import compose_config
@@ -77,7 +77,7 @@ def executor(request: pytest.FixtureRequest, spec: WorkerSpec, ray_cluster: None
         return
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     accept_shared_memory()
-    pool = ActorPool(spec, [Lane("clients", 2, 1.0, 0.0)])
+    pool = ActorPool(spec, [ActorGroup("clients", 2, 1.0, 0.0)])
     yield pool
     pool.close()
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from fedloom.actors.placement import Lane
+from fedloom.actors.placement import ActorGroup
 from fedloom.actors.pool import ActorPool
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import Assignment, Outcome, Task
@@ -46,7 +46,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 Config = Callable[..., RunConfig]
 CLIENT_TIMEOUT_S = 2.0
-LANE = Lane("clients", 1, 1.0, 0.0)
+GROUP = ActorGroup("clients", 1, 1.0, 0.0)
 OLD = {"w": torch.zeros(3)}
 PLACES = {"w": Slice("w")}
 
@@ -130,7 +130,7 @@ def run_with(config: RunConfig, task: Callable[[Task], Task], serial: bool = Fal
         if serial:
             return Sabotage(SerialExecutor(Worker(world.spec)), task)
         failures = config.executor.failures
-        return Sabotage(ActorPool(world.spec, [LANE], actor_attempts=failures.actor_attempts), task)
+        return Sabotage(ActorPool(world.spec, [GROUP], actor_attempts=failures.actor_attempts), task)
 
     return start_run(config, make)
 
@@ -215,7 +215,7 @@ def test_an_actor_that_dies_of_the_same_client_each_time_fails_that_client(
 def pool(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory, own_cache: Path) -> Iterator[ActorPool]:
     """One actor with little patience."""
     spec = build_world(small_run(tmp_path_factory.mktemp("pool"))).spec
-    pool = ActorPool(spec, [LANE], client_timeout_s=CLIENT_TIMEOUT_S)
+    pool = ActorPool(spec, [GROUP], client_timeout_s=CLIENT_TIMEOUT_S)
     yield pool
     pool.close()
 

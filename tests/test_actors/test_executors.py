@@ -15,7 +15,7 @@ import torch
 from ray import cloudpickle
 
 from fedloom.actors.client import RemoteClient
-from fedloom.actors.placement import Lane
+from fedloom.actors.placement import ActorGroup
 from fedloom.actors.pool import ActorPool
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.averaging.average import Update
@@ -96,7 +96,7 @@ def executor(request: pytest.FixtureRequest, spec: WorkerSpec, ray_cluster: None
     if request.param == "serial":
         made = SerialExecutor(Worker(spec))
     else:
-        made = ActorPool(spec, [Lane("clients", 2, 1.0, 0.0)])
+        made = ActorPool(spec, [ActorGroup("clients", 2, 1.0, 0.0)])
     yield made
     made.close()
 
@@ -188,16 +188,16 @@ class TestEveryExecutor:
 def test_an_actor_of_other_source_is_refused(
     spec: WorkerSpec, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.actors.crew.source_of", lambda _spec: "another")
+    monkeypatch.setattr("fedloom.actors.actor_set.source_of", lambda _spec: "another")
     with pytest.raises(RuntimeError, match=r"runs fedloom source .* the server another: install the same version"):
-        ActorPool(spec, [Lane("clients", 1, 0.0, 0.0)])
+        ActorPool(spec, [ActorGroup("clients", 1, 0.0, 0.0)])
 
 
 def test_an_actor_that_can_never_start_is_a_failed_client(
     spec: WorkerSpec, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedloom.actors.pool.START_TIMEOUT_S", 0.5)
-    pool = ActorPool(spec, [Lane("clients", 1, 99.0, 0.0)], resident=True, actor_attempts=2)
+    pool = ActorPool(spec, [ActorGroup("clients", 1, 99.0, 0.0)], resident=True, actor_attempts=2)
     try:
         (report,) = reports_of(run(pool, planned([Adds(1.0)]), 1))
         assert report.status == "failed"
@@ -226,9 +226,9 @@ class DiesTwice:
 def test_a_lost_node_counts_once_however_many_of_its_actors_had_the_client(
     spec: WorkerSpec, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_is_gone: bool
 ) -> None:
-    pool = ActorPool(spec, [Lane("clients", 2, 0.0, 0.0)], actor_attempts=2)
+    pool = ActorPool(spec, [ActorGroup("clients", 2, 0.0, 0.0)], actor_attempts=2)
     nodes = [{"NodeID": ray.get_runtime_context().get_node_id(), "Alive": not node_is_gone}]
-    monkeypatch.setattr("fedloom.actors.crew.ray.nodes", lambda: nodes)
+    monkeypatch.setattr("fedloom.actors.actor_set.ray.nodes", lambda: nodes)
     try:
         (report,) = reports_of(run(pool, planned([DiesTwice(str(tmp_path))]), 1))
         assert report.status == ("ok" if node_is_gone else "failed")
@@ -241,20 +241,20 @@ def test_a_lost_node_counts_once_however_many_of_its_actors_had_the_client(
 def test_an_actor_without_the_data_is_refused_in_one_line(spec: WorkerSpec, ray_cluster: None) -> None:
     place = f"{os.uname().nodename}/{ray.get_runtime_context().get_node_id()[:8]}"
     with pytest.raises(RunFailedError) as refusal:
-        ActorPool(replace(spec, partition_path="/nowhere/p"), [Lane("clients", 1, 0.0, 0.0)])
+        ActorPool(replace(spec, partition_path="/nowhere/p"), [ActorGroup("clients", 1, 0.0, 0.0)])
     assert str(refusal.value).startswith(f"node {place} does not have /nowhere/p: let data.cache be")
 
 
 def test_an_actor_that_cannot_start_ends_the_run_with_the_cause(spec: WorkerSpec, ray_cluster: None) -> None:
     with pytest.raises(RunFailedError, match=r"^a client actor \(clients\) could not be started: .*threads"):
-        ActorPool(replace(spec, threads=0), [Lane("clients", 1, 0.0, 0.0)])
+        ActorPool(replace(spec, threads=0), [ActorGroup("clients", 1, 0.0, 0.0)])
 
 
 def test_an_actor_that_is_made_later_is_checked_too(
     spec: WorkerSpec, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.actors.crew.source_of", lambda _spec: "another")
-    pool = ActorPool(spec, [Lane("clients", 1, 0.0, 0.0)], resident=True)
+    monkeypatch.setattr("fedloom.actors.actor_set.source_of", lambda _spec: "another")
+    pool = ActorPool(spec, [ActorGroup("clients", 1, 0.0, 0.0)], resident=True)
     try:
         with pytest.raises(RuntimeError, match=r"runs fedloom source .* the server another"):
             run(pool, planned([Adds(1.0)]), 1)

@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from fedloom.actors.placement import Lane, bundles_of, free_resources, nodes_to_fill
+from fedloom.actors.placement import ActorGroup, bundles_of, free_resources, nodes_to_fill
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.server import make_pool
 from fedloom.experiments.runs.launch import _where_results_are
@@ -216,7 +216,7 @@ def test_nobody_waits_for_a_lost_nodes_actor_and_a_new_nodes_takes_part(
     spec: WorkerSpec, cluster: Cluster, second_node: Any, tmp_path: Path
 ) -> None:
     tasks = [Adds(0.1 * (i + 1)) for i in range(5)]
-    pool = ActorPool(spec, [Lane("clients", 2, 1.0, 0.0)], actor_attempts=2)
+    pool = ActorPool(spec, [ActorGroup("clients", 2, 1.0, 0.0)], actor_attempts=2)
     try:
         weights = SharedWeights(OLD, "w@0")
         gate = tmp_path / "first"
@@ -238,7 +238,7 @@ def test_a_resident_client_comes_up_elsewhere_when_its_node_is_lost(
     spec: WorkerSpec, cluster: Cluster, second_node: Any, tmp_path: Path
 ) -> None:
     tasks = [Adds(0.5), Adds(0.25)]
-    pool = ActorPool(spec, [Lane("clients", 1, 1.0, 0.0)], resident=True)
+    pool = ActorPool(spec, [ActorGroup("clients", 1, 1.0, 0.0)], resident=True)
     try:
         weights = SharedWeights(OLD, "w@0")
         assert len({r.node for r in merge_chunks(pool.run(planned(tasks), weights)).reports}) == 2
@@ -256,9 +256,9 @@ class CountsLooks(ActorPool):
 
     looks = 0
 
-    def _listen(self, timeout_s: float) -> None:
+    def _await_starts(self, timeout_s: float) -> None:
         self.looks += 1
-        super()._listen(timeout_s)
+        super()._await_starts(timeout_s)
 
 
 class Holds:
@@ -277,7 +277,7 @@ def test_clients_fail_with_the_reason_if_no_actor_comes_up(
     pool = None
     try:
         ray.get(holder.ready.remote(), timeout=PATIENCE_S)
-        pool = CountsLooks(spec, [Lane("clients", 1, 1.0, 0.0)], actor_attempts=2)
+        pool = CountsLooks(spec, [ActorGroup("clients", 1, 1.0, 0.0)], actor_attempts=2)
         monkeypatch.setattr("fedloom.actors.pool.START_TIMEOUT_S", 1.0)
         loser = LosesANode(pool, cluster, second_node, tmp_path, "train", 3, at_work=1)
         result = merge_chunks(loser.run(planned([Adds(1.0)] * 3), SharedWeights(OLD, "w@0")))
@@ -304,9 +304,9 @@ class Trial:
         """Free resources, the nodes to fill, and where a server would be placed."""
         return free_resources(), nodes_to_fill(), _where_results_are("results")
 
-    def work(self, lanes: Sequence[Lane], tasks: Sequence[Task]) -> list[tuple[int, str | None]]:
+    def work(self, groups: Sequence[ActorGroup], tasks: Sequence[Task]) -> list[tuple[int, str | None]]:
         """Starts a pool; processes and placement groups of those who did the tasks."""
-        self.pool = ActorPool(self.spec, lanes)
+        self.pool = ActorPool(self.spec, groups)
         result = merge_chunks(self.pool.run(planned(tasks), SharedWeights(OLD, "w@0")))
         return [(report.steps, report.subspace) for report in result.reports]
 
@@ -314,9 +314,9 @@ class Trial:
 def test_in_a_placement_group_the_clients_are_in_it_and_end_with_it(
     spec: WorkerSpec, cluster: Cluster, second_node: Any, tmp_path: Path
 ) -> None:
-    lanes = [Lane("clients", 2, 0.5, 0.0)]
-    group = placement_group([{"CPU": 0.5}, *bundles_of(lanes)])
-    strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+    groups = [ActorGroup("clients", 2, 0.5, 0.0)]
+    placement = placement_group([{"CPU": 0.5}, *bundles_of(groups)])
+    strategy = PlacementGroupSchedulingStrategy(placement, 0, placement_group_capture_child_tasks=True)
     remote = ray.remote(Trial)
     trial = remote.options(num_cpus=0, scheduling_strategy=strategy).remote(spec)
     with_cpus = remote.options(num_cpus=0.5, scheduling_strategy=strategy).remote(spec)
@@ -325,12 +325,12 @@ def test_in_a_placement_group_the_clients_are_in_it_and_end_with_it(
         assert ray.get(with_cpus.sees.remote(), timeout=PATIENCE_S) == ({"CPU": 1.0}, 1, {})
         (tmp_path / "open").touch()
         tasks = [Waits(Adds(float(i)), str(tmp_path)) for i in range(6)]
-        did = ray.get(trial.work.remote(lanes, tasks), timeout=PATIENCE_S)
-        assert {of_group for _, of_group in did} == {group.id.hex()}
+        did = ray.get(trial.work.remote(groups, tasks), timeout=PATIENCE_S)
+        assert {of_group for _, of_group in did} == {placement.id.hex()}
         pids = {pid for pid, _ in did}
         assert pids
     finally:
-        remove_placement_group(group)
+        remove_placement_group(placement)
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the clients to end")
     wait_until(lambda: free_resources().get("CPU") == 2.0, "the group's CPUs to be free")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fedloom.actors.placement import bundles_of, lanes_of_run, total
+from fedloom.actors.placement import bundles_of, groups_of_run, total
 from fedloom.experiments.ablation import checks
 from fedloom.experiments.ablation.checks import checked_trials
 from fedloom.experiments.ablation.needs import Bundles, Cluster, bundles_of_trial, check_fits
@@ -166,8 +166,8 @@ def test_in_its_group_a_trial_makes_the_actors_that_were_reserved(
 ) -> None:
     config = ExecutorConfig(actors=actors, resident=resident)
     bundles = bundles_of_trial(RunConfig(executor=config), TWO_TIERS, clients, cluster(8, 2), trials)
-    lanes = lanes_of_run(config, TWO_TIERS, total(bundles), clients)
-    assert bundles_of(lanes, clients if resident else None) == list(bundles)
+    groups = groups_of_run(config, TWO_TIERS, total(bundles), clients)
+    assert bundles_of(groups, clients if resident else None) == list(bundles)
 
 
 # -- trials, looked at before any is started ---------------------------------------------------------------------------

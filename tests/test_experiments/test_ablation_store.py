@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fedloom.experiments.ablation import launch
-from fedloom.experiments.ablation.view import AblationView
+from fedloom.experiments.ablation.view import TerminalView
 from fedloom.experiments.store.ablations import (
     Ablation,
     Trial,
@@ -251,9 +251,9 @@ def test_to_resume_what_has_nothing_left_takes_no_cluster(
     write_status(tmp_path, ablation.trials[2], last)
     StatusFile(ablation.folder(tmp_path) / "status.json").write("running")
     with pytest.raises(ValueError, match="is still running"):
-        launch.resume_ablation(ablation, tmp_path, AblationView(quiet=True))
+        launch.resume_ablation(ablation, tmp_path, TerminalView(quiet=True))
     kill_driver(ablation.folder(tmp_path) / "status.json", ended_pid)
-    end = launch.resume_ablation(ablation, tmp_path, AblationView(quiet=True))
+    end = launch.resume_ablation(ablation, tmp_path, TerminalView(quiet=True))
     assert (end.kind, [s.state for s in end.states]) == (kind, ["done", "stopped", last])
     assert read_status(ablation.folder(tmp_path) / "status.json").state == kind
 

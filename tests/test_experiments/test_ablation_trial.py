@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedloom.experiments.ablation import trial as module
-from fedloom.experiments.ablation.trial import END, MESSAGE, STAGE_ROUND, Job, Running
+from fedloom.experiments.ablation.trial import END, MESSAGE, STAGE_ROUND, Job, RunThread
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.store.trials import UNSENT
 from fedloom.platform.federation.config import RunConfig
@@ -53,7 +53,7 @@ def make(tmp_path: Path) -> Make:
 
 def told(job: Job) -> list[Mapping[str, Any]]:
     """All news of a trial from its beginning to its end."""
-    running = Running(job)
+    running = RunThread(job)
     running.start()
     news: list[Mapping[str, Any]] = []
     while not (news and news[-1].get("done")):

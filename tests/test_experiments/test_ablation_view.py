@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fedloom.experiments.ablation import command
 from fedloom.experiments.ablation.launch import AblationEnd
-from fedloom.experiments.ablation.view import MOST_LINES, AblationView
+from fedloom.experiments.ablation.view import MOST_LINES, TerminalView
 from fedloom.experiments.store.ablations import Ablation, Trial
 from fedloom.experiments.store.trials import End, TrialState
 from fedloom.experiments.terminal.exit_codes import OK, of_run_end
@@ -43,9 +43,9 @@ def states(ablation: Ablation, *names: str) -> list[TrialState]:
     ]
 
 
-def begun(ablation: Ablation, now: Sequence[TrialState], *, terminal: bool) -> tuple[AblationView, StringIO]:
+def begun(ablation: Ablation, now: Sequence[TrialState], *, terminal: bool) -> tuple[TerminalView, StringIO]:
     """A view of the ablation, and what it writes."""
-    view, written = AblationView(), StringIO()
+    view, written = TerminalView(), StringIO()
     view.console = Console(
         file=written, force_terminal=terminal, width=120, soft_wrap=True, highlight=False, color_system=None
     )
@@ -53,7 +53,7 @@ def begun(ablation: Ablation, now: Sequence[TrialState], *, terminal: bool) -> t
     return view, written
 
 
-def table(view: AblationView) -> str:
+def table(view: TerminalView) -> str:
     """What the terminal would show now."""
     written = StringIO()
     Console(file=written, width=120).print(view._table())
@@ -94,7 +94,7 @@ def test_a_trial_that_never_began_may_end() -> None:
 
 
 def test_a_quiet_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    view = AblationView(quiet=True)
+    view = TerminalView(quiet=True)
     ablation = make_ablation(1)
     view.planned(ablation, states(ablation), 1, len(ablation.trials))
     view.started(0)
@@ -105,7 +105,7 @@ def test_a_quiet_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_view_may_be_closed_before_anything_was_planned() -> None:
-    AblationView(quiet=True).close()
+    TerminalView(quiet=True).close()
 
 
 # -- in a terminal -----------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_the_view_is_closed_when_the_ablation_is_refused(monkeypatch: pytest.Mon
         raise ValueError("still running")
 
     monkeypatch.setattr(command, "start_ablation", refuse)
-    monkeypatch.setattr(AblationView, "close", lambda self: closed.append(self.console.quiet))
+    monkeypatch.setattr(TerminalView, "close", lambda self: closed.append(self.console.quiet))
     with pytest.raises(ValueError, match="still running"):
         command.run_command(make_ablation(1), arguments())
     assert closed == [False]

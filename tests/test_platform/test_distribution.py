@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fedloom.platform.federation import distribution
 from fedloom.platform.federation.distribution import (
     HEURISTICS,
-    Handout,
+    Distribution,
     Served,
     count_served,
     distribute,
@@ -64,30 +64,30 @@ SPACE = ElasticSpace(
 )
 
 
-def handout(
+def inputs(
     round_: int = 0,
     client_ids: Sequence[int] = (2, 5, 7, 9),
     budgets: Sequence[float] | None = None,
     family: Sequence[Architecture] = (),
     served: Served | None = None,
-) -> Handout:
+) -> Distribution:
     limits = tuple(budgets) if budgets is not None else (inf,) * len(client_ids)
     rng = stream(1, "test", round_)
-    return Handout(Fixed(), FIVE, round_, tuple(client_ids), limits, tuple(family), served or {}, rng)
+    return Distribution(Fixed(), FIVE, round_, tuple(client_ids), limits, tuple(family), served or {}, rng)
 
 
-def real(budgets: Sequence[float], round_: int = 0, served: Served | None = None) -> Handout:
+def real(budgets: Sequence[float], round_: int = 0, served: Served | None = None) -> Distribution:
     """The same for a real space of 468 subnets."""
     family = tuple(SPACE.parse(t) for t in ("smallest", "d=1,0 e=1", "largest"))
     ids, table = tuple(range(len(budgets))), SPACE.cost_table("macs")
-    return Handout(SPACE, table, round_, ids, tuple(budgets), family, served or {}, stream(1, "test", round_))
+    return Distribution(SPACE, table, round_, ids, tuple(budgets), family, served or {}, stream(1, "test", round_))
 
 
 # -- worked rounds ----------------------------------------------------------------------------------------------------
 
 
 def test_random_draws_one_for_each() -> None:
-    assert random(handout()) == [M, M, M, M]
+    assert random(inputs()) == [M, M, M, M]
     drawn = random(real([inf] * 8))
     assert len(set(drawn)) > 4, "independent"
     assert drawn == random(real([inf] * 8)), "from the round's own stream"
@@ -99,49 +99,49 @@ def test_random_draws_one_for_each() -> None:
     [(0, [L, S, M, M]), (1, [M, L, S, M]), (2, [M, M, L, S]), (3, [S, M, M, L]), (4, [L, S, M, M])],
 )
 def test_the_sandwich_rotates_with_the_round(round_: int, expected: list[Architecture]) -> None:
-    assert sandwich(handout(round_)) == expected
+    assert sandwich(inputs(round_)) == expected
 
 
 def test_the_sandwich_where_only_some_can_have_the_largest() -> None:
-    assert sandwich(handout(0, budgets=[4, 4, 5, 5])) == [S, M, L, M]
-    assert sandwich(handout(3, budgets=[5, 4, 4, 4])) == [L, M, M, S]
-    assert sandwich(handout(1, budgets=[4, 4, 4, 4])) == [M, S, M, M], "nobody can have it"
+    assert sandwich(inputs(0, budgets=[4, 4, 5, 5])) == [S, M, L, M]
+    assert sandwich(inputs(3, budgets=[5, 4, 4, 4])) == [L, M, M, S]
+    assert sandwich(inputs(1, budgets=[4, 4, 4, 4])) == [M, S, M, M], "nobody can have it"
 
 
 def test_tracking_by_hand() -> None:
     # Client 2 never had the largest, nor did 9: the lower id gets it. Of the others 7 had the smallest least often.
     served = {"largest": {"5": 1, "7": 2}, "smallest": {"2": 0, "5": 2, "9": 1}}
-    assert tracking_sandwich(handout(served=served)) == [L, M, S, M]
+    assert tracking_sandwich(inputs(served=served)) == [L, M, S, M]
 
 
 def test_tracking_ties_go_to_the_lowest_id() -> None:
-    assert tracking_sandwich(handout()) == [L, S, M, M]
+    assert tracking_sandwich(inputs()) == [L, S, M, M]
     # 2 is the least served with both: the largest goes first, and the smallest to the next.
     served = {"largest": {"5": 1, "7": 1, "9": 1}, "smallest": {"5": 3, "7": 1, "9": 1}}
-    assert tracking_sandwich(handout(served=served)) == [L, M, S, M]
+    assert tracking_sandwich(inputs(served=served)) == [L, M, S, M]
 
 
 def test_tracking_where_only_some_can_have_the_largest() -> None:
     served = {"largest": {"9": 4}, "smallest": {}}
-    assert tracking_sandwich(handout(budgets=[1, 4, 4, 5], served=served)) == [S, M, M, L]
+    assert tracking_sandwich(inputs(budgets=[1, 4, 4, 5], served=served)) == [S, M, M, L]
     # Client 2 can have the smallest alone: there is nothing else to draw for it.
-    assert tracking_sandwich(handout(budgets=[1, 4, 4, 4], served={"smallest": {"2": 9}})) == [S, S, M, M]
+    assert tracking_sandwich(inputs(budgets=[1, 4, 4, 4], served={"smallest": {"2": 9}})) == [S, S, M, M]
 
 
 def test_tracking_over_three_rounds_by_hand() -> None:
     served: Served = {}
     expected = {0: [L, S, M], 1: [S, L, M], 2: [S, M, L], 3: [L, M, S]}
     for round_, subnets in expected.items():
-        clients = handout(round_, (1, 2, 3), served=served)
+        clients = inputs(round_, (1, 2, 3), served=served)
         assert distribute(Chosen("tracking_sandwich"), clients) == dict(zip((1, 2, 3), subnets, strict=True)), round_
         served = count_served(served, dict(zip((1, 2, 3), subnets, strict=True)), Fixed())
     assert served == {"largest": {"1": 2, "2": 1, "3": 1}, "smallest": {"1": 2, "2": 1, "3": 1}}
 
 
 def test_two_clients_are_a_sandwich_without_filling() -> None:
-    assert sandwich(handout(0, (3, 4))) == [L, S]
-    assert sandwich(handout(0, (3,))) == [L]
-    assert sandwich(handout(0, (3,), budgets=[4])) == [S]
+    assert sandwich(inputs(0, (3, 4))) == [L, S]
+    assert sandwich(inputs(0, (3,))) == [L]
+    assert sandwich(inputs(0, (3,), budgets=[4])) == [S]
 
 
 def test_counters_count_random_draws_too() -> None:
@@ -156,18 +156,18 @@ FAMILY = (S, (1,), (3,))
 
 def test_static_is_the_id_modulo_the_family() -> None:
     expected = [(3,), (3,), (1,), S]  # 2, 5, 7, 9 modulo 3
-    assert static(handout(0, family=FAMILY)) == static(handout(7, family=FAMILY)) == expected
+    assert static(inputs(0, family=FAMILY)) == static(inputs(7, family=FAMILY)) == expected
 
 
 def test_dynamic_is_the_id_plus_the_round_modulo_the_family() -> None:
-    assert dynamic(handout(0, family=FAMILY)) == [(3,), (3,), (1,), S]
-    assert dynamic(handout(1, family=FAMILY)) == [S, S, (3,), (1,)]
-    assert dynamic(handout(3, family=FAMILY)) == dynamic(handout(0, family=FAMILY))
+    assert dynamic(inputs(0, family=FAMILY)) == [(3,), (3,), (1,), S]
+    assert dynamic(inputs(1, family=FAMILY)) == [S, S, (3,), (1,)]
+    assert dynamic(inputs(3, family=FAMILY)) == dynamic(inputs(0, family=FAMILY))
 
 
 def test_a_member_above_the_budget_is_replaced_by_the_largest_affordable() -> None:
-    assert static(handout(budgets=[4, 3, 2, 1], family=FAMILY)) == [(3,), (1,), (1,), S]
-    assert static(handout(budgets=[1, 1, 1, 1], family=((1,), (3,)))) == [S, S, S, S], "no member is affordable"
+    assert static(inputs(budgets=[4, 3, 2, 1], family=FAMILY)) == [(3,), (1,), (1,), S]
+    assert static(inputs(budgets=[1, 1, 1, 1], family=((1,), (3,)))) == [S, S, S, S], "no member is affordable"
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
@@ -218,12 +218,12 @@ def own_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_a_heuristic_by_import_path_with_options(own_module: ModuleType) -> None:
-    def all_of(handout: Handout, *, option: int = 0) -> list[Architecture]:
-        return [(option,)] * len(handout.client_ids)
+    def all_of(distribution: Distribution, *, option: int = 0) -> list[Architecture]:
+        return [(option,)] * len(distribution.client_ids)
 
     own_module.all_of = all_of  # type: ignore[attr-defined]
-    assert distribute(Chosen("own_rules:all_of"), handout()) == dict.fromkeys((2, 5, 7, 9), S)
-    assert distribute(Chosen("own_rules:all_of", (("option", 2),)), handout()) == dict.fromkeys((2, 5, 7, 9), M)
+    assert distribute(Chosen("own_rules:all_of"), inputs()) == dict.fromkeys((2, 5, 7, 9), S)
+    assert distribute(Chosen("own_rules:all_of", (("option", 2),)), inputs()) == dict.fromkeys((2, 5, 7, 9), M)
 
 
 def test_an_unknown_heuristic_lists_the_known() -> None:
@@ -235,7 +235,7 @@ def test_an_unknown_heuristic_lists_the_known() -> None:
 def test_what_is_no_function_of_a_handout_is_refused(own_module: ModuleType) -> None:
     own_module.number = 3  # type: ignore[attr-defined]
     own_module.lonely = lambda: [S]  # type: ignore[attr-defined]
-    with pytest.raises(PluginError, match=r"'own_rules:number' is an int, not a function of \(handout\)"):
+    with pytest.raises(PluginError, match=r"'own_rules:number' is an int, not a function of \(distribution\)"):
         HEURISTICS.find("own_rules:number")
     with pytest.raises(PluginError, match=r"'own_rules:lonely' has the wrong parameters .*give a function of"):
         HEURISTICS.find("own_rules:lonely")
@@ -248,7 +248,7 @@ def test_what_is_no_function_of_a_handout_is_refused(own_module: ModuleType) -> 
     [
         ("forgets", [S, S, S], "gives 3 subnets to 4 clients"),
         ("outside", [S, S, S, (7,)], r"fails: ValueError: \(7,\) is outside the space"),
-        ("greedy", [L, L, L, L], r"gives client 5 a subnet of 5 macs, its budget is 4: use Handout\.draw"),
+        ("greedy", [L, L, L, L], r"gives client 5 a subnet of 5 macs, its budget is 4: use Distribution\.draw"),
         ("numbers", 4, "fails: TypeError"),
     ],
 )
@@ -257,17 +257,17 @@ def test_a_heuristic_that_does_not_do_its_work_is_named(
 ) -> None:
     setattr(own_module, name, lambda _handout: given_)
     with pytest.raises(PluginError, match=f"distribution heuristic 'own_rules:{name}' {message}") as caught:
-        distribute(Chosen(f"own_rules:{name}"), handout(budgets=[5, 4, 5, 5]))
+        distribute(Chosen(f"own_rules:{name}"), inputs(budgets=[5, 4, 5, 5]))
     assert "\n" not in str(caught.value)
 
 
 def test_everybody_trains_the_smallest_whatever_a_budget_says(own_module: ModuleType) -> None:
     own_module.least = lambda _handout: [S] * 4  # type: ignore[attr-defined]
-    assert distribute(Chosen("own_rules:least"), handout(budgets=[0.5] * 4)) == dict.fromkeys((2, 5, 7, 9), S)
+    assert distribute(Chosen("own_rules:least"), inputs(budgets=[0.5] * 4)) == dict.fromkeys((2, 5, 7, 9), S)
 
 
 def test_what_a_handout_says() -> None:
-    given_ = replace(handout(budgets=[1, 2, 3, 4]), served={"largest": {"7": 3}})
+    given_ = replace(inputs(budgets=[1, 2, 3, 4]), served={"largest": {"7": 3}})
     assert [given_.affords(place, M) for place in range(4)] == [False, False, True, True]
     assert [given_.times_served("largest", place) for place in range(4)] == [0, 0, 3, 0]
     assert given_.times_served("smallest", 2) == 0

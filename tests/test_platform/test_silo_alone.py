@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.clients.assignments import Assignment
-from fedloom.platform.clients.mixed import Kept
+from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.trainer import client_samples, train_network
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
@@ -91,7 +91,7 @@ def states_alone(world: World, first: Weights) -> list[Weights]:
         own = train_network(
             worker,
             assignment,
-            Kept(silo.kept).on(worker),
+            MixedNetwork(silo.kept).on(worker),
             silo.weights,
             client_samples(worker, assignment, joined=joined),
             LOCAL,

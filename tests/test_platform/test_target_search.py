@@ -13,7 +13,7 @@ from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world, split_into_tiers
 from fedloom.platform.federation.config import RunConfig, TiersConfig
-from fedloom.platform.federation.distribution import Handout, random
+from fedloom.platform.federation.distribution import Distribution, random
 from fedloom.platform.federation.planning import training_budget
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import SEARCHED
@@ -191,8 +191,8 @@ def test_budgets_never_fall_below_the_smallest_subnet(elastic_config: Make) -> N
     space = world.space
     assert isinstance(space, ElasticSpace)
     budgets = tuple(training_budget(world, c, "supernet", 0) for c in range(8))
-    handout = Handout(space, world.cost_table, 0, tuple(range(8)), budgets, (), {}, stream(1, "test"))
-    for client, architecture in enumerate(random(handout)):
+    distribution = Distribution(space, world.cost_table, 0, tuple(range(8)), budgets, (), {}, stream(1, "test"))
+    for client, architecture in enumerate(random(distribution)):
         assert world.cost_table.cost(architecture) <= world.tier(client).upper
 
 

@@ -273,7 +273,7 @@ def test_the_subspaces_follow_the_training_seed_and_not_the_selection(tiny_confi
         stage = build_stages(build_world(config))[0]
         state = stage.begin(RunState())
         return {
-            (r, a.client_id): a.task.network.kept  # type: ignore[attr-defined, misc]
+            (r, a.client_id): a.task.network.subspace  # type: ignore[attr-defined, misc]
             for r in range(6)
             for a in stage.plan(replace(state, round=r)).assignments
             if a.client_id is not None

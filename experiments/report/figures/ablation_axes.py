@@ -1,4 +1,4 @@
-"""The figures of an ablation that show what was evaluated: against MACs, against an axis' values, per tier."""
+"""Figures of an ablation's evaluated models: against MACs, against the values of an axis, and per tier."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ from fedloom.experiments.report.parts.words import model_name
 from fedloom.experiments.store.ablations import Ablation, short
 
 DECADE = 10.0
-"""The ratio of an axis' greatest to its least positive value from which its scale is logarithmic."""
+"""Ratio of an axis' largest to its smallest positive value from which its scale is logarithmic."""
 _PANEL, _MOST_COLUMNS = 4.1, 3
 _MOST_TICKS = 5
-"""Numbers that are named on an axis each; of more the scale has ticks of its own."""
+"""Maximum number of numeric values with a tick each; for more values matplotlib chooses the ticks."""
 
 
 @dataclass(frozen=True)
 class Studied:
-    """What figures are drawn of: the plan, its frame (see `ablation_frame`), and how subnets are called."""
+    """The data of the figures: the plan, its frame (see `ablation_frame`), and the labels of subnets by id."""
 
     ablation: Ablation
     frame: pd.DataFrame
@@ -38,23 +38,23 @@ class Studied:
 
 
 def looks_of_values(values: Sequence[Any]) -> dict[Any, tuple[str, str]]:
-    """Per value of an axis its colour and marker."""
+    """Colour and marker of each value of an axis."""
     return dict(zip(values, zip(cycle(SERIES), cycle(MARKERS), strict=False), strict=False))
 
 
 def held_text(ablation: Ablation, *axes: str) -> str:
-    """The values of the other axes, as "a=1, b=2"; empty if none is held."""
+    """The fixed values of the other axes, as "a=1, b=2"; empty if none is fixed."""
     return ", ".join(f"{axis}={short(value)}" for axis, value in held(ablation, *axes).items())
 
 
 def title_of(ablation: Ablation, *axes: str) -> str:
-    """What varies, and below it what is held."""
+    """The varied axes, and below them the fixed values of the others."""
     given = held_text(ablation, *axes)
     return "\n".join([", ".join(axes), *([fill(f"at {given}", 44)] if given else [])])
 
 
 def values_legend(axes: Axes, title: str, handles: Sequence[Line2D | Patch], below: float = 0.17) -> None:
-    """Below the panel, by this share of its height: inside it would cover points."""
+    """Draws a legend below the panel, at this share of its height, where it covers no points."""
     longest = max(len(str(handle.get_label())) for handle in handles)
     columns = max(1, min(len(handles), 52 // (longest + 5)))
     axes.legend(
@@ -69,7 +69,7 @@ def values_legend(axes: Axes, title: str, handles: Sequence[Line2D | Patch], bel
 
 
 def limit(panels: Sequence[Axes], rows: Sequence[pd.DataFrame]) -> None:
-    """One range for all panels: two seeds' intervals may be many times longer than all differences."""
+    """Sets one range for all panels and cuts long intervals, since those of two seeds may exceed all differences."""
     means = 100 * pd.concat([r["mean"] for r in rows])
     halves = 100 * pd.concat([r["half_width"] for r in rows]).fillna(0.0)
     low, high = float(means.min()), float(means.max())
@@ -92,8 +92,8 @@ def _grid(count: int, height: float) -> tuple[Figure, list[Axes]]:
 def macs_figure(studied: Studied) -> Figure | None:
     """Test accuracy against MACs, a panel per axis and a line per value, the other axes at their references.
 
-    Of a supernet's family the evaluated subnets, else the tiers' final models; bars are 95 % intervals over seeds.
-    None without any. Source: SuperFed, Fig. 5.
+    Points are the evaluated subnets of a supernet's family, else the tiers' final models; bars are 95 % intervals over
+    seeds. None if no model was evaluated. Source: SuperFed, Fig. 5.
     """
     frame = _compared(studied.frame)
     ablation = studied.ablation
@@ -114,14 +114,14 @@ def macs_figure(studied: Studied) -> Figure | None:
 
 
 def _compared(frame: pd.DataFrame) -> pd.DataFrame:
-    """The family's subnets where there are any, else the models that the method ends with."""
+    """The rows of the family's subnets if there are any, else those of the method's final model."""
     known = frame.dropna(subset=[METRIC, "model"])
     family = known[known["subnet"] != ""]
     return family if len(family) else known[known["model"] == final_model(known)]
 
 
 def final_model(frame: pd.DataFrame) -> str:
-    """The model that stands for the method: fine-tuned where there is one, else the first that is shown."""
+    """The model that represents the method: fine_tuned if it exists, else the first in display order."""
     models = shown_models([str(m) for m in frame["model"].dropna()])
     return "fine_tuned" if "fine_tuned" in models else next(iter(models), "")
 
@@ -137,7 +137,7 @@ def _lines(axes: Axes, rows: pd.DataFrame, axis: str, values: Sequence[Any], sca
     width = float(rows["macs"].max() - rows["macs"].min()) or 1.0
     for i, value in enumerate(values):
         own = rows[rows[axis] == value].sort_values("macs")
-        aside = i - (len(values) - 1) / 2  # the lines' bars beside each other
+        aside = i - (len(values) - 1) / 2  # offset, so that the bars of different lines do not overlap
         x = own["macs"] * 1.02**aside if logarithmic else own["macs"] + 0.009 * width * aside
         colour, marker = drawn[value]
         _points(axes, x / scale, own, colour, marker)
@@ -148,14 +148,14 @@ def _lines(axes: Axes, rows: pd.DataFrame, axis: str, values: Sequence[Any], sca
 
 
 def _points(axes: Axes, x: "pd.Series[float]", rows: pd.DataFrame, colour: str, marker: str) -> None:
-    y, half = 100 * rows["mean"], 100 * rows["half_width"]  # one seed has no interval, and no bar
+    y, half = 100 * rows["mean"], 100 * rows["half_width"]  # null for one seed, which gives no bar
     style: dict[str, Any] = {"elinewidth": 1.0, "capsize": 2.0, "alpha": 0.55, "linestyle": "none"}
     axes.errorbar(x, y, yerr=half, color=colour, zorder=2, **style)
     axes.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3)
 
 
 def metric_figure(studied: Studied) -> Figure | None:
-    """Mean test accuracy against the values of each axis, a line per model; None without any evaluation.
+    """Mean test accuracy against the values of each axis, a line per model; None if no model was evaluated.
 
     Tiers and subnets are averaged per seed; bars are 95 % intervals over seeds. The dotted line is the reference.
     """
@@ -189,7 +189,7 @@ def metric_figure(studied: Studied) -> Figure | None:
 
 
 def _scale(axes: Axes, values: Sequence[Any]) -> dict[Any, float]:
-    """Where the values stand: numbers to scale, logarithmic if they span a decade; names beside each other."""
+    """Positions of the values: numbers to scale, logarithmic if they span a decade; names at equal distances."""
     numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) < len(values) or len(values) < 2:
         places = {value: float(i) for i, value in enumerate(values)}
@@ -198,7 +198,7 @@ def _scale(axes: Axes, values: Sequence[Any]) -> dict[Any, float]:
         places = dict(zip(values, numbers, strict=True))
         positive = [n for n in numbers if n > 0]
         if min(numbers) >= 0 and positive and max(positive) >= DECADE * min(positive):
-            # A zero stands a decade before the least positive value.
+            # symlog puts 0 one decade below the smallest positive value.
             axes.set_xscale("symlog" if min(numbers) == 0 else "log", **_linear_to(min(positive), min(numbers)))
     if len(values) <= _MOST_TICKS or len(numbers) < len(values):
         axes.set_xticks(list(places.values()), [short(value) for value in places], minor=False)
@@ -211,10 +211,10 @@ def _linear_to(least: float, minimum: float) -> dict[str, float]:
 
 
 def tiers_figure(studied: Studied) -> Figure | None:
-    """Test accuracy per tier, a column per model, a row per axis and a bar per value; None without any evaluation."""
+    """Test accuracy per tier, a column per model, a row per axis, a bar per value; None if no model was evaluated."""
     known, ablation = studied.frame.dropna(subset=[METRIC, "model"]), studied.ablation
     models = shown_models([str(model) for model in known["model"]])
-    models.sort(key=lambda m: m != final_model(known))  # what the method ends with comes first
+    models.sort(key=lambda m: m != final_model(known))  # the final model comes first
     found = {axis: marginal(known, ablation, axis) for axis in ablation.axes} if models else {}
     found = {axis: rows for axis, rows in found.items() if len(rows)}
     if not found:
@@ -233,12 +233,12 @@ def tiers_figure(studied: Studied) -> Figure | None:
 
 
 def bar_handles(values: Sequence[Any]) -> list[Patch]:
-    """A legend's entries for the bars of an axis' values."""
+    """Legend entries for the bars of an axis' values."""
     return [Patch(color=colour, label=short(value)) for value, (colour, _) in looks_of_values(values).items()]
 
 
 def bars(axes: Axes, rows: pd.DataFrame, axis: str, values: Sequence[Any], names: Mapping[str, str]) -> None:
-    """Groups of bars: a group per tier (or subnet), a bar with its interval per value of the axis."""
+    """Draws a group of bars per tier (or subnet), with one bar and its interval per value of the axis."""
     places = [names.get(subnet) or tier for subnet, tier in zip(rows["subnet"], rows["tier"], strict=True)]
     rows = rows.assign(place=places)
     groups = list(dict.fromkeys(places))
@@ -257,7 +257,7 @@ def bars(axes: Axes, rows: pd.DataFrame, axis: str, values: Sequence[Any], names
 
 
 def bar_floor(rows: Sequence[pd.DataFrame]) -> float:
-    """Where bars begin, in %: 0, or well below the least of them where all are high and would look alike."""
+    """Lower limit of the bars, in %: 0, or well below the smallest bar if all are 50 or more and would look alike."""
     least = 100 * min(float(r["mean"].min()) for r in rows if len(r))
     return 10 * np.floor((least - 10) / 10) if least >= 50 else 0.0
 

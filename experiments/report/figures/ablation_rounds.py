@@ -1,4 +1,4 @@
-"""The figures of an ablation that show how it went: accuracy against steps and rounds."""
+"""Figures of an ablation's training and search: accuracy against steps and rounds."""
 
 from typing import Any
 
@@ -33,10 +33,11 @@ _FAINT: dict[str, Any] = {"s": 7, "alpha": 0.3, "linewidths": 0, "rasterized": T
 
 
 def stages_figure(studied: Studied, tables: Tables) -> Figure | None:
-    """Per value of the first axis, above, validation accuracy against steps; below, test accuracy of each tier.
+    """Validation accuracy against steps (above) and test accuracy per tier (below).
 
-    Colours are the second axis' values. Above: paths of the supernet in training, then the candidates of the search.
-    Bars are means with 95 % intervals over seeds. None before anything was validated. Source: FedorAS, Fig. 10.
+    Columns are the values of the first axis, colours those of the second. Above are paths of the supernet in training,
+    then the candidates of the search. Bars are means with 95 % intervals over seeds. None if no validation accuracy is
+    recorded. Source: FedorAS, Fig. 10.
     """
     ablation = studied.ablation
     first, *rest = ablation.axes
@@ -56,7 +57,7 @@ def stages_figure(studied: Studied, tables: Tables) -> Figure | None:
         _scatter(above, seen[seen[first] == value], second, values_of(ablation, second))
         quiet(above, xlabel="steps", ylabel="" if i else "validation accuracy (%)")
         title: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
-        above.set_title(f"{first}={short(value)}", pad=18, **title)  # room for the phases' names
+        above.set_title(f"{first}={short(value)}", pad=18, **title)  # leaves room for the names of the phases
         bars(below, tested[tested[first] == value], second, values_of(ablation, second), studied.names)
         label = "" if i else f"test accuracy, {model_name(final_model(known)) or 'none yet'} (%)"
         quiet(below, ylabel=label)
@@ -68,7 +69,7 @@ def stages_figure(studied: Studied, tables: Tables) -> Figure | None:
 
 
 def _scatter(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any]) -> None:
-    # Shuffled by multiples of the golden ratio, without a random stream: no value's dots lie on top of all others.
+    # Shuffled deterministically by multiples of the golden ratio, so that no value's dots cover all others.
     order = np.argsort(np.arange(len(rows)) * 0.618034 % 1.0, kind="stable")
     mixed = rows.iloc[order]
     colours = {value: colour for value, (colour, _) in looks_of_values(values).items()}
@@ -83,7 +84,7 @@ def _scatter(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any]) -> No
 
 
 def _mark(axes: Axes, begin: float, end: float) -> None:
-    """Where training ends and the search begins."""
+    """Marks the end of training and the start of the search."""
     axes.axvline(begin - 0.5, color="#9A9A9A", linewidth=0.9, linestyle=":")
     where = axes.get_xaxis_transform()
     style: dict[str, Any] = {"xycoords": where, "ha": "center", "va": "bottom", "fontsize": 8.5, "color": "#6B6B6B"}
@@ -93,10 +94,10 @@ def _mark(axes: Axes, begin: float, end: float) -> None:
 
 
 def rounds_figure(studied: Studied, tables: Tables) -> Figure | None:
-    """Validation accuracy against rounds, a panel per stage and a line per value of the first axis; None without any.
+    """Validation accuracy against rounds, a panel per stage and a line per value of the first axis; None without rows.
 
-    The line is the mean over seeds (and tiers), the band reaches from the least seed to the greatest; stages that are
-    not validated show what their clients report on training data, dashed.
+    The line is the mean over seeds (and tiers), the band reaches from the minimum to the maximum over seeds. A stage
+    without validation shows, dashed, what its clients report on training data.
     """
     ablation = studied.ablation
     first = next(iter(ablation.axes))
@@ -132,4 +133,4 @@ def _curves(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any]) -> Non
         low, high = over["min"].to_numpy(dtype=float), over["max"].to_numpy(dtype=float)
         axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
     if shown["rounds_done"].nunique() == 1:
-        axes.set_xlim(left=0)  # ticks about a single point would be fractions of a round
+        axes.set_xlim(left=0)  # around a single point matplotlib would draw ticks at fractions of a round

@@ -1,4 +1,4 @@
-"""The cells of silos' architectures as pictures: by graphviz where its `dot` is installed, else by matplotlib."""
+"""Pictures of the cells of silos' architectures, drawn by graphviz if `dot` is installed, else by matplotlib."""
 
 import shutil
 import subprocess
@@ -22,10 +22,10 @@ from fedloom.platform.spaces.darts_network import CELL_TYPES
 from fedloom.platform.spaces.slices import Subspace
 
 MOST_CELLS = 8
-"""Cells in one picture: SPIDER's silos."""
+"""Maximum number of cells in one picture: the number of silos in SPIDER."""
 
 DOT_SECONDS = 30
-"""How long `dot` may take for a cell; it needs less than one."""
+"""Timeout of `dot` for a cell, in seconds; it usually takes less than 1 s."""
 
 COLOURS = {
     "sep_conv_3x3": BLUE,
@@ -49,7 +49,7 @@ SHORT = {
     "noise": "noise",
     "none": "none",
 }
-"""What stands on an edge, so that colour is never the only difference."""
+"""Labels of edges, so that operators differ in more than colour."""
 
 CAPTION = (
     "From left to right the inputs (the outputs of the cell before the last, and of the last), the nodes, and the "
@@ -60,7 +60,7 @@ CAPTION = (
 
 @dataclass(frozen=True)
 class CellEdge:
-    """An edge of a cell that keeps operators; `source` and `node` as in `DartsDesign.edges`: 0 and 1 are inputs."""
+    """An edge of a cell with its kept operators; `source` and `node` are as in `DartsDesign.edges` (0, 1: inputs)."""
 
     source: int
     node: int
@@ -68,13 +68,13 @@ class CellEdge:
 
 
 def darts_space_of(config: Mapping[str, Any]) -> DartsSpace | None:
-    """The space of cells that a stored configuration describes; None for another, or one of another version."""
+    """The DARTS space of a stored configuration; None for another space, or if this version cannot build it."""
     space = space_of(config)
     return space if isinstance(space, DartsSpace) else None
 
 
 def parse(space: DartsSpace, text: str) -> Subspace | None:
-    """The kept operators per edge, from "0,1/0//1" or an architecture "0-1-0-1"; None if it is not of this space."""
+    """The kept operators per edge, from "0,1/0//1" or an architecture "0-1-0-1"; None if the text does not fit."""
     pieces = text.split("/") if "/" in text else text.split("-")
     try:
         kept = tuple(tuple(int(option) for option in piece.split(",") if option) for piece in pieces)
@@ -85,7 +85,7 @@ def parse(space: DartsSpace, text: str) -> Subspace | None:
 
 
 def cell_edges(space: DartsSpace, kept: Subspace, cell_type: str) -> tuple[CellEdge, ...]:
-    """The edges of a cell type that keep an operator, by name, in the space's order."""
+    """The edges of a cell type that keep an operator, with operator names, in the space's order."""
     pairs = zip(space.edges(cell_type), space.decisions(cell_type), strict=True)
     return tuple(
         CellEdge(source, node, tuple(space.operator_names[decision][option] for option in kept[decision]))
@@ -96,7 +96,7 @@ def cell_edges(space: DartsSpace, kept: Subspace, cell_type: str) -> tuple[CellE
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell to be drawn, and whose it is."""
+    """A cell to draw; the title names its silos."""
 
     title: str
     nodes: int
@@ -104,9 +104,10 @@ class Cell:
 
 
 def cell_pictures(run: Tables) -> Iterator[tuple[str, Figure, int]]:
-    """(cell type, figure, cells left out) of one run; nothing if its space has no cells or no silo a network yet.
+    """Yields (cell type, figure, number of cells left out) for one run.
 
-    Silos with the same cell share a drawing.
+    Yields nothing if the run's space has no cells or if no silo has a network yet. Silos with the same cell share a
+    drawing.
     """
     space = darts_space_of(configuration(run, run.paths[0].run_id))
     if space is None:
@@ -134,14 +135,14 @@ def _silos_in_words(silos: Sequence[int]) -> str:
 
 
 def cells_figure(cells: Sequence[Cell]) -> Figure:
-    """Small multiples of the cells, two beside each other, with the operators' colours below."""
+    """Small multiples of the cells, two per row, with the operators' colours below."""
     columns = min(2, len(cells))
     lines = -(-len(cells) // columns)
     figure = Figure(figsize=(6.2 * columns, 0.6 + 2.9 * lines), layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False).ravel()
     drawn = [_rendered(dot_source(cell)) for cell in cells] if shutil.which("dot") else [None] * len(cells)
     images = [None if png is None else matplotlib.image.imread(BytesIO(png), format="png") for png in drawn]
-    # All at one scale, so that letters are of one size.
+    # All images have one scale, so that text has the same size.
     size = [max((image.shape[i] for image in images if image is not None), default=0) for i in (0, 1)]
     for axes, cell, image in zip(grid, cells, images, strict=False):
         axes.set_title(cell.title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
@@ -161,12 +162,12 @@ def cells_figure(cells: Sequence[Cell]) -> Figure:
 
 
 def is_dead(cell: Cell, node: int) -> bool:
-    """Whether all edges to an inner node were pruned, so that its value is zero."""
+    """Whether all edges to an inner node were pruned, so that its output is zero."""
     return 2 <= node < cell.nodes + 2 and all(edge.node != node for edge in cell.edges)
 
 
 def colour_of(operator: str) -> str:
-    """The operator's colour; one that this version does not know is grey."""
+    """The operator's colour; grey for an operator that this version does not know."""
     return COLOURS.get(operator, GREY)
 
 
@@ -178,7 +179,7 @@ def _label(node: int, nodes: int) -> str:
 
 
 def dot_source(cell: Cell) -> str:
-    """The cell in graphviz's language, left to right."""
+    """The cell in graphviz's language, drawn from left to right."""
     last = cell.nodes + 2
     lines = [
         "digraph cell {",
@@ -220,11 +221,11 @@ def _rendered(source: str) -> bytes | None:
 Place = tuple[float, float]
 
 _GAP = 1.6
-"""Between nodes, in the drawing's units."""
+"""Distance between nodes, in the drawing's units."""
 
 
 def _places(nodes: int) -> list[Place]:
-    """All nodes on a line: edges are arcs over and under it, which cross little and never run through a node."""
+    """Positions of all nodes on a line; edges are arcs above and below it, which never run through a node."""
     return [(i * _GAP, 0.0) for i in range(nodes + 2)] + [((nodes + 2.25) * _GAP, 0.0)]
 
 
@@ -250,7 +251,7 @@ def _draw(axes: Axes, cell: Cell) -> None:
 
 
 def _output(axes: Axes, nodes: int, places: Sequence[Place]) -> None:
-    """A box around the nodes with one arrow to the output: all of them lead there."""
+    """Draws a box around the nodes with one arrow to the output, which joins all of them."""
     first, last, out = places[2][0], places[nodes + 1][0], places[-1][0]
     style: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.3", "facecolor": "#FAFAFA"}
     box = FancyBboxPatch((first - 0.36, -0.36), last - first + 0.72, 0.72, edgecolor="#C4C4C4", zorder=0, **style)
@@ -260,7 +261,7 @@ def _output(axes: Axes, nodes: int, places: Sequence[Place]) -> None:
 
 
 def _height(edge: CellEdge, at: int) -> float:
-    """How far over the line the arc of an edge's operator number `at` is in its middle: under it from odd nodes."""
+    """Height of the middle of the arc of an edge's operator number `at`; negative (below) if the source is odd."""
     side = 1.0 if edge.source % 2 == 0 else -1.0
     return side * _GAP * (0.25 * (edge.node - edge.source) + 0.08 + 0.13 * at)
 
@@ -269,7 +270,7 @@ def _arc(axes: Axes, ends: tuple[Place, Place], rims: tuple[Patch, Patch], heigh
     begin, end = ends
     style: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "linewidth": 1.5, "zorder": 3}
     style |= {"patchA": rims[0], "patchB": rims[1], "shrinkA": 0, "shrinkB": 0}
-    # A quadratic curve reaches half of its control point's height.
+    # The middle of a quadratic curve has half of its control point's height.
     bend = f"arc3,rad={-2 * height / (end[0] - begin[0]):.4f}"
     arrow = FancyArrowPatch(begin, end, connectionstyle=bend, color=colour_of(name), **style)
     axes.add_patch(arrow)

@@ -1,4 +1,4 @@
-"""The accuracy of every client."""
+"""Figure of the accuracy of every client."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,17 +19,17 @@ from fedloom.experiments.report.figures.style import LEGEND, model_colours, quie
 from fedloom.experiments.report.parts.words import model_name
 
 MOST_DOTS = 400
-"""Clients drawn as dots per tier and model; more would be one dark bar."""
+"""Maximum number of dots per tier and model, since more would overlap to a dark bar."""
 WIDE_IN = 10.0
-"""Inches from which the legend has room in one line."""
+"""Figure width in inches from which the legend fits on one line."""
 _GOLDEN = 0.618034
 
 
 def clients_figure(clients: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
-    """The test accuracy of every client that counts, per tier and model: dots, box, and the worst marked.
+    """The test accuracy of every client that counts, per tier and model: dots, a box, and a mark for the worst client.
 
-    `clients` as from `client_metrics`. Several settings stand below each other with the same axes; the clients of all
-    seeds are drawn together, of runs that repeat a seed the means. None if no client was measured.
+    `clients` comes from `client_metrics`. Several settings are stacked with the same axes. The clients of all seeds are
+    drawn together; runs that repeat a seed are averaged. None if no client was measured.
     """
     counted = clients[clients["counts"]]
     shown = [s for s in settings if len(s.rows(counted))]
@@ -47,7 +47,7 @@ def clients_figure(clients: pd.DataFrame, settings: Sequence[Setting]) -> Figure
 
 
 def _strips(axes: Axes, counted: pd.DataFrame, tiers: Sequence[str], models: Sequence[str]) -> None:
-    """One setting's clients: a group per tier, a strip per model."""
+    """Draws the clients of one setting: a group per tier, a strip per model."""
     colours = model_colours(models)
     per_seed = counted.groupby(["tier", "model", SEEDS, "client_id"])["value"].mean()
     width = 0.8 / len(models)
@@ -62,7 +62,7 @@ def _strips(axes: Axes, counted: pd.DataFrame, tiers: Sequence[str], models: Seq
 
 
 def _strip(axes: Axes, at: float, values: NDArray[np.float64], width: float, colour: str) -> None:
-    """A box (quartiles, median, whiskers to the 5th and 95th percentile) under the dots of sorted values."""
+    """Draws a box (quartiles, median, whiskers to the 5th and 95th percentile) behind the dots of sorted values."""
     box = {"facecolor": colour, "alpha": 0.16, "edgecolor": "none"}
     line = {"color": colour, "linewidth": 1.0}
     axes.boxplot(
@@ -78,9 +78,9 @@ def _strip(axes: Axes, at: float, values: NDArray[np.float64], width: float, col
         medianprops={"color": colour, "linewidth": 2.4},
         whiskerprops=line,
     )
-    # The first is the worst, which has a mark of its own.
+    # The first value is the worst client, which has its own mark.
     shown = values[np.unique(np.linspace(1, len(values) - 1, min(len(values) - 1, MOST_DOTS)).astype(int))]
-    # Evenly scattered sideways without a random stream: multiples of the golden ratio.
+    # Multiples of the golden ratio spread the dots evenly and deterministically in x.
     aside = (np.arange(len(shown)) * _GOLDEN % 1.0 - 0.5) * width * 0.8
     axes.scatter(at + aside, shown, s=9, color=colour, alpha=0.55, linewidths=0, zorder=3)
     axes.scatter([at], values[:1], s=46, marker="v", color=colour, edgecolors="black", linewidths=0.9, zorder=4)

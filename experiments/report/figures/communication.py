@@ -1,4 +1,4 @@
-"""Bytes per stage, and along the rounds."""
+"""Figure of the bytes per stage and over the rounds."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,10 +21,10 @@ from fedloom.experiments.report.parts.words import stage_name
 
 
 def communication_figure(kinds: pd.DataFrame, rounds: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
-    """Bytes down and up per kind of stage, and cumulative over the rounds; None if nothing was sent.
+    """Bytes down and up per kind of stage, and cumulative over the rounds; None if no bytes were sent.
 
-    `kinds` as from `communication_by_kind`, `rounds` as from `by_stage` of the finished rounds. Several settings stand
-    below each other with the same axes; bars are means over seeds.
+    `kinds` comes from `communication_by_kind`, `rounds` from `by_stage` of the finished rounds. Several settings are
+    stacked with the same axes; bars are means over seeds.
     """
     sums = {s.name: _sums(s.rows(kinds)) for s in settings}
     shown = [s for s in settings if len(sums[s.name])]
@@ -48,7 +48,7 @@ def communication_figure(kinds: pd.DataFrame, rounds: pd.DataFrame, settings: Se
 
 
 def _sums(kinds: pd.DataFrame) -> pd.DataFrame:
-    """Per kind of stage the bytes down and up, means over seeds; what sent nothing is left out."""
+    """Bytes down and up by kind of stage, as means over seeds; kinds that sent no bytes are left out."""
     rows = kinds[kinds["kind"] != "method"]
     per_seed = rows.groupby(["kind", SEEDS], sort=False)[["bytes_down", "bytes_up"]].mean()
     sums = per_seed.astype("float64").groupby("kind", sort=False).mean()
@@ -72,7 +72,7 @@ def _bars(axes: Axes, sums: pd.DataFrame, scale: float, prefix: str) -> None:
 
 
 def _title(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=18)  # room for the stages' names
+    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=18)  # room for stage names
 
 
 def _cumulative(axes: Axes, rounds: pd.DataFrame, scale: float, prefix: str) -> None:
@@ -98,18 +98,18 @@ def _cumulative(axes: Axes, rounds: pd.DataFrame, scale: float, prefix: str) -> 
 
 
 def _parts(rounds: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The rounds of the method itself, and those of its baseline."""
+    """The rounds of the method itself, and those of its rand-init baseline."""
     return rounds[is_own(rounds)], rounds[~is_own(rounds) & (rounds["kind"] == "rand_init")]
 
 
 def _totals(rounds: pd.DataFrame) -> NDArray[np.float64]:
-    """The bytes either way of every run, of the method and of its baseline."""
+    """The total bytes down and up of every run, for the method and for its baseline."""
     sums = [rows.groupby("run_id")[["bytes_down", "bytes_up"]].sum().to_numpy(dtype=float) for rows in _parts(rounds)]
     return np.concatenate([*(part.ravel() for part in sums), [0.0]])
 
 
 def _stage_marks(axes: Axes, own: pd.DataFrame) -> None:
-    """Where one kind of stage ends and the next begins, in the first run."""
+    """Marks the limits between kinds of stages, as in the first run."""
     first = own[own["run_id"] == own["run_id"].iloc[0]] if len(own) else own
     kinds = list(first["kind"])
     starts = [i for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
@@ -118,7 +118,7 @@ def _stage_marks(axes: Axes, own: pd.DataFrame) -> None:
             axes.axvline(start, color="#B5B5B5", linewidth=0.9, linestyle=":")
     for start, end in zip(starts, [*starts[1:], len(kinds)], strict=True):
         text = stage_name(str(kinds[start])).removesuffix(" training")
-        if end - start >= 0.017 * len(text) * len(kinds):  # what the letters take of the axes' width
+        if end - start >= 0.017 * len(text) * len(kinds):  # the text's share of the axes' width
             place = ((start + end) / 2, 1.02)
             where = axes.get_xaxis_transform()
             axes.annotate(

@@ -1,4 +1,4 @@
-"""Loss and accuracy against rounds."""
+"""Figure of loss and accuracy against rounds."""
 
 from collections.abc import Sequence
 
@@ -28,18 +28,18 @@ from fedloom.experiments.report.parts.words import stage_name
 KINDS = ("supernet", *MODELS[1:])
 
 LONGEST_SHORT_NAME = 10
-"""Seven tiers' names beside each other; subnets' names are longer."""
+"""Length of tier names up to which the legend has seven columns; labels of subnets are longer."""
 
 
 VALUES = {"metric": "accuracy (%)", "loss": "loss (cross-entropy)"}
-"""What is drawn, and how its axis is called."""
+"""The values to draw and the labels of their axes."""
 
 
 def convergence_figure(convergence: pd.DataFrame, settings: Sequence[Setting], values: Sequence[str]) -> Figure | None:
-    """Some of `VALUES` against rounds, one above the other: a column per stage, a colour per tier; None without rounds.
+    """Some of `VALUES` against rounds: a row per value, a column per stage, a colour per tier; None without rounds.
 
-    Several settings stand below each other with the same axes. Over several seeds the line is their mean and the band
-    reaches from the least to the greatest.
+    Several settings are stacked with the same axes. For several seeds the line is their mean and the band reaches from
+    the minimum to the maximum.
     """
     shown = [s for s in settings if len(s.rows(convergence))]
     if not shown:
@@ -63,7 +63,7 @@ def convergence_figure(convergence: pd.DataFrame, settings: Sequence[Setting], v
 def _panels(
     part: Figure | SubFigure, rows: pd.DataFrame, kinds: Sequence[str], tiers: Sequence[str], values: Sequence[str]
 ) -> list[list[Axes]]:
-    """One setting's panels, a line per value and a column per kind of stage; stages that it has not stay empty."""
+    """The panels of one setting, a row per value and a column per kind of stage; empty for stages it does not have."""
     grid = part.subplots(len(values), len(kinds), sharex="col", sharey="row", squeeze=False)
     own = [kind for kind in kinds if rows["kind"].eq(kind).any()]
     for column, kind in enumerate(kinds):
@@ -91,7 +91,7 @@ def _curves(axes: Axes, rows: pd.DataFrame, value: str, tiers: Sequence[str], sc
                 continue
             over_seeds = spread(of, ["rounds_done"], value) * scale
             x = over_seeds.index.to_numpy(dtype=float)
-            # Markers and bands of both series would cover each other.
+            # Only one series has markers and bands, since those of both would overlap.
             leading = series == "validation" or alone
             style = {"linewidth": 1.1, "alpha": 0.75} if series == "train" else {"linewidth": 1.5, "linestyle": DASHED}
             marker, every = (markers.get(tier, "o") if leading else "", max(1, len(x) // 12))

@@ -1,4 +1,4 @@
-"""What k models cost, in a figure."""
+"""Figure of the training cost of k models."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -25,7 +25,7 @@ from fedloom.experiments.report.parts.numbers import si_scale, times
 
 
 def cost_figure(comparisons: Sequence[CostComparison]) -> Figure | None:
-    """Bytes and MACs of training k models, iFedAvg against the supernet, a line per comparison; None without any.
+    """Bytes and MACs to train k models with iFedAvg and with a supernet; None without comparisons.
 
     Source: SuperFedNAS, Fig. 6.
     """

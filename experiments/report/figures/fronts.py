@@ -1,4 +1,4 @@
-"""The candidates of the tiers' searches, and their fronts."""
+"""Figure of the candidates of the tiers' searches and their fronts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,9 +25,9 @@ from fedloom.experiments.report.parts.numbers import si_scale
 def pareto_figure(
     pareto: pd.DataFrame, settings: Sequence[Setting], upper_bounds: Mapping[str, Mapping[str, float]] | None = None
 ) -> Figure | None:
-    """Validation accuracy against MACs of all candidates, each tier's front as a line, the winner starred.
+    """Validation accuracy against MACs of all candidates, with a line per tier's front and a star for its winner.
 
-    A panel per setting, all with the same axes. `upper_bounds` (by setting's name MACs per tier) are drawn as thin
+    There is a panel per setting, all with the same axes. `upper_bounds` (MACs per tier, by the setting's name) are thin
     vertical lines. None without candidates.
     """
     known = pareto[pareto["metric"].notna() & pareto["macs"].notna()].astype({"macs": "float64"})
@@ -56,7 +56,7 @@ def pareto_figure(
 
 
 def _candidates(axes: Axes, candidates: pd.DataFrame, tiers: Sequence[str], scale: float) -> None:
-    """Every run has its own front."""
+    """Draws the candidates of one setting; every run has its own front."""
     colours, markers = tier_colours(tiers), tier_markers(tiers)
     star: dict[str, Any] = {"s": 190, "marker": "*", "edgecolors": "black", "linewidths": 0.9, "zorder": 4}
     for tier in tiers:

@@ -14,9 +14,9 @@ from fedloom.experiments.report.figures.style import INK, quiet
 
 
 def gains_figure(matrix: pd.DataFrame) -> Figure | None:
-    """p_ij in per cent (left) and p_ii - p_ij with g_i as last column (right) of one run; None without any.
+    """p_ij of one run in per cent (left), and p_ii - p_ij with g_i as the last column (right); None without rows.
 
-    `matrix` as from `silos.p_matrix`. Source: SPIDER, Fig. 3.
+    `matrix` comes from `silo_gains.p_matrix`. Source: SPIDER, Fig. 3.
     """
     if matrix.empty:
         return None
@@ -34,7 +34,7 @@ def gains_figure(matrix: pd.DataFrame) -> Figure | None:
     _heat(left, values, "Blues", _range(values))
     _frame(left, "Accuracy $p_{ij}$ (%)", rows, columns)
     _mark_own(left, rows, [int(j) for j in matrix_silos])
-    # p_ii - p_ii is 0 by definition: the diagonal is left white.
+    # p_ii - p_ii is 0 by definition, so the diagonal stays white.
     differences = own[:, None] - values
     differences[[[i == j for j in square.columns] for i in rows]] = np.nan
     both = np.column_stack([differences, gain.to_numpy(dtype=float)])
@@ -54,7 +54,7 @@ def _range(values: NDArray[np.float64]) -> tuple[float, float]:
 def _heat(
     axes: Axes, values: NDArray[np.float64], colours: str, limits: tuple[float, float], *, signed: bool = False
 ) -> None:
-    """Cells with their numbers; missing ones stay white and empty."""
+    """Draws cells with their numbers; missing values stay white and empty."""
     image = axes.imshow(np.ma.masked_invalid(values), cmap=colours, vmin=limits[0], vmax=limits[1], aspect="auto")
     for (row, column), value in np.ndenumerate(values):
         if np.isfinite(value):

@@ -1,4 +1,4 @@
-"""How settings are told apart in figures: by colours and markers, in legends, and in parts of their own."""
+"""How figures distinguish settings: colours and markers, legends, and small multiples."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -12,52 +12,53 @@ from fedloom.experiments.report.figures.style import INK, MARKERS, SERIES
 from fedloom.experiments.report.parts.words import runs_in_brief
 
 TITLE_LETTERS, LEGEND_LETTERS = 11, 13
-"""Letters of a setting's name per inch, in the size of titles and of legends."""
+"""Characters per inch in the font sizes of titles and of legends."""
 
 LEGEND_LINE_IN = 0.2
-"""Inches that a line of a legend takes."""
+"""Height of a line of a legend, in inches."""
 
 Look = dict[str, tuple[str, str]]
-"""By setting's name its colour and its marker."""
+"""Colour and marker by the name of the setting."""
 
 
 def looks(settings: Sequence[Setting], colours: Sequence[str] = SERIES) -> Look:
-    """A colour and a marker per setting; the last marker is left to the winners of searches."""
+    """A colour and a marker per setting; the last marker is reserved for the winners of searches."""
     pairs = zip(cycle(colours), cycle(MARKERS[:-1]), strict=False)
     return {s.name: pair for s, pair in zip(settings, pairs, strict=False)}
 
 
 def legend_text(text: str, width_in: float) -> str:
-    """A setting's name in lines that a figure of this width has room for."""
+    """Breaks a setting's name into lines that fit the legend of a figure of this width."""
     return fill(text, round(LEGEND_LETTERS * (width_in - 0.8)))
 
 
 def legend_height_in(texts: Sequence[str], width_in: float) -> float:
-    """What a legend with these texts below each other takes of a figure's height."""
+    """Height in inches of a legend with these texts, one below the other."""
     return LEGEND_LINE_IN * sum(1 + legend_text(text, width_in).count("\n") for text in texts)
 
 
 def setting_label(setting: Setting) -> str:
-    """The setting's name, and over how many runs or seeds it is drawn."""
+    """The setting's name with its number of runs or seeds."""
     return f"{setting.name}{runs_in_brief(setting)}"
 
 
 def line_width(i: int, count: int) -> float:
-    """Thinner from line to line: ablations often share a schedule or a cost, and all must be seen."""
+    """Width of line `i` of `count`: later lines are thinner, so that equal lines of several settings stay visible."""
     return min(6.0, 1.8 + 1.1 * (count - 1 - i))
 
 
 def title_text(text: str, width_in: float) -> str:
-    """A setting's name in lines that a part of this width has room for above it."""
+    """Breaks a setting's name into lines that fit above a panel of this width."""
     return fill(text, round(TITLE_LETTERS * width_in))
 
 
 def multiples(
     settings: Sequence[Setting], alone: tuple[float, float], each: tuple[float, float], columns: int = 1
 ) -> tuple[Figure, Sequence[Figure | SubFigure]]:
-    """A figure, and what each setting is drawn in: in parts with their names, or the only one of its experiment in all.
+    """A figure, and for each setting the subfigure, titled with its name, in which it is drawn.
 
-    `alone` and `each` are the sizes in inches (width, height) of the figure of such a setting, and of a part.
+    The only setting of an experiment is drawn in the figure itself. `alone` and `each` are the sizes in inches (width,
+    height) of such a figure, and of a subfigure.
     """
     if [s.name for s in settings] == [settings[0].experiment]:
         figure = Figure(figsize=alone, layout="constrained")
@@ -73,7 +74,7 @@ def multiples(
 
 
 def same_limits(panels: Sequence[Axes], *, x: bool = False, y: bool = False) -> None:
-    """Gives the panels one range, so that they can be compared."""
+    """Gives all panels the same range, so that they can be compared."""
     if x and panels:
         ends = [end for axes in panels for end in axes.get_xlim()]
         for axes in panels:

@@ -1,4 +1,4 @@
-"""Cross-silo methods: the accuracy of every silo, and curves with the phases of the search."""
+"""Figures of cross-silo methods: the accuracy of every silo, and curves with the phases of the search."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,24 +16,24 @@ from fedloom.experiments.report.figures.settings import legend_height_in, legend
 from fedloom.experiments.report.figures.style import GREY, INK, LEGEND, SERIES, quiet, whole_numbers
 
 COLOURS = (*SERIES, "#8C564B", GREY)
-"""As many as there are methods to be compared."""
+"""One colour per method that may be compared."""
 
 PHASES = ("1: pre-training", "2: search", "3: training")
 SHADES = ("#F4F4F4", "#DCE9F3", "#F4F4F4")
-"""Behind the phases' curves: the search stands out."""
+"""Background colours of the phases; the search is highlighted."""
 
 Spans = tuple[tuple[float, float], ...]
-"""Where each of `PHASES` begins and ends, in finished rounds; one that is empty ends where it begins."""
+"""Start and end of each of `PHASES`, in finished rounds; they are equal for an empty phase."""
 
 NARROW = 26
-"""Letters in a line of a setting's name beside an axis."""
+"""Maximum number of characters per line of a setting's name beside an axis."""
 
 
 def silo_accuracy_figure(per_silo: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
-    """The test accuracy of every silo, a line per setting, with mean and worst marked; None without any.
+    """The test accuracy of every silo, a row per setting, with marks for the mean and the worst; None without values.
 
-    `per_silo` as from `silos.per_silo`; the silos of all seeds of a setting are drawn together, of runs that repeat a
-    seed the means.
+    `per_silo` comes from `silos.per_silo`. The silos of all seeds of a setting are drawn together; runs that repeat a
+    seed are averaged.
     """
     known = per_silo[per_silo["accuracy"].notna()]
     shown = [s for s in settings if len(s.rows(known))]
@@ -54,7 +54,7 @@ def silo_accuracy_figure(per_silo: pd.DataFrame, settings: Sequence[Setting]) ->
 
 
 def _wrapped(name: str) -> str:
-    """The name in lines that break after a comma."""
+    """The name with line breaks after commas."""
     lines = [""]
     for part in name.split(", "):
         joined = f"{lines[-1]}, {part}" if lines[-1] else part
@@ -89,10 +89,11 @@ def _dot_handles(with_shared: bool) -> list[Line2D]:
 
 
 def curves_figure(curves: pd.DataFrame, phases: Sequence[Phases], settings: Sequence[Setting]) -> Figure | None:
-    """Validation accuracy (left) and training loss (right) against rounds, a line per setting; None without any.
+    """Validation accuracy (left) and training loss (right) against rounds, a line per setting; None without values.
 
-    `curves` as from `silos.curves`. Bands: the standard deviation over silos of one seed, or from the least to
-    the greatest of several seeds. Phases of the searching runs are shaded. Source: SPIDER, Fig. 6.
+    `curves` comes from `silo_curves.curves`. Bands show the standard deviation over silos for one seed, or the range
+    from the minimum to the maximum over several seeds. The phases of runs with a search are shaded. Source: SPIDER,
+    Fig. 6.
     """
     loss = curves[(curves["series"] == "train") & curves["mean_loss"].notna()]
     validation = curves[(curves["series"] == "validation") & curves["mean"].notna()]
@@ -126,7 +127,7 @@ def curves_figure(curves: pd.DataFrame, phases: Sequence[Phases], settings: Sequ
 
 
 def _room(spans: Mapping[str, Spans]) -> float:
-    """Points between the axes and their title: for the phases' names, or for a bar per setting."""
+    """Space between the axes and their title in points, for the names of the phases or for a bar per setting."""
     if not spans:
         return 6.0
     return 20.0 if len(set(spans.values())) == 1 else 9.0 + 6.5 * len(spans)
@@ -157,7 +158,7 @@ def _curve(axes: Axes, rows: pd.DataFrame, value: str, look: tuple[str, str]) ->
 
 
 def _spans(phases: Sequence[Phases], settings: Sequence[Setting]) -> dict[str, Spans]:
-    """Per searching setting where its phases begin and end, means over its seeds."""
+    """Starts and ends of the phases by setting with a search, as means over its seeds."""
     ends = pd.DataFrame(
         [(p.run_id, *(end for _, end in spans_of(p))) for p in phases], columns=["run_id", "first", "second", "third"]
     )
@@ -170,14 +171,14 @@ def _spans(phases: Sequence[Phases], settings: Sequence[Setting]) -> dict[str, S
 
 
 def spans_of(phases: Phases) -> Spans:
-    """Where the three phases begin and end; the search ends with the last silo's last decision."""
+    """Start and end of the three phases; the search ends with the last decision of the last silo."""
     end = phases.rounds if phases.last_decided is None else phases.last_decided
     start = min(phases.search_start, end)
     return ((0.0, start), (start, end), (end, max(phases.rounds, end)))
 
 
 def _mark_phases(axes: Axes, spans: Mapping[str, Spans], colours: Mapping[str, str]) -> None:
-    """Shades where all searching settings agree; else a bar in a setting's colour above the axes spans its search."""
+    """Shades the phases if they are equal in all settings; otherwise draws a bar per setting that spans its search."""
     if len(set(spans.values())) > 1:
         for i, (name, setting) in enumerate(spans.items()):
             bar: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "solid_capstyle": "butt"}
@@ -192,7 +193,7 @@ def _mark_phases(axes: Axes, spans: Mapping[str, Spans], colours: Mapping[str, s
 
 
 def _name_phase(axes: Axes, begin: float, end: float, name: str, whole: float) -> None:
-    # A narrow phase has room for its number alone.
+    # A narrow phase has room only for its number.
     text = name if (end - begin) / whole >= 0.014 * len(name) else name.split(":")[0]
     place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "ha": "center", "annotation_clip": False}
     axes.annotate(text, ((begin + end) / 2, 1.02), fontsize=8.5, color="#6B6B6B", **place)

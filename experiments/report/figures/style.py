@@ -1,4 +1,4 @@
-"""How all figures look: colours that stay apart for colour-blind readers, quiet axes, legible type."""
+"""The style of all figures: colours that colour-blind readers can distinguish, plain axes, legible text."""
 
 from collections.abc import Iterable, Sequence
 from io import BytesIO
@@ -13,34 +13,34 @@ from matplotlib.ticker import MaxNLocator
 
 from fedloom.experiments.analysis.frames import natural
 
-# Okabe & Ito 2008, chosen to be told apart with any common colour vision.
+# Okabe & Ito 2008: colours that readers with any common colour vision can distinguish.
 BLUE, VERMILION, GREEN, GREY, INK = "#0072B2", "#D55E00", "#009E73", "#8A8A8A", "#222222"
 MODEL_COLOURS = {"supernet_init": GREY, "fine_tuned": BLUE, "rand_init": VERMILION}
 SERIES = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", INK)
-"""For lines of no order of their own."""
+"""Colours of lines without a natural order."""
 MARKERS = "osD^vPX<>*"
 DPI = 160
 
 
 def tier_colours(tiers: Sequence[str]) -> dict[str, str]:
-    """A colour per tier, dark to light as the tiers grow (viridis without its yellow, which paper does not show)."""
+    """A colour per tier, from dark to light (viridis without its yellow, which is hardly visible on paper)."""
     last = max(len(tiers) - 1, 1)
     return {tier: to_hex(colormaps["viridis"](0.84 * i / last)) for i, tier in enumerate(tiers)}
 
 
 def model_colours(models: Sequence[str]) -> dict[str, str]:
-    """A colour per model: the known ones always have the same."""
+    """A colour per model; a known model always has the same colour."""
     free = cycle((INK, GREEN, "#CC79A7", "#E69F00", "#56B4E9"))
     return {m: MODEL_COLOURS[m] if m in MODEL_COLOURS else next(free) for m in models}
 
 
 def tier_markers(tiers: Sequence[str]) -> dict[str, str]:
-    """A marker per tier, so that colour is never the only difference."""
+    """A marker per tier, so that tiers differ in more than colour."""
     return {tier: MARKERS[i % len(MARKERS)] for i, tier in enumerate(tiers)}
 
 
 def quiet(axes: Axes, *, title: str = "", xlabel: str = "", ylabel: str = "") -> None:
-    """Labels, a light grid behind the data, no box around it."""
+    """Sets labels and draws a light grid behind the data, without a box."""
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
     axes.set_xlabel(xlabel, fontsize=10, color=INK)
     axes.set_ylabel(ylabel, fontsize=10, color=INK)
@@ -54,28 +54,28 @@ def quiet(axes: Axes, *, title: str = "", xlabel: str = "", ylabel: str = "") ->
 
 
 def whole_numbers(axes: Axes) -> None:
-    """Rounds are whole: no tick at 2.5."""
+    """Restricts the ticks of the x axis to whole numbers, since rounds are whole."""
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as PNG, the same bytes for the same figure."""
+    """The figure as PNG, with the same bytes for the same figure."""
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
     return buffer.getvalue()
 
 
 def pdf(figure: Figure) -> bytes:
-    """The figure as PDF, for papers: lines stay lines; the same bytes for the same figure."""
+    """The figure as a vector PDF for papers, with the same bytes for the same figure."""
     buffer = BytesIO()
-    # Type 42 keeps letters as letters; conferences refuse the default, Type 3.
+    # Type 42 fonts embed text as text; conferences reject the default, Type 3.
     with rc_context({"pdf.fonttype": 42}):
         figure.savefig(buffer, format="pdf", metadata={"CreationDate": None})
     return buffer.getvalue()
 
 
 LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False}
-"""How every legend looks."""
+"""Options of every legend."""
 COUNTS = {
     "": "",
     "k": " (thousands)",
@@ -85,10 +85,10 @@ COUNTS = {
     "P": " (10¹⁵)",
     "E": " (10¹⁸)",
 }
-"""Prefixes of counts as an axis says them."""
+"""Labels of axes with counts, by SI prefix."""
 DASHED = (0, (4, 2))
 
 
 def tiers_in_order(names: Iterable[str]) -> list[str]:
-    """The names without repetition, tier2 before tier10; empty ones left out."""
+    """The distinct non-empty names in natural order, tier2 before tier10."""
     return sorted({str(n) for n in names if n}, key=natural)

@@ -1,4 +1,4 @@
-"""SuperFedNAS's subnets: accuracy against MACs, what the search saw, and beta over rounds."""
+"""Figures of SuperFedNAS: accuracy of subnets against MACs, the subnets scored in the search, and beta over rounds."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,16 +32,16 @@ from fedloom.experiments.report.figures.style import (
 from fedloom.experiments.report.parts.numbers import si_scale
 
 LOGARITHMIC_FROM = 20.0
-"""The ratio of the largest to the smallest MACs from which a linear axis would press the small ones together."""
+"""Ratio of the largest to the smallest MACs from which the axis is logarithmic, so that small subnets stay apart."""
 
 PANEL_IN = 5.4
 """The width of a setting's panel in inches."""
 
 
 def subnet_accuracy_figure(subnets: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
-    """Test accuracy (perplexity for texts) against MACs, a panel per data set and a line per setting; None without.
+    """Test accuracy (perplexity for text) against MACs, a panel per data set, a line per setting; None without values.
 
-    `subnets` as from `subnets`. Source: SuperFed, Fig. 4.
+    `subnets` comes from `analysis.subnets.subnets`. Source: SuperFed, Fig. 4.
     """
     panels = _panels(subnets, settings)
     if not panels:
@@ -73,7 +73,7 @@ def subnet_accuracy_figure(subnets: pd.DataFrame, settings: Sequence[Setting]) -
 
 
 def _panels(subnets: pd.DataFrame, settings: Sequence[Setting]) -> list[tuple[str, str, pd.DataFrame]]:
-    """Per data set what its models are compared by, and the rows with `value` in the axis' unit."""
+    """For each data set: its name, the compared quality, and the rows with `value` in the unit of the axis."""
     dataset_of = {r: str(s.config["data"]["dataset"]) for s in settings for r in s.run_ids}
     datasets = subnets["run_id"].map(dataset_of)
     panels = []
@@ -117,10 +117,10 @@ def _star(label: str) -> Line2D:
 
 
 def search_figure(scored: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
-    """Validation accuracy against MACs of all scored subnets, a panel per setting; None without any.
+    """Validation accuracy against MACs of all scored subnets, a panel per setting; None without rows.
 
-    `scored` as from `subnets.scored`: samples faint, the verified front as a line per run, each target's finalists
-    as dots and its winner as a star.
+    `scored` comes from `analysis.subnets.scored`. Samples are faint, the verified front is a line per run, the
+    finalists of each target are dots and its winner is a star.
     """
     shown = [s for s in settings if len(s.rows(scored))]
     if not shown:
@@ -173,7 +173,7 @@ def _search_handles(scored: pd.DataFrame, targets: Sequence[str]) -> list[Line2D
 
 
 def beta_figure(rounds: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
-    """beta against rounds, a line per setting; None if no run had one. Source: SuperFed, Sec. 4 and Fig. 5."""
+    """beta against rounds, a line per setting; None if no run recorded it. Source: SuperFed, Sec. 4 and Fig. 5."""
     known = rounds[rounds["beta"].notna()]
     shown = [s for s in settings if len(s.rows(known))]
     if not shown:

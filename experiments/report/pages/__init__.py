@@ -1,1 +1,1 @@
-"""Whole reports: what they say, and their files."""
+"""Whole reports: their content and their files."""

@@ -1,4 +1,4 @@
-"""The report of an ablation: tables of its trials, settings and axes, and figures of the shape that papers show."""
+"""The report of an ablation: tables of its trials, settings and axes, and figures as in papers."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 
 REFRESH_S = 30
-"""How often a page loads itself again while trials are at work."""
+"""Seconds between two reloads of a page while trials run."""
 UNFINISHED = ("waiting", "running", "stalled")
-"""States of trials of which more may be expected without anybody's doing."""
+"""States of trials that may continue without the user's intervention."""
 
 
 def chosen_ablation(results: Path, given: Sequence[str]) -> str | None:
-    """The id of the ablation that a report was asked for; None if it was asked for runs.
+    """The id of the ablation that the report is about; None if it is about runs.
 
-    Raises ValueError for several ablations, or one beside runs.
+    Raises ValueError for several ablations, or for an ablation together with runs.
     """
     own = [name for name in given if is_ablation(results, name)]
     if not own:
@@ -62,10 +62,10 @@ def chosen_ablation(results: Path, given: Sequence[str]) -> str | None:
 
 
 def write_ablation_report(results: Path, ablation_id: str, out: Path | None = None) -> ReportFiles:
-    """Writes report.html, report.md, tables.tex and the figures (PNG, PDF) of an ablation as it stands now.
+    """Writes report.html, report.md, tables.tex and the figures (PNG, PDF) of an ablation in its current state.
 
-    `out` is `results/reports/ABLATION_ID` if not given. Raises ValueError for an unknown ablation, a damaged table, or
-    a folder that cannot be written.
+    The default of `out` is `results/reports/ABLATION_ID`. Raises ValueError for an unknown ablation, a damaged table,
+    or a folder that cannot be written.
     """
     ablation, tables = load_ablation(results, ablation_id)
     folder = Path(results) / "reports" / ablation.ablation_id if out is None else Path(out)
@@ -78,7 +78,7 @@ def write_ablation_report(results: Path, ablation_id: str, out: Path | None = No
 
 
 def ablation_content(ablation: Ablation, states: Sequence[TrialState], tables: Tables) -> Content:
-    """Everything that the report of an ablation says."""
+    """The content of an ablation's report."""
     frame = ablation_frame(tables, ablation)
     names = subnet_names(frame, labels_of(tables))
     blocks = [
@@ -106,7 +106,7 @@ def _figures(ablation: Ablation, *, known: bool) -> list[str]:
 
 
 def progress_of(states: Sequence[TrialState]) -> list[str]:
-    """How many of how many trials are done; nothing once all are."""
+    """A sentence with the number of trials in each state; empty if all trials are done."""
     counts = pd.Series([s.state for s in states]).value_counts().to_dict()
     done = sum(counts.get(state, 0) for state in FINAL)
     if done == len(states):
@@ -136,7 +136,7 @@ def _facts(ablation: Ablation) -> RunFacts:
 
 
 def _pictures(ablation: Ablation, frame: pd.DataFrame, names: Mapping[str, str], tables: Tables) -> Iterator[Picture]:
-    # Here, because matplotlib takes a second to load and a summary does without.
+    # Imported here, because matplotlib takes a second to load and a summary does not need it.
     from fedloom.experiments.report.figures import ablation_axes, ablation_rounds
     from fedloom.experiments.report.figures.style import pdf, png
 
@@ -194,7 +194,7 @@ CAPTIONS = {
 
 
 def ablation_table(results: Path, ablation_id: str) -> RenderableType:
-    """The settings of an ablation for the terminal; quick, and without matplotlib."""
+    """The table of an ablation's settings for the terminal; fast, without matplotlib."""
     ablation, tables = load_ablation(results, ablation_id, tables=[t for t in ALL_TABLES if t != "clients"])
     frame = ablation_frame(tables, ablation)
     block = points_block(ablation, frame, subnet_names(frame, labels_of(tables)), wide=False)
@@ -202,7 +202,7 @@ def ablation_table(results: Path, ablation_id: str) -> RenderableType:
 
 
 def ablation_json(results: Path, ablation_id: str) -> dict[str, Any]:
-    """The report's numbers as JSON values: ablation, trials, missing; the rows of frame, settings and differences."""
+    """The report's numbers as JSON values: ablation, trials, missing, and the rows of frame, settings, differences."""
     ablation, tables = load_ablation(results, ablation_id)
     frame = ablation_frame(tables, ablation)
     axes, states = list(ablation.axes), trial_states(Path(results), ablation)

@@ -1,4 +1,4 @@
-"""What a report says, before it becomes a page or Markdown: facts, tables, pictures, and what is missing."""
+"""The content of a report, independent of HTML and Markdown: facts, tables, pictures, and missing parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Content:
-    """Everything in a report.
+    """All parts of a report.
 
-    `about` is the heading over the facts of the `runs`; with `refresh_s` the page loads itself again so often.
-    `pictures_first` puts them above the tables, which may be long.
+    `about` is the heading of the facts of the `runs`; `refresh_s` is the reload interval of the page in seconds, None
+    for no reload. `pictures_first` puts the pictures above the tables, which may be long.
     """
 
     title: str
@@ -34,5 +34,5 @@ class Content:
     pictures_first: bool = False
 
     def ordered(self, tables: Sequence[str], pictures: Sequence[str]) -> list[str]:
-        """The pieces of the page in their order."""
+        """The formatted tables and pictures in the order of the page."""
         return [*pictures, *tables] if self.pictures_first else [*tables, *pictures]

@@ -1,4 +1,4 @@
-"""Who, what, when and with which versions: the facts of every run."""
+"""The facts of every run: identity, status, seeds, versions and times."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from fedloom.platform.results.status import Status, read_status
 
 
 def facts_of(tables: Tables, settings: Sequence[Setting]) -> tuple[RunFacts, ...]:
-    """Who, what, when and with which versions, per run; of several settings also which one."""
+    """The facts of each run; they include the name of its setting if there are several settings."""
     named = {run_id: s.name for s in settings for run_id in s.run_ids} if len(settings) > 1 else {}
     return tuple(_facts(tables, paths, named.get(paths.run_id)) for paths in tables.paths)
 
@@ -37,7 +37,7 @@ def _time(value: Any) -> str:
 
 
 def _plain(text: Any) -> str:
-    """JSON objects as "name value, name value"."""
+    """Formats a JSON object as "name value, name value"; other text stays as it is."""
     if is_absent(text):
         return ABSENT
     if not str(text).startswith("{"):
@@ -46,7 +46,7 @@ def _plain(text: Any) -> str:
 
 
 def status_of(paths: RunPaths) -> Status | None:
-    """What the run's status file says; None without one, as in a copied folder: the table knows enough then."""
+    """The run's status file; None without one, as in a copied folder, for which the table `runs` suffices."""
     try:
         return read_status(paths.status)
     except ValueError:
@@ -54,7 +54,7 @@ def status_of(paths: RunPaths) -> Status | None:
 
 
 def state_of(tables: Tables, paths: RunPaths) -> str:
-    """The run's state now; what the table says if there is no status file."""
+    """The run's current state, from its status file, else from the table `runs`."""
     status = status_of(paths)
     if status is not None:
         return status.state

@@ -12,7 +12,7 @@ from fedloom.platform.results.files import write_atomically
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """Where a report was written, and which runs it is about."""
+    """The files of a report, and the runs that it is about."""
 
     run_ids: tuple[str, ...]
     folder: Path
@@ -20,13 +20,13 @@ class ReportFiles:
     markdown: Path
     plots: tuple[Path, ...]
     missing: tuple[str, ...]
-    """One sentence for everything that the runs do not have (yet)."""
+    """One sentence for each part that the runs do not have (yet)."""
     latex: Path | None = None
-    """The tables for a paper, which reports of ablations have."""
+    """The tables in LaTeX; only reports of ablations have them."""
 
 
 def write_content(content: Content, folder: Path, run_ids: Sequence[str], latex: Path | None = None) -> ReportFiles:
-    """Writes the page, the Markdown and the pictures, each file whole or not at all; `latex` is written by others."""
+    """Writes the page, the Markdown and the pictures, each file atomically; the caller writes `latex`."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [(p.name, ending, image) for p in content.pictures for ending, image in (("png", p.png), ("pdf", p.pdf))]
     files = [file for file in files if file[2]]

@@ -1,4 +1,4 @@
-"""What a reader would look for in vain, run by run."""
+"""Sentences on the parts of a report that are missing, per run."""
 
 import pandas as pd
 
@@ -22,7 +22,7 @@ DRY = (
 
 
 def missing_of(tables: Tables) -> tuple[str, ...]:
-    """One sentence for everything that a reader would look for in vain, per run."""
+    """One sentence for each part of the report that a run does not have."""
     several = len(tables.paths) > 1
     lines = [
         f"{paths.run_id}: {line}." if several else sentence(line)
@@ -39,7 +39,7 @@ def _missing(tables: Tables, paths: RunPaths) -> list[str]:
     if run.rounds.empty:
         return [*lines, "no finished round is in the tables yet"]
     if is_dry(tables, paths.run_id):
-        return lines  # said once for all dry runs
+        return lines  # one sentence covers all dry runs
     tested = run.evaluations[(run.evaluations["split"] == "test") & (run.evaluations["metric"] == METRIC)]
     gaps = {
         TIERS: lambda: _missing_of_tiers(run, tested, state),
@@ -51,7 +51,7 @@ def _missing(tables: Tables, paths: RunPaths) -> list[str]:
 
 
 def _missing_of_tiers(run: Tables, tested: pd.DataFrame, state: str) -> list[str]:
-    """What a run lacks that ends with a model per tier: candidates, test metrics, its baseline, or tiers' models."""
+    """Missing parts of a run with a model per tier: candidates, test metrics, baseline, or models of tiers."""
     run_id = run.paths[0].run_id
     method = configuration(run, run_id).get("method", {})
     lines = []
@@ -74,7 +74,7 @@ def _without_test_samples(tested: pd.DataFrame) -> list[str]:
 
 
 def _missing_of_subnets(run: Tables, tested: pd.DataFrame, state: str) -> list[str]:
-    """What a SuperFedNAS run lacks: the evaluation, or targets without a winner."""
+    """Missing parts of a SuperFedNAS run: the evaluation, or winners of targets."""
     found = set(tested.loc[tested["model"] == SEARCHED, "tier"])
     lines = [] if len(tested) else ["nothing was measured on test data yet: no accuracy of subnets"]
     lost = [t for t in targets_of(run, run.paths[0].run_id) if t not in found]
@@ -93,7 +93,7 @@ def _progress(paths: RunPaths, state: str) -> str:
 
 
 def unknown_bounds(tables: Tables, bounds: Bounds) -> list[str]:
-    """A sentence on the runs whose tiers' bounds are not known."""
+    """A sentence on the runs that did not record the bounds of their tiers."""
     known = {run_id for run_id, _ in bounds}
     with_tiers = [p.run_id for p in tables.paths if kind_of(tables, p.run_id) == TIERS]  # others have no bounds
     unknown = [run_id for run_id in with_tiers if run_id not in known and configuration(tables, run_id)]

@@ -33,12 +33,12 @@ figure { margin: 1rem 0; } figcaption { font-size: .9rem; max-width: 60rem; }
 img { display: block; max-width: 100%; height: auto; background: #ffffff; border-radius: 6px; padding: .5rem; }
 """
 
-# Nothing is ever fetched: the page says so to the browser, too.
+# The page loads no external resources, and this policy makes the browser enforce it.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def html_page(content: Content) -> str:
-    """The whole page; everything that is not markup is escaped."""
+    """The whole page; all text is escaped."""
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en">',

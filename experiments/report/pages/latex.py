@@ -1,4 +1,4 @@
-"""Tables as LaTeX with booktabs, to be read into a paper."""
+"""Tables as LaTeX with booktabs, for papers."""
 
 import re
 import unicodedata
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from fedloom.experiments.report.parts.block import Block
 
 LONG = 35
-"""Rows from which a table is broken over pages."""
+"""Maximum number of rows of a table on one page; longer tables break over pages."""
 WIDE = 60
-"""Letters from which a column of text is broken into lines."""
+"""Maximum number of characters in a column of text without line breaks."""
 
 HEAD = (
     "% Tables of a fedloom report: \\input this file, or copy a table.\n"
@@ -41,7 +41,7 @@ _LAST_OF_LATIN_1 = "\u00ff"
 
 
 def escaped(text: str) -> str:
-    """The text as LaTeX prints it: special signs escaped, Greek letters as mathematics, none that pdflatex lacks."""
+    """Escapes special characters for LaTeX; Greek letters become mathematics, characters unknown to pdflatex "?"."""
     return "".join(_SIGNS[c] if c in _SIGNS else _letter(c) for c in text)
 
 
@@ -53,12 +53,12 @@ def _letter(sign: str) -> str:
 
 
 def latex_tables(blocks: Sequence[Block]) -> str:
-    """One table per block, in their order."""
+    """One LaTeX table per block, in order."""
     return "\n".join([HEAD, *(latex_table(block) for block in blocks)])
 
 
 def latex_table(block: Block) -> str:
-    """The block between \\toprule and \\bottomrule, its title and sentences as the caption; long ones break pages."""
+    """The block as a booktabs table with its title and sentences as caption; long tables break over pages."""
     head = _line([f"\\textbf{{{escaped(text.strip())}}}" if text.strip() else "" for text in block.heads])
     rows = "\n".join(_line([_cell(text, i >= block.labels) for i, text in enumerate(row)]) for row in block.rows)
     caption = f"\\caption{{{escaped(' '.join([f'{block.title}.', *block.text]))}}}"
@@ -73,7 +73,7 @@ def latex_table(block: Block) -> str:
 
 
 def _cell(text: str, number: bool) -> str:
-    """A cell; a hyphen before a number becomes a minus, in names and ids it stays."""
+    """An escaped cell; in columns of numbers, a hyphen before a digit becomes a minus sign."""
     return escaped(re.sub(r"(^|\s)-(?=\d)", r"\1−", text) if number else text)
 
 

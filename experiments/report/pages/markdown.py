@@ -6,7 +6,7 @@ from fedloom.experiments.report.pages.content import Content
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]], labels: int = 2) -> str:
-    """A Markdown table; the first `labels` columns to the left, numbers to the right."""
+    """A Markdown table; the first `labels` columns are left-aligned, the others right-aligned."""
     lines = [_line(heads), _line([":--" if i < labels else "--:" for i in range(len(heads))])]
     return "\n".join([*lines, *(_line(row) for row in rows)]) + "\n"
 
@@ -16,7 +16,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def markdown_page(content: Content) -> str:
-    """The same report as Markdown, its pictures beside it."""
+    """The report as Markdown that links to the PNG files of its pictures."""
     parts = [f"# {content.title}", *(f"> {sentence}" for sentence in content.missing)]
     tables, pictures = [], []
     for block in content.blocks:

@@ -36,15 +36,15 @@ from fedloom.platform.results.paths import RunPaths
 
 
 def load_chosen(results: Path, run_ids: Sequence[str] | None = None, tables: Iterable[str] = ALL_TABLES) -> Tables:
-    """The tables of these runs (ids or their beginnings), of the latest run if none is given."""
+    """Loads the tables of these runs (ids or unambiguous prefixes), or of the latest run if none is given."""
     return load(results, run_ids or [latest_run(results)], tables=tables)
 
 
 def write_report(results: Path, run_ids: Sequence[str] | None = None, out: Path | None = None) -> ReportFiles:
-    """Writes report.html, report.md and the plots of these runs (ids or their beginnings; the latest run if none).
+    """Writes report.html, report.md and the plots of these runs (ids or unambiguous prefixes; default: the latest run).
 
-    `out` is `results/reports/RUN` if not given. Works for runs that are still running, failed, or lack stages: what is
-    missing is said. Raises ValueError for an unknown run, a damaged table, or a folder that cannot be written.
+    The default of `out` is `results/reports/RUN`. Runs may be active, failed or without some stages; the report names
+    the missing parts. Raises ValueError for an unknown run, a damaged table, or a folder that cannot be written.
     """
     tables = load_chosen(results, run_ids)
     folder = Path(results) / "reports" / _folder_name(tables.paths) if out is None else Path(out)
@@ -61,7 +61,7 @@ def _folder_name(paths: Sequence[RunPaths]) -> str:
 
 
 def report_content(tables: Tables) -> Content:
-    """Everything that a report of these runs says."""
+    """The content of a report of these runs."""
     bounds, labels = upper_bounds(tables), labels_of(tables)
     settings = settings_of(tables)
     return Content(
@@ -103,7 +103,7 @@ def tier_summaries(tables: Tables, bounds: Bounds) -> list[Summary]:
 
 
 def summary_table(results: Path, run_ids: str | Sequence[str] | None = None) -> RenderableType:
-    """The tables of these runs for the terminal, per setting; quick, and without matplotlib.
+    """The tables of these runs for the terminal, per setting; fast, without matplotlib.
 
     Raises ValueError for an unknown run or a damaged table.
     """

@@ -1,4 +1,4 @@
-"""Figures of many settings on several sheets, each of which can still be read."""
+"""Divides figures of many settings into several readable sheets."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,12 +7,12 @@ from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.report.parts.picture import Picture
 
 MOST_SETTINGS = 12
-"""Settings in a figure: small multiples of more are too long to be compared, and lines of more are a tangle."""
+"""Maximum number of settings in a figure; with more, panels or lines cannot be compared."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Some of the settings, and which of all they are: from number `first` of `total`, counted from 1."""
+    """A part of the settings; `first` is the number of its first setting among `total`, counted from 1."""
 
     settings: Sequence[Setting]
     number: int
@@ -20,7 +20,7 @@ class Sheet:
     total: int
 
     def labelled(self, picture: Picture) -> Picture:
-        """The picture with the sheet in its name and caption; as it is where one sheet holds all settings."""
+        """The picture with the sheet in its name and caption; unchanged if one sheet holds all settings."""
         if len(self.settings) == self.total:
             return picture
         name = picture.name if self.number == 1 else f"{picture.name}-{self.number}"
@@ -29,6 +29,6 @@ class Sheet:
 
 
 def sheets(settings: Sequence[Setting]) -> Iterator[Sheet]:
-    """The settings in their order, at most `MOST_SETTINGS` per sheet."""
+    """Divides the settings, in order, into sheets of at most `MOST_SETTINGS`."""
     for number, begin in enumerate(range(0, len(settings), MOST_SETTINGS), 1):
         yield Sheet(settings[begin : begin + MOST_SETTINGS], number, begin + 1, len(settings))

@@ -1,4 +1,4 @@
-"""What a cross-silo run lacks of its silos: scores, pairs of the personalisation gains, and training itself."""
+"""Sentences on the missing parts of a cross-silo run: scores, training, and pairs of the personalisation gains."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from fedloom.experiments.analysis.tables import Tables, configuration, only
 
 
 def missing_of_silos(tables: Tables, run_id: str, state: str) -> list[str]:
-    """What a run of a cross-silo method lacks: silos' scores and training, gains, or decisions of its search."""
+    """Missing parts of a cross-silo run: scores or training of silos, gains, or decisions of its search."""
     rows = tables.evaluations[tables.evaluations["run_id"] == run_id]
     rows = rows[(rows["stage"] == EVALUATION) & (rows["split"] == "test") & (rows["metric"] == METRIC)]
     yet = "" if state == "done" else " yet"
@@ -35,26 +35,26 @@ MOST_PAIRS = 6
 
 
 def num_silos(tables: Tables, run_id: str) -> int:
-    """How many silos the run was configured with."""
+    """The configured number of silos of the run."""
     return int(configuration(tables, run_id)["data"]["num_clients"])
 
 
 def silo_names(tables: Tables, run_id: str, silos: Sequence[int]) -> str:
-    """These silos in a sentence."""
+    """The silos as part of a sentence."""
     if len(silos) == num_silos(tables, run_id):
         return "every silo"
     return f"silo{'' if len(silos) == 1 else 's'} {', '.join(map(str, silos))}"
 
 
 def unscored_silos(tables: Tables, run_id: str) -> list[int]:
-    """The silos that the final evaluation has no accuracy of; those without test samples aside."""
+    """The silos without an accuracy in the final evaluation, except those without test samples."""
     rows = per_silo(only(tables, [run_id]))
     known = rows[rows["accuracy"].notna() | rows["samples"].eq(0)]
     return _others(known["client_id"], num_silos(tables, run_id))
 
 
 def untrained_silos(tables: Tables, run_id: str) -> list[int]:
-    """The silos of which no training round counted: failed, dropped or late every time."""
+    """The silos for which no training round counted, because they failed, dropped out or were late every time."""
     rows = training(only(tables, [run_id]).clients)
     if rows.empty:
         return []
@@ -67,7 +67,7 @@ def _others(known: "pd.Series[Any]", count: int) -> list[int]:
 
 
 def unmeasured_pairs(tables: Tables, run_id: str) -> list[tuple[int, int]]:
-    """The (i, j) without p_ij among the silos that the gains cover; silos i without test samples aside."""
+    """The pairs (i, j) of covered silos whose p_ij was not measured, except silos i without test samples."""
     run, covered = only(tables, [run_id]), range(covered_silos(tables, run_id))
     matrix = p_matrix(run)
     measured = {(int(i), int(j)) for i, j in zip(matrix["client_id"], matrix["silo"], strict=True)}
@@ -78,7 +78,7 @@ def unmeasured_pairs(tables: Tables, run_id: str) -> list[tuple[int, int]]:
 
 
 def covered_silos(tables: Tables, run_id: str) -> int:
-    """How many silos, the first ones, the gains cover; 0 if they were not asked for."""
+    """The number of silos, counted from the first, that the gains cover; 0 if gains are not configured."""
     gains = configuration(tables, run_id)["method"].get("gains", {})
     if not gains.get("epochs", 0):
         return 0
@@ -87,7 +87,7 @@ def covered_silos(tables: Tables, run_id: str) -> int:
 
 
 def gaps_of_scores(tables: Tables, run_id: str) -> list[str]:
-    """Sentences on silos without a score, and on those that are scored without ever having been trained."""
+    """Sentences on silos without a score, and on silos with a score that were never trained."""
     lines = []
     unscored = unscored_silos(tables, run_id)
     if unscored:
@@ -101,7 +101,7 @@ def gaps_of_scores(tables: Tables, run_id: str) -> list[str]:
 
 
 def _scored(tables: Tables, run_id: str) -> str:
-    """What the final evaluation scores of silos that were never trained."""
+    """Says which model the final evaluation scores for silos that were never trained."""
     if keeps_own_models(tables, run_id):
         return "what is scored as personal there is the shared model"
     if keeps_own_cells(tables, run_id):

@@ -1,4 +1,4 @@
-"""The figures of cross-silo runs, and what they say."""
+"""The figures of cross-silo runs with their captions."""
 
 from collections.abc import Iterator
 
@@ -36,11 +36,11 @@ CAPTIONS = {
 
 
 def silo_pictures(tables: Tables) -> Iterator[Picture]:
-    """The figures of all cross-silo runs together, then each run's gains and cells; none if there is no such run."""
+    """The figures of all cross-silo runs, then each run's gains and cells; none if there is no such run."""
     own = silos(tables)
     if not own.paths:
         return
-    # Here, because matplotlib takes a second to load and a run's summary does without.
+    # Imported here, because matplotlib takes a second to load and a run's summary does not need it.
     from fedloom.experiments.report.figures.silos import curves_figure, silo_accuracy_figure
     from fedloom.experiments.report.figures.style import png
 

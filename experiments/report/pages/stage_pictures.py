@@ -1,4 +1,4 @@
-"""The figures of runs with stages and tiers, and what they say."""
+"""The figures of runs with stages and tiers, with their captions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,13 +41,13 @@ CAPTIONS = {
     ),
 }
 LOSS = "convergence-loss"
-"""With several settings loss and accuracy have a figure each, so that settings stand close to each other."""
+"""Name of the figure of loss; for several settings, loss and accuracy have separate figures to ease comparison."""
 
 COMMUNICATION_OF_SILOS = (
     "Bytes that all silos together received and sent. The cumulative curves leave out the final evaluation and "
     "personalisation gains."
 )
-"""What stands under that figure where no run has a baseline to be counted on its own."""
+"""Caption of the figure of communication if all runs are cross-silo and therefore have no baseline."""
 
 OVER_RUNS = {
     "convergence": "Lines are means over the runs, bands reach from the least to the greatest.",
@@ -59,7 +59,7 @@ OVER_SETTINGS = "Each part is a setting, with the axes of the others."
 
 
 def stage_pictures(tables: Tables, bounds: Bounds, labels: Labels) -> Iterator[Picture]:
-    """The figures of every experiment, in which each of its settings has a part of its own."""
+    """The figures of every experiment, with a panel per setting."""
     settings = settings_of(tables)
     experiments = list(dict.fromkeys(s.experiment for s in settings))
     frames = _frames(tables, labels)
@@ -73,7 +73,7 @@ def stage_pictures(tables: Tables, bounds: Bounds, labels: Labels) -> Iterator[P
 
 @dataclass(frozen=True)
 class _Frames:
-    """What the figures are drawn of."""
+    """The data of the figures."""
 
     curves: pd.DataFrame
     candidates: pd.DataFrame
@@ -93,7 +93,7 @@ def _frames(tables: Tables, labels: Labels) -> _Frames:
 
 
 def _pictures(frames: _Frames, settings: Sequence[Setting], bounds: Bounds, *, alone: bool) -> Iterator[Picture]:
-    # Here, because matplotlib takes a second to load and a run's summary does without.
+    # Imported here, because matplotlib takes a second to load and a run's summary does not need it.
     from fedloom.experiments.report.figures.clients import clients_figure
     from fedloom.experiments.report.figures.communication import communication_figure
     from fedloom.experiments.report.figures.convergence import convergence_figure
@@ -130,26 +130,26 @@ def _caption(name: str, settings: Sequence[Setting], *, alone: bool) -> str:
 
 
 def _labelled(frame: pd.DataFrame, labels: Labels) -> pd.DataFrame:
-    """Subnets that are trained alone by their labels; tiers stay tiers."""
+    """The frame with labels instead of ids for subnets that are trained alone; tiers stay as they are."""
     names = zip(frame["run_id"], frame["kind"], frame["tier"], strict=True)
     shown = [labels.of(str(run), str(tier)) if kind == ALONE else tier for run, kind, tier in names]
     return frame.assign(tier=pd.Series(shown, frame.index, dtype=object))
 
 
 def _tier_candidates(tables: Tables) -> pd.DataFrame:
-    """Candidates of searches for tiers; SuperFedNAS has a figure of its own for its targets, silos have no tiers."""
+    """Candidates of searches for tiers, without SuperFedNAS, which has its own figure, and without silos' methods."""
     frame = pareto(tables)
     return frame[~frame["run_id"].isin([*elastic_run_ids(tables), *silo_run_ids(tables)])]
 
 
 def _tier_convergence(tables: Tables) -> pd.DataFrame:
-    """Curves of all runs but those of cross-silo methods, whose curves are those of the silos' own models."""
+    """Curves of all runs except cross-silo runs, whose curves show the silos' own models in another figure."""
     frame = convergence(tables)
     return frame[~frame["run_id"].isin(silo_run_ids(tables))]
 
 
 def _macs_bounds(settings: Sequence[Setting], bounds: Bounds) -> dict[str, dict[str, float]]:
-    """By setting's name the bounds of its first run, if they are in MACs and the same in all of its runs."""
+    """The tiers' bounds by the setting's name, for settings with bounds in MACs that are equal in all runs."""
     found = {}
     for setting in settings:
         runs = [{tier: bound for (of, tier), bound in bounds.items() if of == run_id} for run_id in setting.run_ids]

@@ -1,4 +1,4 @@
-"""The figures of SuperFedNAS runs, and what they say."""
+"""The figures of SuperFedNAS runs with their captions."""
 
 from collections.abc import Iterator, Sequence
 
@@ -41,11 +41,11 @@ CAPTIONS = {
 
 
 def subnet_pictures(tables: Tables, labels: Labels) -> Iterator[Picture]:
-    """The figures of all SuperFedNAS runs together; none if there is no such run."""
+    """The figures of all SuperFedNAS runs; none if there is no such run."""
     elastic = only(tables, elastic_run_ids(tables))
     if not elastic.paths:
         return
-    # Here, because matplotlib takes a second to load and a run's summary does without.
+    # Imported here, because matplotlib takes a second to load and a run's summary does not need it.
     from fedloom.experiments.report.figures.costs import cost_figure
     from fedloom.experiments.report.figures.style import png
     from fedloom.experiments.report.figures.subnets import beta_figure, search_figure, subnet_accuracy_figure

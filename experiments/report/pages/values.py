@@ -47,12 +47,13 @@ def _value(value: Any) -> Any:
 def report_json(results: Path, run_ids: Sequence[str] | None = None) -> dict[str, Any]:
     """The report's numbers as JSON values.
 
-    Keys: metric, runs, missing; settings (their runs, distinct seeds, and the configuration's values in which those of
-    an experiment differ); summary (per setting and tier: mean, half_width of the 95 % interval, runs, of which those
-    that repeat a seed count as one); the rows of per_tier, fairness, communication and failures, of single runs all; of
-    SuperFedNAS runs the rows of subnets, their subnet_summary per setting, and cost_comparison with the first k members
-    trained alone; of cross-silo runs silos (per setting), the rows of silo_clients, personalisation (the rows of p,
-    "matrix", and the gains) and phases. Raises ValueError as `write_report`.
+    Keys: metric, runs, missing; settings (runs, number of distinct seeds, and the configuration values that differ
+    between settings of an experiment); summary (per setting and tier: mean, half_width of the 95 % interval, and runs,
+    where runs that repeat a seed count as one); the rows per single run of per_tier, fairness, communication,
+    communication_by_kind and failures; for SuperFedNAS runs the rows of subnets, a subnet_summary per setting, and
+    cost_comparison with the first k members trained alone; for cross-silo runs silos (per setting), the rows of
+    silo_clients, personalisation (rows of p, "matrix", and the gains) and phases. Raises ValueError for an unknown run
+    and for a damaged table.
     """
     tables = load_chosen(results, run_ids)
     bounds = upper_bounds(tables)
@@ -88,7 +89,7 @@ def _setting(setting: Setting) -> dict[str, Any]:
 
 
 def _estimates(values: Mapping[str, Estimate | None]) -> dict[str, Any]:
-    """By name {mean, half_width, runs}; null for what is not known, and for the mean of undefined values."""
+    """{mean, half_width, runs} by name; null for unknown values and for means that are undefined."""
     return {k: None if v is None or is_absent(v.mean) else asdict(v) for k, v in values.items()}
 
 

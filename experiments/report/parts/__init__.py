@@ -1,1 +1,1 @@
-"""What tables, figures and pages are made of: words, blocks and pictures."""
+"""The parts of tables, figures and pages: words, numbers, blocks and pictures."""

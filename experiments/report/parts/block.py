@@ -1,4 +1,4 @@
-"""A table on its way to the page, to LaTeX or to the terminal."""
+"""A table as text, for the page, LaTeX or the terminal."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Block:
-    """A table with its title, sentences before it, heads and cells; `labels` columns on the left are text."""
+    """A table with its title, introductory sentences, heads and cells; the first `labels` columns are text."""
 
     title: str
     text: tuple[str, ...]
@@ -19,10 +19,10 @@ class Block:
 
 
 def rich_block(block: Block, *, stacked: bool = True, apart: str | None = None) -> Table:
-    """The block for the terminal, its sentences below it.
+    """The block as a table for the terminal, with its sentences below.
 
-    `stacked` has intervals below their means: side by side they would not fit. A row that begins with `apart` stands
-    apart from those above it.
+    With `stacked` intervals are below their means, where both do not fit on a line. A row whose first cell is `apart`
+    is separated from the rows above it.
     """
     caption = Text("\n".join(block.text), style="dim")
     table = Table(title=Text(block.title), caption=caption, box=box.SIMPLE_HEAD)

@@ -1,4 +1,4 @@
-"""Numbers as people read them, the same in every output."""
+"""Formats numbers in the same way for every output."""
 
 import math
 from collections.abc import Callable
@@ -16,12 +16,12 @@ _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")
 
 
 def si_scale(largest: float) -> tuple[float, str]:
-    """The divisor and the prefix with which a number of this size is read best: (1e6, "M")."""
+    """The divisor and the SI prefix for numbers of this size, such as (1e6, "M")."""
     return next(((scale, prefix) for scale, prefix in _SI if abs(largest) >= scale), (1.0, ""))
 
 
 def si(value: Any, unit: str = "") -> str:
-    """Three significant digits with a decimal prefix: 182376 is "182 k", with unit B 1.2e9 is "1.20 GB"."""
+    """Three significant digits with an SI prefix: 182376 is "182 k", and 1.2e9 with unit B is "1.20 GB"."""
     if is_absent(value):
         return ABSENT
     scale, prefix = si_scale(_three_digits(float(value)))
@@ -35,7 +35,7 @@ def _magnitude(number: float) -> int:
 
 
 def _three_digits(value: float) -> float:
-    # Rounded first: 999 999 is 1.00 M, not 1000 k.
+    # Rounding comes first, so that 999 999 is 1.00 M and not 1000 k.
     return float(f"{value:.3g}") if abs(value) >= 1e3 else value
 
 
@@ -72,12 +72,12 @@ def size(value: Any) -> str:
 
 
 def count(value: Any) -> str:
-    """A number of things, with one decimal where it is a mean."""
+    """A count, with one decimal if it is a mean and not whole."""
     return f"{float(value):.0f}" if float(value).is_integer() else f"{float(value):.1f}"
 
 
 def with_interval(value: Estimate | None, write: Write, *, is_cost: bool = False) -> str:
-    """The mean with its interval where several seeds give one; a cost that no seed changes has none."""
+    """The mean, with its interval if there are several seeds; a cost that is equal for all seeds has no interval."""
     if value is None:
         return ABSENT
     if value.half_width is None or (is_cost and value.half_width == 0):

@@ -1,11 +1,11 @@
-"""A figure on its way to the page."""
+"""A figure as image data, for the page."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure as PNG (and PDF, where files of it are wanted), its file name without ending, and what it shows."""
+    """A figure as PNG (and PDF, if a file is wanted), its file name without suffix, its title and its caption."""
 
     name: str
     title: str
@@ -14,5 +14,5 @@ class Picture:
     pdf: bytes = b""
 
     def named(self, name: str) -> "Picture":
-        """The same, told from those of other runs or experiments by their name."""
+        """A copy with the name of its run or experiment in file name and title."""
         return replace(self, name=f"{self.name}-{name}", title=f"{self.title}: {name}")

@@ -1,4 +1,4 @@
-"""Stages, models and settings in words, the same in every output."""
+"""Words for stages, models and settings, the same in every output."""
 
 from collections.abc import Sequence
 
@@ -24,23 +24,23 @@ REPEATED = "a repeated seed counts once, with its mean"
 
 
 def stage_name(kind: str) -> str:
-    """A kind of stage for people."""
+    """The readable name of a kind of stage."""
     return STAGE_NAMES[kind] if kind in STAGE_NAMES else kind.replace("_", " ")
 
 
 def model_name(model: str) -> str:
-    """A model for people."""
+    """The readable name of a model."""
     return MODEL_NAMES[model] if model in MODEL_NAMES else model.replace("_", " ")
 
 
 def sentence(text: str) -> str:
-    """The text with a capital and a full stop; a name such as macs=3000000 is no word to begin with a capital."""
+    """The text with a capital letter and a full stop; a first word such as macs=3000000 stays as it is."""
     first = text.split(maxsplit=1)[0]
     return (text if "=" in first else text[:1].upper() + text[1:]) + "."
 
 
 def over_runs(setting: Setting) -> str:
-    """What numbers of a setting are: of one run, or means over its seeds."""
+    """Says whether the numbers of a setting belong to one run or are means over its seeds."""
     runs = len(setting.run_ids)
     if runs == 1:
         return f"run {setting.run_ids[0]}"
@@ -54,7 +54,7 @@ def _samples(seeds: int, runs: int) -> str:
 
 
 def over_settings(settings: Sequence[Setting]) -> str:
-    """What the numbers of a table with a row per setting are, as a sentence."""
+    """Says, for a table with a row per setting, whether numbers belong to single runs or are means over seeds."""
     if all(len(s.run_ids) == 1 for s in settings):
         return "One run each." if len(settings) > 1 else f"Run {', '.join(s.run_ids[0] for s in settings)}."
     counts, repeats = {s.num_seeds for s in settings}, any(s.repeats_seeds for s in settings)
@@ -66,7 +66,7 @@ def over_settings(settings: Sequence[Setting]) -> str:
 
 
 def runs_in_brief(setting: Setting) -> str:
-    """How many runs or seeds a line in a figure is over, for its legend; empty for one run."""
+    """The number of runs or seeds of a setting, for the legend of a figure; empty for one run."""
     runs, seeds = len(setting.run_ids), setting.num_seeds
     if runs == 1:
         return ""
@@ -74,5 +74,5 @@ def runs_in_brief(setting: Setting) -> str:
 
 
 def setting_head(settings: Sequence[Setting]) -> str:
-    """The head over the settings' names: where every experiment has one, their names are the experiments'."""
+    """The head of the column of settings: "experiment" if every setting has the name of its experiment."""
     return "experiment" if all(s.name == s.experiment for s in settings) else "setting"

@@ -1,4 +1,4 @@
-"""The tables of an ablation's report: its trials, its settings over seeds, and every axis against its reference."""
+"""The tables of an ablation's report: trials, settings over seeds, and differences to the reference of each axis."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ from fedloom.experiments.store.ablations import Ablation, short
 from fedloom.experiments.store.trials import TrialState
 
 Names = Mapping[str, str]
-"""Subnets by their id as people read them."""
+"""Readable labels of subnets, by id."""
 
 MEASURED: tuple[tuple[str, str, Write], ...] = (
     (METRIC, "accuracy %", percent),
@@ -33,7 +33,7 @@ MEASURED: tuple[tuple[str, str, Write], ...] = (
     ("total_bytes", "bytes", size),
     ("simulated_s", "simulated", seconds),
 )
-"""What the table of settings shows: the measure, its head, and how it is written."""
+"""The columns of the table of settings: the measure, its head, and its format."""
 
 
 def subnet_names(frame: pd.DataFrame, labels: Labels) -> dict[str, str]:
@@ -43,7 +43,7 @@ def subnet_names(frame: pd.DataFrame, labels: Labels) -> dict[str, str]:
 
 
 def trials_block(ablation: Ablation, states: Sequence[TrialState], tables: Tables) -> Block:
-    """One row per planned trial: its setting and seed, how it stands, and what its run says."""
+    """One row per planned trial: its setting and seed, its state, and the message of its run."""
     rounds = real_rounds(tables.rounds).groupby("run_id").size().to_dict()
     rows = [
         (
@@ -72,7 +72,7 @@ def _said(state: TrialState) -> str:
 
 
 def points_block(ablation: Ablation, frame: pd.DataFrame, names: Names, *, wide: bool) -> Block:
-    """One row per setting and model, tier or subnet: n, and what it reaches and costs; `wide` with all costs."""
+    """One row per setting and model, tier or subnet: n, accuracy and costs; `wide` includes all costs."""
     axes = list(ablation.axes)
     chosen = [m for m in MEASURED if wide or m[0] in (METRIC, "macs")]
     found = [by_setting(frame, measure, axes) for measure, _, _ in chosen]
@@ -94,7 +94,7 @@ def _estimate(cells: pd.DataFrame, place: tuple[Any, ...], measure: str, write: 
     if place not in cells.index:
         return ABSENT
     row = cells.loc[place]
-    # What a fixed subnet costs is the same for all seeds: no interval.
+    # The cost of a fixed subnet is equal for all seeds and needs no interval.
     same = measure != METRIC and row["half_width"] <= 1e-9 * abs(row["mean"])
     if is_absent(row["half_width"]) or same:
         return write(row["mean"])
@@ -102,7 +102,7 @@ def _estimate(cells: pd.DataFrame, place: tuple[Any, ...], measure: str, write: 
 
 
 def _model_columns(rows: pd.DataFrame, names: Names) -> list[tuple[int, str, Write]]:
-    """Which of model, tier and subnet tell rows apart: place, head and how they are written."""
+    """The columns among model, tier and subnet that differ between rows: index, head and format."""
     writers: dict[str, Write] = {
         "model": model_name,
         "tier": str,
@@ -131,7 +131,7 @@ def _settings_text(rows: pd.DataFrame, wide: bool) -> tuple[str, ...]:
 
 
 def axis_blocks(ablation: Ablation, frame: pd.DataFrame, names: Names) -> list[Block]:
-    """Per axis its values less the reference in pairs; none in a random search, where no two runs are a pair."""
+    """A table per axis of paired differences to its reference; none for a random search, which has no pairs."""
     if not is_grid(ablation):
         return []
     blocks = [_axis_block(ablation, frame, names, axis) for axis in ablation.axes]
@@ -166,7 +166,7 @@ _PAIRS = (
 
 
 def reference_text(ablation: Ablation, axis: str) -> str:
-    """The reference of an axis in words, saying where it comes from."""
+    """The reference of an axis as text that says whether it is only the axis' first value."""
     value = short(references(ablation)[axis])
     whose = "" if axis in ablation.reference else ", the first value"
     return f"{value}{whose}"

@@ -1,4 +1,4 @@
-"""What the stages sent and computed."""
+"""Tables of communication and compute per stage."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from fedloom.experiments.report.parts.words import setting_head, stage_name
 
 
 def communication_block(tables: Tables, settings: Sequence[Setting], labels: Labels) -> Block:
-    """One row per setting and stage, and per setting all that the method itself needs."""
+    """One row per setting and stage, and one row per setting with the total of the method itself."""
     stages = communication(tables)
     kinds = communication_by_kind(stages)
     rows = [row for s in settings for row in _communication_rows(s, s.rows(stages), s.rows(kinds), labels)]
@@ -31,7 +31,7 @@ def communication_block(tables: Tables, settings: Sequence[Setting], labels: Lab
 def _communication_rows(
     setting: Setting, stages: pd.DataFrame, kinds: pd.DataFrame, labels: Labels
 ) -> Iterator[tuple[str, ...]]:
-    """Per kind of stage its tiers and their sum, and the method in total."""
+    """The rows of each kind of stage (its tiers and their sum), and the total of the method."""
     # The parts of a SuperFedNAS stage are subnets, or the steps of a search.
     every = "in all" if setting.kind == SUBNETS else "all tiers"
     for kind in dict.fromkeys(stages["kind"]):
@@ -65,7 +65,7 @@ def _work(rows: pd.DataFrame) -> Sequence[str]:
 
 
 def dry_block(tables: Tables, run_id: str, labels: Labels) -> Block:
-    """What a dry run counted, per stage and in total."""
+    """The counts of a dry run, per stage and in total."""
     stages = communication(only(tables, [run_id]))
     sums = {name: stages[name].sum() for name in ("rounds", "clients", "bytes_down", "bytes_up", "macs", "simulated_s")}
     rows = [
@@ -79,7 +79,7 @@ def dry_block(tables: Tables, run_id: str, labels: Labels) -> Block:
 
 
 def _stage_label(run_id: str, kind: str, tier: str, labels: Labels) -> str:
-    """A stage and its tier, or the subnet that it trained alone, for people."""
+    """The readable name of a stage and its tier, or of the subnet that it trained alone."""
     return f"{stage_name(kind)} {labels.of(run_id, tier) if kind == ALONE else tier}".strip()
 
 

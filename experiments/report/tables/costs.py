@@ -1,4 +1,4 @@
-"""What k models cost, in a table."""
+"""Table of the training cost of k models."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from fedloom.experiments.report.parts.numbers import si, size, times
 
 
 def cost_block(comparison: CostComparison) -> Block:
-    """iFedAvg over the first k members against the supernet, and FedAvg on the largest alone."""
+    """iFedAvg over the first k members compared with the supernet, and FedAvg on the largest member alone."""
     c = comparison
     heads = ("k", "with member", "bytes,\niFedAvg", "bytes,\nsupernet", "\nratio", "MACs,\niFedAvg", "MACs,\nsupernet")
     last = ("FedAvg", f"{c.largest.member.label} alone")

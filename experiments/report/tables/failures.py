@@ -1,4 +1,4 @@
-"""The clients that did not finish."""
+"""Table of the clients that failed, dropped out or were late."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ MOST_CAUSES = 30
 
 
 def failures_block(tables: Tables, settings: Sequence[Setting] = ()) -> Block:
-    """The clients that did not end well, by cause; with several settings how many of each."""
+    """The client rows whose status is not ok, by cause; for several settings also their number per setting."""
     frame = failures(tables)
     rows = []
     for row in frame.head(MOST_CAUSES).to_dict(orient="records"):

@@ -1,4 +1,4 @@
-"""How the test accuracy is spread over clients."""
+"""Table of the distribution of test accuracy over clients."""
 
 from collections.abc import Sequence
 

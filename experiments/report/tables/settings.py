@@ -1,4 +1,4 @@
-"""Which settings a report is about, and in what they differ."""
+"""Table of the settings of a report and the keys in which they differ."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from fedloom.experiments.report.parts.numbers import ABSENT
 
 
 def settings_block(settings: Sequence[Setting]) -> Block:
-    """One row per setting with its distinct seeds and runs; no rows for one setting, which differs from nothing."""
+    """One row per setting with its differences, runs and number of seeds; no rows if there is only one setting."""
     rows = [(s.name, _differences(s), ", ".join(s.run_ids), str(s.num_seeds)) for s in settings]
     text = (
         "Runs of one experiment whose configurations differ in seeds alone are a setting: numbers are means over its "

@@ -1,4 +1,4 @@
-"""Cross-silo methods in tables: one row per setting, one per silo, and what personal architectures gain."""
+"""Tables of cross-silo methods: per setting, per silo, and personalisation gains."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ from fedloom.experiments.report.parts.numbers import (
 from fedloom.experiments.report.parts.words import over_settings
 
 COSTS = ("parameters", "macs", "peak_memory_bytes", "bytes_per_round", "wall_s")
-"""What the terminal shows in a table of its own; an interval of ± 0 around them says nothing."""
+"""Columns that the terminal shows in a separate table, and without intervals of ± 0."""
 
 
 COLUMNS: tuple[tuple[str, str, Write], ...] = (
@@ -42,7 +42,7 @@ COLUMNS: tuple[tuple[str, str, Write], ...] = (
 
 
 def silo_blocks(tables: Tables, *, wide: bool) -> list[Block]:
-    """The table of all settings, for a terminal in two halves; `wide` adds the gains and every run's silos."""
+    """The table of all settings, in two halves for a terminal; with `wide` one table, plus gains and silos per run."""
     own = silos(tables)
     summaries = silo_summaries(own)
     if not wide:
@@ -57,14 +57,14 @@ def silo_blocks(tables: Tables, *, wide: bool) -> list[Block]:
 def summary_block(
     summaries: Sequence[SiloSummary], title: str = "Silos", *, accuracy: bool = True, costs: bool = True
 ) -> Block:
-    """One row per setting (SPIDER, Tab. 1 and 3); columns that nobody has are left out."""
+    """One row per setting (SPIDER, Tab. 1 and 3); columns without any value are left out."""
     wanted = [c for c in COLUMNS if (costs if c[0] in COSTS else accuracy)]
     columns = [c for c in wanted if any(s.values[c[0]] is not None for s in summaries)]
     if not columns:
         return Block(title, (), (), ())
     datasets = [str(s.setting.config["data"]["dataset"]) for s in summaries]
     several = len(set(datasets)) > 1
-    # Presets are named after their method: saying it again would only take room.
+    # Presets are named after their method, so that a column of methods would repeat it.
     named = all(s.method in s.setting.name for s in summaries) and not several
     labels = ("setting", "method", "data")[: 1 if named else 2 + several]
     rows = tuple(

@@ -1,4 +1,4 @@
-"""The subnets of SuperFedNAS that were evaluated, and how good the search's predictors are."""
+"""Table of the evaluated subnets of SuperFedNAS, with the quality of the search's predictors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ KINDS = {
 
 
 def subnet_block(summary: SubnetSummary, *, wide: bool) -> Block:
-    """One row per evaluated subnet, or per target; `wide` adds the winners' choices, which no terminal holds."""
+    """One row per evaluated subnet, or per target; `wide` adds the winners' choices, too wide for a terminal."""
     columns = [c for c in _columns() if any(s.values[c[0]] is not None for s in summary.subnets)]
     labels = ("subnet", "choices", "id") if wide else ("subnet",)
     heads = (*labels, *(head for _, head, _ in columns))
@@ -54,7 +54,7 @@ def _text(summary: SubnetSummary) -> tuple[str, ...]:
 
 
 def _quality(predictor: Predictor) -> str:
-    """How far the predictor's order and values are right on subnets that it has not seen."""
+    """A sentence on the predictor's rank correlation and error on held-out subnets."""
     latency = predictor.measure == "latency_s"
     tau, error = predictor.kendall_tau, predictor.mean_absolute_error
     shown = with_interval(error, seconds if latency else percent)

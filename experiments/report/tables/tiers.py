@@ -1,4 +1,4 @@
-"""The tables of tiers: one per setting, for the terminal and for the page."""
+"""Tables of tiers: one per setting, for the terminal and for the page."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ COSTS = ("upper_bound", "macs", "parameters")
 class TierSummary:
     """One tier of one setting, over the setting's seeds.
 
-    `architecture` is None where the runs chose different ones. `values` holds an estimate, or None, for upper_bound,
-    macs, parameters, search_metric, test_MODEL, gain, kendall_tau and MODEL_mean, MODEL_std, MODEL_worst (fairness
-    over the tier's clients); tier "all" knows the latter only.
+    `architecture` is None if the runs chose different ones. `values` holds an estimate, or None, for upper_bound, macs,
+    parameters, search_metric, test_MODEL, gain, kendall_tau and MODEL_mean, MODEL_std, MODEL_worst (fairness over the
+    tier's clients); tier "all" has only the last three.
     """
 
     tier: str
@@ -42,7 +42,7 @@ class Summary:
 
 
 def summarise(per_tier: pd.DataFrame, fairness: pd.DataFrame, settings: Sequence[Setting]) -> list[Summary]:
-    """Per setting and tier, means and intervals over seeds of the frames' numbers; settings without tiers have none."""
+    """Means and intervals over seeds of the frames' numbers, per setting and tier; settings without tiers have none."""
     both = per_tier.merge(_wide(fairness), on=["experiment", "run_id", "tier"], how="outer", sort=False)
     summaries = []
     for setting in settings:
@@ -71,7 +71,7 @@ def _tier(tier: str, rows: pd.DataFrame) -> TierSummary:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: its head, a head for narrow terminals, and how its value is written."""
+    """A column of the table: its head, a head for narrow terminals, the key of its value, and its format."""
 
     head: str
     short: str
@@ -99,7 +99,7 @@ def columns_of(summary: Summary) -> list[Column]:
 
 
 def last_measured(keys: Iterable[str]) -> str:
-    """The model whose fairness the table shows: fine_tuned, or the last that was measured on clients."""
+    """The model whose fairness the table shows: fine_tuned, else the last in display order that clients measured."""
     measured = {key.removesuffix("_mean") for key in keys if key.endswith("_mean")}
     return next((m for m in ("fine_tuned", *reversed(shown_models(list(measured)))) if m in measured), "")
 
@@ -113,12 +113,12 @@ def _tau(value: Any) -> str:
 
 
 def cell(column: Column, tier: TierSummary) -> str:
-    """The value, with its interval where several seeds give one."""
+    """The formatted value, with its interval if there are several seeds."""
     return with_interval(tier.values.get(column.key), column.write, is_cost=column.key in COSTS)
 
 
 def legend(summary: Summary) -> tuple[str, ...]:
-    """What the narrow table's columns mean."""
+    """Explanations of the narrow table's columns."""
     keys = {key for tier in summary.tiers for key, value in tier.values.items() if value is not None}
     lines = []
     if "search_metric" in keys:
@@ -142,7 +142,7 @@ def tier_block(summary: Summary) -> Block:
 
 
 def narrow_tier_block(summary: Summary) -> Block:
-    """One row per tier, narrow enough for 80 columns where one run has four tiers."""
+    """One row per tier for a terminal; fits into 80 characters for a run with four tiers."""
     columns = columns_of(summary)
     heads = ("tier", *(c.short for c in columns))
     rows = tuple((t.tier, *(cell(c, t) for c in columns)) for t in summary.tiers)

@@ -1,4 +1,4 @@
-"""Conformance: the laws of federated averaging, for rules and spaces of one's own as for those that are built in.
+"""Conformance: tests of the laws of federated averaging, for the user's own rules and spaces and for the built-in ones.
 
     def test_my_rule() -> None:
         check_weighting_rule("my_rules:halved")
@@ -9,9 +9,9 @@ or one test per law:
     def test_my_server_rule(law: Law) -> None:
         law()
 
-A law that is broken raises AssertionError in one line: what was checked, the law, and the numbers that disagree. What
-is checked is the name of something built in, an import path (`module:name`), or the thing itself. Laws that something
-breaks on purpose can be skipped, by their names.
+A broken law raises AssertionError with one line: what was checked, the law, and the numbers that disagree. The argument
+is a built-in name, an import path (`module:name`), or the rule or space itself. `skip` names laws that a rule or space
+breaks on purpose.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -67,21 +67,21 @@ def check_space(
 def weighting_rule_laws(
     rule: str | WeightingRule, options: Mapping[str, Any] = NO_OPTIONS, *, skip: Collection[str] = ()
 ) -> list[Law]:
-    """The laws of a weighting rule, to be called; ValueError for a rule or a law that is not there."""
+    """The laws of a weighting rule as callables; ValueError for an unknown rule or law."""
     return laws_of("weighting rule", *_rule(WEIGHTING_RULES, rule, options), means.LAWS, skip)
 
 
 def server_rule_laws(
     rule: str | ServerRule, options: Mapping[str, Any] = NO_OPTIONS, *, skip: Collection[str] = ()
 ) -> list[Law]:
-    """The laws of a server rule, to be called; ValueError for a rule or a law that is not there."""
+    """The laws of a server rule as callables; ValueError for an unknown rule or law."""
     return laws_of("server rule", *_rule(SERVER_RULES, rule, options), rounds.LAWS, skip)
 
 
 def space_laws(
     space: str | SpaceConfig | SearchSpace, settings: Mapping[str, Any] = NO_OPTIONS, *, skip: Collection[str] = ()
 ) -> list[Law]:
-    """The laws of a space, to be called; ValueError for a space or a law that is not there, PluginError if it fails."""
+    """The laws of a space as callables; ValueError for an unknown space or law, PluginError if the space fails."""
     name, tried = _tried(space, settings)
     return laws_of("space", name, tried, (*architectures.LAWS, *networks.LAWS), skip)
 

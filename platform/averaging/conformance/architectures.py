@@ -1,4 +1,4 @@
-"""The laws of search spaces, first part: architectures, how they vary, and what they cost."""
+"""The laws of search spaces, first part: architectures, their variation, and their costs."""
 
 import itertools
 import json
@@ -21,14 +21,14 @@ from fedloom.platform.spaces.slices import Architecture, architecture_id, bytes_
 MEASURES = ("macs", "parameters", "bytes")
 SAMPLES = 4
 DRAWN, LISTED, NAMED = 2, 50, 4
-"""Architectures that are drawn and that are listed; missing members that are named."""
+"""The numbers of architectures drawn and enumerated, and of missing members named in a message."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A space, and what its laws are tried on.
+    """A space, and the architectures, modules and inputs that its laws are tested on.
 
-    `num_classes` is None where it is not known how many there should be.
+    `num_classes` is None if the expected number of classes is unknown.
     """
 
     space: SearchSpace
@@ -36,24 +36,24 @@ class Tried:
 
     @cached_property
     def architectures(self) -> Sequence[Architecture]:
-        """The smallest, the largest, and a few drawn at random."""
+        """The smallest, the largest, and a few random architectures."""
         rng = np.random.default_rng(0)
         drawn = [self.space.sample(rng) for _ in range(DRAWN)]
         return [*dict.fromkeys((self.space.smallest, self.space.largest, *drawn))]
 
     @cached_property
     def supernet(self) -> nn.Module:
-        """The supernet's module, of which names, shapes and types are looked at; its values are not used."""
+        """The supernet's module; only the names, shapes and dtypes of its tensors are used, not their values."""
         return self.space.build_supernet()
 
     @cached_property
     def subnets(self) -> Mapping[Architecture, nn.Module]:
-        """A module per architecture; as `supernet`."""
+        """The subnet's module per architecture; used like `supernet`."""
         return {architecture: self.space.build_subnet(architecture) for architecture in self.architectures}
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
-        """Supernet tensors in which statistics, scales and biases are not what they begin with."""
+        """Supernet tensors whose statistics, scales and biases differ from their initial values."""
         generator = torch.Generator().manual_seed(1)
         weights = self.space.initial_weights(generator)
         for tensor in weights.values():
@@ -63,7 +63,7 @@ class Tried:
 
     @cached_property
     def inputs(self) -> Tensor:
-        """A batch: normal numbers, or the tokens 0 and 1."""
+        """A batch of standard normal inputs, or of the tokens 0 and 1."""
         generator = torch.Generator().manual_seed(2)
         shape = (SAMPLES, *self.space.input_shape)
         if self.space.input_dtype.is_floating_point:
@@ -72,7 +72,7 @@ class Tried:
 
 
 def shown(architecture: Architecture) -> str:
-    """An architecture in a message."""
+    """An architecture as shown in messages."""
     return f"architecture {architecture_id(architecture)}"
 
 
@@ -80,7 +80,7 @@ def shown(architecture: Architecture) -> str:
 
 
 def it_has_the_members_of_a_space(tried: Tried) -> Iterator[str]:
-    """Everything that `SearchSpace` names is there, and every decision has an option."""
+    """The space has every member of `SearchSpace`, and every decision has at least one option."""
     missing = lacking(tried.space, SearchSpace)
     if missing:
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
@@ -90,7 +90,7 @@ def it_has_the_members_of_a_space(tried: Tried) -> Iterator[str]:
 
 
 def architectures_are_valid_and_others_are_refused(tried: Tried) -> Iterator[str]:
-    """The smallest, the largest and drawn ones pass `validate`; another length or number is a ValueError."""
+    """The space's architectures pass `validate`; another length or an option out of range raises ValueError."""
     space = tried.space
     for architecture in tried.architectures:
         space.validate(architecture)
@@ -112,7 +112,7 @@ def _refused(space: SearchSpace, architecture: Architecture) -> bool:
 
 
 def drawing_depends_on_the_generator_alone(tried: Tried) -> Iterator[str]:
-    """The same generator draws the same architectures again, alone and as a genome."""
+    """The same seed draws the same architectures, from the space and from its genome."""
     space = tried.space
     for name, draw in (
         ("sample", lambda rng: [space.sample(rng) for _ in range(8)]),
@@ -124,7 +124,7 @@ def drawing_depends_on_the_generator_alone(tried: Tried) -> Iterator[str]:
 
 
 def architectures_are_counted(tried: Tried) -> Iterator[str]:
-    """`enumerate` begins with valid ones, each once and in order; there are no more than combinations of options."""
+    """`enumerate` yields valid architectures, each once and in order, at most as many as there are combinations."""
     space, combinations = tried.space, math.prod(tried.space.options)
     listed = [*itertools.islice(space.enumerate(), LISTED)]
     for architecture in listed:
@@ -136,7 +136,7 @@ def architectures_are_counted(tried: Tried) -> Iterator[str]:
 
 
 def texts_are_read_back(tried: Tried) -> Iterator[str]:
-    """`parse` understands labels, ids, `smallest` and `largest`; what tables hold is JSON."""
+    """`parse` reads labels, ids, `smallest` and `largest`; the values for the tables are JSON."""
     space = tried.space
     texts = {"smallest": space.smallest, "largest": space.largest}
     for architecture in tried.architectures:
@@ -149,7 +149,7 @@ def texts_are_read_back(tried: Tried) -> Iterator[str]:
 
 
 def a_genomes_children_are_architectures(tried: Tried) -> Iterator[str]:
-    """Mutation and crossover stay in the space, and of equal parents, or with probability 0, nothing changes."""
+    """Mutation and crossover stay in the space; equal parents or a mutation probability of 0 change nothing."""
     genome, rng = tried.space.genome, np.random.default_rng(4)
     parents = as_array(tried.architectures)
     others = genome.draw(len(parents), rng)
@@ -163,7 +163,7 @@ def a_genomes_children_are_architectures(tried: Tried) -> Iterator[str]:
 
 
 def a_genomes_features_tell_architectures_apart(tried: Tried) -> Iterator[str]:
-    """Features are 0 or 1, the same for the same architecture, and others for another."""
+    """Features are 0 or 1, and two architectures have equal features if and only if they are equal."""
     drawn = tried.space.genome.draw(20, np.random.default_rng(5))
     architectures = np.concatenate([as_array(tried.architectures), drawn])
     features = tried.space.genome.one_hot(architectures)
@@ -178,7 +178,7 @@ def a_genomes_features_tell_architectures_apart(tried: Tried) -> Iterator[str]:
 
 
 def costs_are_those_of_the_built_subnet(tried: Tried) -> Iterator[str]:
-    """The tables of MACs, parameters and bytes say what is measured of the module itself."""
+    """The tables of MACs, parameters and bytes agree with measurements of the built module."""
     space = tried.space
     for measure, architecture in itertools.product(MEASURES, tried.architectures):
         build = partial(space.build_subnet, architecture)
@@ -189,7 +189,7 @@ def costs_are_those_of_the_built_subnet(tried: Tried) -> Iterator[str]:
 
 
 def nothing_costs_less_than_the_smallest(tried: Tried) -> Iterator[str]:
-    """By every measure `cheapest` is the cheapest, and by MACs `smallest` is, and `largest` the dearest."""
+    """By every measure `cheapest` has the lowest cost; by MACs `smallest` has the lowest and `largest` the highest."""
     space = tried.space
     for measure, architecture in itertools.product(MEASURES, tried.architectures):
         table = space.cost_table(measure)
@@ -203,7 +203,7 @@ def nothing_costs_less_than_the_smallest(tried: Tried) -> Iterator[str]:
 
 
 def bytes_on_the_wire_are_the_tensors_bytes(tried: Tried) -> Iterator[str]:
-    """What a subnet costs to send is the size of its tensors, and that of the values in their file."""
+    """A subnet's cost in bytes equals the size of its tensors, and of the values in their file."""
     for architecture in tried.architectures:
         tensors = extract(tried.weights, tried.space.slices(architecture))
         content = to_bytes(tensors)

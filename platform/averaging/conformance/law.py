@@ -1,4 +1,4 @@
-"""What a law is, and how two bags of tensors are compared."""
+"""The type of a law, and comparisons of two sets of named tensors."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from fedloom.platform.spaces.slices import Weights
 T = TypeVar("T")
 
 Check = Callable[[T], Iterator[str]]
-"""From what is checked to its disagreements with a law, each in a few words with the numbers; none if it holds."""
+"""Yields the violations of a law, each as a short text with the numbers; yields nothing if the law holds."""
 
 
 @dataclass(frozen=True)
 class Law:
-    """A law and what has to obey it: called, it raises AssertionError in one line if the law is broken.
+    """A law and the rule or space that must obey it; calling it raises AssertionError if the law is broken.
 
     Attributes:
-        kind: what is checked, such as `weighting rule`.
-        name: how it is called.
+        kind: the kind of what is checked, such as `weighting rule`.
+        name: the name of what is checked.
         law: the law's name, in words.
-        disagreements: what is wrong, the first first.
+        disagreements: yields the violations.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class Law:
 
     @property
     def __name__(self) -> str:
-        """What pytest shows of a test that is parametrised by laws."""
+        """The id that pytest shows for a test parametrised by laws."""
         return f"{self.name}: {self.law}"
 
     def __call__(self) -> None:
@@ -52,7 +52,7 @@ class Law:
 
 
 def laws_of(kind: str, name: str, checked: T, checks: Sequence[Check[T]], skip: Collection[str]) -> list[Law]:
-    """The laws of a kind for one rule or space, without those that are skipped; ValueError for an unknown one."""
+    """The laws of a kind for one rule or space, without the skipped ones; ValueError if `skip` names an unknown law."""
     by_law = {in_words(check): check for check in checks}
     for law in skip:
         if law not in by_law:
@@ -62,22 +62,22 @@ def laws_of(kind: str, name: str, checked: T, checks: Sequence[Check[T]], skip: 
 
 
 def in_words(check: Check[T]) -> str:
-    """A law's name: its function's, with spaces."""
+    """A law's name: its function's name with spaces."""
     return check.__name__.replace("_", " ")
 
 
-# -- comparing bags of tensors ----------------------------------------------------------------------------------------
+# -- comparisons of named tensors -------------------------------------------------------------------------------------
 
 
 def differing(found: Weights, expected: Weights) -> Iterator[str]:
-    """Where the bits of two bags differ, the first scalar of each tensor; names, shapes and types count as well."""
+    """Yields where two sets of tensors differ in names, shapes, dtypes or bits, at most one scalar per tensor."""
     yield from _differing_names(found, expected)
     for name in _common(found, expected):
         yield from different_bits(name, found[name], expected[name])
 
 
 def different_bits(name: str, found: Tensor, expected: Tensor, where: Tensor | None = None) -> Iterator[str]:
-    """The first scalar whose bits differ, among those where a mask says so if one is given."""
+    """Yields the first scalar whose bits differ, within the mask `where` if one is given."""
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):
         yield f"{name} is {kind_of(found)}, expected {kind_of(expected)}"
         return
@@ -86,7 +86,7 @@ def different_bits(name: str, found: Tensor, expected: Tensor, where: Tensor | N
 
 
 def far_apart(found: Weights, expected: Weights, share: float = 1e-5) -> Iterator[str]:
-    """Where two bags differ by more than a share of the expected value (and by more than a tenth of it at zero)."""
+    """Yields where two sets of tensors differ by more than rtol = `share` and atol = `share` / 10."""
     yield from _differing_names(found, expected)
     for name in _common(found, expected):
         a, b = found[name].double(), expected[name].double()
@@ -106,7 +106,7 @@ def _common(found: Weights, expected: Weights) -> list[str]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bytes of every scalar, (scalars, bytes): equal for NaNs that are the same, different for 0 and -0."""
+    """The bytes of every scalar, (scalars, bytes): identical NaNs compare as equal, 0 and -0 as different."""
     return tensor.detach().cpu().contiguous().reshape(-1, 1).view(torch.uint8)
 
 
@@ -125,5 +125,5 @@ def _shown(scalar: Tensor) -> str:
 
 
 def kind_of(tensor: Tensor) -> str:
-    """A tensor's type and shape, such as `float32 (3, 2)`."""
+    """A tensor's dtype and shape, such as `float32 (3, 2)`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -1,4 +1,4 @@
-"""The laws of weighting rules: what a mean has to be, whatever it is that clients count by."""
+"""The laws of weighting rules: properties of the weighted mean under any weighting."""
 
 import itertools
 import math
@@ -19,11 +19,11 @@ SLICED, LONE, NOBODY = "layers.0.ops.1.weight", "layers.0.ops.2.weight", "layers
 
 SHAPES: Mapping[str, tuple[int, ...]] = {FIXED: (3, 2), STATISTIC: (3,), COUNTER: (), SLICED: (3, 3), LONE: (2,)}
 REGIONS: tuple[Region, ...] = (((0, 2), (0, 2)), ((0, 3), (0, 1)), ((0, 1), (0, 3)), ((0, 2), (0, 2)))
-"""Per client the part of `SLICED` that it holds: they overlap, and nobody holds all of it."""
+"""Per client its region of `SLICED`: the regions overlap, and no client holds the whole tensor."""
 
 
 def cohort() -> tuple[Work, ...]:
-    """What four clients did: all trained the fixed part, some `SLICED`, one `LONE`, and nobody has `NOBODY`."""
+    """The work of four clients: all trained the fixed part, some `SLICED`, one `LONE`, and none holds `NOBODY`."""
     fixed = (FIXED, STATISTIC, COUNTER)
     return (
         Work(10, 20, {**dict.fromkeys(fixed, 20), SLICED: 12, LONE: 0}),
@@ -34,7 +34,7 @@ def cohort() -> tuple[Work, ...]:
 
 
 def old_weights() -> dict[str, Tensor]:
-    """The supernet before the round."""
+    """The supernet's weights before the round."""
     old = {name: torch.linspace(-1, 1, math.prod(shape)).reshape(shape) for name, shape in SHAPES.items()}
     return {**old, COUNTER: torch.tensor(3), NOBODY: torch.tensor([math.pi, -0.0])}
 
@@ -42,9 +42,9 @@ def old_weights() -> dict[str, Tensor]:
 def updated(
     rule: WeightingRule, work: Work, client: int, value: float | None = None, region: Region | None = None
 ) -> Update:
-    """What a client sends and how it counts: values of its own, or one value everywhere; of `SLICED` its region.
+    """A client's update: random values of its own, or `value` everywhere; of `SLICED` only its region.
 
-    The weights are those that the client trainer makes of the rule's.
+    The weights are computed as in the client trainer: share times the rule's weight.
     """
     held = REGIONS[client] if region is None else region
     slices = {name: Slice(name, held if name == SLICED else None) for name in work.seen_by_tensor}
@@ -62,7 +62,7 @@ def _own_values(like: Tensor, client: int) -> Tensor:
 
 
 def all_updated(rule: WeightingRule, value: float | None = None) -> list[Update]:
-    """The updates of the cohort in the order of the plan."""
+    """The cohort's updates in plan order."""
     return [updated(rule, work, client, value) for client, work in enumerate(cohort())]
 
 
@@ -70,7 +70,7 @@ def all_updated(rule: WeightingRule, value: float | None = None) -> list[Update]
 
 
 def weights_are_finite_and_at_least_0(rule: WeightingRule) -> Iterator[str]:
-    """Every tensor that a client returns has one weight, a finite number of at least 0."""
+    """Every tensor that a client returns gets one weight, a finite number of at least 0."""
     for work in cohort():
         weights = rule(work)
         if not isinstance(weights, Mapping):
@@ -84,7 +84,7 @@ def weights_are_finite_and_at_least_0(rule: WeightingRule) -> Iterator[str]:
 
 
 def weights_depend_on_the_work_alone(rule: WeightingRule) -> Iterator[str]:
-    """The same work has the same weights again, after whichever other clients."""
+    """The same work gets the same weights, in whatever order the clients are weighted."""
     first = [dict(rule(work)) for work in cohort()]
     again = [dict(rule(work)) for work in reversed(cohort())][::-1]
     for work, before, after in zip(cohort(), first, again, strict=True):
@@ -92,14 +92,14 @@ def weights_depend_on_the_work_alone(rule: WeightingRule) -> Iterator[str]:
 
 
 def the_order_of_the_tensors_does_not_matter(rule: WeightingRule) -> Iterator[str]:
-    """A tensor has the same weight wherever it stands among those that the client returns."""
+    """A tensor's weight does not depend on its position among the returned tensors."""
     for work in cohort():
         turned = replace(work, seen_by_tensor=dict(reversed([*work.seen_by_tensor.items()])))
         yield from _different_weights("named last to first", rule(work), rule(turned))
 
 
 def the_work_is_only_read(rule: WeightingRule) -> Iterator[str]:
-    """What a client reports of its work is not changed."""
+    """The rule does not change its input."""
     for work, before in zip(cohort(), cohort(), strict=True):
         rule(work)
         yield from _different_weights("after the call", before.seen_by_tensor, work.seen_by_tensor)
@@ -115,13 +115,13 @@ def _different_weights(what: str, before: Mapping[str, float], after: Mapping[st
 
 
 def the_average_is_the_weighted_mean(rule: WeightingRule) -> Iterator[str]:
-    """The new weights are those of a slow reference in double precision, scalar by scalar."""
+    """The new weights equal those of a slow scalar-by-scalar reference in double precision."""
     old, updates = old_weights(), all_updated(rule)
     yield from far_apart(average(old, updates), reference(old, updates))
 
 
 def reference(old: Mapping[str, Tensor], updates: Sequence[Update]) -> dict[str, Tensor]:
-    """sum_k w_k x_k / sum_k w_k over the clients that hold a scalar and weigh it above 0; counters: the largest."""
+    """sum_k w_k x_k / sum_k w_k over the clients that hold a scalar with w_k > 0; for counters the maximum."""
     new = {name: tensor.double() for name, tensor in old.items()}
     for name, tensor in old.items():
         for index in itertools.product(*map(range, tensor.shape)):
@@ -136,7 +136,7 @@ def reference(old: Mapping[str, Tensor], updates: Sequence[Update]) -> dict[str,
 
 
 def _at(update: Update, name: str, index: tuple[int, ...]) -> float | None:
-    """The client's value of a scalar of the supernet; None if it does not hold it."""
+    """The client's value of a scalar of the supernet; None if the client does not hold it."""
     if name not in update.tensors:
         return None
     region = update.slices[name].region or tuple((0, n) for n in update.tensors[name].shape)
@@ -146,7 +146,7 @@ def _at(update: Update, name: str, index: tuple[int, ...]) -> float | None:
 
 
 def clients_of_the_same_work_count_alike(rule: WeightingRule) -> Iterator[str]:
-    """Two clients that did the same and send 1 and 3 have the mean 2; what they give no weight stays as it is."""
+    """Two clients with the same work that send 1 and 3 have the mean 2; tensors of weight 0 stay unchanged."""
     old, work = old_weights(), cohort()[0]
     mean = average(old, [updated(rule, work, 0, value) for value in (1.0, 3.0)])
     for name, weight in updated(rule, work, 0).weights.items():
@@ -158,7 +158,7 @@ def clients_of_the_same_work_count_alike(rule: WeightingRule) -> Iterator[str]:
 
 
 def the_mean_of_equal_values_is_that_value(rule: WeightingRule) -> Iterator[str]:
-    """Where all clients return the same, so does the average."""
+    """If all clients return the same value, the average is that value."""
     old, updates = old_weights(), all_updated(rule, value=7.0)
     expected = {name: tensor.double() for name, tensor in old.items()}
     for update in updates:
@@ -169,7 +169,7 @@ def the_mean_of_equal_values_is_that_value(rule: WeightingRule) -> Iterator[str]
 
 
 def what_nobody_trained_keeps_its_bits(rule: WeightingRule) -> Iterator[str]:
-    """A tensor that nobody returns, or that nobody gives a weight, keeps its old value bit for bit."""
+    """A tensor that no client returns with a positive weight keeps its old value bit for bit."""
     old = old_weights()
     silent = [updated(rule, replace(work, share=0.0), client) for client, work in enumerate(cohort())]
     yield from differing(average(old, silent), old_weights())
@@ -180,7 +180,7 @@ def what_nobody_trained_keeps_its_bits(rule: WeightingRule) -> Iterator[str]:
 
 
 def the_order_of_arrival_does_not_matter(rule: WeightingRule) -> Iterator[str]:
-    """Whichever clients and chunks are done first: merged in the order of the plan, the bits are the same."""
+    """In whatever order clients and chunks finish, sums merged in plan order have the same bits."""
     plan, chunk = range(len(cohort())), 2
 
     def merged(arrival: Sequence[int]) -> dict[str, Tensor]:
@@ -199,7 +199,7 @@ def the_order_of_arrival_does_not_matter(rule: WeightingRule) -> Iterator[str]:
 
 
 def equal_slices_are_averaged_as_by_fedavg(rule: WeightingRule) -> Iterator[str]:
-    """Where all clients hold the same slice, its mean is that of models without a supernet, bit for bit."""
+    """If all clients hold the same slice, its mean equals FedAvg of stand-alone models, bit for bit."""
     old, piece = old_weights(), Slice(SLICED, REGIONS[0])
     updates = [updated(rule, work, client, region=piece.region) for client, work in enumerate(cohort())]
     alone = [replace(update, slices={name: Slice(name) for name in update.tensors}) for update in updates]

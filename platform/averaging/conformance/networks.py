@@ -1,4 +1,4 @@
-"""The laws of search spaces, second part: tensors, the slices that subnets hold, and what networks compute."""
+"""The laws of search spaces, second part: tensors, the subnets' slices, and what the networks compute."""
 
 from collections.abc import Iterable, Iterator
 from itertools import combinations
@@ -15,12 +15,12 @@ from fedloom.platform.spaces.slices import Architecture, Region, Slice, SliceMap
 
 
 def seeded(seed: int) -> torch.Generator:
-    """A generator of its own."""
+    """A new generator with this seed."""
     return torch.Generator().manual_seed(seed)
 
 
 def fresh_weights_depend_on_the_generator_alone(tried: Tried) -> Iterator[str]:
-    """The same seed gives the same bits, another one others, and the global generator is left as it was."""
+    """The same seed gives the same bits, another seed other bits, and the global generator's state does not change."""
     before = torch.get_rng_state()
     first, again, other = (tried.space.initial_weights(seeded(seed)) for seed in (1, 1, 2))
     yield from differing(again, first)
@@ -33,7 +33,7 @@ def fresh_weights_depend_on_the_generator_alone(tried: Tried) -> Iterator[str]:
 
 
 def fresh_weights_fit_the_modules(tried: Tried) -> Iterator[str]:
-    """Names, shapes and types are those of the supernet's and the subnet's state, and all values are finite."""
+    """Names, shapes and dtypes are those of the supernet's and the subnet's state, and all values are finite."""
     space = tried.space
     yield from _unfitting(space.initial_weights(seeded(1)), tried.supernet)
     for architecture, subnet in tried.subnets.items():
@@ -53,7 +53,7 @@ def _unfitting(weights: Weights, module: nn.Module) -> Iterator[str]:
 
 
 def what_is_trained_are_the_parameters(tried: Tried) -> Iterator[str]:
-    """`parameter_names` are the supernet's parameters, and a subnet's lie in them; buffers are none."""
+    """`parameter_names` are the supernet's parameters without buffers; a subnet's parameters are slices of them."""
     space = tried.space
     supernet = {name for name, _ in tried.supernet.named_parameters()}
     for name in sorted(supernet ^ space.parameter_names):
@@ -69,7 +69,7 @@ def what_is_trained_are_the_parameters(tried: Tried) -> Iterator[str]:
 
 
 def slices_are_the_subnets_tensors(tried: Tried) -> Iterator[str]:
-    """Each tensor of a subnet has a slice of its own in the supernet, of its shape and type, and no two overlap."""
+    """Each tensor of a subnet is a slice of the supernet with the same shape and dtype, and no two slices overlap."""
     for architecture, subnet in tried.subnets.items():
         slices, state = tried.space.slices(architecture), subnet.state_dict()
         for name in sorted(slices.keys() ^ state.keys()):
@@ -94,7 +94,7 @@ def _overlaps(weights: Weights, slices: SliceMap) -> Iterator[str]:
 
 
 def what_is_extracted_is_inserted_again(tried: Tried) -> Iterator[str]:
-    """An unchanged subnet leaves the supernet as it is, a changed one changes its own slices alone, bit for bit."""
+    """Inserting an unchanged subnet changes nothing; a changed one changes only its own slices, bit for bit."""
     for architecture in tried.architectures:
         slices = tried.space.slices(architecture)
         unchanged = extract(tried.weights, slices)
@@ -113,7 +113,7 @@ def _inserted(weights: Weights, tensors: Weights, slices: SliceMap) -> dict[str,
 
 
 def equal_subnets_are_averaged_as_by_fedavg(tried: Tried) -> Iterator[str]:
-    """Where all clients hold the same subnet, its mean is that of models without a supernet, bit for bit."""
+    """If all clients hold the same subnet, its mean equals FedAvg of stand-alone models, bit for bit."""
     for architecture in tried.architectures:
         slices = tried.space.slices(architecture)
         whole = {name: Slice(name) for name in slices}
@@ -128,7 +128,7 @@ def equal_subnets_are_averaged_as_by_fedavg(tried: Tried) -> Iterator[str]:
 
 
 def subspaces_hold_their_architectures(tried: Tried) -> Iterator[str]:
-    """Where operators can be sent alone, an architecture is the subspace of its options, and they own its tensors."""
+    """In a space with subspaces, an architecture is the subspace of its options, and those options own its tensors."""
     if lacking(tried.space, HasSubspaces):
         return
     space = with_subspaces(tried.space, "a law")
@@ -147,7 +147,7 @@ def subspaces_hold_their_architectures(tried: Tried) -> Iterator[str]:
 
 
 def a_subnet_computes_what_the_supernet_does(tried: Tried) -> Iterator[str]:
-    """With the same weights both give the same logits (N, classes, ...), up to rounding, and all are finite."""
+    """With the same weights, subnet and supernet give the same finite logits (N, classes, ...), up to rounding."""
     supernet = _loaded(tried.space.build_supernet(), tried.weights)
     classes = tried.num_classes
     for architecture in tried.architectures:
@@ -166,7 +166,7 @@ def a_subnet_computes_what_the_supernet_does(tried: Tried) -> Iterator[str]:
 
 
 def training_touches_the_slices_alone(tried: Tried) -> Iterator[str]:
-    """A training step through the supernet gives gradients to the subnet's slices and changes no buffer beside them."""
+    """A training step of a path through the supernet gives no gradient and changes no buffer outside its slices."""
     for architecture in tried.architectures:
         supernet = _loaded(tried.space.build_supernet(), tried.weights).train()
         outside = _outside(tried.space, architecture, tried.weights)
@@ -182,7 +182,7 @@ def training_touches_the_slices_alone(tried: Tried) -> Iterator[str]:
 
 
 def _outside(space: SearchSpace, architecture: Architecture, weights: Weights) -> dict[str, Tensor]:
-    """Per supernet tensor a mask of what the subnet does not hold."""
+    """Per supernet tensor, the mask of the scalars that the subnet does not hold."""
     masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in weights.items()}
     for piece in space.slices(architecture).values():
         piece.of(masks[piece.source]).fill_(False)

@@ -1,4 +1,4 @@
-"""The laws of server rules: what nobody trained stays, and a round is a function of what went into it."""
+"""The laws of server rules: uncovered values stay unchanged, and a round depends on nothing but its inputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +23,10 @@ ROUNDS: tuple[tuple[Mapping[str, Region], ...], ...] = (
     ({BIAS: ((1, 3),), COUNTER: ()},),
     ({WEIGHT: ((0, 2), (0, 3)), BIAS: ((0, 4),), STATISTIC: ((0, 4),), COUNTER: ()},),
 )
-"""Round by round what each client holds: no scalar of `WEIGHT` is covered in every round, and its last row in none."""
+"""Per round and client, the regions held: no scalar of `WEIGHT` is covered in every round, its last row in none."""
 
 CHANGES = (1.0, 0.0, 1e-6, 1e3)
-"""How far the clients' values are from the old ones, in standard deviations."""
+"""Standard deviations of the difference between the clients' values and the old ones."""
 
 
 def first_weights() -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ def first_weights() -> dict[str, Tensor]:
 
 
 def averaged_in(round_: int, old: Weights, change: float = 1.0) -> Averaged:
-    """The mean of the round's clients, whose values are `change` times a normal number away from the old ones."""
+    """The mean of the round's clients, whose values are the old ones plus `change` times standard normal noise."""
     generator, sums = torch.Generator().manual_seed(100 + round_), WeightedSums()
     for client, regions in enumerate(ROUNDS[round_ % len(ROUNDS)]):
         tensors = {}
@@ -52,7 +52,7 @@ def averaged_in(round_: int, old: Weights, change: float = 1.0) -> Averaged:
 
 @dataclass(frozen=True)
 class Served:
-    """A round: what went in (weights, the clients' mean, the server's state) and what came out."""
+    """A round's inputs (weights, the clients' mean, the server's state) and its results."""
 
     round: int
     old: Weights
@@ -62,7 +62,7 @@ class Served:
     kept_after: Weights
 
     def covered(self, name: str) -> Tensor:
-        """Which scalars of a tensor the clients covered."""
+        """The mask of the scalars that the clients cover."""
         mask = torch.zeros_like(self.old[name], dtype=torch.bool)
         for region in self.averaged.coverage.get(name, ()):
             part_of(mask, region).fill_(True)
@@ -70,7 +70,7 @@ class Served:
 
 
 def served(rule: ServerRule, round_: int, old: Weights, averaged: Averaged, kept: Weights) -> Served:
-    """One round by the platform's own `serve`."""
+    """Runs one round with the platform's `serve`."""
     rules = dict.fromkeys(PARAMETERS, ("rule", rule))
     new, kept_after = serve(rules, old, averaged, kept, ServerRound(round_, len(ROUNDS[0]), 10))
     return Served(round_, old, averaged, kept, new, kept_after)
@@ -79,7 +79,7 @@ def served(rule: ServerRule, round_: int, old: Weights, averaged: Averaged, kept
 def played(
     rule: ServerRule, rounds: Sequence[int] = range(2 * len(ROUNDS)), start: Served | None = None, change: float = 1.0
 ) -> Iterator[Served]:
-    """Round after round, from the first weights or from where another round ended."""
+    """Runs several rounds, from the first weights or from the end of the round `start`."""
     weights, kept = (first_weights(), {}) if start is None else (start.new, start.kept_after)
     for round_ in rounds:
         moment = served(rule, round_, weights, averaged_in(round_, weights, change), kept)
@@ -91,7 +91,7 @@ def played(
 
 
 def new_values_are_finite_and_of_the_old_kind(rule: ServerRule) -> Iterator[str]:
-    """Of small, large and no changes the rule makes finite values of the region's shape and type."""
+    """For zero, small and large changes the rule returns finite values of the region's shape and dtype."""
     found: list[str] = []
 
     def watched(step: ServerStep) -> Tensor:
@@ -115,7 +115,7 @@ def _problems(values: object, step: ServerStep) -> Iterator[str]:
 
 
 def what_nobody_trained_keeps_its_bits(rule: ServerRule) -> Iterator[str]:
-    """Uncovered scalars move in no round, by momentum either, and neither does what the server keeps of them."""
+    """Uncovered scalars and their server state change in no round, whatever the momentum."""
     for moment in played(rule):
         for name in PARAMETERS:
             yield from _in(moment, different_bits(name, moment.new[name], moment.old[name], ~moment.covered(name)))
@@ -130,7 +130,7 @@ def what_nobody_trained_keeps_its_bits(rule: ServerRule) -> Iterator[str]:
 
 
 def buffers_are_the_clients_mean(rule: ServerRule) -> Iterator[str]:
-    """Running statistics and counters are averaged; no optimiser moves them or keeps anything of them."""
+    """Running statistics and counters are averaged; the server rule neither changes them nor keeps state for them."""
     for moment in played(rule):
         for name in (STATISTIC, COUNTER):
             yield from _in(moment, different_bits(name, moment.new[name], moment.averaged.weights[name]))
@@ -140,7 +140,7 @@ def buffers_are_the_clients_mean(rule: ServerRule) -> Iterator[str]:
 
 
 def what_goes_in_is_only_read(rule: ServerRule) -> Iterator[str]:
-    """The old weights, the mean and the state of before a round are not changed by it."""
+    """A round does not change its inputs: the old weights, the mean and the previous state."""
     weights: Weights = first_weights()
     kept: Weights = {}
     for round_ in range(len(ROUNDS)):
@@ -155,7 +155,7 @@ def what_goes_in_is_only_read(rule: ServerRule) -> Iterator[str]:
 
 
 def the_same_round_gives_the_same_bits(rule: ServerRule) -> Iterator[str]:
-    """Asked again, in another order of tensors and regions, a round gives the same weights and the same state."""
+    """A round repeated with tensors and regions in another order gives the same weights and state."""
     for moment in played(rule):
         turned = {name: dict(reversed([*covered.items()])) for name, covered in moment.averaged.coverage.items()}
         averaged = replace(moment.averaged, coverage=dict(reversed(turned.items())))
@@ -165,7 +165,7 @@ def the_same_round_gives_the_same_bits(rule: ServerRule) -> Iterator[str]:
 
 
 def a_checkpoint_in_between_changes_nothing(rule: ServerRule) -> Iterator[str]:
-    """State and weights go through a checkpoint's bytes unchanged, and from there the rounds go on as they would."""
+    """State and weights survive a checkpoint unchanged, and rounds resumed from it give the same results."""
     whole = [*played(rule)]
     for moment in whole[:-1]:
         weights, kept = (_reloaded(bag) for bag in (moment.new, moment.kept_after))
@@ -177,7 +177,7 @@ def a_checkpoint_in_between_changes_nothing(rule: ServerRule) -> Iterator[str]:
 
 
 def no_change_is_no_step(rule: ServerRule) -> Iterator[str]:
-    """In the first round, when nothing is kept yet, a mean that equals the old weights leaves them as they are."""
+    """In the first round, with no state yet, a mean equal to the old weights leaves them unchanged."""
     old = first_weights()
     averaged = averaged_in(0, old, change=0.0)
     same = replace(averaged, weights={**averaged.weights, **{name: old[name].clone() for name in PARAMETERS}})
@@ -192,7 +192,7 @@ def _in(moment: Served, problems: Iterator[str]) -> Iterator[str]:
 
 
 def _tensor_of(place: str) -> str:
-    """The tensor of which something is kept; a place is `SLOT/TENSOR`."""
+    """The tensor that a state's key `SLOT/TENSOR` belongs to."""
     return next(name for name in first_weights() if place.endswith(f"/{name}"))
 
 

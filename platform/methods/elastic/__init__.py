@@ -1,1 +1,1 @@
-"""Methods on elastic supernets, whose subnets serve any target."""
+"""Methods on elastic supernets, whose subnets fit any target."""

@@ -1,12 +1,12 @@
 """SuperFedNAS: an elastic supernet trained by a federation, searched for any target without training.
 
-    in every round: a distribution heuristic gives each selected client a subnet (the largest, the smallest, random),
+    in every round: a distribution heuristic gives each selected client a subnet (the largest, the smallest, random);
                     clients train their slices of the supernet, which are averaged where they overlap;
-                    with MaxNet the largest subnet's client counts beta_t, the others share the rest
-    in the end:     predictors of accuracy are fitted on sampled subnets, each target's best ones verified
+                    with MaxNet the largest subnet's client has the share beta_t, the others share the rest
+    in the end:     predictors of accuracy are fitted on sampled subnets, and each target's best subnets are verified
 
-The same stages give its baselines: single-stage (random + overlap), multi-stage (the whole supernet travels,
-progressive shrinking on the clients), iFedAvg over a family and FedAvg of one subnet (`separately`).
+The same stages give its baselines: single-stage (random + overlap), multi-stage (clients train the whole supernet with
+progressive shrinking), iFedAvg over a family and FedAvg of one subnet (`separately`).
 Papers: SuperFed (MaxNet), SuperFedNAS.
 """
 
@@ -30,7 +30,7 @@ from fedloom.platform.federation.distribution import (
     HEURISTICS,
     NEED_A_FAMILY,
     SANDWICHES,
-    Handout,
+    Distribution,
     count_served,
     distribute,
 )
@@ -66,43 +66,43 @@ from fedloom.platform.spaces.offers import with_depths
 from fedloom.platform.spaces.slices import Architecture, Slice, architecture_id, parse_architecture
 
 SEARCHED = "searched"
-"""The model that was found by the search, cut from the supernet as it is."""
+"""The name of models found by the search, sliced from the supernet without further training."""
 ALONE = "alone"
-"""The model that was trained without a supernet."""
+"""The name of models trained without a supernet."""
 SERVED = "served"
-"""The counters of who had the largest and the smallest subnet, in the run's state."""
+"""The state's counters of how often each client got the largest and the smallest subnet."""
 
 # -- configuration ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class DistributionConfig:
-    """Which client gets which subnet."""
+    """The distribution of subnets to clients."""
 
-    heuristic: Annotated[str, Brought("distribution heuristic"), "who gets which subnet"] = "tracking_sandwich"
-    tier_aware: Annotated[bool, "no client gets a subnet above its tier's budget of the round"] = False
+    heuristic: Annotated[str, Brought("distribution heuristic"), "how subnets are assigned"] = "tracking_sandwich"
+    tier_aware: Annotated[bool, "give no client a subnet above its tier's budget in the round"] = False
 
 
 @dataclass
 class ShrinkingConfig:
-    """Progressive shrinking on the clients, where the whole supernet travels (multi-stage PS+FL)."""
+    """Progressive shrinking on clients that train the whole supernet (multi-stage PS+FL)."""
 
-    subnets_per_batch: Annotated[int, ONE_OR_MORE, "random subnets whose gradients a batch adds up"] = 4
-    depth_share: Annotated[float, PART, "the first share of the rounds, in which only depths are drawn"] = 0.5
+    subnets_per_batch: Annotated[int, ONE_OR_MORE, "random subnets per batch, whose gradients are summed"] = 4
+    depth_share: Annotated[float, PART, "share of the rounds, from the first, in which only depths are drawn"] = 0.5
 
 
 @dataclass
 class ElasticTrainingConfig(TrainingConfig):
     """Training of an elastic supernet (SuperFed, Sec. 4; plain SGD, clip 1)."""
 
-    rounds: Annotated[int, ZERO_OR_MORE, "rounds"] = 1500
-    clients_per_round: Annotated[int | None, ONE_OR_MORE, "clients of a round; null: all of them"] = 8
+    rounds: Annotated[int, ZERO_OR_MORE, "number of rounds"] = 1500
+    clients_per_round: Annotated[int | None, ONE_OR_MORE, "number of clients per round; null: all"] = 8
     epochs: Annotated[int, ONE_OR_MORE, "passes of a client over its training data per round"] = 5
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a client's SGD"] = 64
     momentum: Annotated[float, BELOW_ONE, "momentum of the clients' SGD"] = 0.0
     clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the gradient's norm, 0 for none"] = 1.0
     travels: Annotated[
-        str, OneOf(("slices", "supernet")), "slices (each client its subnet) or supernet (all of it; see shrinking)"
+        str, OneOf(("slices", "supernet")), "what clients get: slices (a subnet each) or supernet (all; see shrinking)"
     ] = "slices"
     distribution: DistributionConfig = field(default_factory=DistributionConfig)
     shares: SharesConfig = field(default_factory=SharesConfig)
@@ -119,16 +119,16 @@ class SuperFedNASConfig:
     name: str = "superfednas"
     family: Annotated[
         list[str],
-        "subnets (smallest, largest, 'd=1,0,2,1 e=.14') that are evaluated; static and dynamic hand them out",
+        "subnets (smallest, largest, 'd=1,0,2,1 e=.14') to evaluate; static and dynamic distribute them to clients",
     ] = field(default_factory=lambda: ["smallest", "largest"])
-    separately: Annotated[bool, "each of the family is trained alone (iFedAvg; FedAvg of one)"] = False
+    separately: Annotated[bool, "train each member of the family by itself (iFedAvg; FedAvg if there is one)"] = False
     train: ElasticTrainingConfig = field(default_factory=ElasticTrainingConfig)
     search: TargetSearchConfig = field(default_factory=TargetSearchConfig)
     evaluation: EvaluationConfig = field(default_factory=lambda: EvaluationConfig(clients_per_tier=0))
 
 
 def _check_training(config: ElasticTrainingConfig, num_clients: int, family: int, *, separately: bool) -> None:
-    """Raises ValueError for values that no training can run with."""
+    """Raises ValueError for invalid values."""
     key, name = "method.train", config.distribution.heuristic
     check_training(config, key, num_clients)
     hands_out = config.travels == "slices" and not separately  # else all clients of a round get the same
@@ -146,18 +146,18 @@ def _check_training(config: ElasticTrainingConfig, num_clients: int, family: int
         raise ValueError(f"{key}.distribution.heuristic={name} hands out a fixed family: give method.family")
 
 
-# -- what a client trains where the whole supernet travels ------------------------------------------------------------
+# -- what a client trains if it gets the whole supernet ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Shrinking:
-    """The whole supernet, of which random subnets are trained; `widest` ones differ in depth alone."""
+    """The whole supernet, trained along random subnets; with `widest`, these have full width and random depth."""
 
     subnets_per_batch: int = 4
     widest: bool = False
 
     def on(self, worker: Worker, assignment: Assignment) -> Network:
-        """The supernet module, called along another subnet in every pass."""
+        """The supernet module, called with another random subnet in every pass."""
         module, draws, spent_macs = worker.supernet, self._draws(worker, assignment), [0.0]
 
         def forward(x_B: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class Shrinking:
         return ShrinkingNetwork(module, forward, whole, 0.0, passes=self.subnets_per_batch, spent_macs=spent_macs)
 
     def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
-        """The same subnets are drawn for the same batches."""
+        """The cost of the subnets that training draws for these batches."""
         draws, macs_of = self._draws(worker, assignment), worker.spec.macs_table.cost
         macs = 0.0
         for size in batches:
@@ -188,12 +188,12 @@ class Shrinking:
 
 @dataclass(frozen=True)
 class ShrinkingNetwork(Network):
-    """Counts what its subnets cost."""
+    """A network that counts the MACs of the subnets it draws."""
 
     spent_macs: list[float] = field(default_factory=lambda: [0.0])
 
     def macs_of(self, figures: Trained) -> float:
-        """Those of the subnets that were drawn."""
+        """Forward MACs of the subnets that were drawn."""
         del figures
         return self.spent_macs[0]
 
@@ -202,7 +202,7 @@ class ShrinkingNetwork(Network):
 
 
 def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Architecture, ...]) -> TrainingStage:
-    """Trains the supernet: who gets what, and what it counts."""
+    """Trains the supernet, with subnets and shares per client, or as a whole with progressive shrinking."""
     space, slices = world.space, config.travels == "slices"
     if not slices and config.shrinking.depth_share > 0:
         with_depths(space, "method.train.travels=supernet")
@@ -241,7 +241,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         assign=give if slices else to_all(whole),
         score=lambda _state: [ScoreSubnet(subnet, SUPERNET, "validation") for subnet in evaluated],
         after=after,
-        # Any subnet can be cut from the supernet later, without training.
+        # Any subnet can later be sliced from the stored supernet, without training.
         keep=lambda state: [_kept(world, state, SUPERNET, space.largest)],
         data={SERVED: {}},
     )
@@ -251,18 +251,18 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
 def distributed(
     world: World, config: ElasticTrainingConfig, family: tuple[Architecture, ...], rules: Rules, round_: Round
 ) -> list[Architecture]:
-    """The subnet of each of the round's clients, in the order of the plan."""
+    """The subnet of each of the round's clients, in plan order."""
     client_ids, aware = tuple(sorted(round_.client_ids)), config.distribution.tier_aware
     budgets = tuple(training_budget(world, c, round_.stage, round_.index) if aware else inf for c in client_ids)
     rng = stream(world.config.seed_for("training"), "distribution", round_.stage, round_.index)
     served = round_.state.data[SERVED]
-    handout = Handout(world.space, world.cost_table, round_.index, client_ids, budgets, family, served, rng)
-    given = distribute(rules.more["distribution.heuristic"], handout)
+    distribution = Distribution(world.space, world.cost_table, round_.index, client_ids, budgets, family, served, rng)
+    given = distribute(rules.more["distribution.heuristic"], distribution)
     return [given[client_id] for client_id in round_.client_ids]
 
 
 def alone_stage(world: World, config: ElasticTrainingConfig, architecture: Architecture) -> TrainingStage:
-    """Trains one subnet from fresh weights of its own (FedAvg; iFedAvg's members)."""
+    """Trains one subnet from its own fresh weights (FedAvg, and the members of iFedAvg)."""
     bag, subnet = bag_of(architecture), Subnet(architecture, stand_alone=True)
     rules = rules_of(config, "method.train")
     slots = Slots(
@@ -275,7 +275,7 @@ def alone_stage(world: World, config: ElasticTrainingConfig, architecture: Archi
 
 
 def bag_of(architecture: Architecture) -> str:
-    """The bag of a subnet that is trained alone."""
+    """The bag of a subnet that is trained by itself."""
     return f"{ALONE}-{architecture_id(architecture)}"
 
 
@@ -284,7 +284,7 @@ def _kept(world: World, state: RunState, bag: str, architecture: Architecture) -
 
 
 def given_in(plan: Plan) -> Mapping[int, Architecture]:
-    """The subnet that each client of a plan was given, whatever became of it."""
+    """The subnet given to each client of a plan, including clients that failed."""
     return {
         a.client_id: a.task.network.architecture
         for a in plan.assignments
@@ -293,7 +293,7 @@ def given_in(plan: Plan) -> Mapping[int, Architecture]:
 
 
 def parse_family(config: SuperFedNASConfig, world: World) -> tuple[Architecture, ...]:
-    """The family's subnets; ValueError naming the field that is outside the space, or a subnet named twice."""
+    """The family's subnets; ValueError for a subnet outside the space or named twice."""
     family: list[Architecture] = []
     for text in config.family:
         architecture = world.architecture(text, "method.family")
@@ -304,7 +304,7 @@ def parse_family(config: SuperFedNASConfig, world: World) -> tuple[Architecture,
 
 
 def stages(config: SuperFedNASConfig, world: World) -> list[Stage]:
-    """Training, search and final evaluation; or every member of the family by itself."""
+    """Training, search and final evaluation; or separate training of the family's members and their evaluation."""
     family = parse_family(config, world)
     _check_training(config.train, world.num_clients, len(family), separately=config.separately)
     if config.separately:
@@ -326,7 +326,7 @@ def _alone(world: World, config: SuperFedNASConfig, family: tuple[Architecture, 
 
 
 def _winners(world: World, state: RunState) -> list[EvaluationJob]:
-    """The winner of every tier (scored on its clients) or target."""
+    """The evaluation of every tier's winner (on the tier's clients) or target's winner (on all clients)."""
     jobs: list[EvaluationJob] = []
     tiers = {tier.name: index for index, tier in enumerate(world.tiers)}
     for name, text in state.data.get(WINNERS, {}).items():
@@ -338,9 +338,9 @@ def _winners(world: World, state: RunState) -> list[EvaluationJob]:
 
 
 def _shared_training(config: SuperFedNASConfig) -> SharedTraining | None:
-    """The supernet's training; None where the subnets are trained alone.
+    """The supernet's training; None if subnets are trained separately.
 
-    The family belongs to what comes later unless it is handed out; a heuristic of the user's own may do so.
+    Training does not depend on the family unless the heuristic distributes it, which a user's heuristic may do.
     """
     if config.separately:
         return None

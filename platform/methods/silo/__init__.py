@@ -1,1 +1,1 @@
-"""Cross-silo methods: every client keeps a state, and ends with a network of its own."""
+"""Cross-silo methods: clients keep state between rounds and end with personalised networks."""

@@ -1,4 +1,4 @@
-"""Ditto (Li et al. 2021, Alg. 1): FedAvg, and beside it every silo's own model, pulled towards the shared one.
+"""Ditto (Li et al. 2021, Alg. 1): FedAvg, and for every silo a personal model regularised towards the shared one.
 
 Settings of SPIDER, App. B.1.
 """
@@ -30,12 +30,12 @@ from fedloom.platform.spaces.slices import Weights
 class DittoTrainingConfig(SiloTrainingConfig):
     """Training of the silos."""
 
-    pull: Annotated[float, ZERO_OR_MORE, "lambda: the pull towards the shared model; 0: every silo alone"] = 0.1
+    pull: Annotated[float, ZERO_OR_MORE, "lambda: the pull towards the shared model; 0: local training only"] = 0.1
 
 
 @dataclass
 class DittoConfig:
-    """FedAvg, and beside it every silo's own model."""
+    """FedAvg, and a personal model per silo."""
 
     name: str = "ditto"
     architecture: Annotated[str | None, "options such as 0-0-3; null: the space's first"] = None
@@ -44,7 +44,7 @@ class DittoConfig:
 
 @dataclass(frozen=True)
 class TrainDitto:
-    """One round of a silo; `pull` is lambda, towards the weights that were received."""
+    """One round of a silo; `pull` is lambda, the strength of the pull towards the received weights."""
 
     subnet: Subnet
     local: LocalSGD
@@ -54,7 +54,7 @@ class TrainDitto:
     scored: bool = False
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The update holds the shared model alone; the silo's own stays in its state."""
+        """Trains both models; the update holds only the shared one, the personal one stays in the silo's state."""
         silo = begun(assignment.state, weights)
         network = self.subnet.on(worker)
         data = client_samples(worker, assignment, joined=self.joined)
@@ -72,7 +72,7 @@ class TrainDitto:
 
 
 def stages(config: DittoConfig, world: World) -> list[Stage]:
-    """Two models per silo, then the evaluation of the silos' own."""
+    """Training of both models, then the evaluation of the personal ones."""
     train, rules = config.train, checked_silos(world, config.train)
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
 

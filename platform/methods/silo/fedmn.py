@@ -1,15 +1,15 @@
-"""FedMN: a shared modular network, of which every silo uses the modules that a shared router chooses for its data.
+"""FedMN: a shared modular network; a shared router chooses the modules that each silo uses, based on its data.
 
 Source: Wang et al. 2022 (ICDM), "Personalized Federated Learning via Heterogeneous Modular Networks"; rounds as in
-SPIDER, App. B.1. As fedloom reads it:
+SPIDER, App. B.1. Interpretation in fedloom:
 
-1. Pre-training: FedAvg of the whole network, every module on; the router neither travels nor is trained.
-2. Then, in every round, a silo receives the router, draws its modules, and receives these alone; it trains both, and
-   sends both back. A module is averaged over the silos that chose it, by samples; the fixed part and the router over
-   all of them.
-3. In the end every silo uses what the router chooses without noise, and adapts it to its own data.
+1. Pre-training: FedAvg of the whole network with every module on; the router is neither sent nor trained.
+2. Then, in every round, a silo receives the router, draws its modules, and receives only these; it trains router and
+   modules, and sends both back. A module is averaged over the silos that chose it, weighted by samples; the fixed part
+   and the router over all silos of the round.
+3. In the end every silo uses the modules that the router chooses without noise, and adapts them to its own data.
 
-Neither a silo's data nor what the router reads of them is ever sent; which modules it chose is.
+A silo sends neither its data nor the router's input computed from them, but the server learns which modules it chose.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from fedloom.platform.clients.assignments import (
     Task,
     places_of,
 )
-from fedloom.platform.clients.mixed import Kept
+from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.trainer import (
     Train,
     client_samples,
@@ -63,19 +63,19 @@ from fedloom.platform.spaces.slices import Weights
 
 @dataclass
 class FedMnTrainingConfig(SiloTrainingConfig):
-    """Training of the silos: `rounds` in all, the first `pretraining_rounds` of them with every module on.
+    """Training of the silos: `rounds` in total, the first `pretraining_rounds` of them with every module on.
 
-    The lower the `temperature`, the less do modules learn that were far from being drawn otherwise.
+    A lower `temperature` gives smaller gradients to gates whose draw was far from the threshold.
     """
 
-    pretraining_rounds: Annotated[int, ZERO_OR_MORE, "rounds with every module on; the first of all rounds"] = 500
+    pretraining_rounds: Annotated[int, ZERO_OR_MORE, "number of first rounds, with every module on"] = 500
     router_lr: Annotated[float, POSITIVE, "the router's learning rate, the same in all rounds"] = 0.01
-    temperature: Annotated[float, POSITIVE, "of the sigmoid whose gradients the gates have"] = 1.0
+    temperature: Annotated[float, POSITIVE, "temperature of the sigmoid that gives the gates' gradients"] = 1.0
 
 
 @dataclass
 class FedMnConfig:
-    """Pre-training and training with the router, then every silo's own choice of modules, adapted to its data."""
+    """Pre-training, training with the router, then adaptation of every silo's chosen modules to its data."""
 
     name: str = "fedmn"
     train: FedMnTrainingConfig = field(default_factory=FedMnTrainingConfig)
@@ -84,16 +84,16 @@ class FedMnConfig:
 
 @dataclass(frozen=True)
 class TrainModular:
-    """One round of a silo: it chooses modules by the router and noise, and trains them and the router on its data.
+    """One round of a silo: it draws modules with the router's probabilities, and trains them and the router.
 
-    One draw per module holds for the round, as only what is chosen travels; so only the chosen modules' gates have
-    gradients. The router takes SGD's steps at its own rate, without weight decay.
+    Each module is drawn once per round, because only the chosen modules are sent; therefore only their gates have
+    gradients. The router is trained by SGD with its own learning rate, without weight decay.
 
     Attributes:
         router_lr: the router's learning rate.
-        temperature: of the gates' gradients.
-        joined: whether validation data joins the training data.
-        scored: whether the trained modules are scored on validation data, if it has not joined.
+        temperature: the temperature of the gates' gradients.
+        joined: whether to train on the validation data as well.
+        scored: whether to score the trained modules on validation data (unless `joined`).
     """
 
     local: LocalSGD
@@ -104,10 +104,10 @@ class TrainModular:
     scored: bool = False
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The update holds the chosen modules, the fixed part and the router; nothing stays with the silo."""
+        """The update holds the chosen modules, the fixed part and the router; the silo keeps no state."""
         data = client_samples(worker, assignment, joined=self.joined)
         gates = Gates.drawn(worker, assignment, weights, data, self.temperature)
-        network = Kept(chosen(gates.hard), gates).on(worker)
+        network = MixedNetwork(chosen(gates.hard), gates).on(worker)
 
         def both(sgd: SGD) -> Step:
             router_local = replace(self.local, lr=self.router_lr, weight_decay=0.0)
@@ -122,7 +122,7 @@ class TrainModular:
 
 
 class Gates:
-    """A round's gates (decisions, options): `hard` is what was drawn, their gradients are those of the router now."""
+    """A round's gates (decisions, options): `hard` holds the drawn values, gradients flow to the current router."""
 
     def __init__(self, router: Router, embedding: Tensor, noise: Tensor, temperature: float) -> None:
         self.router, self.embedding, self.noise, self.temperature = router, embedding, noise, temperature
@@ -138,7 +138,7 @@ class Gates:
         data: Samples,
         temperature: float,
     ) -> "Gates":
-        """One draw per module, from the silo's own stream."""
+        """Draws every module once, from the silo's random stream."""
         router, embedding = routed(worker, weights, data)
         generator = torch_stream(worker.spec.training_seed, "modules", *places_of(assignment))
         noise = logistic_noise((len(router.options), max(router.options)), generator)
@@ -149,19 +149,18 @@ class Gates:
 
 
 class Steps:
-    """One training step after the other, each over parameters of its own."""
+    """Several training steps in sequence, each over its own parameters."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = steps
 
     def step(self) -> None:
-        """Uses up the gradients."""
         for each in self.steps:
             each.step()
 
 
 def routed(worker: Worker, weights: Weights, data: Samples) -> tuple[Router, Tensor]:
-    """The router as it was received, and what it reads of these data."""
+    """The received router, and its input computed from these data."""
     classes = worker.spec.space.num_classes
     router = received_router(summing_options(worker.space, "fedmn"), classes, weights, worker.device)
     return router, embedding_of(data, classes)
@@ -175,16 +174,16 @@ class ScoreModular:
     joined: bool = True
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The rows of `global`, the shared modules as they are, and of `personal`, adapted."""
+        """Measures `global`, the shared modules, and `personal`, the adapted ones."""
         data = client_samples(worker, assignment, joined=self.joined)
         router, embedding = routed(worker, weights, data)
         with torch.no_grad():
-            network = Kept(chosen(router(embedding))).on(worker)
+            network = MixedNetwork(chosen(router(embedding))).on(worker)
         return adapted_outcome(worker, assignment, network, weights, data, self.local)
 
 
 def stages(config: FedMnConfig, world: World) -> list[Stage]:
-    """Both phases of training, then the modules chosen for every silo, as shared and adapted."""
+    """Both phases of training, then the evaluation of every silo's modules before and after adaptation."""
     train, rules = config.train, checked_silos(world, config.train)
     if train.pretraining_rounds > train.rounds:
         raise ValueError(
@@ -197,10 +196,10 @@ def stages(config: FedMnConfig, world: World) -> list[Stage]:
         return {**space.initial_weights(generator), **initial_router(space, classes, generator)}
 
     def client(round_: Round) -> Task:
-        """FedAvg of the whole network first, then of what each silo chooses."""
+        """FedAvg of the whole network in pre-training, then of the modules that each silo chooses."""
         joined, scored = train.use_validation, round_.scored
         if round_.index < train.pretraining_rounds:
-            whole = Kept(space.largest_subspace)
+            whole = MixedNetwork(space.largest_subspace)
             return Train(whole, round_.local, rules.weighting, rule=rules.local, joined=joined, scored=scored)
         return TrainModular(round_.local, train.router_lr, train.temperature, rules, joined, scored)
 

@@ -1,7 +1,7 @@
 """FedNAS (He et al. 2020): architecture parameters are trained and averaged like weights.
 
-while the search goes on: every silo trains weights and architecture parameters (MiLeNAS), both are averaged
-after it:                 the largest operator of every edge stays, and is trained on by FedAvg
+during the search: every silo trains weights and architecture parameters (MiLeNAS), both are averaged
+after the search:  every edge keeps the operator of the largest parameter, and FedAvg continues to train them
 """
 
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from fedloom.platform.clients.assignments import Assignment, Outcome, Task
-from fedloom.platform.clients.mixed import Kept
+from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.trainer import (
     client_samples,
     train_network,
@@ -46,7 +46,7 @@ from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
 
 @dataclass
 class FedNasConfig:
-    """FedAvg of weights and architecture parameters, then FedAvg of what was chosen."""
+    """FedAvg of weights and architecture parameters, then FedAvg of the chosen architecture."""
 
     name: str = "fednas"
     train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
@@ -55,18 +55,18 @@ class FedNasConfig:
 
 @dataclass(frozen=True)
 class TrainMixed:
-    """A silo's round: weights and architecture parameters are trained, and both are sent."""
+    """One round of a silo: it trains weights and architecture parameters, and sends both."""
 
-    kept: Subspace
+    subspace: Subspace
     local: LocalSGD
     search: Milenas
     rules: Rules
     scored: bool = False
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The update holds the supernet and the architecture parameters, both by the silo's samples."""
+        """The update holds the supernet and the architecture parameters."""
         alphas = weights[ALPHAS].clone().to(worker.device)
-        silo = Personal(weights, {}, self.kept, alphas)
+        silo = Personal(weights, {}, self.subspace, alphas)
         data = client_samples(worker, assignment)
         network = own_network(worker, silo)
         step = self.search.step(worker, assignment, silo)
@@ -78,7 +78,7 @@ class TrainMixed:
 
 
 def stages(config: FedNasConfig, world: World) -> list[Stage]:
-    """Search and FedAvg, then the shared model on every silo's test data."""
+    """Search and FedAvg, then the evaluation of the shared model on every silo's test data."""
     train, search, rules = config.train, config.search, checked_silos(world, config.train)
     only_by("milenas", search, config.name)
     space = searched_space(world, search, train.rounds, config.name)
@@ -96,7 +96,7 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
         return Tasks([task] * len(round_.client_ids))
 
     def choose(state: RunState, _plan: Plan, _result: RoundResult) -> RunState:
-        """The largest are chosen after the last round of the search, or of the training if that is earlier."""
+        """Chooses the largest parameters after the last round of the search, or of the training if that is earlier."""
         alphas = state.weights(SUPERNET).get(ALPHAS)
         if alphas is None or state.round + 1 < min(search.rounds, train.rounds):
             return state
@@ -110,7 +110,7 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
         data={KEPT: subspace_id(space.largest_subspace)},
     )
     training = TrainingStage(world, train, rules, slots, name=config.name)
-    return [training, ClientEvaluation(world, lambda state: ScoreShared(Kept(kept_of(state))))]
+    return [training, ClientEvaluation(world, lambda state: ScoreShared(MixedNetwork(kept_of(state))))]
 
 
 METHOD = Method(FedNasConfig, stages, kind="silos", lacks=("candidates", "models"))

@@ -1,9 +1,9 @@
-"""FedPNAS (Hoang & Kingsford 2021), in SPIDER's setting: a shared base is averaged, the rest is every silo's own.
+"""FedPNAS (Hoang & Kingsford 2021), in SPIDER's setting: a shared base is averaged, the other cells are personal.
 
 in every round a silo
-    decides one edge of its own part, if the round searches (by perturbation; the base keeps all operators),
-    trains base and own part as one network,
-    sends the base, and keeps its own part, its momentum and its architecture
+    decides one edge of its personal part, if the round searches (by perturbation; the base keeps all operators),
+    trains base and personal part as one network,
+    sends the base, and keeps its personal part, its momentum and its architecture
 """
 
 import logging
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FedPnasConfig:
-    """A shared base, and every silo's own rest."""
+    """A shared base, and a personal part per silo."""
 
     name: str = "fedpnas"
     base_cells: Annotated[int | None, ONE_OR_MORE, "cells of the shared base; null: the first third"] = None
@@ -64,7 +64,7 @@ class FedPnasConfig:
 
 
 def split_network(worker: Worker, kept: Subspace, base_cells: int) -> Network:
-    """The first cells with all operators, the others with those that are kept."""
+    """A network with all operators in the first `base_cells` cells, and the kept ones in the others."""
     space, module = with_cells(worker.space, "fedpnas"), worker.supernet
     everything = space.subspace_slices(space.largest_subspace)
     slices = {**space.subspace_slices(kept), **{name: everything[name] for name in space.base_tensors(base_cells)}}
@@ -80,7 +80,7 @@ def split_network(worker: Worker, kept: Subspace, base_cells: int) -> Network:
 
 @dataclass(frozen=True)
 class TrainSplit:
-    """One round of a silo: base and own part are trained as one network."""
+    """One round of a silo: it trains base and personal part as one network."""
 
     local: LocalSGD
     search: Perturbation
@@ -90,7 +90,7 @@ class TrainSplit:
     use_validation: bool = True
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The update holds the base alone; the silo's own part and architecture stay in its state."""
+        """The update holds only the base; the personal part and the architecture stay in the silo's state."""
         space = with_cells(worker.space, "fedpnas")
         base = frozenset(space.base_tensors(self.base_cells))
         begun_with = own_part(space, assignment, weights, base)
@@ -115,7 +115,7 @@ class TrainSplit:
         )
 
     def _before(self, worker: Worker, assignment: Assignment, silo: Personal, weights: Weights) -> Searched:
-        """One step of the search with `weights`, base and own part together."""
+        """Makes one search step with `weights`, those of base and personal part together."""
         space = with_cells(worker.space, "fedpnas")
         if not self.search.due or self.search.is_over(space, silo.kept):
             return Searched(silo)
@@ -132,12 +132,12 @@ class TrainSplit:
 
 
 def own_part(space: HasSubspaces, assignment: Assignment, weights: Weights, base: frozenset[str]) -> Personal:
-    """The silo's own part; one that never took part keeps everything, with the weights that came first."""
+    """The silo's personal part; before its first round all operators, with the received weights."""
     return begun(assignment.state, without(weights, base), space.largest_subspace)
 
 
 def without(tensors: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
-    """The tensors that are not among these."""
+    """The tensors whose names are not in `names`."""
     return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
@@ -156,12 +156,12 @@ def _joined(weights: Weights, silo: Personal, base: frozenset[str]) -> Weights:
 
 @dataclass(frozen=True)
 class ScoreSplit:
-    """Scores the shared base with a silo's own part on the silo's test data."""
+    """Scores the shared base with a silo's personal part on the silo's test data."""
 
     base_cells: int
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The rows of `personal`."""
+        """Measures the model `personal`."""
         space = with_cells(worker.space, "fedpnas")
         base = frozenset(space.base_tensors(self.base_cells))
         silo = own_part(space, assignment, weights, base)
@@ -193,7 +193,7 @@ def _base_cells(config: FedPnasConfig, space: HasCells) -> int:
 
 
 def stages(config: FedPnasConfig, world: World) -> list[Stage]:
-    """Training with the search in it, then base and own part on every silo's test data."""
+    """Training with the search, then the evaluation of base and personal part on every silo's test data."""
     train, search, rules = config.train, config.search, checked_silos(world, config.train)
     only_by("perturbation", search, config.name)
     if train.local_rule != "sgd":

@@ -1,4 +1,4 @@
-"""Personalisation gains (SPIDER, Eq. 6, Fig. 3): every silo's architecture is trained on every silo's data."""
+"""Personalisation gains (SPIDER, Eq. 6, Fig. 3): every silo's architecture, trained on every silo's data."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -19,21 +19,21 @@ from fedloom.platform.spaces.offers import HasSubspaces
 
 @dataclass
 class GainConfig:
-    """How gains are measured.
+    """How personalisation gains are measured.
 
-    `start` shared begins with the shared weights of the architecture's operators for all alike, p_ii as well, so that
-    architectures are compared; own with the weights of the silo that found it. Training is on training and validation
-    data; what counts is the accuracy after the last epoch (the paper's best epoch would be chosen on test data).
+    With `start=shared`, all silos (also for p_ii) start from the shared weights of the architecture's operators, so
+    that only architectures are compared; with `own`, from the weights of the silo that found the architecture. Models
+    train on training and validation data and are scored after the last epoch (the paper's best epoch uses test data).
     """
 
-    epochs: Annotated[int, ZERO_OR_MORE, "epochs of training; 0: no gains are measured"] = 0
-    clients: Annotated[int | None, Range(least=2), "only the first so many silos; null: all of them"] = None
+    epochs: Annotated[int, ZERO_OR_MORE, "epochs of training; 0: do not measure gains"] = 0
+    clients: Annotated[int | None, Range(least=2), "number of silos, the first ones; null: all"] = None
     lr: Annotated[float, POSITIVE, "learning rate"] = 0.01
-    start: Annotated[str, OneOf(("shared", "own")), "the weights that training begins with"] = "shared"
+    start: Annotated[str, OneOf(("shared", "own")), "the initial weights"] = "shared"
 
 
 def check_gains(config: GainConfig, num_clients: int) -> None:
-    """Raises ValueError for more silos than there are."""
+    """Raises ValueError if `clients` is larger than the number of silos."""
     if config.clients is not None and config.clients > num_clients:
         raise ValueError(
             f"method.gains.clients={config.clients}: must be between 2 and the {num_clients} silos there are"
@@ -41,7 +41,7 @@ def check_gains(config: GainConfig, num_clients: int) -> None:
 
 
 class GainStage(ClientEvaluation):
-    """One round per silo: its architecture is trained and scored by all silos."""
+    """One round per silo, in which all silos train and score its architecture."""
 
     name = "gains"
 
@@ -51,16 +51,16 @@ class GainStage(ClientEvaluation):
         self.local = replace(local_sgd(train, 0, world.augment), lr=config.lr, epochs=config.epochs)
 
     def rounds_left(self, state: RunState) -> int:
-        """One for every silo's architecture."""
+        """One round per silo's architecture."""
         return len(self.silos) - state.round
 
     def plan(self, state: RunState) -> Plan:
-        """Architecture of silo `state.round`, on the data of every silo."""
+        """Trains the architecture of silo `state.round` on the data of every silo."""
         of = state.round
         silo = begun(state.client_state(of), state.weights(SUPERNET), self.space.largest_subspace)
         kept = silo.kept if silo.alphas is None else by_magnitude(silo.alphas, silo.kept)
         task = TrainAndScore(kept, f"silo-{of}", self.local)
         planned = [a for a in self.planned(of, task) if a.client_id in self.silos]
-        # Given explicitly, so that no silo's own state takes its place.
+        # Set explicitly, so that the loop does not insert the silos' saved states.
         begin = silo.packed() if self.config.start == "own" else {}
         return Plan([replace(a, state=begin) for a in as_measured(planned)], SUPERNET)

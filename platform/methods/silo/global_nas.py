@@ -1,14 +1,14 @@
-"""Global search by perturbation (SPIDER, App. D.1): one architecture for all, decided by the server's validation data.
+"""Global search by perturbation (SPIDER, App. D.1): one architecture for all, decided on the server's validation data.
 
-in every round: all silos train what is kept of the supernet (FedAvg);
-                in rounds that search, the server decides one edge of each cell with the weights that the round
-                began with; from the next round on its decision holds
+in every round: all silos train the remaining operators of the supernet (FedAvg);
+                in rounds that search, the server decides one edge of each cell with the weights from before the
+                round; the decision takes effect in the next round
 """
 
 from dataclasses import dataclass, field
 
 from fedloom.platform.clients.assignments import Assignment, Outcome, Task
-from fedloom.platform.clients.mixed import Kept
+from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Plan, RoundResult, Stage
 from fedloom.platform.federation.state import RunState
@@ -34,7 +34,7 @@ from fedloom.tiers.clock import EVALUATION_FACTOR
 
 @dataclass
 class GlobalNasConfig:
-    """FedAvg of a supernet that the server searches; what it finds is trained on by FedAvg."""
+    """FedAvg of a supernet that the server searches, then FedAvg of the architecture found."""
 
     name: str = "global_nas"
     train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
@@ -43,24 +43,24 @@ class GlobalNasConfig:
 
 @dataclass(frozen=True)
 class DecideCentrally:
-    """The server's step of the search: on all validation data, with the weights as they are."""
+    """The server's search step, on all validation data with the current weights."""
 
-    kept: Subspace
+    subspace: Subspace
     prune_edges: bool = False
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The column `subspace` of the outcome is what is kept now."""
+        """Makes the search step; the outcome's `subspace` holds the remaining operators."""
         data = worker.central_data("validation")
-        network = Kept(self.kept).on(worker)
+        network = MixedNetwork(self.subspace).on(worker)
         kept, macs = searched(worker, assignment, network, weights, data, prune_edges=self.prune_edges)
         return Outcome(samples=len(data[1]), macs=macs, subspace=subspace_id(kept), clock_factor=EVALUATION_FACTOR)
 
 
 def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
-    """Search and FedAvg, then the shared model on every silo's test data."""
+    """Search and FedAvg, then the evaluation of the shared model on every silo's test data."""
     train, search, rules = config.train, config.search, checked_silos(world, config.train)
     only_by("perturbation", search, config.name)
-    # A decision holds from the round after it.
+    # A decision takes effect in the next round.
     space = searched_space(world, search, train.rounds - 1, config.name)
 
     def settled(kept: Subspace) -> bool:
@@ -68,7 +68,7 @@ def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
 
     def decide(state: RunState) -> list[Task]:
         kept, searcher = kept_of(state), searcher_of(search, state.round)
-        last = state.round == train.rounds - 1  # what is found now would never be trained
+        last = state.round == train.rounds - 1  # a decision in the last round would never be trained
         if last or not isinstance(searcher, Perturbation) or not searcher.due or searcher.is_over(space, kept):
             return []
         return [DecideCentrally(kept, searcher.prune_edges)]
@@ -85,7 +85,7 @@ def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
         data={KEPT: subspace_id(space.largest_subspace)},
     )
     training = TrainingStage(world, train, rules, slots, name=config.name)
-    return [training, ClientEvaluation(world, lambda state: ScoreShared(Kept(kept_of(state))))]
+    return [training, ClientEvaluation(world, lambda state: ScoreShared(MixedNetwork(kept_of(state))))]
 
 
 METHOD = Method(GlobalNasConfig, stages, kind="silos", lacks=("candidates", "models"))

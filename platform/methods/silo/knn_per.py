@@ -1,4 +1,4 @@
-"""kNN-Per (Marfoq et al. 2022): FedAvg, then each silo mixes in the predictions of its own nearest samples.
+"""kNN-Per (Marfoq et al. 2022): FedAvg, then each silo mixes in a k-nearest-neighbour prediction from its own data.
 
 Settings of SPIDER, App. B.1.
 """
@@ -34,19 +34,19 @@ from fedloom.platform.settings import ONE_OR_MORE, POSITIVE
 from fedloom.platform.spaces.slices import Weights
 
 SHARES = tuple(i / 10 for i in range(11))
-"""Mixing weights of the neighbours that are tried (SPIDER, App. B.1)."""
+"""The candidate mixing weights of the neighbours' prediction (SPIDER, App. B.1)."""
 BATCH = 256
 
 
 @dataclass(frozen=True)
 class ScoreNearest:
-    """Scores the mixture share * neighbours + (1 - share) * shared model on a silo's test data.
+    """Scores the predictions share * neighbours + (1 - share) * shared model on a silo's test data.
 
-    The data store is the silo's training data, by its features; the share is the one that is best on its validation
-    data, the smallest of equals.
+    The data store holds the features of the silo's training data. The share has the highest accuracy on its validation
+    data; ties go to the smallest.
 
     Attributes:
-        neighbours: k; all samples of a silo with fewer.
+        neighbours: k; a silo with fewer samples uses all of them.
         scale: sigma in exp(-distance / sigma), in units of the mean distance to the neighbours.
     """
 
@@ -55,7 +55,7 @@ class ScoreNearest:
     scale: float = 1.0
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The rows of `global`, of `personal`, and of the share that was chosen."""
+        """Measures `global`, `personal`, and the chosen share."""
         network, client_id = self.subnet.on(worker), client_of(assignment)
         worker.load(network.module, weights, network.slices)
         worker.set_mode(network.module, training=False)
@@ -86,7 +86,7 @@ class ScoreNearest:
 
 @torch.no_grad()
 def features_and_logits(network: Network, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What enters the last linear layer (n, d), and the logits (n, classes)."""
+    """The inputs of the last linear layer (n, d), and the logits (n, classes)."""
     kept: list[Tensor] = []
     with _inputs_of(_last_linear(network.module), kept):
         logits = [network.forward(x_B) for x_B in torch.split(x, BATCH)]
@@ -112,10 +112,10 @@ def _inputs_of(layer: nn.Linear, kept: list[Tensor]) -> Iterator[None]:
 def nearest_labels(
     queries: Tensor, features: Tensor, labels: Tensor, num_classes: int, neighbours: int, scale: float
 ) -> Tensor:
-    """Probabilities (n, classes) by the labels of the nearest features, each weighing exp(-distance / sigma).
+    """Class probabilities (n, classes) from the labels of the nearest features, weighted by exp(-distance / sigma).
 
-    Source: Marfoq et al. 2022, Eq. 7; sigma is `scale` times a query's mean distance to its neighbours, so that it
-    means the same for any network.
+    Source: Marfoq et al. 2022, Eq. 7; sigma is `scale` times a query's mean distance to its neighbours, so that `scale`
+    is comparable between networks.
     """
     k = min(neighbours, len(features))
     distances, places = torch.cdist(queries.double(), features.double()).topk(k, largest=False)
@@ -127,7 +127,7 @@ def nearest_labels(
 
 
 def best_share(near: Tensor, predicted: Tensor, y: Tensor) -> float:
-    """The share with the highest accuracy; the smallest of equals, 0 without samples."""
+    """The share with the highest accuracy; ties go to the smallest, and without samples it is 0."""
     if len(y) == 0:
         return 0.0
     accuracies = [score_of(share * near + (1 - share) * predicted, y).metric for share in SHARES]
@@ -144,20 +144,20 @@ def score_of(probabilities: Tensor, y: Tensor) -> Score:
 
 @dataclass
 class KnnPerConfig:
-    """FedAvg, then every silo mixes in its own nearest samples.
+    """FedAvg, then every silo mixes in the prediction of its nearest samples.
 
-    The mixing weight is chosen on validation data, so that data never joins the training data here.
+    The mixing weight is chosen on validation data, which therefore is not used for training.
     """
 
     name: str = "knn_per"
     architecture: Annotated[str | None, "options such as 0-0-3; null: the space's first"] = None
     train: SiloTrainingConfig = field(default_factory=lambda: SiloTrainingConfig(use_validation=False))
-    neighbours: Annotated[int, ONE_OR_MORE, "nearest samples that are mixed in"] = 10
+    neighbours: Annotated[int, ONE_OR_MORE, "number of nearest samples"] = 10
     scale: Annotated[float, POSITIVE, "sigma, in units of the mean distance to the neighbours"] = 1.0
 
 
 def stages(config: KnnPerConfig, world: World) -> list[Stage]:
-    """FedAvg, then neighbours."""
+    """FedAvg, then the evaluation with nearest neighbours."""
     if len(world.space.input_shape) != 3:
         raise ValueError(f"method=knn_per classifies images, and {world.config.data.dataset} is text")
     train, rules = config.train, checked_silos(world, config.train)

@@ -23,7 +23,7 @@ from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 
 @dataclass
 class LocalAdaptationConfig:
-    """FedAvg, then adaptation."""
+    """FedAvg, then adaptation on every silo."""
 
     name: str = "local_adaptation"
     architecture: Annotated[str | None, "options such as 0-0-3; null: the space's first"] = None
@@ -32,7 +32,7 @@ class LocalAdaptationConfig:
 
 
 def stages(config: LocalAdaptationConfig, world: World) -> list[Stage]:
-    """FedAvg; then the shared model as it is and adapted, on every silo's test data."""
+    """FedAvg, then the evaluation of the shared and the adapted model on every silo's test data."""
     train, rules = config.train, checked_silos(world, config.train)
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
     task = AdaptAndScore(subnet, adaptation(world, config.adapt, train, train.lr), train.use_validation)

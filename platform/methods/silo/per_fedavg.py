@@ -1,4 +1,4 @@
-"""perFedAvg, first order (Fallah et al. 2020, Alg. 1; Finn et al. 2017): a model that is one step from good ones.
+"""perFedAvg, first order (Fallah et al. 2020, Alg. 1; Finn et al. 2017): a model that adapts well in one step.
 
 Settings of SPIDER, App. B.1.
 """
@@ -47,7 +47,7 @@ BATCHES_PER_STEP = 2
 class PerFedAvgTrainingConfig(SiloTrainingConfig):
     """Training of the silos."""
 
-    local_factor: Annotated[float, POSITIVE, "the inner step's rate (alpha) in units of lr; it does not decay"] = 1.0
+    local_factor: Annotated[float, POSITIVE, "the inner step's rate (alpha) in units of lr, without decay"] = 1.0
 
 
 @dataclass
@@ -62,7 +62,7 @@ class PerFedAvgConfig:
 
 @dataclass(frozen=True)
 class TrainMeta:
-    """Trains the received network to be one step away from a good one; `inner_lr` is that step's rate (alpha)."""
+    """Trains the received network to be good after one inner step of learning rate `inner_lr` (alpha)."""
 
     subnet: Subnet
     local: LocalSGD
@@ -72,7 +72,7 @@ class TrainMeta:
     scored: bool = False
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The update holds all that was trained."""
+        """Trains the network; the update holds all of its tensors."""
         network = self.subnet.on(worker)
         data = client_samples(worker, assignment, joined=self.joined)
         generator = torch_stream(worker.spec.training_seed, "meta_batches", *places_of(assignment))
@@ -89,7 +89,7 @@ class TrainMeta:
 
 
 class MetaStep:
-    """w' = w - alpha * grad(w; one batch), then w <- w - beta * grad(w'; another batch): beta is SGD's own rate."""
+    """w' = w - alpha * grad(w; one batch), then w <- w - beta * grad(w'; another batch), beta being SGD's rate."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class MetaStep:
         self.inner_lr, self.objective = inner_lr, objective
 
     def step(self) -> None:
-        """Uses up the gradients of the first batch, and draws the second."""
+        """Applies the gradients of the first batch as the inner step, and draws the second batch."""
         reached = [p for p in self.sgd.parameters if p.grad is not None]
         before = [p.detach().clone() for p in reached]
         with torch.no_grad():
@@ -119,7 +119,7 @@ class MetaStep:
 
 
 def stages(config: PerFedAvgConfig, world: World) -> list[Stage]:
-    """MAML, then adaptation."""
+    """First-order MAML, then the evaluation of the shared and the adapted model."""
     train, rules = config.train, checked_silos(world, config.train)
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
     inner_lr = train.local_factor * train.lr

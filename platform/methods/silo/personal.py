@@ -1,4 +1,4 @@
-"""What a silo keeps to itself between rounds: its own weights, their momentum, the operators left to it."""
+"""A silo's personal state between rounds: its weights, their momentum, and its remaining operators."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ MOMENTUM = "momentum/"
 
 @dataclass(frozen=True)
 class Personal:
-    """A silo's own model; nothing of it is ever sent.
+    """A silo's personal model, which is never sent.
 
     Attributes:
-        weights: its tensors, by the names that they have in the shared model.
-        momentum: SGD's buffers of those that have one.
-        kept: the operators of every edge, one each when a search has ended; empty for a network of fixed architecture.
-        alphas: architecture parameters (decisions, options) of a search by gradients while it goes on.
+        weights: its tensors by their names in the shared model.
+        momentum: SGD's momentum buffers by parameter, where there is one.
+        kept: the remaining operators of every edge (one each after a search); empty for a fixed architecture.
+        alphas: the architecture parameters (decisions, options) during a search by gradients.
     """
 
     weights: Mapping[str, Tensor]
@@ -31,7 +31,7 @@ class Personal:
     alphas: Tensor | None = None
 
     def packed(self) -> dict[str, Tensor]:
-        """The state as a bag of tensors."""
+        """The state as named tensors."""
         width = max((max(row, default=-1) for row in self.kept), default=-1) + 1
         mask = torch.zeros((len(self.kept), width), dtype=torch.bool)
         for decision, row in enumerate(self.kept):
@@ -48,7 +48,7 @@ def unpacked(state: Weights) -> Personal:
 
 
 def begun(state: Weights | None, weights: Weights, kept: Subspace = ()) -> Personal:
-    """A silo's state; one that never took part keeps everything, with the shared weights as they are."""
+    """A silo's state; before its first round it has the shared weights and the operators `kept`."""
     return Personal(dict(weights), {}, kept) if state is None else unpacked(state)
 
 
@@ -57,15 +57,15 @@ def _under(state: Weights, prefix: str) -> dict[str, Tensor]:
 
 
 def is_decided(kept: Subspace) -> bool:
-    """Whether no edge has a choice left."""
+    """Whether every edge has at most one operator."""
     return all(len(row) <= 1 for row in kept)
 
 
 def undecided(kept: Subspace, decisions: Sequence[int]) -> list[int]:
-    """The decisions among these that still have more than one operator."""
+    """Those of the decisions that still have more than one operator."""
     return [decision for decision in decisions if len(kept[decision]) > 1]
 
 
 def with_row(kept: Subspace, decision: int, row: tuple[int, ...]) -> Subspace:
-    """The subspace with other operators for one decision."""
+    """The subspace with the operators of one decision replaced."""
     return (*kept[:decision], row, *kept[decision + 1 :])

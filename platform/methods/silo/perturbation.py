@@ -1,4 +1,4 @@
-"""Perturbation-based selection: what a network is worth without an operator, or an edge (SPIDER; Wang et al. 2021)."""
+"""Perturbation-based selection: operators and edges are ranked by the score without them (SPIDER; Wang et al. 2021)."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,14 +12,14 @@ from fedloom.platform.spaces.offers import HasCells
 from fedloom.platform.spaces.slices import Subspace
 
 ScoreOf = Callable[[Subspace], Score]
-"""The validation score of the network that holds these operators."""
+"""Returns the validation score of the network with these operators."""
 
 EDGES_KEPT = 2
-"""Incoming edges that a node keeps when edges are pruned, as in DARTS."""
+"""Number of incoming edges per node after pruning, as in DARTS."""
 
 
 def masked_scores(score: ScoreOf, kept: Subspace, decision: int) -> dict[int, Score]:
-    """For every operator of an edge the validation score of the network without it."""
+    """Per operator of an edge, the validation score of the network without it."""
 
     def without(option: int) -> Score:
         return score(with_row(kept, decision, tuple(o for o in kept[decision] if o != option)))
@@ -28,34 +28,34 @@ def masked_scores(score: ScoreOf, kept: Subspace, decision: int) -> dict[int, Sc
 
 
 def masked_edge_scores(score: ScoreOf, kept: Subspace, edges: Iterable[int]) -> dict[int, Score]:
-    """For every edge the validation score of the network without it."""
+    """Per edge, the validation score of the network without it."""
     return {edge: score(with_row(kept, edge, ())) for edge in edges}
 
 
-def by_pain(scores: dict[int, Score]) -> list[int]:
-    """Those whose removal hurts most first: the lowest masked accuracy, then the largest masked loss, then the first.
+def by_importance(scores: dict[int, Score]) -> list[int]:
+    """Sorts by importance, the most important first: lowest masked accuracy, then largest masked loss, then index.
 
-    What breaks the network by its absence (no finite loss) comes before all.
-    SPIDER's listing says highest; its prose, the method that it cites and the authors' code say lowest.
+    Removals that give no finite loss come first.
+    SPIDER's listing says highest accuracy; its text, the method that it cites and the authors' code say lowest.
     """
 
     def key(index: int) -> tuple[float, float, int]:
         score = scores[index]
-        # A network that breaks down without it has no finite loss, and predicts the first class: nothing hurts more.
+        # A network without a finite loss predicts the first class, so its accuracy says nothing.
         return (score.metric, -score.loss, index) if math.isfinite(score.loss) else (-math.inf, -math.inf, index)
 
     return sorted(scores, key=key)
 
 
-def most_missed(scores: dict[int, Score]) -> int:
-    """The operator whose removal hurts most."""
-    return by_pain(scores)[0]
+def most_important(scores: dict[int, Score]) -> int:
+    """The operator with the largest loss of accuracy when removed."""
+    return by_importance(scores)[0]
 
 
 def decide(space: HasCells, score: ScoreOf, kept: Subspace, rng: np.random.Generator, *, prune_edges: bool) -> Subspace:
-    """One search step: an undecided edge of each cell type keeps the operator that is missed most.
+    """One search step: a random undecided edge of each cell type keeps only its most important operator.
 
-    When all edges are decided, and `prune_edges`, a node of each cell type keeps its two most missed incoming edges.
+    After all edges are decided, with `prune_edges`, a node of each cell type keeps its two most important in-edges.
     """
     step = _prune_node if prune_edges and is_decided(kept) else _decide_edge
     for cell_type in CELL_TYPES:
@@ -64,18 +64,18 @@ def decide(space: HasCells, score: ScoreOf, kept: Subspace, rng: np.random.Gener
 
 
 def is_settled(space: HasCells, kept: Subspace, *, prune_edges: bool) -> bool:
-    """Whether the search has ended: nothing is left to be decided or pruned."""
+    """Whether the search has ended: all edges are decided and, with `prune_edges`, all nodes pruned."""
     return is_decided(kept) and not (prune_edges and any(crowded_nodes(space, kept, t) for t in CELL_TYPES))
 
 
 def search_steps(space: HasCells, *, prune_edges: bool) -> int:
-    """How many search steps there are until nothing is left to be searched."""
+    """The number of search steps until the search has ended."""
     steps = max(len(undecided(space.largest_subspace, space.decisions(t))) for t in CELL_TYPES)
     return steps + (max(len(crowded_nodes(space, space.largest_subspace, t)) for t in CELL_TYPES) if prune_edges else 0)
 
 
 def crowded_nodes(space: HasCells, kept: Subspace, cell_type: str) -> dict[int, list[int]]:
-    """The nodes of a cell type that have more incoming edges than they may keep, with the decisions of those edges."""
+    """The nodes of a cell type with more than `EDGES_KEPT` incoming edges, with the decisions of these edges."""
     incoming: dict[int, list[int]] = {}
     for decision, (_source, node) in zip(space.decisions(cell_type), space.edges(cell_type), strict=True):
         if kept[decision]:
@@ -88,7 +88,7 @@ def _decide_edge(space: HasCells, score: ScoreOf, kept: Subspace, cell_type: str
     if not left:
         return kept
     decision = _drawn(left, rng)
-    return with_row(kept, decision, (most_missed(masked_scores(score, kept, decision)),))
+    return with_row(kept, decision, (most_important(masked_scores(score, kept, decision)),))
 
 
 def _prune_node(space: HasCells, score: ScoreOf, kept: Subspace, cell_type: str, rng: np.random.Generator) -> Subspace:
@@ -96,7 +96,7 @@ def _prune_node(space: HasCells, score: ScoreOf, kept: Subspace, cell_type: str,
     if not crowded:
         return kept
     edges = crowded[_drawn(sorted(crowded), rng)]
-    for edge in by_pain(masked_edge_scores(score, kept, edges))[EDGES_KEPT:]:
+    for edge in by_importance(masked_edge_scores(score, kept, edges))[EDGES_KEPT:]:
         kept = with_row(kept, edge, ())
     return kept
 

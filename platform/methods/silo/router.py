@@ -1,7 +1,7 @@
-"""FedMN's routing hypernetwork (Wang et al. 2022): from what a silo's data look like to the modules that it uses.
+"""FedMN's routing hypernetwork (Wang et al. 2022): maps statistics of a silo's data to the modules that it uses.
 
-A module is one option of one decision of the space, on or off. The router is shared and averaged; what it reads of a
-silo's data stays with the silo.
+A module is one option of one decision of the space, on or off. The router is shared and averaged; its input, computed
+from a silo's data, is never sent.
 """
 
 import math
@@ -18,16 +18,16 @@ from fedloom.platform.spaces.offers import SumsOptions
 from fedloom.platform.spaces.slices import Subspace, Weights
 
 PREFIX = "router/"
-"""The router's tensors have this before their names where they lie beside the network's."""
+"""Prefix of the router's tensors in the bag that also holds the network's."""
 SIDE = 4
-"""Images are pooled to this height and width before they are averaged."""
+"""Height and width to which images are pooled."""
 HIDDEN = 64
 FIRST_LOGIT = 1.0
-"""Every module's first logit: it is likely to be chosen (probability .73), and all of them are without noise."""
+"""Every module's initial logit: it is chosen with probability .73, and always without noise."""
 
 
 class Router(nn.Module):
-    """Linear, ReLU, Linear: embedding (E,) -> logits (decisions, most options), -inf where there is no such option."""
+    """Linear, ReLU, Linear: embedding (E,) -> logits (decisions, max options), -inf for options that do not exist."""
 
     def __init__(self, embedding_size: int, options: Sequence[int]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Router(nn.Module):
         self.out = nn.Linear(HIDDEN, sum(options))
 
     def forward(self, embedding: Tensor) -> Tensor:
-        """One logit per module: it is used with probability sigmoid(logit)."""
+        """One logit per module, which is used with probability sigmoid(logit)."""
         logits: Tensor = self.out(F.relu(self.hidden(embedding)))
         return pad_sequence(list(torch.split(logits, self.options)), batch_first=True, padding_value=-math.inf)
 
@@ -46,9 +46,9 @@ def _build(space: SumsOptions, num_classes: int) -> Router:
 
 
 def initial_router(space: SumsOptions, num_classes: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Fresh tensors of the space's router, under their names in the shared bag.
+    """Initial tensors of the space's router, by their names in the shared bag.
 
-    The second layer's weights are zero, so that all logits are `FIRST_LOGIT` at first, whatever a silo's data.
+    The second layer's weights are zero, so that all logits are initially `FIRST_LOGIT` for any data.
     """
     tensors = initialise(on_meta(partial(_build, space, num_classes)), generator)
     tensors["out.weight"].zero_()
@@ -57,7 +57,7 @@ def initial_router(space: SumsOptions, num_classes: int, generator: torch.Genera
 
 
 def received_router(space: SumsOptions, num_classes: int, weights: Weights, device: torch.device) -> Router:
-    """A router of its own with the shared bag's values."""
+    """A new router module with the shared bag's values."""
     router = blank(partial(_build, space, num_classes)).to(device)
     assert isinstance(router, Router), "that is what was built"
     router.load_state_dict({name: weights[f"{PREFIX}{name}"] for name in router.state_dict()})
@@ -65,12 +65,12 @@ def received_router(space: SumsOptions, num_classes: int, weights: Weights, devi
 
 
 def embedding_of(data: tuple[Tensor, Tensor], num_classes: int) -> Tensor:
-    """What the router reads of images (n, C, H, W) with labels (n,): (16 C + classes,), float32.
+    """The router's input for images (n, C, H, W) with labels (n,): (16 C + classes,), float32.
 
-    The mean over the samples of the images pooled to 4 x 4, channel by channel, then the labels' frequencies.
+    It is the mean of the images, pooled to 4 x 4 per channel, followed by the labels' frequencies.
     """
     x, y = data
-    # Averaging and pooling commute: this way nothing of the data's size is made.
+    # Averaging and pooling commute; averaging first allocates no tensor of the data's size.
     image = F.adaptive_avg_pool2d(x.mean(dim=0), SIDE)
     histogram = torch.bincount(y, minlength=num_classes).to(image.dtype) / len(y)
     return torch.cat([image.flatten(), histogram])
@@ -78,21 +78,21 @@ def embedding_of(data: tuple[Tensor, Tensor], num_classes: int) -> Tensor:
 
 def logistic_noise(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Standard logistic noise, float32: logit + noise > 0 with probability sigmoid(logit) (Maddison et al. 2017)."""
-    # In double precision, and off 0, whose logarithm is none.
+    # In double precision, and clamped away from 0, whose logit is infinite.
     uniform = torch.rand(tuple(shape), generator=generator, dtype=torch.float64).clamp_(min=2.0**-53)
     return torch.logit(uniform).float()
 
 
 def chosen(scores: Tensor) -> Subspace:
-    """The modules whose score (decisions, options) is above 0; a decision may be left with none."""
+    """The modules whose score (decisions, options) is above 0; a decision may have none."""
     return tuple(tuple(row.nonzero().flatten().tolist()) for row in scores > 0)
 
 
 def straight_through(scores: Tensor, hard: Tensor, temperature: float) -> Tensor:
     """Gates with the values `hard` (0 or 1) and the gradients of sigmoid(scores / temperature).
 
-    Bengio et al. 2013; `scores` are logits with their noise.
+    Source: Bengio et al. 2013. `scores` are logits plus noise.
     """
     soft = torch.sigmoid(scores / temperature)
-    # The difference first, so that a gate is 0 or 1 to the last bit.
+    # The parentheses make the gate exactly 0 or 1.
     return hard + (soft - soft.detach())

@@ -1,9 +1,9 @@
-"""How silos score models in the end: their own, the shared one, and the shared one after some training of their own."""
+"""The final scoring on silos: of personal models, the shared model, and the shared model after local adaptation."""
 
 from dataclasses import dataclass, replace
 
 from fedloom.platform.clients.assignments import Assignment, Measurement, Outcome
-from fedloom.platform.clients.mixed import Kept
+from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.networks import Described, Network, Subnet
 from fedloom.platform.clients.scoring import (
     GLOBAL,
@@ -24,14 +24,14 @@ from fedloom.tiers.clock import EVALUATION_FACTOR, TRAINING_FACTOR
 
 
 def final_measurements(worker: Worker, model: str, network: Network, score: Score) -> tuple[Measurement, ...]:
-    """A final evaluation's rows: the score on test data, and what the network costs."""
+    """The measurements of a final evaluation: the score on test data, and the network's MACs and parameters."""
     costs = {"macs": network.macs, "parameters": network.parameters(worker)}
     of_costs = (Measurement(model, network.name, None, name, value, 0) for name, value in costs.items())
     return (*measurements_of(model, network.name, "test", score), *of_costs)
 
 
 def scored_outcome(worker: Worker, network: Network, score: Score, measurements: tuple[Measurement, ...]) -> Outcome:
-    """The row of a measurement."""
+    """The outcome of scoring a network."""
     return Outcome(
         samples=score.samples,
         macs=network.macs * score.samples,
@@ -45,12 +45,12 @@ def scored_outcome(worker: Worker, network: Network, score: Score, measurements:
 
 @dataclass(frozen=True)
 class ScoreOwn:
-    """Scores a silo's own model on its own test data; `subnet` is its architecture if that is not searched."""
+    """Scores a silo's personal model on its test data; `subnet` is its architecture, None if it is searched."""
 
     subnet: Subnet | None = None
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The rows of `personal`; a silo that never took part in a round has the shared model."""
+        """Measures the model `personal`; a silo that has never taken part uses the shared model."""
         if self.subnet is None:
             silo = begun(assignment.state, weights, summing_options(worker.space, "a search").largest_subspace)
             network = own_network(worker, silo)
@@ -63,12 +63,12 @@ class ScoreOwn:
 
 @dataclass(frozen=True)
 class ScoreShared:
-    """Scores the shared model on a silo's own test data."""
+    """Scores the shared model on a silo's test data."""
 
     network: Described
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The rows of the model `global`."""
+        """Measures the model `global`."""
         network = self.network.on(worker, assignment)
         score = score_network(worker, assignment, network, weights, own_test_data(worker, assignment))
         return scored_outcome(worker, network, score, final_measurements(worker, GLOBAL, network, score))
@@ -76,14 +76,14 @@ class ScoreShared:
 
 @dataclass(frozen=True)
 class AdaptAndScore:
-    """Trains the shared model on a silo's own data (local adaptation), and scores it before and after."""
+    """Trains the shared model on a silo's data (local adaptation), and scores it before and after."""
 
     subnet: Subnet
     local: LocalSGD
     use_validation: bool = True
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The rows of `global`, before, and of `personal`, after."""
+        """Measures `global`, before the adaptation, and `personal`, after it."""
         data = client_samples(worker, assignment, joined=self.use_validation)
         return adapted_outcome(worker, assignment, self.subnet.on(worker), weights, data, self.local)
 
@@ -91,7 +91,7 @@ class AdaptAndScore:
 def adapted_outcome(
     worker: Worker, assignment: Assignment, network: Network, weights: Weights, data: Samples, local: LocalSGD
 ) -> Outcome:
-    """The network on test data as it is (`global`), and after training on these data (`personal`)."""
+    """The outcome of scoring the network on test data before (`global`) and after (`personal`) training on `data`."""
     test = own_test_data(worker, assignment)
     before = score_network(worker, assignment, network, weights, test)
     adapted = train_network(worker, assignment, network, weights, data, local).checked()
@@ -104,7 +104,7 @@ def adapted_outcome(
 def trained_and_scored(
     worker: Worker, trained: TrainedNetwork, score: Score, measurements: tuple[Measurement, ...], passes: int = 1
 ) -> Outcome:
-    """The row of a network that was trained only to be scored, `passes` times."""
+    """The outcome of training a network only to score it, with `passes` evaluations."""
     forward_macs = passes * trained.network.macs * score.samples
     return replace(
         scored_outcome(worker, trained.network, score, measurements),
@@ -117,18 +117,18 @@ def trained_and_scored(
 
 @dataclass(frozen=True)
 class TrainAndScore:
-    """Trains silo J's architecture on another silo's data and scores it there (SPIDER's p_ij, Fig. 3).
+    """Trains one silo's architecture on another silo's data and scores it there (SPIDER's p_ij, Fig. 3).
 
-    It begins with the shared weights of its operators, for all silos alike, or with the model in its state.
+    Training starts from the shared weights of its operators, or from the model in the assignment's state.
     """
 
-    kept: Subspace
+    subspace: Subspace
     model: str
     local: LocalSGD
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The rows of `model`; the silo's own state is not touched."""
-        network = Kept(self.kept).on(worker)
+        """Measures the model called `model`; the silo's own state does not change."""
+        network = MixedNetwork(self.subspace).on(worker)
         begin = unpacked(assignment.state).weights if assignment.state else weights
         data = client_samples(worker, assignment, joined=True)
         trained = train_network(worker, assignment, network, begin, data, self.local).checked()

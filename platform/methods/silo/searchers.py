@@ -1,4 +1,4 @@
-"""How a silo searches an architecture while it trains: by perturbation, or by gradients (MiLeNAS)."""
+"""A silo's architecture search during training: by perturbation, or by gradients (MiLeNAS)."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.clients.assignments import Assignment, client_of, places_of
-from fedloom.platform.clients.mixed import Kept
+from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, Samples, Score, Step, endless_batches, evaluate
@@ -32,16 +32,16 @@ KINDS = ("perturbation", "milenas")
 class ArchitectureSearchConfig:
     """When and how architectures are searched.
 
-    `perturbation`: from round `start` on, every `every` rounds one edge of the normal and one of the reduction cell
-    keeps the operator that is missed most on validation data (t_s and tau).
-    `milenas`: for `rounds` rounds SGD with rate `lr` on architecture parameters, by the gradients on training plus
-    `validation_weight` times those on validation data; then the largest on every edge stays.
+    `perturbation`: from round `start` (t_s) on, every `every` (tau) rounds one edge of the normal and one of the
+    reduction cell keeps only the operator that is most important on validation data.
+    `milenas`: for `rounds` rounds, SGD with learning rate `lr` on architecture parameters, with the gradient on
+    training data plus `validation_weight` times that on validation data; then every edge keeps the largest operator.
     """
 
     kind: Annotated[str, OneOf(KINDS), "how architectures are searched"] = "perturbation"
-    start: Annotated[int, ZERO_OR_MORE, "perturbation: the round in which the search begins"] = 30
+    start: Annotated[int, ZERO_OR_MORE, "perturbation: first round of the search"] = 30
     every: Annotated[int, ONE_OR_MORE, "perturbation: rounds between two decisions"] = 20
-    prune_edges: Annotated[bool, "perturbation: afterwards every node keeps its two most missed edges"] = False
+    prune_edges: Annotated[bool, "perturbation: finally, every node keeps its two most important edges"] = False
     rounds: Annotated[int, ONE_OR_MORE, "milenas: rounds of search"] = 400
     lr: Annotated[float, POSITIVE, "milenas: learning rate of the architecture parameters"] = 0.01
     validation_weight: Annotated[float, ZERO_OR_MORE, "milenas: weight of the gradients on validation data"] = 1.0
@@ -49,7 +49,7 @@ class ArchitectureSearchConfig:
 
 @dataclass(frozen=True)
 class Searched:
-    """A silo's model after a step of its search, and the MACs (forward) that the step took."""
+    """A silo's model after a search step, and the forward MACs of the step."""
 
     silo: Personal
     macs: float = 0.0
@@ -59,47 +59,46 @@ class Searcher(Protocol):
     """One round of a silo's search."""
 
     def before(self, worker: Worker, assignment: Assignment, silo: Personal) -> Searched:
-        """What is decided before the round's training."""
+        """Makes the search step before the round's training."""
         ...
 
     @property
     def passes(self) -> int:
-        """Forward passes per training step of the silo's network, while its search goes on."""
+        """Forward passes per training step of the silo's network during the search."""
         ...
 
     def is_over(self, space: HasCells, kept: Subspace) -> bool:
-        """Whether nothing is left to be searched."""
+        """Whether the search has ended."""
         ...
 
     def step(self, worker: Worker, assignment: Assignment, silo: Personal) -> Callable[[SGD], Step]:
-        """What a training step of the silo's network does."""
+        """The training step of the silo's network, made from SGD over its weights."""
         ...
 
 
 @dataclass(frozen=True)
 class Perturbation:
-    """Search by masking (SPIDER, Alg. 2); `due` in the rounds that search."""
+    """Search by masking operators (SPIDER, Alg. 2); `due` is whether the round makes a search step."""
 
     due: bool
     prune_edges: bool = False
     passes = 1
 
     def before(self, worker: Worker, assignment: Assignment, silo: Personal) -> Searched:
-        """One edge, or node, of each cell type; see `perturbation.decide`."""
+        """Decides one edge, or prunes one node, of each cell type (see `perturbation.decide`)."""
         space = with_cells(worker.space, "a search by perturbation")
         if not self.due or self.is_over(space, silo.kept):
             return Searched(silo)
         data = worker.client_data(client_of(assignment), "validation")
-        network = Kept(silo.kept).on(worker)
+        network = MixedNetwork(silo.kept).on(worker)
         kept, macs = searched(worker, assignment, network, silo.weights, data, prune_edges=self.prune_edges)
         return Searched(restricted(space, silo, kept), macs)
 
     def is_over(self, space: HasCells, kept: Subspace) -> bool:
-        """When every edge is decided and every node pruned."""
         return is_settled(space, kept, prune_edges=self.prune_edges)
 
     def step(self, worker: Worker, assignment: Assignment, silo: Personal) -> Callable[[SGD], Step]:
-        """SGD alone."""
+        """Plain SGD."""
         del worker, assignment, silo
         return lambda sgd: sgd
 
@@ -114,9 +113,9 @@ def searched(
     prune_edges: bool,
     base_cells: int = 0,
 ) -> tuple[Subspace, float]:
-    """One step of the search by perturbation with these weights, on these validation data.
+    """Makes one step of the search by perturbation with these weights, on these validation data.
 
-    What is kept then, and the MACs of all masked networks' forward passes.
+    Returns the remaining operators, and the MACs of all masked networks' forward passes.
     """
     assert network.kept is not None, "only a part of a supernet is searched"
     who: str | int = "server" if assignment.client_id is None else assignment.client_id
@@ -137,7 +136,7 @@ def searched(
 
 
 def restricted(space: HasSubspaces, silo: Personal, kept: Subspace) -> Personal:
-    """The silo's model without what is not kept any more."""
+    """The silo's model without the tensors of removed operators."""
     slices = space.subspace_slices(kept)
 
     def of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -148,7 +147,7 @@ def restricted(space: HasSubspaces, silo: Personal, kept: Subspace) -> Personal:
 
 @dataclass(frozen=True)
 class Milenas:
-    """Search by gradients (He et al. 2020, first order); `ends` in the round before which the largest are chosen."""
+    """Search by gradients (He et al. 2020, first order); in the round with `ends` the largest operators are chosen."""
 
     ends: bool
     lr: float = 0.01
@@ -156,7 +155,7 @@ class Milenas:
     passes = 2
 
     def before(self, worker: Worker, assignment: Assignment, silo: Personal) -> Searched:
-        """Begins with equal weights, ends with the largest of every edge."""
+        """Starts the search with equal weights, or ends it with the largest operator of every edge."""
         del assignment
         space = summing_options(worker.space, "a search by gradients")
         if is_decided(silo.kept):
@@ -167,30 +166,29 @@ class Milenas:
         return Searched(replace(silo, alphas=alphas))
 
     def is_over(self, space: HasCells, kept: Subspace) -> bool:
-        """When every edge is decided."""
         del space
         return is_decided(kept)
 
     def step(self, worker: Worker, assignment: Assignment, silo: Personal) -> Callable[[SGD], Step]:
-        """SGD on weights and on architecture parameters, which are changed in place."""
+        """SGD on the weights and on the architecture parameters, which change in place."""
         if silo.alphas is None:
             return lambda sgd: sgd
         return MixedStep.maker(worker, assignment, self, silo.alphas, own_network(worker, silo))
 
 
 def own_network(worker: Worker, silo: Personal) -> Network:
-    """A silo's network as it stands: what it keeps, by its architecture parameters while it has some."""
+    """A silo's network of its remaining operators, weighted by its architecture parameters if it has any."""
     kept, alphas = silo.kept, silo.alphas
-    return Kept(kept, None if alphas is None else lambda: softmax(alphas, kept)).on(worker)
+    return MixedNetwork(kept, None if alphas is None else lambda: softmax(alphas, kept)).on(worker)
 
 
 def first_alphas(space: SumsOptions) -> Tensor:
-    """All operators alike."""
+    """Initial architecture parameters (decisions, options), equal for all operators."""
     return torch.zeros((len(space.options), max(space.options)))
 
 
 def softmax(alphas: Tensor, kept: Subspace) -> Tensor:
-    """The weights (decisions, options) of kept operators; those that an edge does not have are 0."""
+    """The softmax weights (decisions, options) of the remaining operators; 0 for all others."""
     absent = torch.ones_like(alphas, dtype=torch.bool)
     for decision, row in enumerate(kept):
         absent[decision, list(row)] = False
@@ -198,15 +196,15 @@ def softmax(alphas: Tensor, kept: Subspace) -> Tensor:
 
 
 def by_magnitude(alphas: Tensor, kept: Subspace) -> Subspace:
-    """The largest operator of every edge; the first of equals."""
+    """The operator with the largest parameter of every edge; ties go to the first."""
     values = alphas.tolist()
     return tuple((max(row, key=lambda o: (values[d][o], -o)),) if row else () for d, row in enumerate(kept))
 
 
 class MixedStep:
-    """One step of MiLeNAS: the weights by their gradient on training data, the architecture parameters by both.
+    """One step of MiLeNAS: weights use the training gradient, architecture parameters also the validation gradient.
 
-    Batch norms see the validation batch, too, as in DARTS.
+    The running statistics of batch norms also include the validation batch, as in DARTS.
 
     alpha <- alpha - lr (grad of the training loss + validation_weight * grad of the validation loss), both at the
     weights before the step (SPIDER, App. C).
@@ -228,7 +226,7 @@ class MixedStep:
     def maker(
         cls, worker: Worker, assignment: Assignment, search: Milenas, alphas: Tensor, network: Network
     ) -> Callable[[SGD], Step]:
-        """From SGD over the weights to such steps, on the silo's validation batches in random order."""
+        """Returns a function that makes the step from SGD over the weights, with random validation batches."""
         data = worker.client_data(client_of(assignment), "validation")
         generator = torch_stream(worker.spec.training_seed, "architecture", *places_of(assignment))
         alphas.requires_grad_()
@@ -236,7 +234,7 @@ class MixedStep:
         return lambda sgd: cls(sgd, alphas, network, endless_batches(data, sgd.local, generator), search, objective)
 
     def step(self) -> None:
-        """Uses up the gradients of the training batch."""
+        """Applies the gradients of the training batch, and draws a validation batch."""
         on_training = self.alphas.grad
         assert on_training is not None, "the network is mixed by its architecture parameters"
         x, y = next(self.batches)
@@ -249,7 +247,7 @@ class MixedStep:
 
 
 def searcher_of(config: ArchitectureSearchConfig, round_: int) -> Perturbation | Milenas:
-    """The search of a round, counted from 0."""
+    """The searcher of a round (from 0)."""
     if config.kind == "milenas":
         return Milenas(round_ >= config.rounds, config.lr, config.validation_weight)
     due = round_ >= config.start and (round_ - config.start) % config.every == 0
@@ -260,7 +258,7 @@ PARAMETER_FREE = ("none", "noise", "skip_connect", "max_pool_3x3", "avg_pool_3x3
 
 
 def searched_space(world: World, config: ArchitectureSearchConfig, rounds: int, who: str) -> HasCells:
-    """The space; raises ValueError for a search that cannot run, warns of edges that will not be searched."""
+    """The space; raises ValueError for an invalid search, and warns about edges that will not be searched."""
     space = with_cells(world.space, who)
     names = {name for names in space.operator_names for name in names}
     if config.prune_edges and config.kind == "milenas":
@@ -276,7 +274,7 @@ def searched_space(world: World, config: ArchitectureSearchConfig, rounds: int, 
 
 
 def only_by(kind: str, search: ArchitectureSearchConfig, name: str) -> None:
-    """Raises ValueError for another kind of search than the method's."""
+    """Raises ValueError if the kind of search is not the method's."""
     if search.kind != kind:
         raise ValueError(f"method.search.kind={search.kind}: {name} searches by {kind}")
 
@@ -311,7 +309,7 @@ def _turns(config: ArchitectureSearchConfig, rounds: int) -> int:
 
 
 def unsearched_edges(space: HasCells, config: ArchitectureSearchConfig, rounds: int) -> int:
-    """How many edges will still have a choice before the last round, in which a cosine leaves no rate to train with."""
+    """The number of edges undecided before the last round, in which the cosine schedule's learning rate is zero."""
     if config.kind == "milenas":
         return 0 if rounds > config.rounds + 1 else sum(options > 1 for options in space.options)
     choices = [sum(space.options[d] > 1 for d in space.decisions(t)) for t in ("normal", "reduction")]

@@ -1,6 +1,6 @@
-"""What cross-silo methods share: how silos are trained, and the rounds in which each has a state of its own.
+"""Common parts of cross-silo methods: the training configuration of silos, its checks, and adaptation.
 
-A silo is a client that keeps something between rounds. Where `clients_per_round` is not given, every silo takes part in
+A silo is a client of a cross-silo method, which may keep state between rounds. By default every silo takes part in
 every round.
 """
 
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class SiloTrainingConfig(TrainingConfig):
     """Training of silos (SPIDER, App. B.1)."""
 
-    rounds: Annotated[int, ONE_OR_MORE, "rounds"] = 1000
-    clients_per_round: Annotated[int | None, ONE_OR_MORE, "silos of a round; null: all of them"] = None
+    rounds: Annotated[int, ONE_OR_MORE, "number of rounds"] = 1000
+    clients_per_round: Annotated[int | None, ONE_OR_MORE, "number of silos per round; null: all"] = None
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a silo's SGD"] = 32
     lr: Annotated[float, POSITIVE, "learning rate of the silos' SGD"] = 0.03
     momentum: Annotated[float, BELOW_ONE, "momentum of the silos' SGD"] = 0.9
@@ -43,12 +43,12 @@ class SiloTrainingConfig(TrainingConfig):
     final_lr_share: Annotated[float, PART, "cosine: the share of lr that is left in the last round"] = 0.0
     use_validation: Annotated[
         bool,
-        "validation data joins the training data as soon as no search needs it, as in the paper; no curve from then on",
+        "train also on validation data once no search needs it, as in the paper; it is not scored from then on",
     ] = True
 
 
 def checked_silos(world: World, train: SiloTrainingConfig) -> Rules:
-    """The stage's rules; ValueError for settings that cannot run, and a warning of tiers, which are not used."""
+    """The stage's rules; ValueError for invalid settings, and a warning if there are tiers, which are not used."""
     if len(world.tiers) > 1:
         logger.warning(
             "tiers.count=%d: silos train whole networks whatever their tier may spend; set tiers.count=1",
@@ -63,7 +63,7 @@ def checked_silos(world: World, train: SiloTrainingConfig) -> Rules:
 
 
 def check_validation(world: World, why: str) -> None:
-    """Raises ValueError if a silo has no validation samples; `why` says what they are needed for."""
+    """Raises ValueError if a silo has no validation samples; `why` is the purpose shown in the message."""
     if not world.data.sizes("validation").all():
         raise ValueError(
             f"data.validation_share={world.config.data.validation_share:g} leaves a silo without validation samples to "
@@ -72,20 +72,20 @@ def check_validation(world: World, why: str) -> None:
 
 
 def fresh_subnet(world: World, subnet: Subnet) -> Initial:
-    """Fresh weights of one architecture, which all silos share."""
+    """Initial weights of one architecture, shared by all silos."""
     return from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), SUPERNET)
 
 
 @dataclass
 class AdaptationConfig:
-    """What a silo does with the shared model before it uses it: SGD over its own data."""
+    """A silo's adaptation of the shared model: SGD over its own data."""
 
     epochs: Annotated[int, ONE_OR_MORE, "passes over the silo's data"] = 5
-    lr: Annotated[float | None, POSITIVE, "learning rate; null: the rate that training began with"] = 0.01
+    lr: Annotated[float | None, POSITIVE, "learning rate; null: the initial rate of training"] = 0.01
 
 
 def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig, rate: float) -> LocalSGD:
-    """The silos' training before the final evaluation, at `rate` if the configuration gives none."""
+    """Hyper-parameters of the adaptation, with the learning rate `rate` if the configuration has none."""
     lr = rate if config.lr is None else config.lr
     return replace(local_sgd(train, 0, world.augment), epochs=config.epochs, lr=lr)
 
@@ -93,7 +93,7 @@ def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig
 def pair_outcome(
     shared: TrainedNetwork, own: TrainedNetwork, data: Samples, weighting: Chosen, silo: Personal
 ) -> Outcome:
-    """A round that trains both: the row tells of the silo's own model, the update holds nothing of it."""
+    """The outcome of training both models: loss and metric are the personal model's, the update the shared one's."""
     samples = len(data[1])
     outcome = trained_outcome(shared, samples, update_of(shared, samples, weighting))
     return replace(
@@ -110,7 +110,7 @@ def pair_outcome(
 
 
 def fedavg_stage(world: World, train: SiloTrainingConfig, rules: Rules, subnet: Subnet, name: str) -> TrainingStage:
-    """FedAvg of one architecture by the silos, each of which sends all that it trained."""
+    """FedAvg of one architecture over the silos, with no personal part."""
 
     def client(round_: Round) -> Train:
         return Train(

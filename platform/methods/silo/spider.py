@@ -1,11 +1,11 @@
-"""SPIDER: every silo searches an architecture of its own while all of them train a shared supernet (Mushtaq et al.).
+"""SPIDER: every silo searches a personal architecture while all silos train a shared supernet (Mushtaq et al.).
 
 in every round a silo
-    decides one edge of its own network, if the round searches (Alg. 2; or by gradients, MiLeNAS),
+    decides one edge of its personal network, if the round searches (Alg. 2; or by gradients, MiLeNAS),
     trains the shared supernet on its data, and sends it,
-    trains its own network on the same batches, pulled towards the shared weights of the operators that it has (Alg. 1)
-the server averages the shared supernet; what a silo keeps stays in its state
-in the end every silo's network is scored on the silo's own test data; and, if asked for, on all others' (gains)
+    trains its personal network on the same batches, pulled towards the shared weights of its operators (Alg. 1)
+the server averages the shared supernet; a silo's personal network stays in its state
+in the end every silo's network is scored on the silo's own test data, and optionally on all other silos' data (gains)
 """
 
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from typing import Annotated
 
 from fedloom.platform.clients.assignments import Assignment, Outcome
 from fedloom.platform.clients.local_rules import pull_towards
-from fedloom.platform.clients.mixed import Kept
+from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.scoring import PERSONAL
 from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
 from fedloom.platform.clients.training import LocalSGD
@@ -44,12 +44,12 @@ from fedloom.platform.spaces.slices import Weights
 class SpiderTrainingConfig(SiloTrainingConfig):
     """Training of the silos."""
 
-    pull: Annotated[float, ZERO_OR_MORE, "lambda: the pull towards the shared weights; 0: every silo alone"] = 0.01
+    pull: Annotated[float, ZERO_OR_MORE, "lambda: the pull towards the shared weights; 0: local training only"] = 0.01
 
 
 @dataclass
 class SpiderConfig:
-    """Training with the search in it, every silo's own test data, and, if asked for, personalisation gains."""
+    """Training with the search, evaluation on every silo's test data, and optionally personalisation gains."""
 
     name: str = "spider"
     train: SpiderTrainingConfig = field(default_factory=SpiderTrainingConfig)
@@ -61,13 +61,13 @@ class SpiderConfig:
 class TrainSpider:
     """One round of a silo.
 
-    The two models take turns batch by batch in the paper; as the pull is towards the weights that were received, not
-    towards their copy in training, one after the other over the same batches gives the same.
+    The paper trains the two models alternately, batch by batch. Training one after the other over the same batches is
+    equivalent, because the pull is towards the received weights, not towards the shared model in training.
 
     Attributes:
-        pull: lambda; 0 leaves the silo's model to itself.
-        scored: whether the silo's model is scored on its validation data after training.
-        use_validation: whether validation data joins the training data once nothing is left to be searched.
+        pull: lambda; 0 trains the personal model without the shared one.
+        scored: whether the personal model is scored on the silo's validation data after training.
+        use_validation: whether to train also on the validation data once the search has ended.
     """
 
     local: LocalSGD
@@ -78,14 +78,14 @@ class TrainSpider:
     use_validation: bool = True
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """The update holds the shared model alone; the silo's own stays in its state."""
+        """The update holds only the shared model; the personal one stays in the silo's state."""
         space = with_cells(worker.space, "spider")
         searched = self.search.before(worker, assignment, begun(assignment.state, weights, space.largest_subspace))
         silo = searched.silo
         joined = self.use_validation and self.search.is_over(space, silo.kept)
         data = client_samples(worker, assignment, joined=joined)
 
-        supernet = Kept().on(worker)
+        supernet = MixedNetwork().on(worker)
         shared = train_network(worker, assignment, supernet, weights, data, self.local, rule=self.rules.local).copied()
         network = own_network(worker, silo)
         own = train_network(
@@ -99,7 +99,7 @@ class TrainSpider:
             momentum=silo.momentum,
             step=self.search.step(worker, assignment, silo),
         )
-        unseen = self.scored and not joined  # what has joined the training data says nothing about new data
+        unseen = self.scored and not joined  # scores on data used for training would not measure generalisation
         scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
         own = own.copied()
         alphas = None if silo.alphas is None else silo.alphas.detach()
@@ -111,7 +111,7 @@ class TrainSpider:
 
 
 def stages(config: SpiderConfig, world: World) -> list[Stage]:
-    """Training with the search in it, the evaluation, and the gains if there are to be any."""
+    """Training with the search, the evaluation, and the gains if configured."""
     train, rules = config.train, checked_silos(world, config.train)
     space = searched_space(world, config.search, train.rounds, "spider")
     check_gains(config.gains, world.num_clients)

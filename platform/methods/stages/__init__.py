@@ -1,1 +1,1 @@
-"""Stages that several methods have: searches and final evaluations."""
+"""Stages that several methods share: searches and final evaluations."""

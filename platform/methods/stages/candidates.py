@@ -9,7 +9,7 @@ from fedloom.platform.spaces.slices import Architecture, architecture_id
 
 
 def candidate_rows(world: World, tier: str, scored: Iterable[Scored], front: Container[Architecture]) -> list[Row]:
-    """One row per candidate; `tier` is the tier or target that was searched for."""
+    """One row per candidate; `tier` is the tier or target of the search, `front` the candidates on its Pareto front."""
     macs, parameters = world.macs_table, world.space.cost_table("parameters")
     return [
         (

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class EvaluationConfig:
-    """On whose own test data models are scored, beside the whole test set."""
+    """The clients on whose test data models are scored, in addition to the whole test set."""
 
     clients_per_tier: Annotated[
-        int | None, ZERO_OR_MORE, "clients per tier (or of all) whose own test data is used; null: all of them"
+        int | None, ZERO_OR_MORE, "number of clients per tier (or in total) whose test data is used; null: all"
     ] = None
 
 
@@ -37,12 +37,12 @@ class EvaluationJob:
     """One model to be scored.
 
     Attributes:
-        name: the tier or target that the model is for; empty if for none.
-        model: what it is called in the tables.
-        subnet: its architecture, and whether its tensors are its own or a supernet's.
-        bag: where its tensors are.
-        client_ids: whose own test data it is scored on, too.
-        kept: the name under which it is stored; empty if it is not.
+        name: the tier or target that the model is for; empty if there is none.
+        model: its name in the tables.
+        subnet: its architecture, and whether its tensors are its own or slices of a supernet.
+        bag: the bag that holds its tensors.
+        client_ids: the clients on whose test data it is also scored.
+        kept: the name under which it is stored; empty if it is not stored.
     """
 
     name: str
@@ -54,22 +54,22 @@ class EvaluationJob:
 
 
 def everybody(world: World) -> Sequence[int]:
-    """All clients, without a list of them."""
+    """The ids of all clients, as a range."""
     return range(world.num_clients)
 
 
 def as_measured(planned: Sequence[Assignment]) -> list[Assignment]:
-    """The assignments as a final evaluation: they read test data.
+    """The assignments of a final evaluation, which read test data.
 
-    It is a measurement, not a round of the simulated federation: no device drops out of it.
+    They are measurements, not a round of the simulated federation, so they have no dropout and no deadline.
     """
     return [replace(a, dropped="", deadline_s=None, reads_test=True) for a in planned]
 
 
 class EvaluationStage(Stage):
-    """Scores every model on the whole test set, and on the test share of its clients; one round per model.
+    """Scores every model on the whole test set and on its clients' test data, with one round per model.
 
-    Fairness (FedorAS, Tab. 7) is read off the per-client rows.
+    The per-client rows show the fairness (FedorAS, Tab. 7).
     """
 
     name = "evaluation"
@@ -84,7 +84,7 @@ class EvaluationStage(Stage):
         return len(self.jobs(state)) - state.round
 
     def plan(self, state: RunState) -> Plan:
-        """The server scores validation and test data, each client its own test share."""
+        """The server scores the model on validation and test data, each client on its own test data."""
         job = self.jobs(state)[state.round]
         on_validation, on_test = (ScoreSubnet(job.subnet, job.model, split) for split in ("validation", "test"))
         central = [
@@ -97,13 +97,13 @@ class EvaluationStage(Stage):
         return Plan([*central, *as_measured(clients)], job.bag)
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
-        """The state stays; the measurements and the model are kept."""
+        """Returns the measurements and the model; the state does not change."""
         job = self.jobs(state)[state.round]
         rows = [*evaluation_rows(result.reports, job.name or None), *self._cost_rows(job)]
         return Merged(state, rows, [self._kept(state, job)] if job.kept else [])
 
     def _cost_rows(self, job: EvaluationJob) -> list[Row]:
-        """What a model costs that is not kept, and so has no row in `models`."""
+        """The costs of a model that is not stored and so has no row in `models`."""
         if job.kept:
             return []
         architecture = job.subnet.architecture
@@ -126,7 +126,7 @@ class EvaluationStage(Stage):
 
 
 def kept_model(world: World, name: str, architecture: Architecture, *, tensors: Weights, tier: str = "") -> KeptModel:
-    """A model with what its architecture costs."""
+    """A model to be stored, with its architecture's costs."""
     return KeptModel(
         name=name,
         tier=tier,
@@ -138,7 +138,7 @@ def kept_model(world: World, name: str, architecture: Architecture, *, tensors: 
 
 
 class ClientEvaluation(Stage):
-    """Every client does the same task on its own test data: one round."""
+    """One round in which every client runs the same task on its own test data."""
 
     name = "evaluation"
 
@@ -146,19 +146,19 @@ class ClientEvaluation(Stage):
         self.world, self.task = world, task
 
     def rounds_left(self, state: RunState) -> int:
-        """One."""
+        """One round in total."""
         return 1 - state.round
 
     def plan(self, state: RunState) -> Plan:
-        """All clients, in plan order."""
+        """The task for all clients, in plan order."""
         return Plan(as_measured(self.planned(state.round, self.task(state))), SUPERNET)
 
     def planned(self, round_: int, task: Task) -> list[Assignment]:
-        """The task for every client."""
+        """The assignments of the task to all clients, in plan order."""
         cohort = Cohort(tuple(everybody(self.world)), 1.0, "all")
         ordered = in_plan_order(self.world, cohort.client_ids)
         return [assign(self.world, self.name, round_, cohort, c, task) for c in ordered]
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
-        """The clients' scores; a network that was trained only to be scored is not kept."""
+        """Returns the clients' measurements; networks trained only to be scored are not stored."""
         return Merged(state, evaluation_rows(result.reports))

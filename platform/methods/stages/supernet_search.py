@@ -1,4 +1,4 @@
-"""Winners for new targets from the weights of a trained supernet, without a run."""
+"""Search of a trained supernet for new targets, outside of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from fedloom.platform.spaces.slices import Architecture, Weights, architecture_i
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found for a target: the winner and its real scores on validation data."""
+    """A target's winner, with its predicted and measured scores on validation data."""
 
     target: str
     architecture: Architecture
@@ -42,10 +42,10 @@ def search_supernet(
     samples: Sequence[Sample],
     executor: Executor,
 ) -> list[Found]:
-    """Winners for the configured targets from trained weights: the stages of a run, without one.
+    """Finds the winners for the configured targets with trained weights, by running the stages outside of a run.
 
-    `samples` are measured afresh if there are none, and so is their latency, which belongs to a machine. Raises
-    ValueError for targets outside the space, and if a predictor falls short of `min_tau`.
+    Without `samples`, new ones are measured; their latency is always measured, because it depends on the machine.
+    Raises ValueError for targets outside the space, and if a predictor does not reach `min_tau`.
     """
     check_target_search(config, "search")
     targets = targets_of(world, config)
@@ -79,12 +79,12 @@ def search_supernet(
 
 
 def run_stage(stage: SampleStage | VerifyStage, state: RunState, executor: Executor) -> RunState:
-    """The stage's rounds on a state in memory, without its end: no rows, no checkpoints."""
+    """Runs a stage's rounds in memory, without its end, rows and checkpoints."""
     return run_rounds(stage, stage.begin(replace(state, round=0)), executor)
 
 
 def run_rounds(stage: SampleStage | VerifyStage, state: RunState, executor: Executor) -> RunState:
-    """The rounds that are left."""
+    """Runs the remaining rounds of a stage in memory."""
     while stage.rounds_left(state) > 0:
         plan = stage.plan(state)
         shared = SharedWeights(state.weights(plan.bag), state.version(plan.bag))

@@ -1,4 +1,4 @@
-"""SuperFedNAS's search: subnets are measured, predictors fitted, and each target's best candidates verified."""
+"""SuperFedNAS's search: measures subnets, fits predictors, and verifies each target's best candidates."""
 
 import logging
 import math
@@ -44,14 +44,14 @@ from fedloom.platform.spaces.slices import Architecture, architecture_id, parse_
 logger = logging.getLogger(__name__)
 
 SAMPLES = "samples"
-"""The measured subnets, in the run's state; their rows in `candidates` have this as their tier."""
+"""The state's name for the measured subnets, and the tier of their rows in `candidates`."""
 FINALISTS = "finalists"
 FRONT = "front"
-"""The name under which NSGA-II's front over the whole space is verified."""
+"""The name of NSGA-II's front over the whole space among the targets."""
 
 
 def targets_of(world: World, config: TargetSearchConfig) -> list[Target]:
-    """The configured targets, or one per tier: its budget. ValueError for one outside the space, or named twice."""
+    """The configured targets, by default each tier's cost interval; ValueError for an invalid or duplicate target."""
     texts = [f"macs={value!r}" for value in config.macs] + [f"latency_s={value!r}" for value in config.latency_s]
     if not texts:
         return [Target(t.name, "budget", Interval(t.lower, t.upper)) for t in world.tiers]
@@ -68,12 +68,12 @@ def targets_of(world: World, config: TargetSearchConfig) -> list[Target]:
 
 
 def costs_of(world: World) -> SearchSpaceCosts:
-    """The tables that a search needs."""
+    """The genome and cost tables that a search needs."""
     return SearchSpaceCosts(world.space.genome, world.macs_table, world.cost_table)
 
 
 def search_stages(world: World, config: TargetSearchConfig) -> list[Stage]:
-    """Measuring and verifying; or, without predictors, a real search per target."""
+    """The sampling and verification stages; without predictors, a search with measured scores per target."""
     check_target_search(config, "method.search")
     if config.samples == 0 and config.predictor != "none":
         return []
@@ -87,7 +87,7 @@ def search_stages(world: World, config: TargetSearchConfig) -> list[Stage]:
 
 
 def _real_searches(world: World, config: TargetSearchConfig, targets: Sequence[Target]) -> list[Stage]:
-    """An evolution per target that scores every candidate for real."""
+    """An evolutionary search per target that measures every candidate."""
     if any(t.measure == "latency_s" for t in targets):
         raise ValueError("method.search.latency_s: a latency target needs method.search.predictor=mlp")
     search = TierSearchConfig(
@@ -107,7 +107,7 @@ def _real_searches(world: World, config: TargetSearchConfig, targets: Sequence[T
 
 @dataclass(frozen=True)
 class Scoring:
-    """How subnets of the shared supernet are scored: on validation data, and, if asked for, their latency."""
+    """Scores subnets of the shared supernet on validation data, and measures their latency if a target needs it."""
 
     world: World
     config: TargetSearchConfig
@@ -116,11 +116,11 @@ class Scoring:
 
     @property
     def rounds(self) -> int:
-        """Latency has a round of its own: nothing else runs on the machine meanwhile."""
+        """One round of scores, and one of latencies, during which nothing else runs on the machine."""
         return 2 if any(t.measure == "latency_s" for t in self.targets) else 1
 
     def plan(self, state: RunState, architectures: Sequence[Architecture]) -> Plan:
-        """The round's work for the server."""
+        """The server's tasks of the round."""
         tasks: list[Task] = [MeasureLatency(tuple(architectures), self.config.latency_repeats)]
         if state.round == 0:
             size, version = self.config.candidates_per_task, state.version(SUPERNET)
@@ -130,7 +130,7 @@ class Scoring:
 
 
 def _values(reports: Iterable[Report]) -> dict[str, dict[str, float]]:
-    """Per architecture its measured values by name."""
+    """The measured values per architecture, by name."""
     values: dict[str, dict[str, float]] = {}
     for report in reports:
         for m in report.measurements:
@@ -139,7 +139,7 @@ def _values(reports: Iterable[Report]) -> dict[str, dict[str, float]]:
 
 
 def _merged(known: Any, reports: Iterable[Report]) -> Any:
-    """Values of an earlier round and of this one, in the state's form."""
+    """The values of earlier rounds and of this one, as JSON values for the state."""
     merged = {name: dict(values) for name, values in known.items()}
     for name, values in _values(reports).items():
         merged.setdefault(name, {}).update({k: None if math.isnan(v) else v for k, v in values.items()})
@@ -177,15 +177,15 @@ class SampleStage(Stage):
         self.architectures = drawn if architectures is None else architectures
 
     def begin(self, state: RunState) -> RunState:
-        """Nothing measured."""
+        """Starts without measurements."""
         return state.with_data(SAMPLES, {})
 
     def rounds_left(self, state: RunState) -> int:
-        """One, and one for latencies."""
+        """One round, and one for latencies if needed."""
         return self.scoring.rounds - state.round
 
     def plan(self, state: RunState) -> Plan:
-        """The samples in groups, to the server's workers."""
+        """The samples in groups, for the server's workers."""
         return self.scoring.plan(state, self.architectures)
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
@@ -193,13 +193,13 @@ class SampleStage(Stage):
         return Merged(state.with_data(SAMPLES, _merged(state.data[SAMPLES], result.reports)))
 
     def end(self, state: RunState) -> Merged:
-        """Every sample as a row."""
+        """Returns one row per sample."""
         rows = sample_rows(self.world, SAMPLES, 0, samples_in(state.data[SAMPLES]))
         return Merged(state, [*rows, *_latency_rows(SAMPLES, state.data[SAMPLES])])
 
 
 class VerifyStage(Stage):
-    """Searches every target with the predictors, verifies the best for real, and names the winners."""
+    """Searches every target with the predictors, measures the best candidates, and chooses the winners."""
 
     name = "search/winners"
 
@@ -208,9 +208,9 @@ class VerifyStage(Stage):
         self.scoring = Scoring(world, config, targets, self.name)
 
     def begin(self, state: RunState) -> RunState:
-        """Predictors are fitted and searched; what they found is kept, they are not.
+        """Fits the predictors and searches with them; only the candidates found are stored.
 
-        Where they must not be used there are no winners: the run goes on to evaluate what it trained.
+        If the predictors are not good enough there are no winners, and the run continues with the evaluation.
         """
         seed, costs = self.world.config.seed_for("search"), costs_of(self.world)
         samples = samples_in(state.data[SAMPLES])
@@ -232,12 +232,12 @@ class VerifyStage(Stage):
         return state.with_data(FINALISTS, {"found": found, "fit": fit, "measured": {}, "refused": reason})
 
     def rounds_left(self, state: RunState) -> int:
-        """One, and one for latencies; none without a finalist."""
+        """One round, and one for latencies if needed; none without a finalist."""
         anything = any(state.data[FINALISTS]["found"].values())
         return self.scoring.rounds - state.round if anything else 0
 
     def plan(self, state: RunState) -> Plan:
-        """Every finalist once, whatever number of targets it stands for."""
+        """Every finalist once, even if several targets share it."""
         found = state.data[FINALISTS]["found"]
         names = dict.fromkeys(name for candidates in found.values() for name in candidates)
         return self.scoring.plan(state, [parse_architecture(name) for name in names])
@@ -249,7 +249,7 @@ class VerifyStage(Stage):
         return Merged(state.with_data(FINALISTS, {**value, "measured": measured}))
 
     def end(self, state: RunState) -> Merged:
-        """The winners, every finalist as a row, and how good the predictors are."""
+        """Stores the winners, and returns one row per finalist and the predictors' quality."""
         value = state.data[FINALISTS]
         verified = {architecture_id(s.architecture): s for s in samples_in(value["measured"])}
         if value["refused"]:
@@ -270,7 +270,7 @@ class VerifyStage(Stage):
             own = [verified[name] for name in value["found"][FRONT] if name in verified]
             rows += sample_rows(self.world, FRONT, 1, own)
         rows += _latency_rows("finalists", value["measured"])
-        # The rows hold everything from here on; every further checkpoint would carry it along.
+        # The rows hold everything from here on; without removal every later checkpoint would contain it.
         return Merged(state.with_data(WINNERS, winners).without_data(FINALISTS, SAMPLES), rows)
 
 
@@ -279,7 +279,7 @@ def _ids(found: dict[Architecture, float]) -> dict[str, float]:
 
 
 def fit_figures(predictors: Predictors) -> dict[str, float]:
-    """How good the predictors are on held-out samples, by the names that the rows give them."""
+    """The predictors' quality on held-out samples, by metric name."""
     figures: dict[str, float] = {}
     for what, fitted in (("accuracy", predictors.metric), ("latency_s", predictors.latency)):
         if fitted is not None:
@@ -307,7 +307,7 @@ def _latency_rows(tier: str, measured: Any) -> list[Row]:
 def sample_rows(
     world: World, tier: str, generation: int, samples: Sequence[Sample], won: Sample | None = None
 ) -> list[Row]:
-    """Scored subnets as rows of `candidates`; on the front is the winner or, without one, what is not dominated."""
+    """Scored subnets as rows of `candidates`; the front holds the winner or, without one, the non-dominated subnets."""
     cost_of = world.macs_table.cost
     scored = [
         Scored(s.architecture, s.metric, s.loss, cost_of(s.architecture), generation, math.isfinite(s.loss))

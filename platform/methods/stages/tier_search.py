@@ -1,4 +1,4 @@
-"""Stage 2 of FedorAS: per tier, a search over paths of the trained supernet; scored centrally or by clients."""
+"""Stage 2 of FedorAS: per tier, a search over paths of the trained supernet, scored by the server or by clients."""
 
 import logging
 import math
@@ -36,28 +36,30 @@ UNIFORM = Chosen("uniform")
 
 @dataclass
 class TierSearchConfig(SearchConfig):
-    """Stage 2: the searcher and who scores its candidates.
+    """Stage 2: the searcher, and whether the server or clients score its candidates.
 
-    With `scoring` federated (FedorAS, App. K.2) a generation is scored by `scoring_rounds` cohorts of
-    `clients_per_round` distinct eligible clients on their own validation data.
+    With federated `scoring` (FedorAS, App. K.2), `scoring_rounds` cohorts of `clients_per_round` distinct eligible
+    clients score a generation on their own validation data.
     """
 
-    budgets: Annotated[list[int] | None, ONE_OR_MORE, "models to be scored per tier, where they differ"] = None
-    scoring: Annotated[str, OneOf(("central", "federated")), "who scores: the server or clients"] = "central"
+    budgets: Annotated[list[int] | None, ONE_OR_MORE, "number of models to score per tier; null: budget for all"] = None
+    scoring: Annotated[str, OneOf(("central", "federated")), "central (on the server) or federated (on clients)"] = (
+        "central"
+    )
     scoring_rounds: Annotated[int, ONE_OR_MORE, "federated: cohorts that score a generation"] = 4
     clients_per_round: Annotated[int, ONE_OR_MORE, "federated: clients of a cohort"] = 10
-    compare_with_central: Annotated[bool, "federated: the server scores, too, to report Kendall's tau"] = True
-    candidates_per_task: Annotated[int, ONE_OR_MORE, "candidates that are scored in one call"] = 8
+    compare_with_central: Annotated[bool, "federated: also score on the server, to report Kendall's tau"] = True
+    candidates_per_task: Annotated[int, ONE_OR_MORE, "number of candidates scored in one call"] = 8
 
 
 def winner_of(state: RunState, tier: str) -> Architecture | None:
-    """The architecture that the tier's search chose, None if the tier holds no model."""
+    """The architecture that the tier's search chose, None if it found no model."""
     name = state.data.get(WINNERS, {}).get(tier)
     return None if name is None else parse_architecture(name)
 
 
 def check_validation_data(world: World) -> None:
-    """Raises ValueError if there is no validation data to search with."""
+    """Raises ValueError if there is no validation data for a search."""
     if not world.data.sizes("validation").any():
         raise ValueError(
             f"data.validation_share={world.config.data.validation_share:g} leaves no validation samples to search "
@@ -67,9 +69,9 @@ def check_validation_data(world: World) -> None:
 
 @dataclass(frozen=True)
 class Goal:
-    """What is searched for: the models of a cost interval, and the clients that may score them.
+    """The goal of a search: models in a cost interval, and the clients that may score them.
 
-    `table` gives the costs in the interval's unit, `budget` the number of models to be scored.
+    `table` has the costs in the interval's unit, `budget` is the number of models to score.
     """
 
     name: str
@@ -80,7 +82,7 @@ class Goal:
 
 
 def tier_goals(world: World, config: TierSearchConfig) -> list[Goal]:
-    """One goal per tier: the models between its bounds."""
+    """One goal per tier: models between its bounds."""
     budgets = config.budgets if config.budgets is not None else [config.budget] * len(world.tiers)
     if len(budgets) != len(world.tiers):
         raise ValueError(f"method.search.budgets has {len(budgets)} values for {len(world.tiers)} tiers")
@@ -91,7 +93,7 @@ def tier_goals(world: World, config: TierSearchConfig) -> list[Goal]:
 
 
 class TierSearchStage(Stage):
-    """Asks the searcher for a generation of the tier's models, has them scored, and tells it."""
+    """Per round, asks the searcher for a generation of candidates, scores them, and tells it the scores."""
 
     def __init__(self, world: World, config: TierSearchConfig, goal: "Goal", genome: Genome | None = None) -> None:
         check_validation_data(world)
@@ -117,15 +119,15 @@ class TierSearchStage(Stage):
         return self._live
 
     def begin(self, state: RunState) -> RunState:
-        """A searcher that was told nothing."""
+        """Starts with a new searcher."""
         return state.with_data(self.name, self._fresh().state())
 
     def rounds_left(self, state: RunState) -> int:
-        """At least one more while the searcher asks for candidates."""
+        """1 while the searcher has candidates to score, then 0."""
         return 1 if self._searcher(state).ask() else 0
 
     def plan(self, state: RunState) -> Plan:
-        """The generation's candidates, to the server's workers or to a cohort of clients."""
+        """The generation's candidates, for the server's workers or a cohort of clients."""
         candidates = self._searcher(state).ask()
         if not self.federated:
             return Plan(self._central(state, candidates), SUPERNET, chunk_size=1)
@@ -153,7 +155,7 @@ class TierSearchStage(Stage):
         return [assign(self.world, self.name, state.round, cohort, c, task) for c in ordered]
 
     def _cohort(self, first_round: int, part: int) -> Cohort:
-        """The part-th cohort of a generation: one draw for the whole generation keeps its clients distinct."""
+        """The part-th cohort of a generation; a single draw for the whole generation makes its clients distinct."""
         size = self.config.clients_per_round
         wanted = size * self.config.scoring_rounds
         whole = choose_cohort(self.world, self.name, first_round, self.goal.eligible, wanted, UNIFORM, {})
@@ -161,13 +163,13 @@ class TierSearchStage(Stage):
         return Cohort(own, whole.probability, whole.reason)
 
     def _union(self, candidates: Iterable[Architecture]) -> Mapping[str, Any]:
-        """Slices of the smallest supernet that holds all candidates: the union of their operators, sent once."""
+        """The slices of the union of the candidates' operators, which is sent once."""
         space = with_subspaces(self.world.space, "scoring=federated")
         kept = tuple(tuple(sorted(set(options))) for options in zip(*candidates, strict=True))
         return space.subspace_slices(kept)
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
-        """Tells the searcher once all of a generation's scores are there."""
+        """Collects scores, and tells the searcher when those of the whole generation are complete."""
         central = [r for r in result.reports if r.client_id is None]
         if not self.federated:
             return Merged(self._tell(state, _scores(central)))
@@ -187,7 +189,7 @@ class TierSearchStage(Stage):
         candidates = searcher.ask()
         nothing = (float("nan"), float("nan"), 0)
         values = [scores.get(architecture_id(a), nothing) for a in candidates]
-        # A diverged model has an accuracy, too (that of its first class): without a loss it has failed.
+        # A diverged model still has an accuracy (of always predicting the first class); it counts as failed.
         metrics = [metric if math.isfinite(loss) else math.nan for loss, metric, _ in values]
         searcher.tell(candidates, metrics, [loss for loss, _, _ in values])
         return state.with_data(self.name, searcher.state())
@@ -201,18 +203,18 @@ class TierSearchStage(Stage):
         return "evaluations", {**values, "value": tau, "samples": len(names)}
 
     def end(self, state: RunState) -> Merged:
-        """The winner, and every candidate as a row, marked if it is on the final front."""
+        """Stores the winner, and returns one row per candidate, marked if it is on the final Pareto front."""
         history = self._searcher(state).history
         feasible = [s for s in history if s.feasible]
         if len(history) < self.budget:
-            # A small tier, or a sampler that finds nothing new in it: no mistake, but fewer than the figures suggest.
+            # Valid for a small tier, or if sampling finds no new model, but fewer than configured.
             logger.warning("%s: the search asked for %d models and found %d", self.goal.name, self.budget, len(history))
         front = {s.architecture for s in pareto_front(history)}
         rows = candidate_rows(self.world, self.goal.name, history, front)
         if feasible:
             winners = {**state.data.get(WINNERS, {}), self.goal.name: architecture_id(winner(feasible).architecture)}
             state = state.with_data(WINNERS, winners)
-        # The rows hold the history from here on; every further checkpoint would carry it along.
+        # The rows hold the history from here on; without removal every later checkpoint would contain it.
         return Merged(state.without_data(self.name, self._pending, f"{self.name}/central"), rows)
 
 
@@ -221,7 +223,7 @@ Scores = dict[str, Any]
 
 
 def _scores(reports: Iterable[Report]) -> Scores:
-    """Scores pooled over reports, weighted by samples; a failed report gives none."""
+    """Scores pooled over reports, weighted by samples; failed reports have none."""
     by_name: dict[str, dict[str, list[Measurement]]] = {}
     for report in reports:
         for m in report.measurements:

@@ -1,1 +1,1 @@
-"""Methods that end with a model per tier, or one for all."""
+"""Methods whose result is one model per tier, or one for all clients."""

@@ -1,8 +1,8 @@
-"""FedAvg of one architecture (McMahan et al. 2017), and with other rules in its slots FedProx, FedAdam and the like.
+"""FedAvg of one architecture (McMahan et al. 2017), and with other rules FedProx, FedAdam and the like.
 
 weights <- fresh
 in every round: the selected clients train the weights on their data (local rule),
-                the server averages what they send (weighting) and makes its step (server rule)
+                the server averages their updates (weighting) and updates the weights (server rule)
 in the end: the weights are scored on the test set, and on every client's own test data
 """
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from fedloom.platform.federation.world import World
 
 MODEL = "fedavg"
-"""The stage, its bag, and the model in the tables."""
+"""The name of the stage, its bag, and the model in the tables."""
 
 
 @dataclass
 class FedAvgConfig:
-    """One architecture, trained by all clients from fresh weights."""
+    """One architecture, trained from fresh weights."""
 
     name: str = "fedavg"
     architecture: Annotated[str | None, "smallest, largest, or options such as 0-0-3; null: the space's first"] = None
     train: TrainingConfig = field(default_factory=TrainingConfig)
-    evaluate: Annotated[bool, "whether the model is scored and kept in the end"] = True
+    evaluate: Annotated[bool, "whether the final model is scored and stored"] = True
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 

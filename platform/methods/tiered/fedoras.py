@@ -1,10 +1,9 @@
 """FedorAS: federated search of an architecture per tier of devices (Dudziak et al., TMLR 2022).
 
-1. train    the supernet: each client receives a random subspace that its communication budget allows, trains one
-            random path of it per batch that its tier affords, and operators are averaged by the samples that went
-            through them (OPA)
+1. train    the supernet: each client receives a random subspace within its communication budget and trains one random
+            path per batch within its tier's budget; operators are averaged by the samples that went through them (OPA)
 2. search   per tier: the supernet's paths within the tier's bounds, scored with its weights
-3. finetune per tier: FedAvg of the winner, from the supernet's weights, by the clients of that tier and above
+3. finetune per tier: FedAvg of the winner, from the supernet's weights, on the clients of that tier and above
 (rand_init) the same from fresh weights, as a baseline
 4. evaluate every tier's models
 """
@@ -50,32 +49,30 @@ from fedloom.platform.spaces.slices import Subspace, Weights, extract, subspace_
 from fedloom.tiers.costs import size_of
 
 FROM_SUPERNET = "supernet_init"
-"""The model that is cut from the supernet as it is; the others have a bag of their own."""
+"""The name of models sliced from the supernet without further training; other models have bags of their own."""
 
 # -- configuration ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class CommunicationConfig:
-    """What a client may receive."""
+    """The communication budget of a client."""
 
-    unit: Annotated[str, OneOf(UNITS), "fraction of the supernet's parameters, a number of parameters, or bytes"] = (
-        "fraction"
-    )
-    value: Annotated[float, POSITIVE, "how much of it"] = 0.5
+    unit: Annotated[str, OneOf(UNITS), "fraction (of the supernet's parameters), parameters or bytes"] = "fraction"
+    value: Annotated[float, POSITIVE, "the budget in this unit"] = 0.5
 
 
 @dataclass
 class SupernetConfig(TrainingConfig):
     """Stage 1 (FedorAS, Tab. 9)."""
 
-    rounds: Annotated[int, ZERO_OR_MORE, "rounds"] = 500
+    rounds: Annotated[int, ZERO_OR_MORE, "number of rounds"] = 500
     epochs: Annotated[int, ONE_OR_MORE, "passes of a client over its training data per round"] = 50
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step; a path is drawn for each"] = 128
-    min_contributors: Annotated[int, ONE_OR_MORE, "operators that fewer clients trained keep their weights"] = 2
-    weighting: Annotated[str, "how much a client's tensors count in the mean"] = "opa"
-    paths: Annotated[str, OneOf(SAMPLERS), "how paths within a budget are drawn"] = "greedy"
-    evaluate_paths: Annotated[int, ZERO_OR_MORE, "random paths that are scored on validation data"] = 8
+    min_contributors: Annotated[int, ONE_OR_MORE, "operators trained by fewer clients keep their weights"] = 2
+    weighting: Annotated[str, "weights of a client's tensors in the mean"] = "opa"
+    paths: Annotated[str, OneOf(SAMPLERS), "sampler of paths within a budget"] = "greedy"
+    evaluate_paths: Annotated[int, ZERO_OR_MORE, "number of random paths scored on validation data"] = 8
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
 
 
@@ -89,7 +86,7 @@ def _rand_init() -> TrainingConfig:
 
 @dataclass
 class FedorASConfig:
-    """The three stages and the rand-init baseline; a stage with `rounds` 0 is passed over."""
+    """The three stages and the rand-init baseline; a stage with `rounds` 0 is skipped."""
 
     name: str = "fedoras"
     train: SupernetConfig = field(default_factory=SupernetConfig)
@@ -104,39 +101,39 @@ class FedorASConfig:
 
 @dataclass(frozen=True)
 class Paths:
-    """A part of the supernet that is trained along one random path per batch.
+    """A subspace of the supernet that is trained along one random path per batch.
 
     Attributes:
-        kept: the operators that were sent.
-        budget: greatest cost of a path, in the run's cost measure.
+        subspace: the operators that the client receives.
+        budget: the largest cost of a path, in the run's cost measure.
         sampler: the path sampler's name.
     """
 
-    kept: Subspace
+    subspace: Subspace
     budget: float
     sampler: str = "greedy"
 
     def on(self, worker: Worker, assignment: Assignment) -> Network:
-        """The supernet module, called along another path for every batch."""
+        """The supernet module, called with another random path for every batch."""
         space = with_subspaces(worker.space, "fedoras")
         return PathsNetwork.of(worker, assignment, space, self)
 
     def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
-        """The same paths are drawn for the same batches."""
+        """The cost of the paths that training draws for these batches."""
         sampler, rng = self.draws(worker, assignment)
         macs = sum(worker.spec.macs_table.cost(sampler.sample(rng)) * size for size in batches)
-        size_bytes, parameters = (size_of(worker.space.cost_table(m), self.kept) for m in ("bytes", "parameters"))
-        return Account(macs, size_bytes, int(parameters), subspace=subspace_id(self.kept))
+        size_bytes, parameters = (size_of(worker.space.cost_table(m), self.subspace) for m in ("bytes", "parameters"))
+        return Account(macs, size_bytes, int(parameters), subspace=subspace_id(self.subspace))
 
     def draws(self, worker: Worker, assignment: Assignment) -> tuple[PathSampler, np.random.Generator]:
-        """The sampler and the stream of the client's paths."""
-        sampler = path_sampler(self.sampler, worker.spec.cost_table, self.kept, self.budget)
+        """The sampler and the random stream of the client's paths."""
+        sampler = path_sampler(self.sampler, worker.spec.cost_table, self.subspace, self.budget)
         return sampler, stream(worker.spec.training_seed, "paths", *places_of(assignment))
 
 
 @dataclass(frozen=True)
 class PathsNetwork(Network):
-    """Counts what goes through each operator, and what that costs."""
+    """A network that counts the samples through each operator, and their MACs."""
 
     owner_of: Mapping[str, tuple[int, int] | None] = field(default_factory=dict)
     through: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -159,21 +156,21 @@ class PathsNetwork(Network):
         return cls(
             module,
             forward,
-            space.subspace_slices(paths.kept),
+            space.subspace_slices(paths.subspace),
             macs=0.0,
-            subspace=subspace_id(paths.kept),
+            subspace=subspace_id(paths.subspace),
             owner_of=space.owner_of,
             through=through,
             spent_macs=spent_macs,
         )
 
     def macs_of(self, figures: Trained) -> float:
-        """Those of the paths that were drawn."""
+        """Forward MACs of the paths that were drawn."""
         del figures
         return self.spent_macs[0]
 
     def seen(self, figures: Trained) -> Mapping[str, int]:
-        """Every sample goes through the fixed part; through an operator those whose path had it."""
+        """All samples for the fixed part; for an operator the samples whose path contained it."""
         owners = {name: self.owner_of[name] for name in self.slices}
         whole, through = figures.seen_samples, self.through
         return {name: whole if owner is None else through.get(owner, 0) for name, owner in owners.items()}
@@ -183,7 +180,7 @@ class PathsNetwork(Network):
 
 
 def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
-    """Stage 1: each selected client gets a subspace of its own, and its tier's budget."""
+    """Stage 1: each selected client gets a random subspace and its tier's budget."""
     with_subspaces(world.space, "fedoras")
     budget = CommunicationBudget(config.communication.unit, config.communication.value)
     sizes, limit = budget.resolve(world.space)
@@ -196,8 +193,8 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
     def client(round_: Round, client_id: int) -> Train:
         rng = stream(world.config.seed_for("training"), "subspace", round_.stage, round_.index, client_id)
         train_budget = training_budget(world, client_id, round_.stage, round_.index)
-        kept = sample_subspace(sizes, limit, rng, world.cost_table, train_budget)
-        return Train(Paths(kept, train_budget, config.paths), round_.local, rules.weighting, rule=rules.local)
+        subspace = sample_subspace(sizes, limit, rng, world.cost_table, train_budget)
+        return Train(Paths(subspace, train_budget, config.paths), round_.local, rules.weighting, rule=rules.local)
 
     def score(state: RunState) -> list[ScoreSubnets]:
         rng = stream(world.config.seed_for("search"), "evaluate_paths")
@@ -209,7 +206,7 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
 
 
 def _check_tiers(world: World, config: SupernetConfig, budget: CommunicationBudget) -> None:
-    """Refuses, before anything is written, what no client of a tier could ever do."""
+    """Raises ValueError, before anything is written, for a tier whose clients could not train any path."""
     table = world.cost_table
     sizes, limit = budget.resolve(world.space)
     for tier in world.tiers:
@@ -218,12 +215,12 @@ def _check_tiers(world: World, config: SupernetConfig, budget: CommunicationBudg
                 f"{tier.name} may spend {tier.upper:.6g} {table.measure}, the smallest path costs "
                 f"{table.smallest:.6g}: raise its upper bound"
             )
-        kept = sample_subspace(sizes, limit, stream(0, "check"), table, tier.upper)
-        path_sampler(config.paths, table, kept, tier.upper)
+        subspace = sample_subspace(sizes, limit, stream(0, "check"), table, tier.upper)
+        path_sampler(config.paths, table, subspace, tier.upper)
 
 
 def tier_stage(world: World, config: TrainingConfig, tier: int, model: str, key: str) -> TrainingStage:
-    """Stage 3, or rand-init: FedAvg of a tier's winner by the clients of the tier and above."""
+    """Stage 3, or rand-init: FedAvg of a tier's winner on the clients of the tier and above."""
     name, space = world.tiers[tier].name, world.space
     rules = rules_of(config, key)
 
@@ -234,7 +231,7 @@ def tier_stage(world: World, config: TrainingConfig, tier: int, model: str, key:
 
     def initial(state: RunState) -> Weights | None:
         architecture = winner_of(state, name)
-        if architecture is None:  # a tier that holds no model
+        if architecture is None:  # a tier without a model
             return None
         if model == "rand_init":
             draw = from_generator(world, lambda g: space.initial_subnet_weights(architecture, g), model, name)
@@ -261,7 +258,7 @@ def bag_name(tier: str, model: str) -> str:
 
 
 def tier_jobs(world: World, state: RunState, models: Sequence[str]) -> list[EvaluationJob]:
-    """For every tier with a winner its models: `supernet_init`, or those with a bag of their own."""
+    """The evaluation of the models of every tier with a winner."""
     jobs: list[EvaluationJob] = []
     for index, tier in enumerate(world.tiers):
         architecture = winner_of(state, tier.name)
@@ -277,7 +274,7 @@ def tier_jobs(world: World, state: RunState, models: Sequence[str]) -> list[Eval
 
 
 def stages(config: FedorASConfig, world: World) -> list[Stage]:
-    """The stages in their order; every tier has its own search, fine-tuning and rand-init run."""
+    """The stages in order; every tier has its own search, fine-tuning and rand-init training."""
     for name, stage in (("train", config.train), ("finetune", config.finetune), ("rand_init", config.rand_init)):
         check_training(stage, f"method.{name}", world.num_clients)
     tiers = range(len(world.tiers))
@@ -293,7 +290,7 @@ def stages(config: FedorASConfig, world: World) -> list[Stage]:
 
 
 def _shared_training(_config: FedorASConfig) -> SharedTraining:
-    """Stage 1; what comes after it only reads the supernet."""
+    """Stage 1; the later stages only read the supernet."""
     return SharedTraining(later=("search", "finetune", "rand_init", "evaluation"))
 
 

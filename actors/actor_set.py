@@ -1,0 +1,162 @@
+"""The client actors of a pool: starts them, tracks which are starting, idle or busy, and replaces lost ones."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from fedloom.actors.client import About, RemoteClient, source_of
+from fedloom.actors.placement import ActorGroup
+from fedloom.platform.clients.worker import WorkerSpec
+from fedloom.platform.federation.loop import RunFailedError
+
+logger = logging.getLogger(__name__)
+
+RESTART_S = 5.0
+"""Seconds between a failed start and the next attempt; doubles with every further failure."""
+
+MOST_DOUBLINGS = 5
+
+CAUSE_CHARACTERS = 400
+
+
+@dataclass
+class Member:
+    """One client actor. It is up once its first call, to `about`, has returned."""
+
+    actor: Any
+    group: ActorGroup
+    answer: Any
+    """Reference of the result of `about`, which is called when the actor is created."""
+    about: About | None = None
+    """None until the actor has answered."""
+
+
+class ActorSet:
+    """Starts actors, tracks which can be given work, and replaces those that are lost.
+
+    A starting actor may wait for free CPUs without limit; while others are up, no caller blocks on it.
+    """
+
+    def __init__(self, spec: WorkerSpec, resident: bool = False) -> None:
+        self.resident = resident
+        # The specification holds cost tables: the object store keeps one copy instead of one per actor's creation.
+        self._spec_ref = ray.put(spec)
+        self._plugins, self._source = spec.plugins, source_of(spec)
+        self.members: list[Member] = []
+        self.idle: dict[str, list[Member]] = {}
+        self.start_errors: dict[str, str] = {}
+        """By group: the error of the latest start, if it failed."""
+        self._failures: dict[str, int] = {}
+        self._due: list[tuple[float, ActorGroup]] = []
+
+    def start(self, group: ActorGroup) -> None:
+        """Requests one more actor of the group."""
+        remote = RemoteClient.options(num_cpus=group.num_cpus, num_gpus=group.num_gpus, max_restarts=0)
+        actor = remote.remote(self._spec_ref, group.num_gpus)
+        self.members.append(Member(actor, group, actor.about.remote()))
+        self.idle.setdefault(group.name, [])
+
+    def start_due(self) -> None:
+        """Repeats the failed starts whose waiting time is over."""
+        now_s = time.monotonic()
+        for entry in [e for e in self._due if e[0] <= now_s]:
+            self._due.remove(entry)
+            self.start(entry[1])
+
+    def starting(self) -> list[Any]:
+        """References of the answers of starting actors, for `ray.wait` and then `take_answer`."""
+        return [member.answer for member in self.members if member.about is None]
+
+    def take_answer(self, answer: Any) -> None:
+        """Processes the available answer of a starting actor: the actor is idle now, or its start is repeated later.
+
+        Raises RunFailedError if the actor runs other source code than the server or lacks the data.
+        """
+        member = next(m for m in self.members if m.answer == answer)
+        name = member.group.name
+        try:
+            about: About = ray.get(answer)
+        except RayError as error:
+            self.start_errors[name] = cause_of(error)
+            failures = self._failures[name] = self._failures.get(name, 0) + 1
+            wait_s = RESTART_S * 2 ** min(failures - 1, MOST_DOUBLINGS)
+            self._due.append((time.monotonic() + wait_s, self._for_restart(member.group)))
+            self._end(member)
+            logger.warning("a client actor (%s) could not be started: %s", name, self.start_errors[name])
+            return
+        check(about, self._source, self._plugins)
+        member.about = about
+        self.start_errors.pop(name, None)
+        self._failures.pop(name, None)
+        self.idle[name].append(member)
+
+    def is_up(self, group: str) -> bool:
+        """Whether any actor of the group is up, idle or busy."""
+        return any(member.about is not None and member.group.name == group for member in self.members)
+
+    def take(self, group: str) -> Member | None:
+        """Takes an idle actor of the group for a job; None if there is none."""
+        idle = self.idle[group]
+        return idle.pop() if idle else None
+
+    def give_back(self, member: Member) -> None:
+        """Marks an actor as idle after its job."""
+        self.idle[member.group.name].append(member)
+
+    def replace(self, member: Member) -> None:
+        """Ends an actor, if it still runs, and starts another in its place."""
+        self._end(member)
+        self.start(self._for_restart(member.group))
+
+    def replace_lost(self, member: Member) -> bool:
+        """Replaces an actor that ended by itself; returns whether its node is lost.
+
+        Idle actors on lost nodes are replaced as well, so that no further job is sent to them.
+        """
+        self.replace(member)
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        alive = {node["NodeID"] for node in nodes if node["Alive"]}
+        for idle in self.idle.values():
+            for other in [m for m in idle if m.about is not None and m.about.node_id not in alive]:
+                idle.remove(other)
+                self.replace(other)
+        return member.about is not None and member.about.node_id not in alive
+
+    def close(self) -> None:
+        """Ends all actors."""
+        for member in self.members:
+            ray.kill(member.actor)
+        self.members.clear()
+        self.idle.clear()
+        self._due.clear()
+
+    def _for_restart(self, group: ActorGroup) -> ActorGroup:
+        # A resident client's actor must start even if its node is lost and all other CPUs are reserved. An actor that
+        # reserves no CPUs shares them with others, and the results are the same.
+        return replace(group, num_cpus=0.0) if self.resident else group
+
+    def _end(self, member: Member) -> None:
+        ray.kill(member.actor)
+        self.members.remove(member)
+
+
+def check(about: About, own: str, plugins: Sequence[str]) -> None:
+    """Raises RunFailedError unless the actor runs the server's source (hash `own`) and has the data."""
+    if about.source_hash != own:
+        named = f" and {', '.join(plugins)}" if plugins else ""
+        raise RunFailedError(
+            f"node {about.node} runs fedloom source {about.source_hash}, the server {own}: install the same "
+            f"version of fedloom{named} on every node"
+        )
+    if about.missing_data:
+        raise RunFailedError(about.missing_data)
+
+
+def cause_of(error: Exception) -> str:
+    """The text of an error on one line, at most `CAUSE_CHARACTERS` long."""
+    return " ".join(str(error).split())[:CAUSE_CHARACTERS]
