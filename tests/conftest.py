@@ -43,6 +43,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Syncing guards against power failures only, and is slow on a busy disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 def tiny_method() -> FedorASConfig:
     """All stages of FedorAS, a few steps each."""
     return FedorASConfig(
@@ -81,10 +89,8 @@ def spaces() -> dict[str, SearchSpace]:
 
 
 @pytest.fixture
-def tiny_config(
-    tmp_path: Path, spaces: dict[str, SearchSpace], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., RunConfig]:
-    """Makes configurations of 8 clients in 2 tiers on a part of the digits; keywords replace fields of RunConfig."""
+def remembered_spaces(spaces: dict[str, SearchSpace], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worlds are built on the spaces that are there."""
 
     def remembered(config: SpaceConfig) -> SearchSpace:
         if repr(config) not in spaces:
@@ -93,6 +99,10 @@ def tiny_config(
 
     monkeypatch.setattr("fedloom.platform.federation.building.build_space", remembered)
 
+
+@pytest.fixture
+def tiny_config(tmp_path: Path, remembered_spaces: None) -> Callable[..., RunConfig]:
+    """Makes configurations of 8 clients in 2 tiers on a part of the digits; keywords replace fields of RunConfig."""
     return partial(tiny_run, tmp_path / "results")
 
 

@@ -40,11 +40,9 @@ def browser() -> str:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of an ablation of which a trial failed and others are still to come."""
     root = tmp_path_factory.mktemp("results")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        arguments = ["ablation=comm_budget", "experiment=fedoras_digits"]
-        ablation = write_planned(root, arguments, Fates(failed=[1], waiting=[17]), rounds=10, candidates=4)
-        return write_ablation_report(root, ablation.ablation_id).html
+    arguments = ["ablation=comm_budget", "experiment=fedoras_digits"]
+    ablation = write_planned(root, arguments, Fates(failed=[1], waiting=[17]), rounds=10, candidates=4)
+    return write_ablation_report(root, ablation.ablation_id).html
 
 
 def browse(browser: str, page: Path, profile: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -1,11 +1,9 @@
 """An ablation's report as files: tables in Markdown and LaTeX, figures by name, trials in any state, and refusals."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 
@@ -29,14 +27,6 @@ from fedloom.experiments.store.ablations import FIGURES, Ablation
 
 BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]
 BUDGET = ["ablation=comm_budget", "experiment=fedoras_digits"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_waiting_for_the_disk() -> Iterator[None]:
-    """Syncing guards against power failures only, and is slow on a busy disk."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        yield
 
 
 def written(root: Path, arguments: list[str], fates: Fates | None = None) -> Ablation:

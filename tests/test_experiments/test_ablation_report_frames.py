@@ -1,7 +1,5 @@
 """Ablations as frames: planted numbers over seeds, in pairs, with missing trials, and with shared supernets."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,6 @@ BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]
 BUDGET = ["ablation=comm_budget", "experiment=fedoras_digits"]
 QUANTILE = 12.706204736
 """Of Student's t with one degree of freedom: two seeds."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_waiting_for_the_disk() -> Iterator[None]:
-    """Syncing guards against power failures only, and is slow on a busy disk."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        yield
 
 
 def planned(root: Path, arguments: list[str], fates: Fates | None = None) -> tuple[Ablation, Tables, pd.DataFrame]:

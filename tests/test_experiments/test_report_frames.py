@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,6 @@ from fedloom.experiments.report.tables.tiers import cell, columns_of, summarise
 from fedloom.platform.results.writer import RunWriter
 
 CONFIG = {"tiers": {"count": 3, "upper_bounds": None, "cost": "macs"}, "method": {"name": "fedoras", "search": {}}}
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Syncing guards against power failures only, and is slow on a busy disk."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def round_row(stage: str, round_: int, down: int, up: int, loss: float | None = None, **more: Any) -> dict[str, Any]:

@@ -27,12 +27,6 @@ from fedloom.platform.results.writer import RunWriter
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Syncing guards against power failures only, and is slow on a busy disk."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
 class Page(HTMLParser):
     """Checks that tags are balanced, and collects what the page refers to and says."""
 

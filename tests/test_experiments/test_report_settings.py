@@ -1,7 +1,6 @@
 """Reports go by setting: unlike runs are never averaged, a repeated seed is no further sample, differences are said."""
 
 import json
-import os
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -27,12 +26,6 @@ from fedloom.platform.results.writer import RunWriter
 
 OPA, FEDAVG = "demo, weighting=opa", "demo, weighting=fedavg"
 ROUNDS = 3
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Syncing guards against power failures only, and is slow on a busy disk."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def write_run(

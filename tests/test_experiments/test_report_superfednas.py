@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 from collections.abc import Sequence
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -51,12 +50,6 @@ CONFIG: dict[str, Any] = {
         "train": {"rounds": 2, "lr": 0.1, "shares": {"beta_0": 0.9}},
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Syncing guards against power failures only, and is slow on a busy disk."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def config(**changes: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,15 +29,20 @@ from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.spaces.space_config import SpaceConfig
 
 
-@pytest.fixture
-def elastic_config(tiny_config: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
-    """Makes configurations of 8 clients in 2 tiers on a space of 36 subnets, not searched.
+@pytest.fixture(scope="session")
+def elastic_config_in(tiny_config_in: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
+    """Makes configurations of 8 clients in 2 tiers on a space of 36 subnets, not searched, with results in a folder.
 
     `norm`, `method` (a dict) and `train` (a dict) change parts; other keywords replace fields of RunConfig.
     """
 
     def make(
-        norm: str = "none", method: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **changes: Any
+        results: Path | str,
+        /,
+        norm: str = "none",
+        method: dict[str, Any] | None = None,
+        train: dict[str, Any] | None = None,
+        **changes: Any,
     ) -> RunConfig:
         space = SpaceConfig(
             "resnet_elastic_small",
@@ -51,9 +57,18 @@ def elastic_config(tiny_config: Callable[..., RunConfig]) -> Callable[..., RunCo
         training = ElasticTrainingConfig(rounds=2, clients_per_round=4, epochs=2, batch_size=16, evaluate_every=2)
         chosen = SuperFedNASConfig(train=replace(training, **(train or {})), search=TargetSearchConfig(samples=0))
         tiers = TiersConfig(count=2, paths=2000, rho_high=0.5)
-        return tiny_config(**{"space": space, "tiers": tiers, "method": replace(chosen, **(method or {})), **changes})
+        parts = {"space": space, "tiers": tiers, "method": replace(chosen, **(method or {}))}
+        return tiny_config_in(results, **{**parts, **changes})
 
     return make
+
+
+@pytest.fixture
+def elastic_config(
+    tmp_path: Path, elastic_config_in: Callable[..., RunConfig], remembered_spaces: None
+) -> Callable[..., RunConfig]:
+    """Makes the same configurations with results in this test's own folder."""
+    return partial(elastic_config_in, tmp_path / "results")
 
 
 @pytest.fixture

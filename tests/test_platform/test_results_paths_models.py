@@ -12,12 +12,6 @@ from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Syncing guards against power failures only, and is slow on a busy disk."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
 def test_everything_of_a_run_has_its_place(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path, "demo", "r1")
     places = [paths.config, paths.status, paths.checkpoint, paths.models, paths.logs]

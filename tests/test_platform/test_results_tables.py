@@ -1,7 +1,6 @@
 """The declared tables: what a row may hold, and reading files of several versions back."""
 
 import math
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,12 +14,6 @@ from fedloom.platform.results.tables import SCHEMA_VERSION, TABLES, TIME_COLUMNS
 from fedloom.platform.results.writer import RunWriter
 
 KEY = b"fedloom_schema_version"
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Syncing guards against power failures only, and is slow on a busy disk."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def test_every_table_is_declared_with_its_version() -> None:

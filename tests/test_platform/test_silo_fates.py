@@ -1,6 +1,5 @@
 """What becomes of silos in SPIDER: never heard, failed, and interrupted; the others shall not notice."""
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -44,12 +43,6 @@ SILOS = (0, 1, 2)
 SHARED = "supernet"
 Make = Callable[..., RunConfig]
 Bags = Mapping[str, Mapping[str, Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Syncing guards against power failures only, and is slow on a busy disk."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,76 @@
+"""Data that is damaged, foreign or missing, and results that cannot be written: the file or folder is named."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+Refuse = Callable[..., str]
+
+CIFAR = ["experiment=fedoras_cifar10", "executor.kind=serial", "tiers.paths=1000"]
+
+
+def foreign_folder(tmp_path: Path, write: Callable[[Path], None]) -> Path:
+    folder = tmp_path / "data" / "cifar10"
+    folder.mkdir(parents=True)
+    for part in ("train", "test"):
+        write(folder / f"{part}-00000-of-00001.parquet")
+    return folder.parent
+
+
+def write_rubbish(file: Path) -> None:
+    file.write_bytes(b"PAR1 this is not a Parquet file PAR1")
+
+
+def write_foreign(file: Path) -> None:
+    pq.write_table(pa.table({"text": ["to be", "or not to be"], "label": [0, 1]}), file)
+
+
+def write_broken_images(file: Path) -> None:
+    images = pa.array(
+        [{"bytes": b"no image", "path": "a.png"}] * 200, pa.struct({"bytes": pa.binary(), "path": "string"})
+    )
+    pq.write_table(pa.table({"img": images, "label": [i % 10 for i in range(200)]}), file)
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (write_rubbish, r"parquet: cannot be read"),
+        (write_foreign, r"parquet: columns text, label; expected"),
+        (write_broken_images, r"parquet: row \d+ is not an image"),
+    ],
+)
+def test_a_corrupt_or_foreign_data_file_is_named(
+    tmp_path: Path,
+    refused: Refuse,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[Path], None],
+    expected: str,
+) -> None:
+    monkeypatch.setenv("FEDLOOM_DATA", str(foreign_folder(tmp_path, write)))
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("FEDLOOM_CACHE", str(cache))
+    assert re.search(expected, refused(preset=CIFAR))
+    assert not list(cache.rglob("*.npy")), "half a data set was left in the cache"
+
+
+def test_a_missing_data_set_says_where_it_was_looked_for(
+    tmp_path: Path, refused: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "nothing"))
+    line = refused(preset=CIFAR)
+    assert f"cifar10 not found under {tmp_path / 'nothing'}" in line
+    assert "FEDLOOM_DATA" in line
+
+
+@pytest.mark.parametrize("place", ["below a file", "in /proc"])
+def test_a_results_folder_that_cannot_be_written(
+    tmp_path: Path, refusal: Refuse, serial: Sequence[str], place: str
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    folder = {"below a file": str(tmp_path / "file" / "results"), "in /proc": "/proc/fedloom-results"}[place]
+    assert f"results folder {folder} cannot be written" in refusal("run", *serial, f"results={folder}")

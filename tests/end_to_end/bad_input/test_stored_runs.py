@@ -1,0 +1,92 @@
+"""Runs that are unknown, damaged or to be resumed with another value are refused, and stay as they are."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from fedloom.platform.results.paths import list_runs
+
+Refuse = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, own_cache: Path, call: Callable[..., int], quick: Sequence[str]
+) -> Path:
+    """A results folder with one small finished run."""
+    results = tmp_path_factory.mktemp("finished") / "results"
+    assert call("run", "--json", *quick, f"results={results}") == 0
+    return results
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(finished, tmp_path / "copied"))
+
+
+@pytest.fixture
+def resume_refused(refusal: Refuse, contents: Callable[[Path], dict[str, bytes]]) -> Refuse:
+    """Calls `fedloom resume` for the run in a folder, or another one, with ARGUMENTS; gives the line."""
+
+    def resume(results: Path, *arguments: str, run: str = "") -> str:
+        before = contents(results)
+        line = refusal("resume", run or list_runs(results)[0].run_id, *arguments, "--results", str(results))
+        assert contents(results) == before, "a refused resume changed the results"
+        return line
+
+    return resume
+
+
+def test_resuming_with_another_value_is_refused(finished: Path, resume_refused: Refuse) -> None:
+    line = resume_refused(finished, "data.alpha=2")
+    assert "data.alpha cannot change on resume" in line
+    assert "executor.actors" in line
+
+
+def test_a_configuration_edited_after_the_checkpoint_is_refused(copied: Path, resume_refused: Refuse) -> None:
+    file = list_runs(copied)[0].config
+    config = json.loads(file.read_text())
+    config["data"]["alpha"] = 2.0
+    file.write_text(json.dumps(config))
+    line = resume_refused(copied)
+    assert "another configuration" in line
+    assert "data.alpha 1.0 -> 2.0" in line
+
+
+def test_a_stored_configuration_that_is_gone_or_damaged(copied: Path, resume_refused: Refuse) -> None:
+    file = list_runs(copied)[0].config
+    file.write_text(file.read_text()[:100])
+    assert str(file) in resume_refused(copied)
+    file.unlink()
+    assert str(file) in resume_refused(copied)
+
+
+@pytest.mark.parametrize("damage", ["tensors cut short", "tensors missing", "state cut short", "a bit flipped"])
+def test_a_damaged_checkpoint_is_refused(copied: Path, resume_refused: Refuse, damage: str) -> None:
+    folder = list_runs(copied)[0].checkpoint
+    state, tensors = folder / "state.json", sorted(folder.glob("supernet-*.safetensors"))[0]
+    content = tensors.read_bytes()
+    if damage == "tensors cut short":
+        tensors.write_bytes(content[:-10])
+    elif damage == "tensors missing":
+        tensors.unlink()
+    elif damage == "a bit flipped":
+        tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        state.write_bytes(state.read_bytes()[:-20])
+    line = resume_refused(copied)
+    assert f"{(state if damage == 'state cut short' else tensors).name} is damaged" in line
+    assert "start a new run" in line
+
+
+def test_an_unknown_run(finished: Path, resume_refused: Refuse, refusal: Refuse) -> None:
+    known = list_runs(finished)[0].run_id
+    line = resume_refused(finished, run="20990101-nobody")
+    assert "no run '20990101-nobody'" in line
+    assert known in line
+    for command in ("report", "status"):
+        assert "no run '20990101-nobody'" in refusal(command, "20990101-nobody", "--results", str(finished))

@@ -1,0 +1,48 @@
+"""Updates that are no numbers are failed rows, and what becomes of the run is the policy's to say."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from fedloom.platform.results.paths import find_run
+from fedloom.platform.results.tables import read_table
+
+Call = Callable[..., int]
+
+
+def test_a_nan_update_is_a_failed_row_and_the_policy_stops_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], call: Call, quick: Sequence[str]
+) -> None:
+    results = tmp_path / "results"
+    assert call("run", "--json", *quick, "method.train.lr=1e30", f"results={results}") == 3
+    summary = json.loads(capfd.readouterr().out)
+    assert summary["status"] == "failed"
+    assert re.search(r"supernet, round 0: client \d+ \(tier\d\) failed: .*(not finite|loss is nan)", summary["message"])
+    rows = read_table(results, "clients", run_id=summary["run_id"])
+    failed = rows[rows["status"] == "failed"]
+    assert len(rows) == 4
+    assert len(failed) >= 1
+    assert failed["error"].str.contains("left out of the average").all()
+    assert read_table(results, "runs")["status"].tolist() == ["failed"]
+    assert not (find_run(results, summary["run_id"]).checkpoint / "state.json").exists()
+
+
+def test_a_nan_update_is_left_out_where_the_policy_tolerates_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], call: Call, quick: Sequence[str]
+) -> None:
+    results = tmp_path / "results"
+    tolerate = ["executor.failures.policy=tolerate", "executor.failures.max_share=1"]
+    assert call("run", "--json", *quick, "method.train.lr=1e30", *tolerate, f"results={results}") == 0
+    run_id = json.loads(capfd.readouterr().out.splitlines()[-1])["run_id"]
+    rows = read_table(results, "clients", run_id=run_id)
+    assert (rows[rows["stage"] == "supernet"]["status"] == "failed").all()
+    rounds = read_table(results, "rounds", run_id=run_id)
+    supernet = rounds[rounds["stage"] == "supernet"]
+    assert supernet["clients_failed"].tolist() == [4, 4]
+    assert pd.isna(supernet["loss"]).all()
+    # The first weights stayed as they were, so that everything after can still be computed.
+    assert read_table(results, "evaluations", run_id=run_id)["value"].notna().any()

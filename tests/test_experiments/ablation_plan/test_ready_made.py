@@ -1,0 +1,221 @@
+"""The ready-made ablations: how many trials, which, and with which configurations."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from fedloom.experiments.ablation.plan import plan_ablation
+from fedloom.experiments.runs.presets import ablations
+from fedloom.experiments.store.ablations import Ablation, Trial
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.results.files import check_name
+from fedloom.platform.results.paths import LONGEST_RUN_ID
+
+Compose = Callable[[Sequence[str]], RunConfig]
+AssertComposed = Callable[[Ablation, Sequence[Trial]], None]
+
+FITTING = {
+    "alpha": "fedoras_digits",
+    "beta_schedule": "superfednas_digits",
+    "comm_budget": "fedoras_digits",
+    "distribution_averaging": "superfednas_digits",
+    "init": "fedoras_digits",
+    "participation": "fedoras_digits",
+    "search": "fedoras_digits",
+    "spider_lambda": "spider_digits",
+    "tier_split": "fedoras_digits",
+}
+
+AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
+    "alpha": ({"alpha": (100.0, 1.0, 0.1)}, {"alpha": 1.0}),
+    "beta_schedule": (
+        {"beta_0": (0.9, 0.5), "decay": ("constant", "linear", "cosine"), "decay_share": (0.5, 0.8)},
+        {"beta_0": 0.9, "decay": "cosine", "decay_share": 0.8},
+    ),
+    "comm_budget": (
+        {"budget": (1.0, 0.5, 0.25), "averaging": ("opa", "fedavg", "plain")},
+        {"budget": 0.5, "averaging": "opa"},
+    ),
+    "distribution_averaging": (
+        {"heuristic": ("overlap + R", "overlap + S", "overlap + TS", "MaxNet")},
+        {"heuristic": "MaxNet"},
+    ),
+    "init": ({"rounds": ("5 rounds", "15 rounds", "30 rounds")}, {"rounds": "30 rounds"}),
+    "participation": ({"clients_per_round": (4, 8, 16)}, {}),
+    "search": (
+        {"searcher": ("nsga2", "random", "federated"), "validation_share": (1.0, 0.5, 0.2)},
+        {"searcher": "nsga2", "validation_share": 1.0},
+    ),
+    "spider_lambda": ({"lambda": (0.0, 0.01, 0.1, 1.0)}, {"lambda": 0.01}),
+    "tier_split": (
+        {"split": ("4 equal", "2 equal", "3 equal", "4 mostly small", "4 mostly large", "4 by devices", "4 low rho")},
+        {"split": "4 equal"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ready_made() -> Mapping[str, Ablation]:
+    """The plans of all ready-made ablations with a fitting experiment."""
+    return {name: plan_ablation([f"ablation={name}", f"experiment={e}"]) for name, e in FITTING.items()}
+
+
+def at(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key."""
+    for part in key.split("."):
+        config = config[part]
+    return config
+
+
+def test_every_ready_made_ablation_is_looked_at() -> None:
+    assert sorted(FITTING) == sorted(AXES) == ablations()
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_every_point_is_run_with_every_seed(name: str, ready_made: Mapping[str, Ablation]) -> None:
+    ablation = ready_made[name]
+    axes, reference = AXES[name]
+    assert dict(ablation.axes) == axes
+    assert list(ablation.axes) == list(axes)
+    assert dict(ablation.reference) == reference
+    assert (ablation.name, ablation.experiment, ablation.seeds) == (name, FITTING[name], (1, 2))
+    assert len(ablation.trials) == 2 * math.prod(len(values) for values in axes.values())
+    assert [t.index for t in ablation.trials] == list(range(len(ablation.trials)))
+    assert [t.seed for t in ablation.trials] == [1, 2] * (len(ablation.trials) // 2)
+    points = [tuple(t.setting[axis] for axis in axes) for t in ablation.trials]
+    assert len(set(points)) * 2 == len(points)
+    assert all(value in axes[axis] for t in ablation.trials for axis, value in t.setting.items())
+
+
+def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
+    assert {name: len(ablation.trials) for name, ablation in ready_made.items()} == {
+        "alpha": 6,
+        "beta_schedule": 24,
+        "comm_budget": 18,
+        "distribution_averaging": 8,
+        "init": 6,
+        "participation": 6,
+        "search": 18,
+        "spider_lambda": 8,
+        "tier_split": 14,
+    }
+
+
+def settings_of(ablation: Ablation) -> list[tuple[str, ...]]:
+    """The overrides of the trials of the first seed."""
+    return [t.overrides for t in ablation.trials if t.seed == 1]
+
+
+def test_beta_schedule_changes_beta_0_its_decay_and_share(ready_made: Mapping[str, Ablation]) -> None:
+    shares = "method.train.shares"
+    assert settings_of(ready_made["beta_schedule"]) == [
+        (f"{shares}.beta_0={beta_0}", f"{shares}.decay={decay}", f"{shares}.decay_share={share}")
+        for beta_0 in ("0.9", "0.5")
+        for decay in ("constant", "linear", "cosine")
+        for share in ("0.5", "0.8")
+    ]
+    assert all(at(t.config, "method.search.samples") == 0 for t in ready_made["beta_schedule"].trials)
+
+
+def test_distribution_averaging_has_the_four_pairs_of_the_paper(ready_made: Mapping[str, Ablation]) -> None:
+    heuristic, rule = "method.train.distribution.heuristic", "method.train.shares.rule"
+    assert settings_of(ready_made["distribution_averaging"]) == [
+        (f"{heuristic}=random", f"{rule}=overlap"),
+        (f"{heuristic}=sandwich", f"{rule}=overlap"),
+        (f"{heuristic}=tracking_sandwich", f"{rule}=overlap"),
+        (f"{heuristic}=tracking_sandwich", f"{rule}=maxnet"),
+    ]
+
+
+def test_comm_budget_crosses_the_budget_with_the_averaging(ready_made: Mapping[str, Ablation]) -> None:
+    trials = ready_made["comm_budget"].trials
+    keys = ("method.train.communication.value", "method.train.weighting", "method.train.communication.unit", "seed")
+    assert [tuple(at(t.config, key) for key in keys) for t in trials] == [
+        (budget, rule, "fraction", seed)
+        for budget in (1.0, 0.5, 0.25)
+        for rule in ("opa", "fedavg", "plain")
+        for seed in (1, 2)
+    ]
+    assert all(at(t.config, "method.rand_init.rounds") == 0 for t in trials)
+
+
+def test_tier_split_sets_counts_shares_and_rho(ready_made: Mapping[str, Ablation]) -> None:
+    assert settings_of(ready_made["tier_split"]) == [
+        ("tiers.count=4",),
+        ("tiers.count=2",),
+        ("tiers.count=3",),
+        ("tiers.count=4", "tiers.shares=[0.4,0.3,0.2,0.1]"),
+        ("tiers.count=4", "tiers.shares=[0.1,0.2,0.3,0.4]"),
+        ("tiers.count=4", "tiers.device_table=generated", "tiers.max_step_s=0.015"),
+        ("tiers.count=4", "tiers.rho_high=0.75"),
+    ]
+
+
+def test_search_has_three_searchers_and_shares(ready_made: Mapping[str, Ablation]) -> None:
+    keys = ("method.search.searcher", "method.search.scoring", "method.search.validation_share")
+    found = [tuple(at(t.config, key) for key in keys) for t in ready_made["search"].trials if t.seed == 2]
+    ways = (("nsga2", "central"), ("random", "central"), ("nsga2", "federated"))
+    assert found == [(*way, share) for way in ways for share in (1.0, 0.5, 0.2)]
+
+
+def test_the_others_vary_one_thing(ready_made: Mapping[str, Ablation]) -> None:
+    rounds = ("method.finetune.rounds", "method.rand_init.rounds")
+    assert settings_of(ready_made["init"]) == [tuple(f"{key}={n}" for key in rounds) for n in (5, 15, 30)]
+    assert settings_of(ready_made["spider_lambda"]) == [
+        (f"method.train.pull={v}",) for v in ("0.0", "0.01", "0.1", "1.0")
+    ]
+    assert settings_of(ready_made["alpha"]) == [(f"data.alpha={v}",) for v in ("100.0", "1.0", "0.1")]
+    assert settings_of(ready_made["participation"]) == [(f"method.train.clients_per_round={v}",) for v in (4, 8, 16)]
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_a_trial_differs_from_the_experiment_in_its_overrides_alone(
+    name: str, ready_made: Mapping[str, Ablation], composed: Compose
+) -> None:
+    """All trials, against values set one by one."""
+    ablation = ready_made[name]
+    parser = OverridesParser.create()
+    base = asdict(composed(ablation.overrides))
+    assert base["reuse_supernet"] is True
+    for trial in ablation.trials:
+        changed = {key: value for key, value in flat(trial.config).items() if value != flat(base)[key]}
+        wanted = {o.key_or_group: o.value() for o in parser.parse_overrides([*trial.overrides, f"seed={trial.seed}"])}
+        assert changed == {key: value for key, value in wanted.items() if value != flat(base)[key]}
+        assert trial.config.keys() == base.keys()
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return found
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_the_fast_path_gives_what_composing_gives(
+    name: str, ready_made: Mapping[str, Ablation], assert_composed: AssertComposed
+) -> None:
+    ablation = ready_made[name]
+    assert_composed(ablation, [ablation.trials[1], ablation.trials[-2]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FITTING)
+def test_the_fast_path_gives_what_composing_gives_for_all_trials(
+    name: str, ready_made: Mapping[str, Ablation], assert_composed: AssertComposed
+) -> None:
+    assert_composed(ready_made[name], ready_made[name].trials)
+
+
+def test_run_ids_are_planned_unique_and_valid(ready_made: Mapping[str, Ablation]) -> None:
+    ids = [t.run_id for ablation in ready_made.values() for t in ablation.trials]
+    assert len(set(ids)) == len(ids)
+    for ablation in ready_made.values():
+        for trial in ablation.trials:
+            assert trial.run_id == f"{ablation.ablation_id}-{trial.index:04d}"
+            assert check_name("run id", trial.run_id, LONGEST_RUN_ID) == trial.run_id
+    assert max(map(len, ids)) == LONGEST_RUN_ID == 40

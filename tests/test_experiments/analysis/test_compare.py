@@ -1,0 +1,144 @@
+"""Comparisons against a baseline: which test, over which seeds, and what cannot be compared."""
+
+import math
+from collections.abc import Callable
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from fedloom.experiments import analysis
+from fedloom.experiments.analysis.compare import difference
+
+WEIGHTING = "method.train.weighting"
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory, runs_in: Callable[[Path], Any]) -> Path:
+    """A folder with the runs of `write_pairs` and no others."""
+    runs = runs_in(tmp_path_factory.mktemp("pairs"))
+    runs.write_pairs()
+    return Path(runs.root)
+
+
+def test_a_paired_test_over_seeds(pairs: Path) -> None:
+    frame = analysis.compare(analysis.load(pairs), by=WEIGHTING)
+    fedavg, opa = frame.to_dict("records")
+    assert (fedavg["value"], fedavg["baseline"], fedavg["n"]) == ("fedavg", "fedavg", 3)
+    assert fedavg["mean"] == pytest.approx(1.45 / 3)
+    assert pd.isna(fedavg["test"])
+    assert (opa["value"], opa["test"], opa["compared"]) == ("opa", "paired t", 3)
+    assert opa["mean"] == pytest.approx(0.6)
+    assert opa["half_width"] == pytest.approx(0.24841377, rel=1e-7)
+    # Differences 0.1, 0.2, 0.05: t = sqrt(7); with 2 degrees of freedom p = 1 - t / sqrt(2 + t^2).
+    assert opa["difference"] == pytest.approx(0.35 / 3)
+    assert opa["p_value"] == pytest.approx(1 - math.sqrt(7) / 3)
+    assert opa["difference_high"] - opa["difference"] == pytest.approx(4.30265273 * math.sqrt(0.0175 / 9), rel=1e-7)
+    assert opa["difference"] - opa["difference_low"] == pytest.approx(opa["difference_high"] - opa["difference"])
+
+
+def test_seeds_that_do_not_pair_are_compared_by_welch(runs: Any) -> None:
+    runs.write_pairs()
+    runs.write("b4", 0.8, 4, weighting="opa", lr=0.1)
+    tables = analysis.load(runs.root)
+    row = analysis.compare(tables, WEIGHTING).to_dict("records")[1]
+    opa, fedavg = np.array([0.5, 0.7, 0.6, 0.8]), np.array([0.4, 0.5, 0.55])
+    parts = [opa.var(ddof=1) / 4, fedavg.var(ddof=1) / 3]
+    error, freedom = math.sqrt(sum(parts)), sum(parts) ** 2 / (parts[0] ** 2 / 3 + parts[1] ** 2 / 2)
+    mean = opa.mean() - fedavg.mean()
+    assert (row["test"], row["n"], row["compared"]) == ("Welch t", 4, 7)
+    assert row["p_value"] == pytest.approx(2 * stats.t.sf(mean / error, freedom))
+    assert row["difference_low"] == pytest.approx(mean - stats.t.ppf(0.975, freedom) * error)
+    three = analysis.load(runs.root, ["a1", "a2", "a3", "b1", "b2", "b3"])
+    assert analysis.compare(three, WEIGHTING, pair=None)["test"].tolist()[1] == "Welch t"
+    # All runs have one partition: it pairs nobody.
+    assert analysis.compare(three, WEIGHTING, pair="seeds.partition")["test"].tolist()[1] == "Welch t"
+    assert analysis.compare(three, WEIGHTING, pair="seeds.training")["test"].tolist()[1] == "paired t"
+
+
+def test_one_seed_gives_neither_interval_nor_test(pairs: Path) -> None:
+    row = analysis.compare(analysis.load(pairs, ["a1", "b1"]), WEIGHTING).to_dict("records")[1]
+    assert (row["n"], row["test"], row["difference"]) == (1, "none", pytest.approx(0.1))
+    assert all(math.isnan(row[k]) for k in ("half_width", "difference_low", "difference_high", "p_value"))
+
+
+def test_what_does_not_vary_has_no_p_value(pairs: Path) -> None:
+    row = analysis.compare(analysis.load(pairs), WEIGHTING, "total_bytes").to_dict("records")[1]
+    assert (row["difference"], row["difference_low"], row["difference_high"]) == (0, 0, 0)
+    assert math.isnan(row["p_value"])
+    shifted = difference(np.array([0.3, 0.4]), np.array([0.2, 0.3]), paired=True)
+    assert (shifted.p_value, shifted.difference) == (None, pytest.approx(0.1))
+
+
+def test_other_keys_make_groups_unless_they_are_ignored(runs: Any) -> None:
+    runs.write_pairs()
+    runs.write("c1", 0.1, 1, weighting="fedavg", lr=0.5)
+    runs.write("c2", 0.3, 2, weighting="opa", lr=0.5)
+    frame = analysis.compare(analysis.load(runs.root), WEIGHTING, baseline="opa")
+    assert list(zip(frame["within"], frame["value"], frame["n"], strict=True)) == [
+        ("lr=0.1", "opa", 3),
+        ("lr=0.1", "fedavg", 3),
+        ("lr=0.5", "opa", 1),
+        ("lr=0.5", "fedavg", 1),
+    ]
+    apart = analysis.load(runs.root, ["a1", "a2", "c2"])
+    with pytest.raises(ValueError, match=r"differ in other keys, too: method.train.lr; name in ignore="):
+        analysis.compare(apart, WEIGHTING)
+    assert analysis.compare(apart, WEIGHTING, ignore=["method.train.lr"])["n"].tolist() == [2, 1]
+
+
+def test_experiments_are_compared_whatever_they_differ_in(runs: Any) -> None:
+    for seed in (1, 2):
+        runs.write(f"r{seed}", 0.1 * seed, seed, "one", lr=0.1, epochs=2)
+        runs.write(f"s{seed}", 0.3 * seed, seed, "two", lr=0.5)
+    frame = analysis.compare(analysis.load(runs.root), "experiment", baseline="two")
+    assert frame["value"].tolist() == ["two", "one"]
+    assert frame["test"].tolist()[1] == "paired t"
+    assert frame["difference"].tolist()[1] == pytest.approx(-0.3)
+    runs.write("s3", 0.1, 3, "two", lr=0.7)
+    with pytest.raises(ValueError, match=r"runs of experiment 'two' differ in method.train.lr"):
+        analysis.compare(analysis.load(runs.root), "experiment")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"by": "method.train.weigthing"}, "no run has the configuration key.*nearest are method.train.weighting"),
+        ({"by": "weighting"}, "nearest are method.train.weighting"),
+        ({"by": WEIGHTING, "metric": "acuracy"}, "no metric 'acuracy': the nearest are accuracy"),
+        ({"by": WEIGHTING, "baseline": "plain"}, "no run has method.train.weighting=plain.*fedavg, opa"),
+        (
+            {"by": WEIGHTING, "pair": "seeds.trainin"},
+            "cannot be paired by 'seeds.trainin'.*nearest are seeds.t",
+        ),
+        ({"by": "method.train.lr"}, "all runs have method.train.lr=0.1, so there is nothing to compare"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_in_one_line(pairs: Path, arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        analysis.compare(analysis.load(pairs), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_runs_that_are_not_evaluated_yet_compare_by_what_they_cost(runs: Any) -> None:
+    for run_id, rate in (("r1", 0.1), ("r2", 0.2)):
+        runs.begin(run_id, 1, lr=rate).close()
+    tables = analysis.load(runs.root)
+    with pytest.raises(ValueError, match="no run has a value of accuracy yet"):
+        analysis.compare(tables, "method.train.lr")
+    assert analysis.compare(tables, "method.train.lr", "total_bytes")["mean"].tolist() == [42, 42]
+
+
+def test_the_order_of_the_runs_does_not_matter(pairs: Path) -> None:
+    expected = None
+    for run_ids in list(permutations(["a1", "b1", "a2", "b2", "a3"]))[::47]:
+        tables = analysis.load(pairs, run_ids)
+        summary = analysis.summary(tables).sort_values("setting", ignore_index=True)
+        found = (summary, analysis.compare(tables, WEIGHTING))
+        expected = expected or found
+        for frame, first in zip(found, expected, strict=True):
+            pd.testing.assert_frame_equal(frame, first, check_exact=True)

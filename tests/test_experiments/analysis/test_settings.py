@@ -1,0 +1,61 @@
+"""Settings: their names, what they differ in, and numbers over their seeds."""
+
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from fedloom.experiments import analysis
+from fedloom.experiments.analysis.intervals import estimate
+from fedloom.experiments.analysis.seeds import estimate_by_seed, spread
+from fedloom.experiments.analysis.settings import settings_of
+from fedloom.platform.results.writer import RunWriter
+
+
+def names_of(runs: Any, *run_ids: str) -> list[str]:
+    return [setting.name for setting in settings_of(analysis.load(runs.root, run_ids))]
+
+
+def test_a_name_begins_with_what_tells_its_setting_from_the_others(runs: Any) -> None:
+    common = {"a": 1, "b": 1, "c": 1, "d": 1, "zeta": 1}
+    for run_id, changes in (("r1", {}), ("r2", {"zeta": 2}), ("r3", dict.fromkeys("abcd", 2))):
+        runs.begin(run_id, 1, **(common | changes)).close()
+    assert names_of(runs, "r1", "r2", "r3") == [
+        "demo, a=1, b=1, c=1, zeta=1, and 1 more",
+        "demo, a=1, b=1, c=1, zeta=2, and 1 more",
+        "demo, a=2, b=2, c=2, d=2, and 1 more",
+    ]
+
+
+def test_long_values_are_cut_in_names_and_whole_in_what_differs(runs: Any) -> None:
+    for run_id, family in (("r1", ["x" * 40]), ("r2", ["y"])):
+        runs.begin(run_id, 1, family=family).close()
+    first, second = settings_of(analysis.load(runs.root))
+    assert first.name == f"demo, family=[{'x' * 30}…"
+    assert first.differences == {"method.train.family": ["x" * 40]}
+    assert second.name == "demo, family=[y]"
+
+
+def test_a_run_that_stored_no_configuration_is_a_setting_of_its_own(runs: Any) -> None:
+    for run_id in ("r1", "r2"):
+        RunWriter.create(runs.root, "demo", run_id).close()
+    assert names_of(runs, "r1", "r2") == ["demo, r1", "demo, r2"]
+
+
+def test_a_setting_counts_its_distinct_seeds(runs: Any) -> None:
+    for i, seed in enumerate((1, 1, 2)):
+        runs.begin(f"r{i}", seed).close()
+    (setting,) = settings_of(analysis.load(runs.root))
+    assert (setting.run_ids, setting.num_seeds, setting.repeats_seeds) == (("r0", "r1", "r2"), 2, True)
+
+
+def test_a_spread_over_seeds_averages_the_runs_of_a_seed_first() -> None:
+    rows = pd.DataFrame(
+        [("r0", "s1", 0, 0.2), ("r0", "s1", 0, 0.4), ("r1", "s1", 0, 0.5), ("r2", "s2", 0, 0.8), ("r2", "s2", 1, 1.0)],
+        columns=["run_id", "seeds", "round", "value"],
+    )
+    found = spread(rows, ["round"], "value")
+    assert found.loc[0].tolist() == pytest.approx([0.6, 0.4, 0.8])
+    assert found.loc[1].tolist() == [1.0, 1.0, 1.0]
+    assert estimate_by_seed([0.2, None, 0.4, 0.8], ["s1", "s1", "s1", "s2"]) == estimate([0.8, 0.3])
+    assert estimate_by_seed([None], ["s1"]) is None

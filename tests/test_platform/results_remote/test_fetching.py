@@ -1,0 +1,124 @@
+"""What is fetched from a URL, and whose copy is the right one."""
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.platform.results.mirror import mirrored
+from fedloom.platform.results.paths import run_paths
+from fedloom.platform.results.remote import fetch, fetch_folder, local_root, mirror_folder
+from fedloom.platform.results.tables import TABLES
+from fedloom.platform.results.target import Target
+
+Machine = Callable[[str], None]
+
+
+def put(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def status_text(state: str, heartbeat: float, host: str = "elsewhere", pid: int = 1) -> str:
+    values = {"state": state, "pid": pid, "host": host, "stage": "s", "round": 0, "rounds_total": 1, "message": ""}
+    return json.dumps({**values, "heartbeat": heartbeat})
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "kept"),
+    [
+        (status_text("running", 5.0, platform.node(), os.getpid()), status_text("running", 9.0), "here"),
+        (status_text("failed", 9.0), status_text("running", 5.0), "here"),
+        (status_text("failed", 5.0), status_text("failed", 5.0), "here"),
+        (status_text("failed", 5.0), status_text("done", 9.0), "there"),
+        (status_text("running", 5.0, platform.node(), 2**22 + 1), status_text("done", 9.0), "there"),
+    ],
+    ids=["at work here", "further here", "the same", "further there", "died here"],
+)
+def test_a_run_is_replaced_only_by_a_later_copy(
+    url: str, machine: Machine, here: str, there: str, kept: str, bucket: Path
+) -> None:
+    part = "rounds/experiment=e/run_id=r1/part-00000.parquet"
+    for root, status, name in ((local_root(url), here, "here"), (bucket, there, "there")):
+        put(root / part, name)
+        put(root / "artifacts/r1/journal-000001.jsonl", name)
+        put(root / f"artifacts/r1/checkpoint/{name}.safetensors", name)
+        put(root / "artifacts/r1/status.json", status)
+    fetch(url)
+    assert (local_root(url) / part).read_text() == kept
+    assert [p.name for p in local_root(url).rglob("*.safetensors")] == [f"{kept}.safetensors"]
+
+
+def test_only_what_changed_is_fetched_again(
+    url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, bucket: Path, small_run: Any
+) -> None:
+    small_run("r1")
+    with mirrored(url, small_run("r2").paths):
+        pass
+    with mirrored(url, run_paths(local_root(url), "e", "r1")):
+        pass
+    machine("b")
+    fetched: list[str] = []
+    download = Target.download
+
+    def counted(self: Target, name: str, path: Path) -> int:
+        fetched.append(name)
+        return download(self, name, path)
+
+    monkeypatch.setattr(Target, "download", counted)
+    fetch(url, ["r1"])
+    assert {name for name in fetched if "r2" in name} == set()
+    assert len(fetched) == len(TABLES) + 1
+    fetch(url)
+    assert len(fetched) == 2 * (len(TABLES) + 1)
+    put(bucket / "artifacts/r1/status.json", status_text("running", 9e12))
+    del fetched[:]
+    fetch(url)
+    assert fetched == ["artifacts/r1/status.json"]
+
+
+def test_a_file_that_disappears_while_it_is_fetched_is_looked_for_again(
+    url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, bucket: Path, small_run: Any
+) -> None:
+    with mirrored(url, small_run().paths):
+        pass
+    put(bucket / "artifacts/r1/checkpoint/w-v1.safetensors", "old")
+    machine("b")
+    download = Target.download
+
+    def overtaken(self: Target, name: str, path: Path) -> int:
+        if name.endswith("w-v1.safetensors"):
+            (bucket / name).rename(bucket / name.replace("v1", "v2"))
+        return download(self, name, path)
+
+    monkeypatch.setattr(Target, "download", overtaken)
+    root = fetch(url)
+    assert [p.name for p in root.rglob("*.safetensors")] == ["w-v2.safetensors"]
+    assert list(root.rglob("*.tmp")) == []
+
+
+def test_folders_beside_the_runs_go_there_and_come_back(url: str, machine: Machine, bucket: Path) -> None:
+    plan = local_root(url) / "ablations/a1/ablation.json"
+    put(plan, "planned")
+    mirror_folder(url, "ablations/a1")
+    put(plan, "two trials done")
+    assert fetch(url) == local_root(url)
+    assert plan.read_text() == "two trials done", "what is here is later"
+    mirror_folder(url, "ablations/a1")
+    machine("b")
+    assert (fetch(url, [], ablations=True) / "ablations/a1/ablation.json").read_text() == "two trials done"
+    put(bucket / "supernets/k/origin.json", "{}")
+    assert (fetch_folder(url, "supernets/k") / "origin.json").read_text() == "{}"
+    assert list(fetch_folder(url, "supernets/none").glob("*")) == []
+
+
+def test_a_folder_that_cannot_be_sent_is_said_in_one_line(url: str, machine: Machine, bucket: Path) -> None:
+    put(local_root(url) / "ablations/a1/ablation.json", "planned")
+    bucket.parent.mkdir()
+    bucket.write_text("a file where the folder should be")
+    with pytest.raises(OSError, match=r"ablations/a1 could not be copied to file://.*: copy it yourself"):
+        mirror_folder(url, "ablations/a1")
