@@ -7,12 +7,15 @@ the same way. A user's code that fails gives a one-line error that names it.
 
 import importlib
 import inspect
+import site
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -66,7 +69,8 @@ class Slot(Generic[T]):
         kind: the kind of code, as in messages, such as `server rule`.
         known: the built-in code by name.
         arguments: the positional arguments of a call; keyword-only parameters are options.
-        made: whether classes are also allowed: a class is called with its options, and the instance is used.
+        made: whether classes are also allowed: a class is called with its options, and the instance is used. If there
+            are no arguments, a function is also called with its options, and its result is used.
     """
 
     kind: str
@@ -97,7 +101,10 @@ class Slot(Generic[T]):
             raise PluginError(f"{self.kind} {name!r} is {an(type(found).__name__)}, not {self.form}")
         places = () if self.made and inspect.isclass(found) else self.arguments
         try:
-            inspect.signature(found).bind(*places)
+            signature = inspect.signature(found)
+            # Options that must be given are asked for by their keys, once it is known which are.
+            options = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+            signature.bind(*places, **dict.fromkeys(options))
         except ValueError:  # a builtin without a signature
             return
         except TypeError as error:
@@ -108,6 +115,8 @@ class Slot(Generic[T]):
     @property
     def form(self) -> str:
         """The required form of a user's code, for messages."""
+        if not self.arguments:
+            return "a class of options by keyword, or a function of them that makes one of its kind"
         form = f"a function of ({', '.join(self.arguments)}) and of options by keyword"
         return f"{form}, or a class of such options" if self.made else form
 
@@ -123,14 +132,14 @@ def _made(slot: "Slot[Any]", chosen: Chosen, found: Any) -> Any:
     own = is_import_path(chosen.name)
     if own:
         slot.check_callable(chosen.name, found)
-    if slot.made and inspect.isclass(found):
-        with blaming(slot.kind, chosen.name) if own else nullcontext():
+    if slot.made and (inspect.isclass(found) or not slot.arguments):
+        with blaming(slot.kind, chosen.name):
             return found(**options)
     bound = partial(found, **options) if options else found
-    return _Blamed(slot.kind, chosen.name, bound) if own else bound
+    return Blamed(slot.kind, chosen.name, bound) if own else bound
 
 
-class _Blamed:
+class Blamed:
     """Wraps a user's function so that its errors name it."""
 
     def __init__(self, kind: str, name: str, function: Callable[..., Any]) -> None:
@@ -143,7 +152,13 @@ class _Blamed:
 
 @contextmanager
 def blaming(kind: str, name: str, spare: type[Exception] = PluginError) -> Iterator[None]:
-    """Turns exceptions in the block into a PluginError that names the code and the line, except for `spare`."""
+    """Turns exceptions of a user's code in the block into a PluginError that names it, except for `spare`.
+
+    Errors of built-in code are raised as they are: they are mistakes of fedloom's.
+    """
+    if not is_import_path(name):
+        yield
+        return
     try:
         yield
     except (spare, PluginError, KeyboardInterrupt):
@@ -153,13 +168,9 @@ def blaming(kind: str, name: str, spare: type[Exception] = PluginError) -> Itera
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's type, message and line of code, in one line."""
+    """An error's type, message and line of the user's code, in one line."""
     text = " ".join(str(error).split())
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    where = f" (line {frame.tb_lineno} of {frame.tb_frame.f_code.co_filename})" if frame is not None else ""
-    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+    return f"{type(error).__name__}{': ' if text else ''}{text}{place_in_own(error)}"
 
 
 def is_import_path(name: str) -> bool:
@@ -239,3 +250,44 @@ def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
         return eval(annotation, names)
     except NameError:
         return annotation
+
+
+# -- whose code it is --------------------------------------------------------------------------------------------------
+
+OF_PACKAGES = frozenset({"site-packages", "dist-packages"})
+"""What the folders of installed packages are called, in any environment."""
+_FEDLOOM = tuple(Path(__file__).resolve().parents[1] / part for part in ("platform", "actors", "experiments", "tiers"))
+
+
+def is_own(file: Path) -> bool:
+    """Whether a source is the user's own."""
+    return not is_fedlooms(file) and not is_installed(file)
+
+
+def is_fedlooms(file: Path) -> bool:
+    """Whether a source is a module of fedloom."""
+    return any(file.is_relative_to(folder) for folder in _FEDLOOM)
+
+
+def is_installed(file: Path) -> bool:
+    """Whether a source belongs to Python or to an installed package."""
+    # Environments are laid over each other (a .pth file, PYTHONPATH): packages of another one are not the user's own.
+    return not OF_PACKAGES.isdisjoint(file.parts) or any(file.is_relative_to(f) for f in _installed_folders())
+
+
+def place_in_own(error: BaseException) -> str:
+    """` (line N of FILE)` for the innermost line of the user's own code that an error came through; empty if none."""
+    place, frame = "", error.__traceback__
+    while frame is not None:
+        file = Path(frame.tb_frame.f_code.co_filename)
+        if file.is_absolute() and is_own(file.resolve()):
+            place = f" (line {frame.tb_lineno} of {file.name})"
+        frame = frame.tb_next
+    return place
+
+
+@cache
+def _installed_folders() -> tuple[Path, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = [*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()]
+    return tuple({Path(folder).resolve() for folder in folders})

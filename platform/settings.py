@@ -7,10 +7,10 @@ Fields of configurations and keyword parameters of functions chosen by name decl
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fedloom.platform.plugins import Chosen, Slot, an, nearest
 
@@ -85,6 +85,11 @@ PART = Range(least=0, most=1)
 BELOW_ONE = Range(least=0, below=1)
 
 
+TRUE_OR_FALSE, A_CHOICE = "true or false", "one of "
+PHRASES = (TRUE_OR_FALSE, A_CHOICE)
+"""How types are called that need no article."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """One setting; `allowed` is None if its type is the only restriction."""
@@ -115,15 +120,22 @@ def described(key: str, annotation: Any, default: Any) -> Setting:
 
 
 def check_settings(config: Any, prefix: str = "") -> None:
-    """Raises ValueError naming the first setting that is out of its range, or a number that is not finite."""
+    """Raises ValueError naming the first setting that is out of its range, or a number that is not finite.
+
+    Options of code that is chosen by name are left to `chosen`: their ranges stand beside that code.
+    """
     for setting in settings_of(config, prefix):
-        check_value(setting, setting.default)
+        if not (isinstance(setting.default, Mapping) and setting.allowed is None):
+            check_value(setting, setting.default)
 
 
 def check_value(setting: Setting, value: Any) -> None:
-    """Raises ValueError if the value is not allowed for this setting; None is not checked."""
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
-    for each in values:
+    """Raises ValueError if the value is not allowed for this setting; null is allowed where its type says so."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            check_value(replace(setting, key=f"{setting.key}.{name}"), each)
+        return
+    for each in value if isinstance(value, list | tuple) else [value]:
         if isinstance(each, str) and isinstance(setting.allowed, OneOf) and each not in setting.allowed.names:
             names = list(setting.allowed.names)
             raise ValueError(
@@ -145,12 +157,32 @@ def converted(setting: Setting, annotation: Any, value: Any) -> Any:
     allowed = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    plain = tuple(get_origin(k) or k for k in allowed)
-    exact = isinstance(value, plain) and not (isinstance(value, bool) and bool not in plain)
-    if Any not in allowed and not exact:
-        raise ValueError(f"{setting.key}={value!r}: must be a {setting.kind}")
+    if not any(_is_of(value, k) for k in allowed):
+        raise ValueError(f"{setting.key}={value!r}: must be {_noun(setting.kind)}")
     check_value(setting, value)
     return value
+
+
+def _noun(kind: str) -> str:
+    """A type with its article, if it takes one."""
+    return kind if kind.startswith(PHRASES) else an(kind)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value, as a configuration holds it, has this type; every value has one that cannot be looked at."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in inner
+    plain = origin or kind
+    if plain in (Any, object) or not isinstance(plain, type):
+        return True
+    if plain is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, bool) and plain is not bool:
+        return False
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    item_kinds = inner[-1:] if plain in (list, dict) else ()
+    return isinstance(value, plain) and all(_is_of(item, k) for k in item_kinds for item in items)
 
 
 @cache
@@ -172,7 +204,9 @@ def _type_name(kind: Any) -> str:
     if get_origin(kind) in (list, dict):
         inner = ", ".join(_type_name(k) for k in get_args(kind))
         return f"{get_origin(kind).__name__}[{inner}]" if inner else str(get_origin(kind).__name__)
-    names = {str: "text", bool: "true or false", Any: "any", int: "int", float: "float"}
+    if get_origin(kind) is Literal:
+        return f"{A_CHOICE}{', '.join(map(str, get_args(kind)))}"
+    names = {str: "text", bool: TRUE_OR_FALSE, Any: "any", int: "int", float: "float"}
     return names.get(kind, getattr(kind, "__name__", str(kind)))
 
 
@@ -201,6 +235,10 @@ def _options(slot: Slot[Any], name: str, given: Mapping[str, Any], key: str) -> 
         annotation = Any if parameter.annotation is parameter.empty else parameter.annotation
         setting = described(f"{key}.{parameter.name}", annotation, parameter.default)
         if parameter.name in given:
-            yield parameter.name, converted(setting, annotation, given[parameter.name])
+            try:
+                value = converted(setting, annotation, given[parameter.name])
+            except ValueError as error:
+                raise ValueError(f"{error} (an option of {slot.kind} {name})") from error
+            yield parameter.name, value
         elif parameter.default is parameter.empty:
-            raise ValueError(f"{setting.key} is missing: {slot.kind} {name} needs it, a {setting.kind}")
+            raise ValueError(f"{setting.key} is missing: {slot.kind} {name} needs it, {_noun(setting.kind)}")

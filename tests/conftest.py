@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -106,8 +107,7 @@ def tiny_config(tmp_path: Path, remembered_spaces: None) -> Callable[..., RunCon
     return partial(tiny_run, tmp_path / "results")
 
 
-@pytest.fixture(scope="module")
-def ray_cluster() -> None:
+def start_ray() -> None:
     """Ray with two free CPUs: one cluster for the session, begun by the first who needs it and left to the next."""
     import ray  # the tests below platform/ and tiers/ do without it
 
@@ -129,6 +129,28 @@ def ray_cluster() -> None:
     while ray.available_resources().get("CPU", 0) < 2:
         assert time.monotonic() < end, "somebody's actors hold the cluster's CPUs"
         time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> None:
+    """The session's cluster."""
+    start_ray()
+
+
+@contextmanager
+def _own_ray() -> Iterator[None]:
+    end_of_ray()
+    start_ray()
+    try:
+        yield
+    finally:
+        end_of_ray()
+
+
+@pytest.fixture(scope="session")
+def own_ray() -> Callable[[], AbstractContextManager[None]]:
+    """A cluster for a block, whose actors find modules where the test has just put them."""
+    return _own_ray
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,9 +13,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from fedloom.experiments.runs.presets import CONF, DEFAULT_METHOD, experiments, method_in, of_method
+from fedloom.experiments.runs.own_presets import ENDINGS, is_own, own_preset
+from fedloom.experiments.runs.presets import CONF, DEFAULT_METHOD, PRESET, experiments, method_in, of_method
 from fedloom.platform.data.checks import check as check_data
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import METHODS, find_method
@@ -28,11 +28,9 @@ from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import FREE_ON_RESUME, free_on_resume
 from fedloom.platform.settings import check_settings
 
-PRESET, METHOD = "experiment=", "method="
+METHOD = "method="
 FREE = ("options", "cost_weights")
 """Mappings of the configuration that accept arbitrary keys."""
-OWN_PRESETS = "own"
-"""Subgroup of `experiment` in which a user's own presets are registered."""
 
 
 def compose_config(overrides: Sequence[str]) -> RunConfig:
@@ -40,6 +38,7 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
 
     Raises ValueError with one line for a key or value that is unknown or out of range.
     """
+    overrides = [_unquoted(override) for override in overrides]
     try:
         composed = _compose(overrides)
         _check_added(overrides)
@@ -104,21 +103,36 @@ def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
     _register_schema()
-    ready = [_own_preset(o) if o.startswith(PRESET) else o for o in overrides]
+    own = {o: own_preset(o) for o in overrides if is_own(o)}
+    ready = [own[o].choice if o in own else o for o in overrides]
     # Only the named methods are registered, so that the modules of the others are not imported.
     methods = [o.removeprefix(METHOD) for o in ready if o.startswith(METHOD)]
-    for name in (DEFAULT_METHOD, *methods, *(method_in(o.removeprefix(PRESET)) for o in ready if o.startswith(PRESET))):
+    methods += [method_in(o.removeprefix(PRESET)) for o in ready if o.startswith(PRESET)]
+    for name in (DEFAULT_METHOD, *methods, *(name for preset in own.values() for name in preset.methods)):
         _register_method(name)
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONF), version_base=None):
         return compose(config_name="config", overrides=[_addable(override) for override in ready])
 
 
+def _unquoted(override: str) -> str:
+    """Removes the quotes that a shell or an ablation leaves around the name of a preset or a method."""
+    key, _, value = override.partition("=")
+    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+    return f"{key}={value[1:-1]}" if quoted and f"{key}=" in (PRESET, METHOD) else override
+
+
 def _addable(override: str) -> str:
     """Marks an override of a free mapping, such as the options of a plug-in, with Hydra's `++` for new keys."""
-    key = override.partition("=")[0]
-    free = any(f"{name}." in key for name in FREE)
+    free = _free_part(override.partition("=")[0])
     return f"++{override}" if free and "=" in override and not override.startswith(("+", "~")) else override
+
+
+def _free_part(key: str) -> str:
+    """The mapping in a key that takes keys of the user's own, as it is called; empty if there is none."""
+    parts = key.split(".")
+    places = [place for place, part in enumerate(parts) if part in FREE]
+    return ".".join(parts[: places[0] + 1]) if places else ""
 
 
 @cache
@@ -126,55 +140,30 @@ def _register_schema() -> None:
     ConfigStore.instance().store(name="run_schema", node=RunConfig)
 
 
-@cache
 def _register_method(name: str) -> None:
     """Registers a method with Hydra, by its name or by the import path of a user's own method."""
     if name in METHODS or is_import_path(name):
-        ConfigStore.instance().store(group="method", name=name, node=find_method(name).config(name=name))
+        _store_method(name, find_method(name).config)
 
 
-def _own_preset(override: str) -> str:
-    """Registers the preset of `experiment=./mine.yaml`, which may extend another (`defaults: [fedoras_digits]`).
-
-    Returns the override that chooses it; other overrides are returned unchanged.
-    """
-    given = override.removeprefix(PRESET)
-    if not given.endswith((".yaml", ".yml")):
-        return override
-    path = Path(given)
+@lru_cache(maxsize=1)  # a module of the user's own may be loaded anew, in a notebook
+def _store_method(name: str, config_class: type) -> None:
+    config = config_class(name=name)
     try:
-        preset = OmegaConf.load(path)
-    except FileNotFoundError:
-        raise ValueError(f"experiment={given}: there is no such file") from None
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"experiment={given}: cannot be read as YAML: {_first_line(error)}") from error
-    if not isinstance(preset, DictConfig):
-        raise ValueError(f"experiment={given}: holds no keys; write a preset like fedloom's own")
-    name = check_name("experiment", path.stem)
-    preset.setdefault("experiment", name)
-    for default in preset.get("defaults", ()):
-        chosen = default.get("override /method") if isinstance(default, DictConfig) else None
-        _register_method(str(chosen or ""))
-    ConfigStore.instance().store(
-        group=f"experiment/{OWN_PRESETS}", name=name, node=_relative(preset), package="_global_"
-    )
-    return f"{PRESET}{OWN_PRESETS}/{name}"
-
-
-def _relative(preset: DictConfig) -> DictConfig:
-    """Makes the presets in its defaults refer to fedloom's own presets."""
-    defaults = [
-        f"/experiment/{d}@_global_" if isinstance(d, str) and d != "_self_" else d for d in preset.get("defaults", ())
-    ]
-    if defaults and "_self_" not in defaults:
-        defaults.append("_self_")
-    preset.defaults = defaults
-    return preset
+        ConfigStore.instance().store(group="method", name=name, node=config)
+    except (OmegaConfBaseException, NameError, TypeError) as error:
+        raise PluginError(
+            f"method {name!r}: its config cannot be composed: {_first_line(error)}; give fields of numbers, texts, "
+            "true or false, lists and dictionaries of these, or dataclasses of such fields"
+        ) from error
 
 
 def check_config(config: RunConfig) -> None:
     """Raises ValueError for invalid values and combinations of values."""
     check_settings(config)
+    name = config.method.name
+    if not isinstance(config.method, find_method(name).config):
+        raise ValueError(f"method.name={name}: a method is chosen by method={name}, which brings its own keys")
     check_name("experiment", config.experiment)
     check_data(config.data)
     if config.executor.resident and config.executor.chunk_size != 1:
@@ -183,16 +172,17 @@ def check_config(config: RunConfig) -> None:
 
 def _check_added(overrides: Sequence[str]) -> None:
     """Raises ValueError if `+key=value` adds a key outside free mappings, which Hydra itself accepts."""
-    added = [override.lstrip("+").partition("=")[0] for override in overrides if override.startswith("+")]
+    keys = [(override.startswith("+"), override.lstrip("+").partition("=")[0]) for override in overrides]
+    added = [key for plus, key in keys if plus or _free_part(key)]
     if not added:
         return
     defaults = _compose(_choices(overrides))
     known = list(_keys(OmegaConf.to_container(defaults)))
     for key in added:
-        parent = OmegaConf.select(defaults, key.rpartition(".")[0]) if "." in key else defaults
-        free = isinstance(parent, DictConfig) and OmegaConf.get_type(parent) is dict
+        inside = _free_part(key)
+        free = bool(inside) and OmegaConf.get_type(OmegaConf.select(defaults, inside)) is dict
         if key not in (*known, "experiment", "method") and not free:
-            raise ValueError(_unknown(key, known))
+            raise ValueError(_unknown(inside or key, known))
 
 
 def _unknown(key: str, known: list[str]) -> str:
@@ -203,12 +193,15 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line that says what was given and what is allowed."""
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        own = is_import_path(value) or value.endswith((".yaml", ".yml"))
+        own = is_import_path(value) or value.endswith(ENDINGS)
         for choice, kind, there in (("experiment", "preset", experiments()), ("method", "method", [*METHODS])):
             if key == choice and value not in there and not own:
                 return f"{key}={value}: no such {kind}{nearest(value, there)}; there are {_some(value, there)}"
     if isinstance(error, OverrideParseException) and "=" in error.override:
-        return f"{error.override} cannot be read ({_first_line(error)}): give key=value, a list as [1,2]"
+        return f"{error.override.lstrip('+')} cannot be read ({_first_line(error)}): give key=value, a list as [1,2]"
+    for override in filter(is_own, overrides):
+        if problem := _problem_of(override):
+            return f"{override}: {problem}"
     try:
         known = list(_keys(_defaults(overrides)))
     except (HydraException, OmegaConfBaseException) as clash:
@@ -217,9 +210,23 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         key = override.lstrip("+~").partition("=")[0]
         if "=" not in override:
             return f"{override!r} is not of the form key=value"
-        if key not in (*known, "experiment", "method"):
-            return _unknown(key, known)
+        inside = _free_part(key) or key
+        if inside not in (*known, "experiment", "method"):
+            return _unknown(inside, known)
     return _first_line(error)
+
+
+def _problem_of(override: str) -> str:
+    """What is wrong with a preset of a user's own by itself; empty if nothing is."""
+    try:
+        OmegaConf.to_object(_compose([override]))
+    except (HydraException, OmegaConfBaseException) as error:
+        line = _first_line(error)
+        key, _, problem = line.partition(": ")
+        known = list(_keys(OmegaConf.to_container(_compose([own_preset(override).beginning]))))
+        unknown = problem.startswith("Key ") and key not in known and not _free_part(key)
+        return _unknown(key, known) if unknown else line
+    return ""
 
 
 def _clash(choices: list[str], problem: str) -> str:
@@ -263,5 +270,7 @@ def _first_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Hydra says where it was composing first.
+    lines = lines[1:] if len(lines) > 1 and lines[0].endswith("raised while composing config:") else lines
     key = next((line.removeprefix("full_key:").strip() for line in lines if line.startswith("full_key:")), "")
     return f"{key}: {lines[0]}" if key else lines[0]

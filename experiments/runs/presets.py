@@ -8,6 +8,8 @@ import yaml
 CONF = Path(__file__).resolve().parent.parent / "conf"
 DEFAULT_METHOD = "fedoras"
 """The method of a run that chooses none, as in `config.yaml`."""
+PRESET = "experiment="
+"""How a command line chooses a preset."""
 CHOICE = "override /method"
 """The entry of a preset's defaults that chooses its method."""
 

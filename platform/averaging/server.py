@@ -170,7 +170,7 @@ def serve(
             mean, before = part_of(averaged.weights[name], region), part_of(old[name], region)
             own = partial(memory.part, name, old[name], region)
             values = rule(ServerStep(name, before, mean, coverage.contributors, about, own))
-            part_of(result, region).copy_(_checked(values, before, rule_name, name))
+            part_of(result, region).copy_(checked_values(values, before, name, "server rule", rule_name))
         weights[name] = result
     return weights, memory.tensors
 
@@ -192,13 +192,17 @@ class _Memory:
         return part_of(self.tensors[place], region)
 
 
-def _checked(values: Tensor, like: Tensor, rule: str, parameter: str) -> Tensor:
+def checked_values(values: Tensor, like: Tensor, parameter: str, kind: str, rule: str) -> Tensor:
+    """A region's new values; PluginError naming the rule for another shape, whole numbers, or what is not finite."""
+    blame = f"{kind} {rule!r}"
     if not isinstance(values, Tensor) or values.shape != like.shape:
         given = f"the shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)[:60]
         raise PluginError(
-            f"server rule {rule!r} gave {given} for a region of {parameter} of the shape {tuple(like.shape)}: "
+            f"{blame} gave {given} for a region of {parameter} of the shape {tuple(like.shape)}: "
             "give new values of the same shape"
         )
+    if not values.is_floating_point():
+        raise PluginError(f"{blame} gave values of {values.dtype} for {parameter}: give floats")
     if is_import_path(rule) and not bool(torch.isfinite(values).all()):
-        raise PluginError(f"server rule {rule!r} gave values for {parameter} that are not finite")
+        raise PluginError(f"{blame} gave values for {parameter} that are not finite")
     return values

@@ -1,7 +1,7 @@
 """Shares: factors by which the server scales the clients' weights in a round (overlap, MaxNet)."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Annotated
@@ -102,8 +102,19 @@ def shares_of(rule: Chosen, sharing: Sharing) -> Shares:
 def _check(shares: Shares, clients: int, blame: str) -> None:
     if not isinstance(shares, Shares):
         raise PluginError(f"{blame} gives {type(shares).__name__}: give a fedloom.platform.averaging.shares.Shares")
-    if len(shares.values) != clients:
-        raise PluginError(f"{blame} gives {len(shares.values)} shares to {clients} clients: give one per client")
+    if not isinstance(shares.values, Sized) or len(shares.values) != clients:
+        given = len(shares.values) if isinstance(shares.values, Sized) else repr(shares.values)[:60]
+        raise PluginError(f"{blame} gives {given} shares to {clients} clients: give one per client")
     for value in shares.values:
         if not (isinstance(value, Real) and 0 <= value < math.inf):
             raise PluginError(f"{blame} gives the share {value!r}: shares are finite numbers of at least 0")
+    for name, value in shares.schedules.items() if isinstance(shares.schedules, Mapping) else [("schedules", None)]:
+        if not isinstance(value, int | float):
+            raise PluginError(f"{blame} gives the schedule {name} the value {value!r:.60}: give numbers by their names")
+
+
+def check_shares(rule: Chosen, config: SharesConfig, clients: int) -> None:
+    """Tries a rule of the user's own on rounds with and without the largest subnet; PluginError if it does not work."""
+    if is_import_path(rule.name):
+        for largest in (True, False):
+            shares_of(rule, Sharing(config, 0, 2, clients, (largest, *[False] * (clients - 1))))

@@ -11,6 +11,7 @@ in a later round reads the entries that belong to them.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from torch import Tensor
 
-from fedloom.platform.plugins import Chosen, PluginError, Slot
+from fedloom.platform.averaging.server import checked_values
+from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming, is_import_path
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Slice, SliceMap, Weights
 
@@ -66,7 +68,7 @@ class LocalClient:
 
     def shared(self, slot: str, name: str) -> Tensor:
         """The parameter's slice of the tensor that the server shares in a slot of the rule's `shared`; read-only."""
-        return self._part(place_of(slot, self.slices[name].source), name)
+        return self._part(self._place(slot, self.slices[name].source), name)
 
     def kept(self, slot: str, name: str) -> Tensor:
         """The parameter's slice of the client's state in a slot, initially zero; the rule changes it in place."""
@@ -79,12 +81,24 @@ class LocalClient:
     def send(self, slot: str, name: str, value: Tensor, weight: float | None = None) -> None:
         """Sends a value for the parameter's slice of a shared slot.
 
-        Its weight is the largest weight of the model's tensors unless `weight` is given.
+        Its weight is the largest weight of the model's tensors unless `weight` is given. Raises ValueError for a slot
+        that is not shared, and for an invalid value or weight.
         """
-        piece = self.slices[name]
-        place = place_of(slot, piece.source)
+        piece, like = self.slices[name], self.parameters[name]
+        place = self._place(slot, piece.source)
+        if not isinstance(value, Tensor) or value.shape != like.shape or not value.is_floating_point():
+            given = f"{value.dtype} of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{slot}: {given} is sent for {name}: give floats of its shape {tuple(like.shape)}")
+        if weight is not None and not 0 <= weight < math.inf:
+            raise ValueError(f"{slot}: the weight {weight} is sent for {name}: give a finite number of at least 0")
         self.sent[place] = value.detach()
         self.sent_slices[place], self.sent_weights[place] = Slice(place, piece.region), weight
+
+    def _place(self, slot: str, source: str) -> str:
+        place = place_of(slot, source)
+        if place not in self.weights:
+            raise ValueError(f"there is no shared slot {slot!r}: name it in `shared`")
+        return place
 
     def _part(self, shared: str, name: str) -> Tensor:
         return self.slices[name].of(self.weights[shared]).to(self.parameters[name].device)
@@ -158,11 +172,51 @@ class _Simple(LocalRule):
         return self.function(client)
 
 
+class _Own(LocalRule):
+    """A user's own rule: whatever goes wrong in it names it."""
+
+    def __init__(self, name: str, rule: LocalRule) -> None:
+        self.name, self.rule, self.shared = name, rule, rule.shared
+
+    def begin(self, client: LocalClient) -> Correction | None:
+        with blaming("local rule", self.name):
+            correct = self.rule.begin(client)
+        if correct is not None and not callable(correct):
+            raise PluginError(f"local rule {self.name!r} gives {correct!r:.60}: give a {CORRECTION}, or None")
+
+        def blamed(name: str, parameter: Tensor, gradient: Tensor) -> None:
+            with blaming("local rule", self.name):
+                given: object = correct(name, parameter, gradient)  # type: ignore[misc]
+            if given is not None and given is not gradient:
+                raise PluginError(f"local rule {self.name!r} has a correction that gives something back: {IN_PLACE}")
+
+        return None if correct is None else blamed
+
+    def end(self, client: LocalClient) -> None:
+        with blaming("local rule", self.name):
+            self.rule.end(client)
+
+    def merge(self, step: ServerStep) -> Tensor:
+        with blaming("local rule", self.name):
+            values = self.rule.merge(step)
+        return checked_values(values, step.old, step.name, "local rule", self.name)
+
+
+CORRECTION = "function of (name, parameter, gradient)"
+IN_PLACE = "change the gradient in place, as gradient.add_(...) does"
+
+
 def local_rule(choice: Chosen) -> LocalRule:
     """The chosen rule; PluginError if it does not exist or is a class that is no `LocalRule`."""
-    made = LOCAL_RULES.make(choice)
-    if isinstance(made, LocalRule):
+    made, blame = LOCAL_RULES.make(choice), f"local rule {choice.name!r}"
+    if not isinstance(made, LocalRule):
+        if inspect.isclass(LOCAL_RULES.find(choice.name)):
+            raise PluginError(f"{blame} is no LocalRule: derive the class from {__name__}.LocalRule")
+        made = _Simple(made)
+    if not is_import_path(choice.name):
         return made
-    if inspect.isclass(LOCAL_RULES.find(choice.name)):
-        raise PluginError(f"local rule {choice.name!r} is no LocalRule: derive the class from {__name__}.LocalRule")
-    return _Simple(made)
+    if type(made).begin is LocalRule.begin:
+        raise PluginError(f"{blame} has no begin(client): write one, which gives a {CORRECTION}, or None")
+    if not (isinstance(made.shared, tuple) and all(isinstance(slot, str) for slot in made.shared)):
+        raise PluginError(f"{blame} has shared = {made.shared!r:.60}: give a tuple of names, such as ('control',)")
+    return _Own(choice.name, made)

@@ -1,14 +1,13 @@
 """Objectives: the loss of a batch, its metrics, and which targets count."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming, is_import_path
+from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming
 from fedloom.platform.settings import ONE_OR_MORE
 
 IGNORED = -100
@@ -122,7 +121,6 @@ def check_objective(choice: Chosen, targets: Tensor, num_classes: int) -> None:
     Raises ValueError for an objective that does not fit the data, PluginError for a user's objective that fails.
     """
     objective = OBJECTIVES.make(choice)
-    own = is_import_path(choice.name)
     blame = f"objective {choice.name!r}"
     if not isinstance(objective, Objective):
         kind = type(objective).__name__
@@ -130,14 +128,30 @@ def check_objective(choice: Chosen, targets: Tensor, num_classes: int) -> None:
     generator = torch.Generator().manual_seed(0)
     shape = (len(targets), num_classes, *targets.shape[1:])
     outputs = torch.randn(shape, generator=generator).requires_grad_()
-    with blaming("objective", choice.name) if own else nullcontext():
+    with blaming("objective", choice.name):
         local = objective.for_client(targets)
-        loss = local.loss(outputs, targets)
+        if not isinstance(local, Objective):
+            raise PluginError(f"{blame}: for_client gives {type(local).__name__}: give an Objective")
+        loss = _checked(local.loss(outputs, targets), "loss", blame)
         loss.backward()  # type: ignore[no-untyped-call]
-        losses, counted = objective.losses(outputs, targets), int(objective.counted(outputs, targets))
-        figures = {"loss": loss, "loss_sum": objective.loss_sum(outputs, targets), "losses": losses}
-        figures |= {"metric_sum": objective.metric_sum(outputs, targets), **objective.more(outputs, targets)}
-        finite = {name: bool(torch.isfinite(torch.as_tensor(value)).all()) for name, value in figures.items()}
-    if loss.dim() or not all(finite.values()) or counted < 0:
-        wrong = next((name for name, ok in finite.items() if not ok), f"loss of shape {tuple(loss.shape)}")
-        raise PluginError(f"{blame} gives a {wrong} that is no finite number on samples of the data")
+        _checked(objective.loss_sum(outputs, targets), "loss_sum", blame)
+        _checked(objective.metric_sum(outputs, targets), "metric_sum", blame)
+        _checked(objective.losses(outputs, targets), "losses", blame, samples=len(targets))
+        _checked(torch.as_tensor(objective.counted(outputs, targets)), "counted", blame)
+        more = objective.more(outputs, targets)
+        if not isinstance(more, Mapping):
+            raise PluginError(f"{blame}: more gives {type(more).__name__}: give sums of metrics by their names")
+        for name, value in more.items():
+            _checked(value, f"more, {name}", blame)
+
+
+def _checked(value: Tensor, what: str, blame: str, samples: int | None = None) -> Tensor:
+    """A finite tensor of one number, or of one or more for each of the samples; PluginError for anything else."""
+    if not isinstance(value, Tensor):
+        raise PluginError(f"{blame}: {what} gives {value!r:.60}: give a tensor")
+    form = (samples, *value.shape[1:]) if samples is not None else ()
+    if tuple(value.shape) != form or not bool(torch.isfinite(value).all()):
+        wanted = "one finite number" if samples is None else f"finite numbers for each of {samples} samples"
+        given = f"the shape {tuple(value.shape)}" if tuple(value.shape) != form else "values that are not finite"
+        raise PluginError(f"{blame}: {what} gives {given} on samples of the data: give {wanted}")
+    return value

@@ -261,7 +261,7 @@ def evaluate(forward: Callable[[Tensor], Tensor], data: Samples, objective: Obje
     if len(y) == 0:
         return Score(math.nan, math.nan, 0)
     loss_sum = torch.zeros((), dtype=torch.float64, device=x.device)
-    correct = torch.zeros((), dtype=torch.int64, device=x.device)
+    correct = torch.zeros((), dtype=torch.float64, device=x.device)  # a metric of one's own need not be a count
     more: dict[str, Tensor] = {}
     targets = 0
     if y.dim() > 1:  # the logits of every position make a batch of texts far larger than one of images
@@ -269,7 +269,7 @@ def evaluate(forward: Callable[[Tensor], Tensor], data: Samples, objective: Obje
     for x_B, y_B in zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True):
         outputs = forward(x_B)
         loss_sum += objective.loss_sum(outputs, y_B).double()
-        correct += objective.metric_sum(outputs, y_B)
+        correct += objective.metric_sum(outputs, y_B).double()
         targets += int(objective.counted(outputs, y_B))
         for name, value in objective.more(outputs, y_B).items():
             more[name] = more.get(name, torch.zeros_like(loss_sum)) + value.double()

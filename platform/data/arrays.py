@@ -1,9 +1,11 @@
 """Data sets as arrays: the return value of a user's own data set function."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import sha256
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from fedloom.platform.data.artefact import AnyArray, Fields, IntArray
 from fedloom.platform.data.source import Source
 from fedloom.platform.data.stratify import held_out
 from fedloom.platform.data.tokens import IGNORED_LABEL, TokenPart, TokenSource
-from fedloom.platform.plugins import PluginError
+from fedloom.platform.plugins import PluginError, blaming
 
 CHUNK_BYTES = 1 << 26
 FEWEST_TO_HOLD_OUT = 5
@@ -56,6 +58,11 @@ def source_of(given: Any, name: str) -> Source | TokenSource:
 
     `given` is `Arrays`, a mapping with the same fields, or a source.
     """
+    with blaming("data set", name):
+        return _source(given, name)
+
+
+def _source(given: Any, name: str) -> Source | TokenSource:
     if isinstance(given, Mapping):
         known = [f.name for f in fields(Arrays)]
         unknown = [key for key in given if key not in known]
@@ -89,6 +96,8 @@ def _checked(given: Arrays, blame: str) -> Source | TokenSource:
     if train.y.ndim == 2:
         return TokenArrays(parts, names, clients, numbers)
     scale = given.scale if given.scale is not None else 255 if train.x.dtype == np.uint8 else 1
+    if not isinstance(scale, Real) or not 0 < scale < math.inf:
+        raise PluginError(f"{blame}: scale={scale!r:.60}: give a finite number greater than 0")
     return LabelledArrays(parts, names, clients, numbers, scale, _normalisation(given, train, blame))
 
 
@@ -96,6 +105,8 @@ def _part(given: Any, blame: str) -> _Part:
     if not isinstance(given, Sequence) or len(given) not in (2, 3):
         raise PluginError(f"{blame} is {type(given).__name__}: give (inputs, labels) or (inputs, labels, clients)")
     x, y, *rest = (np.asarray(array) for array in given)
+    if not x.shape:
+        raise PluginError(f"{blame} inputs are {x.dtype} (): give numbers (n, ...)")
     for array, what in ((y, "labels"), *((r, "clients") for r in rest)):
         if len(array.shape) < 1 or len(array) != len(x):
             raise PluginError(f"{blame} has {len(x)} inputs and {array.size} {what}: one for each")
@@ -103,7 +114,18 @@ def _part(given: Any, blame: str) -> _Part:
         raise PluginError(f"{blame} has no samples")
     if y.dtype.kind not in "iu" or y.ndim not in (1, 2):
         raise PluginError(f"{blame} labels are {y.dtype} {y.shape}: give whole numbers, one per sample or per token")
-    return _Part(_inputs(x, y, blame), y, rest[0] if rest else None)
+    return _Part(_inputs(x, y, blame), y, _named(rest[0], blame) if rest else None)
+
+
+def _named(clients: AnyArray, blame: str) -> AnyArray:
+    """Whose each sample is: names, or whole numbers."""
+    if clients.dtype == object and all(isinstance(name, str) for name in clients.reshape(-1)):  # a column of pandas'
+        clients = clients.astype(str)
+    if clients.ndim != 1 or clients.dtype.kind not in "iuUS":
+        raise PluginError(
+            f"{blame} clients are {clients.dtype} {clients.shape}: give a name or a whole number for each"
+        )
+    return clients
 
 
 def _inputs(x: AnyArray, y: AnyArray, blame: str) -> AnyArray:
@@ -147,6 +169,8 @@ def _class_names(given: Arrays, parts: Sequence[_Part], blame: str) -> tuple[str
     tokens = parts[0].y.ndim == 2
     if tokens:
         greatest = max(greatest, *(int(p.x.max()) for p in parts))
+    if isinstance(given.class_names, str) or not isinstance(given.class_names, Iterable | None):
+        raise PluginError(f"{blame}: class_names={given.class_names!r:.60}: give a list of names")
     names = tuple(map(str, given.class_names)) if given.class_names is not None else None
     count = len(names) if names is not None else greatest + 1
     for part in parts:

@@ -1,7 +1,7 @@
 """Distribution heuristics: the assignment of subnets to a round's clients (SuperFed, Sec. 2.3; Tab. 2)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -147,8 +147,12 @@ def distribute(rule: Chosen, distribution: Distribution) -> dict[int, Architectu
     Raises PluginError, a ValueError, if a user's heuristic does not give each client one within its budget.
     """
     blame = f"distribution heuristic {rule.name!r}"
-    with blaming("distribution heuristic", rule.name):
-        given = [tuple(architecture) for architecture in HEURISTICS.make(rule)(distribution)]
+    answer = HEURISTICS.make(rule)(distribution)
+    try:
+        with blaming("distribution heuristic", rule.name, spare=TypeError):
+            given = [tuple(architecture) for architecture in answer]
+    except TypeError as error:
+        raise PluginError(f"{blame} gives {answer!r:.60}: give an architecture, a tuple, to each client") from error
     if len(given) != len(distribution.client_ids):
         raise PluginError(f"{blame} gives {len(given)} subnets to {len(distribution.client_ids)} clients")
     for place, architecture in enumerate(given):
@@ -163,6 +167,13 @@ def distribute(rule: Chosen, distribution: Distribution) -> dict[int, Architectu
                 f"{distribution.budgets[place]:.6g}: use Distribution.draw or Distribution.affords"
             )
     return dict(zip(distribution.client_ids, given, strict=True))
+
+
+def check_heuristic(rule: Chosen, distribution: Distribution) -> None:
+    """Tests a user's heuristic on a first round and a later one; PluginError if it fails."""
+    if is_import_path(rule.name):
+        given = distribute(rule, distribution)
+        distribute(rule, replace(distribution, round=1, served=count_served({}, given, distribution.space)))
 
 
 def count_served(served: Served, given: Mapping[int, Architecture], space: SearchSpace) -> dict[str, dict[str, int]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment, Report
@@ -22,10 +22,13 @@ from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig,
 from fedloom.platform.federation.recorder import Record, Recorder
 from fedloom.platform.federation.stage import Merged, Plan, Review, RoundResult, Row, Stage
 from fedloom.platform.federation.state import CLIENT, RunState
+from fedloom.platform.plugins import an, in_one_line, place_in_own
 from fedloom.platform.results.status import StatusFile
 from fedloom.tiers.clock import VirtualClock
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class RunFailedError(RuntimeError):
@@ -106,11 +109,11 @@ class Loop:
             stage = self.stages[state.stage]
             if state.round == 0:
                 with stage_work(stage.name, 0):
-                    state = stage.begin(state)
-            while (left := stage.rounds_left(state)) > 0:
+                    state = answered("begin", stage.begin(state), RunState)
+            while (left := self._rounds_left(stage, state)) > 0:
                 state = self._round(stage, state, left)
             with stage_work(stage.name, state.round):
-                ended = stage.end(state)
+                ended = answered("end", stage.end(state), Merged)
             place, first = {"stage": stage.name, "round": state.round}, partial(self.ending, state)
             state = replace(ended.state, stage=state.stage + 1, round=0)
             self.recorder.submit(Record(rows_of(ended, place), [(place, m) for m in ended.models], state, first))
@@ -122,13 +125,13 @@ class Loop:
         started = time.perf_counter()
         self.status.write(stage=stage.name, round=state.round, rounds_total=state.round + left)
         with stage_work(stage.name, state.round):
-            plan = stage.plan(state)
+            plan = answered("plan", stage.plan(state), Plan)
         result = self._execute(plan, state)
         clients = [r for r in result.reports if r.client_id is not None]
         client_rows: list[Row] = [("clients", client_row(stage.name, state.round, report)) for report in clients]
         self._check_failures(stage.name, state.round, result.reports, client_rows)
         with stage_work(stage.name, state.round):
-            merged = stage.merge(state, plan, result)
+            merged = answered("merge", stage.merge(state, plan, result), Merged)
         if merged.review is not None:
             merged = self._reviewed(stage, merged, merged.review)
         with stage_work(stage.name, state.round):
@@ -152,6 +155,10 @@ class Loop:
             self.recorder.wait()
             raise InterruptedRunError(f"stopped after round {state.round} of {stage.name}")
         return after
+
+    def _rounds_left(self, stage: Stage, state: RunState) -> int:
+        with stage_work(stage.name, state.round):
+            return answered("rounds_left", stage.rounds_left(state), int)
 
     def _reviewed(self, stage: Stage, merged: Merged, review: Review) -> Merged:
         """The round with the rows of its review added."""
@@ -207,12 +214,24 @@ class Loop:
 
 @contextmanager
 def stage_work(stage: str, round_: int) -> Iterator[None]:
-    """Turns a ValueError during a stage's work into a RunFailedError, unlike one from checking the configuration."""
+    """Turns errors of a stage and of a user's code into a RunFailedError; other errors are fedloom's own mistakes."""
     try:
         yield
     except ValueError as error:
         logger.info("the server's work failed", exc_info=True)
         raise RunFailedError(f"{stage}, round {round_}: {error}") from error
+    except Exception as error:
+        if not place_in_own(error):
+            raise
+        logger.info("the user's own code failed", exc_info=True)
+        raise RunFailedError(f"{stage}, round {round_}: {in_one_line(error)}") from error
+
+
+def answered(member: str, answer: T, kind: type[T]) -> T:
+    """What a member of a stage gave; ValueError if it is of another kind."""
+    if not isinstance(answer, kind):
+        raise ValueError(f"the stage's {member} gives {answer!r:.60}: give {an(kind.__name__)}")
+    return answer
 
 
 def with_own_states(assignments: Iterable[Assignment], state: RunState) -> Iterable[Assignment]:

@@ -7,12 +7,15 @@ earlier participants.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 
 import numpy as np
 
 from fedloom.platform.federation.history import ClientRecord, History
-from fedloom.platform.plugins import Chosen, PluginError, Slot
+from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming
 
+FEW = 4
+"""Clients that a rule is tried on where a round has all of them."""
 DRAWS_PER_CLIENT = 50
 """Draws per wanted client before a cohort stays incomplete because too few devices are available."""
 
@@ -126,9 +129,11 @@ def select(choice: Choice, rule: Chosen) -> Cohort:
 def _checked(given: Cohort | Sequence[int], choice: Choice, name: str) -> Cohort:
     blame = f"selection rule {name!r}"
     try:
-        cohort = given if isinstance(given, Cohort) else Cohort(tuple(int(c) for c in given), reason=name)
-        client_ids = tuple(sorted(int(c) for c in cohort.client_ids))
-    except (TypeError, ValueError) as error:
+        # A generator's own errors come only now.
+        with blaming("selection rule", name, spare=TypeError):
+            cohort = given if isinstance(given, Cohort) else Cohort(tuple(given), reason=name)
+            client_ids = tuple(sorted(index(c) for c in cohort.client_ids))
+    except TypeError as error:
         raise PluginError(f"{blame} gives {given!r:.60}: give the ids of clients, or a Cohort") from error
     if len(set(client_ids)) != len(client_ids):
         raise PluginError(f"{blame} gives a client twice: {list(client_ids)!r:.80}")
@@ -141,11 +146,17 @@ def _checked(given: Cohort | Sequence[int], choice: Choice, name: str) -> Cohort
     return Cohort(client_ids, cohort.probability, cohort.reason or name, cohort.reasons)
 
 
-def check_selection(rule: Chosen, size: int) -> None:
-    """Tests a rule on a few clients, without and with a history; PluginError if it fails."""
+def check_selection(rule: Chosen, size: int | None) -> None:
+    """Tests a rule on a few clients, without and with a history; PluginError if it fails or selects no client.
+
+    `size` is the number of clients per round, None for all clients.
+    """
     known = ClientRecord(1, 1, 0, 1.0, 1.0, 10, 1.0)
+    wanted, eligible = size or FEW, np.arange(FEW if size is None else 2 * size)
+    chosen = 0
     for history in ({}, {0: known}):
-        eligible = np.arange(max(size, 4))
         rng = np.random.default_rng(0)
-        choice = Choice(len(history), size, eligible, rng, True, lambda _: True, history, lambda _: 10)
-        select(choice, rule)
+        choice = Choice(len(history), wanted, eligible, rng, True, lambda _: True, history, lambda _: 10)
+        chosen += len(select(choice, rule).client_ids)
+    if not chosen:
+        raise PluginError(f"selection rule {rule.name!r} gives no client, though all are available: give some")

@@ -181,7 +181,10 @@ class TrainingStage(Stage):
     @property
     def countable(self) -> bool:
         """Whether it starts from fresh weights and its clients' tasks can count their costs."""
-        state = self.begin(RunState())
+        try:
+            state = self.begin(RunState())
+        except KeyError:  # it starts from the result of an earlier stage
+            return False
         if self.rounds_left(state) <= 0:
             return False
         return all(hasattr(a.task, "account") for a in self.plan(state).assignments if a.client_id is not None)

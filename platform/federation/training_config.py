@@ -83,7 +83,7 @@ def rules_of(config: TrainingConfig, key: str, more: Mapping[str, tuple[Slot[Any
         # Only a user's own rules need a test, and the import is slow.
         from fedloom.platform.federation.trying import try_rules
 
-        try_rules(rules.selection, rules.local, rules.weighting, rules.server, config.clients_per_round or 2)
+        try_rules(rules.selection, rules.local, rules.weighting, rules.server, config.clients_per_round)
     return rules
 
 
@@ -93,7 +93,10 @@ def cohort_size(config: TrainingConfig, num_clients: int) -> int:
 
 
 def check_training(config: TrainingConfig, key: str, num_clients: int) -> None:
-    """Raises ValueError for invalid values; `key` is the configuration key of the stage."""
+    """Raises ValueError for invalid numbers; `key` is the configuration key of the stage.
+
+    `rules_of` checks the rules and their options.
+    """
     if config.clients_per_round is not None and not 1 <= config.clients_per_round <= num_clients:
         raise ValueError(
             f"{key}.clients_per_round={config.clients_per_round}: must be between 1 and the {num_clients} clients "
@@ -105,7 +108,6 @@ def check_training(config: TrainingConfig, key: str, num_clients: int) -> None:
             f"{key}.min_contributors={config.min_contributors}: only {in_round} clients take part in "
             "a round, so that nothing would ever be trained; lower it or raise clients_per_round"
         )
-    rules_of(config, key)
 
 
 def _fixed(_config: TrainingConfig, _round: int) -> float:

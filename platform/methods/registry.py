@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, get_args
 
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Method, SharedTraining
-from fedloom.platform.plugins import PluginError, Shipped, blaming, is_import_path, resolve
+from fedloom.platform.methods.method import Kind, Method, Own, SharedTraining
+from fedloom.platform.plugins import PluginError, Shipped, an, blaming, is_import_path, resolve
+from fedloom.platform.results.tables import TABLES
 from fedloom.platform.settings import check_settings
+
+STAGE = ("name", "begin", "rounds_left", "plan", "merge", "end")
+"""What a stage has to have."""
 
 _PLACES: Mapping[str, tuple[str, ...]] = {
     "tiered": ("fedoras", "fedavg"),
@@ -40,19 +44,26 @@ def find_method(name: str) -> Method:
     found: Any = resolve("method", name, METHODS)
     if not isinstance(found, Method):
         raise PluginError(
-            f"method {name!r} is {type(found).__name__}: give the import path of a Method, see "
+            f"method {name!r} is {an(type(found).__name__)}: give the import path of a Method, see "
             "fedloom.platform.methods.method"
         )
     if is_import_path(name):
-        _check_config(name, found.config)
+        _check(name, found)
     return found
 
 
-def _check_config(name: str, config: Any) -> None:
+def _check(name: str, method: Method) -> None:
+    config = method.config
     if not (isinstance(config, type) and is_dataclass(config) and "name" in {f.name for f in fields(config)}):
         raise PluginError(f"method {name!r}: its config must be a dataclass with a field `name: str`")
+    for field, value, known in (("kind", method.kind, get_args(Kind)), ("own", method.own, get_args(Own))):
+        if value not in known:
+            raise PluginError(f"method {name!r}: its {field} is {value!r:.60}: give one of {', '.join(known)}")
+    unknown = [table for table in method.lacks if table not in TABLES] if isinstance(method.lacks, tuple) else [0]
+    if unknown:
+        raise PluginError(f"method {name!r}: its lacks is {method.lacks!r:.60}: give a tuple of {', '.join(TABLES)}")
     with blaming("method", name):
-        config()
+        method.traits(config())
 
 
 def method_of(config: Any) -> Method:
@@ -71,13 +82,21 @@ def build_stages(world: World) -> list[Stage]:
         return method.stages(config, world)
     with blaming("method", config.name, spare=ValueError):
         stages = method.stages(config, world)
+    return _checked_stages(stages, f"method {config.name!r}")
+
+
+def _checked_stages(stages: Any, blame: str) -> list[Stage]:
+    if not isinstance(stages, list | tuple) or not stages:
+        raise PluginError(f"{blame}: its stages are {stages!r:.60}: give a list of one or more")
     for stage in stages:
-        missing = [
-            part for part in ("name", "begin", "rounds_left", "plan", "merge", "end") if not hasattr(stage, part)
-        ]
+        missing = [member for member in STAGE if not hasattr(stage, member)]
         if missing:
-            raise PluginError(f"method {config.name!r}: its stage {type(stage).__name__} has no {', '.join(missing)}")
-    return stages
+            raise PluginError(f"{blame}: its stage {type(stage).__name__} has no {', '.join(missing)}")
+    names = [stage.name for stage in stages]
+    twice = next((n for n in names if names.count(n) > 1 or not isinstance(n, str)), None)
+    if twice is not None:
+        raise PluginError(f"{blame}: its stages are called {', '.join(map(str, names))}: give each a name of its own")
+    return [*stages]
 
 
 def shared_training(config: Any) -> SharedTraining | None:

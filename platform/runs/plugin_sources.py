@@ -7,22 +7,19 @@ from outside the installed packages. Other inputs of a plug-in (files, environme
 import ast
 import importlib.util
 import re
-import site
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from fedloom.platform.plugins import is_fedlooms, is_installed, is_own
 from fedloom.platform.results.files import write_atomically
 
 FOLDER = "plugins"
 """The folder of the copies in a run's artefacts."""
 
 _IMPORT_PATH = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
-_PACKAGE = tuple(Path(__file__).resolve().parents[2] / part for part in ("platform", "actors", "experiments", "tiers"))
 
 
 class UnknownSourceError(ValueError):
@@ -88,10 +85,10 @@ def sources_of(modules: Iterable[str]) -> PluginSources:
     waiting = [(module, _origin(module)) for module in modules]
     while waiting:
         module, file = waiting.pop()
-        if module in files or file is None or _is_fedlooms(file):
+        if module in files or file is None or is_fedlooms(file):
             continue
         files[module] = file
-        if not _is_installed(file):
+        if not is_installed(file):
             waiting += [(name, path) for name in _imports(module, file) if (path := _own_file(name)) is not None]
     return PluginSources({module: files[module] for module in sorted(files)})
 
@@ -128,23 +125,7 @@ def _own_file(module: str) -> Path | None:
         file = _origin(module)
     except UnknownSourceError:  # built in, or a namespace package
         return None
-    own = file is not None and file.suffix == ".py" and not _is_fedlooms(file) and not _is_installed(file)
-    return file if own else None
-
-
-def _is_fedlooms(file: Path) -> bool:
-    return any(file.is_relative_to(folder) for folder in _PACKAGE)
-
-
-def _is_installed(file: Path) -> bool:
-    return any(file.is_relative_to(folder) for folder in _installed_folders())
-
-
-@cache
-def _installed_folders() -> tuple[Path, ...]:
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    folders = [*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()]
-    return tuple({Path(folder).resolve() for folder in folders})
+    return file if file is not None and file.suffix == ".py" and is_own(file) else None
 
 
 def _imports(module: str, file: Path) -> Iterator[str]:

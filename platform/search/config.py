@@ -8,6 +8,7 @@ from fedloom.platform.plugins import PluginError, Slot, is_import_path
 from fedloom.platform.search.base import Interval, Searcher
 from fedloom.platform.search.evolution import EvolutionSearch
 from fedloom.platform.search.nsga2 import NSGA2Search
+from fedloom.platform.search.own import OwnSearcher, check_searcher
 from fedloom.platform.search.random_search import RandomSearch
 from fedloom.platform.settings import ONE_OR_MORE, PART, SHARE, Brought, chosen
 from fedloom.platform.spaces.genome import Genome
@@ -92,8 +93,6 @@ SEARCHERS: Slot[Callable[[SearchProblem], Searcher]] = Slot(
     "searcher", {"nsga2": nsga2, "random": random, "evolution": evolution}, ("problem",)
 )
 
-_SEARCHES = ("done", "history", "ask", "tell", "state", "restore")
-
 
 def build_searcher(problem: SearchProblem, key: str = "method.search") -> Searcher:
     """The configured searcher for a problem.
@@ -101,12 +100,17 @@ def build_searcher(problem: SearchProblem, key: str = "method.search") -> Search
     Raises ValueError for an unknown searcher or a setting out of range, PluginError for an object that is no searcher.
     """
     config = problem.config
-    choice = chosen([(SEARCHERS, config.searcher)], config.options, f"{key}.options")[0]
+    try:
+        choice = chosen([(SEARCHERS, config.searcher)], config.options, f"{key}.options")[0]
+    except PluginError as error:
+        raise PluginError(f"{key}.searcher: {error}") from error
     searcher = SEARCHERS.make(choice)(problem)
-    missing = [name for name in _SEARCHES if not hasattr(searcher, name)] if is_import_path(config.searcher) else []
-    if missing:
-        raise PluginError(
-            f"searcher {config.searcher!r} gives {type(searcher).__name__}, which has no {', '.join(missing)}: see "
-            "fedloom.platform.search.base.Searcher"
-        )
-    return searcher
+    if not is_import_path(config.searcher):
+        return searcher
+    return OwnSearcher(config.searcher, searcher, problem.options, problem.table, problem.interval)
+
+
+def try_searcher(problem: SearchProblem, key: str = "method.search") -> None:
+    """Tests a user's searcher on the problem; a one-line PluginError if it fails."""
+    if is_import_path(problem.config.searcher):
+        check_searcher(problem.config.searcher, build_searcher(problem, key), build_searcher(problem, key))

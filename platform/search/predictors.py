@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming
+from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming, is_import_path
 from fedloom.platform.search.ranking import kendall_tau
-from fedloom.platform.seeding import Id, torch_stream
-from fedloom.platform.spaces.genome import Floats
+from fedloom.platform.seeding import Id, stream, torch_stream
+from fedloom.platform.spaces.genome import Floats, Genome
 
 FEWEST_SAMPLES = 10
+ONE_EACH = "a finite value for each sample"
 BATCH = 32
 MLP = Chosen("mlp")
 LR = 3e-3
@@ -86,8 +87,8 @@ def fit_predictor(
     order = torch.randperm(len(values), generator=generator).numpy()
     num_held_out = min(max(2, round(held_out_share * len(values))), len(values) - 2)
     held_out, train = order[:num_held_out], order[num_held_out:]
-    predictor = PREDICTORS.make(fit)(features[train], values[train], generator)
-    predicted, measured = _checked(predictor, features[held_out], fit.name), values[held_out]
+    predictor = _checked(PREDICTORS.make(fit)(features[train], values[train], generator), fit.name)
+    predicted, measured = predictor(features[held_out]), values[held_out]
     tau, _ = kendall_tau(predicted, measured)
     mae = float(np.abs(predicted - measured).mean())
     size = float(np.abs(measured).mean())
@@ -104,14 +105,33 @@ def refusal(fitted: Fitted, min_tau: float, what: str) -> str:
     )
 
 
-def _checked(predict: Predict, features: Floats, name: str) -> Floats:
-    with blaming("predictor", name):
-        predicted = np.asarray(predict(features), dtype=np.float64)
-    if predicted.shape != (len(features),) or not np.isfinite(predicted).all():
-        raise PluginError(
-            f"predictor {name!r} gives {predicted.shape} for {len(features)} samples: give a finite value for each"
-        )
-    return predicted
+def check_predictor(fit: Chosen, genome: Genome) -> None:
+    """Fits a predictor of the user's own to made-up values of random architectures; PluginError if it does not work."""
+    if is_import_path(fit.name):
+        rng = stream(0, "trial")
+        features = genome.one_hot(genome.draw(2 * FEWEST_SAMPLES, rng))
+        fit_predictor(features, rng.random(len(features)), seed=0, fit=fit)
+
+
+def _checked(predict: Predict, name: str) -> Predict:
+    """The predictor, whose answers are looked at if it is the user's own."""
+    if not is_import_path(name):
+        return predict
+    if not callable(predict):
+        raise PluginError(f"predictor {name!r} gives {predict!r:.60}: give a function of features that predicts values")
+
+    def checked(features: Floats) -> Floats:
+        with blaming("predictor", name):
+            predicted = np.asarray(predict(features), dtype=np.float64)
+        if predicted.shape != (len(features),):
+            raise PluginError(
+                f"predictor {name!r} gives {predicted.shape} for {len(features)} samples: give {ONE_EACH}"
+            )
+        if not np.isfinite(predicted).all():
+            raise PluginError(f"predictor {name!r} gives values that are not finite: give {ONE_EACH}")
+        return predicted
+
+    return checked
 
 
 def _check(features: Floats, values: Floats, held_out_share: float) -> None:

@@ -16,26 +16,26 @@ def try_space(space: SearchSpace, config: SpaceConfig) -> None:
     """Raises PluginError for an object that is no space, and for networks that do not return one logit per class.
 
     The smallest and the largest subnet are built, get their slices of initial supernet weights, and run on zeros, as
-    does the supernet.
+    does the supernet. The costs of every option are counted, for which each is built.
     """
-    missing = lacking(space, SearchSpace)
-    if missing:
-        raise PluginError(
-            f"space {config.name!r} returns {type(space).__name__}, which has no {', '.join(missing[:6])}: derive it "
-            "from fedloom.platform.spaces.base.SearchSpace, which works most of that out"
-        )
     with blaming("space", config.name):
-        extremes = (space.smallest, space.largest)
+        missing = lacking(space, SearchSpace)
+        if missing:
+            raise PluginError(
+                f"space {config.name!r} returns {type(space).__name__}, which has no {', '.join(missing[:6])}: derive "
+                "it from fedloom.platform.spaces.base.SearchSpace, which works most of that out"
+            )
+        if not space.options:
+            raise PluginError(f"space {config.name!r} has no decisions: give options of at least one")
+        space.cost_table("macs")
         weights = space.initial_weights(torch.Generator().manual_seed(0))
         x = torch.zeros((SAMPLES, *space.input_shape), dtype=space.input_dtype)
         supernet = _loaded(space.build_supernet(), weights)
-    for architecture in dict.fromkeys(extremes):
-        with blaming("space", config.name):
+        for architecture in dict.fromkeys((space.smallest, space.largest)):
             cut = extract(weights, space.slices(architecture))
             subnet = _loaded(space.build_subnet(architecture), cut)
-            outputs = {"subnet": subnet(x), "supernet": supernet(x, architecture)}
-        for what, logits in outputs.items():
-            _check_logits(logits, config, what, architecture)
+            for what, logits in (("subnet", subnet(x)), ("supernet", supernet(x, architecture))):
+                _check_logits(logits, config, what, architecture)
 
 
 def _loaded(module: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:

@@ -36,12 +36,11 @@ class HeadFirstConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
-def only_the_head(client: LocalClient) -> Correction:
-    """Gradients of all but the last two parameters (the classifier's) become zero."""
-    head = [*client.parameters][-2:]
+def only_the_head(_client: LocalClient) -> Correction:
+    """The gradients of all but the last layer, by the names that the spaces give it, become zero."""
 
     def correct(name: str, _parameter: Tensor, gradient: Tensor) -> None:
-        if name not in head:
+        if not {"classifier", "head"} & {*name.split(".")}:
             gradient.zero_()
 
     return correct
@@ -56,12 +55,11 @@ def stages(config: HeadFirstConfig, world: World) -> list[Stage]:
     training = []
     for name, part, initial in ((BODY, head, fresh), (WHOLE, whole, lambda state: state.weights(BODY))):
         check_training(part, "method.train", world.num_clients)
-        rules = rules_of(part, "method.train")
+        rules, scored = rules_of(part, "method.train"), [ScoreSubnet(subnet, name, "validation")]
 
         def client(round_: Round, rules=rules) -> Train:
             return Train(subnet, round_.local, rules.weighting, rule=rules.local)
 
-        scored = [ScoreSubnet(subnet, name, "validation")]
         slots = Slots(initial, to_all(client), score=lambda _state, scored=scored: scored)
         training.append(TrainingStage(world, part, rules, slots, name=name, bag=name))
     job = EvaluationJob("", WHOLE, subnet, WHOLE, everybody(world), kept=WHOLE)

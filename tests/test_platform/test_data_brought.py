@@ -96,6 +96,12 @@ def test_numbered_clients_are_in_the_order_of_their_numbers(brought: Callable[..
     assert opened(config).dataset.client_names == ("1", "2", "9", "10", "100")
 
 
+def test_clients_may_be_named_by_a_column_of_objects(brought: Callable[..., DataConfig]) -> None:
+    names = np.array([f"client {label % 2}" for label in LABELS], dtype=object)
+    config = brought({"train": (IMAGES, LABELS, names)}, partition="natural", num_clients=2, validation_share=0.0)
+    assert opened(config).dataset.client_names == ("client 0", "client 1")
+
+
 def test_a_fifth_of_each_class_is_held_out_where_there_is_no_test_part(brought: Callable[..., DataConfig]) -> None:
     data = Dataset.open(prepare_dataset(brought(Arrays((IMAGES, LABELS)))))
     assert (data.num_samples("train"), data.num_samples("test")) == (40, 10)
@@ -154,6 +160,13 @@ FLOATS = RNG.normal(size=(50, 4))
         (Arrays((FLOATS, LABELS), mean=[0.0], std=[1.0]), r"mean=\[0.0\]: give a finite number for each of 4 channels"),
         (Arrays((FLOATS, LABELS), mean=[0.0] * 4, std=[0.0] * 4), "std=.*give a finite number for each of 4 channels"),
         (Arrays((FLOATS, LABELS), (FLOATS, LABELS, LABELS)), "names clients of its test part alone"),
+        (Arrays((FLOATS, LABELS, FLOATS)), r"clients are float64 \(50, 4\): give a name or a whole number for each"),
+        (Arrays((FLOATS, LABELS, [None] * 50)), r"clients are object \(50,\): give a name or a whole number for each"),
+        (Arrays((None, LABELS)), r"inputs are object \(\): give numbers \(n, ...\)"),
+        (Arrays((FLOATS, LABELS), scale=0), "scale=0: give a finite number greater than 0"),
+        (Arrays((FLOATS, LABELS), scale="a"), "scale='a': give a finite number greater than 0"),  # type: ignore[arg-type]
+        (Arrays((FLOATS, LABELS), class_names=5), "class_names=5: give a list of names"),  # type: ignore[arg-type]
+        (Arrays(([[1], [1, 2]], [0, 1])), "fails: ValueError: setting an array element with a sequence"),
     ],
 )
 def test_what_is_no_data_set_is_one_line_that_names_it(

@@ -249,7 +249,8 @@ def test_what_is_no_function_of_a_handout_is_refused(own_module: ModuleType) -> 
         ("forgets", [S, S, S], "gives 3 subnets to 4 clients"),
         ("outside", [S, S, S, (7,)], r"fails: ValueError: \(7,\) is outside the space"),
         ("greedy", [L, L, L, L], r"gives client 5 a subnet of 5 macs, its budget is 4: use Distribution\.draw"),
-        ("numbers", 4, "fails: TypeError"),
+        ("numbers", 4, "gives 4: give an architecture, a tuple, to each client"),
+        ("ids", [0] * 4, r"gives \[0, 0, 0, 0\]: give an architecture, a tuple, to each client"),
     ],
 )
 def test_a_heuristic_that_does_not_do_its_work_is_named(

@@ -156,7 +156,8 @@ def test_a_good_client_is_a_row_with_all_its_figures() -> None:
 def test_an_exception_is_a_failed_row_with_its_traceback() -> None:
     sums = WeightedSums()
     report = run_assignment(fake_worker(), planned(explode), SHARED, sums)
-    assert (report.status, report.error, report.attempts) == ("failed", "KeyError: 'the battery'", 1)
+    where = f"(line {explode.__code__.co_firstlineno + 1} of test_execution.py)"
+    assert (report.status, report.error, report.attempts) == ("failed", f"KeyError: 'the battery' {where}", 1)
     assert report.traceback is not None
     assert "in explode" in report.traceback
     assert report.traceback.endswith("KeyError: 'the battery'")

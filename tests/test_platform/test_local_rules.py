@@ -293,6 +293,47 @@ class Unsaid(LocalRule):
         return None
 
 
+class Letters(Unsaid):
+    """Names its slot without a tuple around it."""
+
+    shared = "control"  # type: ignore[assignment]
+
+
+class Forgetful(LocalRule):
+    """Has nothing to begin with."""
+
+
+class Longer(LocalRule):
+    """Sends another shape."""
+
+    shared = ("control",)
+
+    def begin(self, client: LocalClient) -> Correction | None:
+        client.send("control", W, torch.ones(7))
+        return None
+
+
+class Heavy(LocalRule):
+    """Gives what it sends a weight that is none."""
+
+    shared = ("control",)
+
+    def begin(self, client: LocalClient) -> Correction | None:
+        client.send("control", W, client.parameters[W], weight=float("nan"))
+        return None
+
+
+class Wild(Longer):
+    """Makes something of what is sent that is not finite."""
+
+    def begin(self, client: LocalClient) -> Correction | None:
+        client.send("control", W, client.parameters[W])
+        return None
+
+    def merge(self, step: ServerStep) -> Tensor:
+        return step.mean * float("inf")
+
+
 def explodes(client: LocalClient) -> Correction:
     """Makes gradients that are not finite."""
 
@@ -302,6 +343,11 @@ def explodes(client: LocalClient) -> Correction:
     return correct
 
 
+def gives_back(client: LocalClient) -> Correction:
+    """Makes new gradients, which nobody takes."""
+    return lambda _name, parameter, gradient: gradient + parameter  # type: ignore[return-value]
+
+
 def fails(client: LocalClient) -> Correction | None:
     """Asks for a parameter that is not there."""
     return client.parameters["no such name"]  # type: ignore[return-value]
@@ -309,8 +355,15 @@ def fails(client: LocalClient) -> Correction | None:
 
 WRONG: Mapping[str, tuple[Any, str]] = {
     "NoRule": (NoRule, "is no LocalRule: derive the class from fedloom.platform.clients.local_rules.LocalRule"),
-    "Unsaid": (Unsaid, "sends secret/layer.weight, and shares the slots none: name it in `shared`"),
+    "Unsaid": (Unsaid, "fails: ValueError: there is no shared slot 'secret': name it in `shared`"),
     "explodes": (explodes, "makes a gradient that is not finite"),
+    "gives_back": (gives_back, "has a correction that gives something back: change the gradient in place"),
+    "text": (lambda _client: "sgd", r"gives 'sgd': give a function of \(name, parameter, gradient\), or None"),
+    "Letters": (Letters, r"has shared = 'control': give a tuple of names, such as \('control',\)"),
+    "Longer": (Longer, r"fails: ValueError: control: torch.float32 of \(7,\) is sent for layer.weight: give floats"),
+    "Heavy": (Heavy, "fails: ValueError: control: the weight nan is sent for layer.weight: give a finite number"),
+    "Forgetful": (Forgetful, r"has no begin\(client\): write one"),
+    "Wild": (Wild, "gave values for control/layer.weight that are not finite"),
     "fails": (fails, "fails: KeyError: 'no such name'"),
     "number": (3, r"is an int, not a function of \(client\) and of options by keyword, or a class of such options"),
     "lonely": (lambda: None, "has the wrong parameters"),

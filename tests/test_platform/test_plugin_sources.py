@@ -80,6 +80,18 @@ def test_neither_pythons_nor_fedlooms_nor_installed_modules_count_beside_it(writ
         plugin_sources({"x": "sys:exit"})
 
 
+def test_packages_of_an_environment_below_this_one_are_installed_ones_too(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A .pth file or PYTHONPATH may add them: to follow their imports would take a minute for torch alone."""
+    write("own_rule.py", "import own_library.part\n")
+    write("lib/site-packages/own_library/__init__.py", "import own_elsewhere\n")
+    write("lib/site-packages/own_library/part.py", "")
+    monkeypatch.syspath_prepend(str(tmp_path / "beside" / "lib" / "site-packages"))
+    assert names({"x": "own_rule:f"}) == ["own_rule"]
+    assert names({"x": "own_library:f"}) == ["own_library"], "one that is named counts"
+
+
 def test_the_hash_follows_contents_and_names(write: Write) -> None:
     file = write("own_rule.py", "import own_helper\n")
     write("own_helper.py", "CONSTANT = .5\n")

@@ -219,6 +219,8 @@ def test_ids_alone_are_a_cohort(own_module: ModuleType) -> None:
         ("beyond", [99], "gives client 99, which is not eligible in this round"),
         ("nothing", None, "gives None: give the ids of clients, or a Cohort"),
         ("names", ["a"], r"gives \['a'\]: give the ids of clients, or a Cohort"),
+        ("fractions", [1.0, 4.5], r"gives \[1.0, 4.5\]: give the ids of clients, or a Cohort"),
+        ("late", (1 // zero for zero in (1, 0)), "fails: ZeroDivisionError: integer division or modulo by zero"),
     ],
 )
 def test_a_rule_that_gives_no_cohort_is_named(own_module: ModuleType, name: str, given_: Any, message: str) -> None:
@@ -232,5 +234,15 @@ def test_a_rule_is_tried_before_anything_is_written(own_module: ModuleType) -> N
     own_module.lazy = lambda choice: choice.history[0].loss  # type: ignore[attr-defined]
     with pytest.raises(PluginError, match="'own_selection:lazy' fails: KeyError: 0"):
         check_selection(Chosen("own_selection:lazy"), 3)
+    own_module.nobody = lambda _choice: []  # type: ignore[attr-defined]
+    own_module.crowd = lambda choice: choice.eligible[: choice.size + 1]  # type: ignore[attr-defined]
+    own_module.everybody = lambda choice: choice.eligible  # type: ignore[attr-defined]
+    with pytest.raises(
+        PluginError, match="'own_selection:nobody' gives no client, though all are available: give some"
+    ):
+        check_selection(Chosen("own_selection:nobody"), 3)
+    with pytest.raises(PluginError, match="'own_selection:crowd' gives 4 clients for a round of 3"):
+        check_selection(Chosen("own_selection:crowd"), 3)
+    check_selection(Chosen("own_selection:everybody"), None)
     with pytest.raises(PluginError, match=r"unknown selection rule 'unifrom': known are all, uniform.*'uniform'"):
         SELECTION_RULES.find("unifrom")

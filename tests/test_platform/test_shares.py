@@ -160,6 +160,8 @@ def test_rules_are_found_by_name() -> None:
         ("endless", Shares([1.0, float("inf")]), "gives the share inf"),
         ("undefined", Shares([float("nan"), 1.0]), "gives the share nan"),
         ("text", Shares(["1", "1"]), "gives the share '1'"),  # type: ignore[list-item]
+        ("nothing", Shares(None), "gives None shares to 2 clients: give one per client"),  # type: ignore[arg-type]
+        ("words", Shares([1.0, 1.0], {"beta": "b"}), "gives the schedule beta the value 'b': give numbers"),  # type: ignore[dict-item]
     ],
 )
 def test_a_rule_that_gives_no_shares_is_named(own_module: ModuleType, name: str, given_: Any, message: str) -> None:

@@ -20,7 +20,13 @@ from fedloom.platform.clients.training import (
     train_locally,
 )
 from fedloom.platform.data.augment import NO_AUGMENTATION
-from fedloom.platform.federation.training_config import TrainingConfig, check_training, learning_rate, local_sgd
+from fedloom.platform.federation.training_config import (
+    TrainingConfig,
+    check_training,
+    learning_rate,
+    local_sgd,
+    rules_of,
+)
 from fedloom.platform.plugins import Chosen
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import check_settings
@@ -248,6 +254,7 @@ def refuse(config: TrainingConfig) -> None:
     """As a run of 8 clients does, before anything is written."""
     check_settings(config, "method.train.")
     check_training(config, "method.train", 8)
+    rules_of(config, "method.train")
 
 
 @pytest.mark.parametrize(

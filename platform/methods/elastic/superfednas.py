@@ -12,13 +12,14 @@ Papers: SuperFed (MaxNet), SuperFedNAS.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 from torch import Tensor
 
-from fedloom.platform.averaging.shares import SHARES_RULES, SharesConfig, Sharing, shares_of
+from fedloom.platform.averaging.shares import SHARES_RULES, SharesConfig, Sharing, check_shares, shares_of
 from fedloom.platform.clients.assignments import Assignment, places_of
 from fedloom.platform.clients.networks import Account, Network, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
@@ -31,6 +32,8 @@ from fedloom.platform.federation.distribution import (
     NEED_A_FAMILY,
     SANDWICHES,
     Distribution,
+    Served,
+    check_heuristic,
     count_served,
     distribute,
 )
@@ -47,7 +50,7 @@ from fedloom.platform.federation.training import (
     from_generator,
     to_all,
 )
-from fedloom.platform.federation.training_config import Rules, TrainingConfig, check_training, cohort_size, rules_of
+from fedloom.platform.federation.training_config import TrainingConfig, check_training, cohort_size, rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method, SharedTraining
 from fedloom.platform.methods.stages.evaluation import (
@@ -59,6 +62,7 @@ from fedloom.platform.methods.stages.evaluation import (
 )
 from fedloom.platform.methods.stages.target_search import search_stages
 from fedloom.platform.methods.stages.tier_search import WINNERS
+from fedloom.platform.plugins import Slot
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import BELOW_ONE, ONE_OR_MORE, PART, ZERO_OR_MORE, Brought, OneOf
@@ -206,21 +210,23 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
     space, slices = world.space, config.travels == "slices"
     if not slices and config.shrinking.depth_share > 0:
         with_depths(space, "method.train.travels=supernet")
-    rules = rules_of(
-        config,
-        "method.train",
-        {
-            "distribution.heuristic": (HEURISTICS, config.distribution.heuristic),
-            "shares.rule": (SHARES_RULES, config.shares.rule),
-        },
-    )
-    clients = cohort_size(config, world.num_clients)
+    choices: dict[str, tuple[Slot[Any], str]] = {
+        "distribution.heuristic": (HEURISTICS, config.distribution.heuristic),
+        "shares.rule": (SHARES_RULES, config.shares.rule),
+    }
+    rules, clients = rules_of(config, "method.train", choices), cohort_size(config, world.num_clients)
+    heuristic, shares_rule = rules.more["distribution.heuristic"], rules.more["shares.rule"]
+    given = partial(distribution_of, world, config, family)
+    if slices:
+        check_heuristic(heuristic, given(0, tuple(range(clients)), {}))
+        check_shares(shares_rule, config.shares, clients)
 
     def give(round_: Round) -> Tasks:
-        architectures = distributed(world, config, family, rules, round_)
+        client_ids, served = tuple(sorted(round_.client_ids)), round_.state.data[SERVED]
+        subnets = distribute(heuristic, given(round_.index, client_ids, served))
+        architectures = [subnets[client_id] for client_id in round_.client_ids]
         is_largest = tuple(architecture == space.largest for architecture in architectures)
-        sharing = Sharing(config.shares, round_.index, config.rounds, clients, is_largest)
-        shares = shares_of(rules.more["shares.rule"], sharing)
+        shares = shares_of(shares_rule, Sharing(config.shares, round_.index, config.rounds, clients, is_largest))
         tasks = [
             Train(Subnet(architecture), round_.local, rules.weighting, share, rules.local)
             for architecture, share in zip(architectures, shares.values, strict=True)
@@ -248,17 +254,19 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
     return TrainingStage(world, config, rules, slots, name=SUPERNET)
 
 
-def distributed(
-    world: World, config: ElasticTrainingConfig, family: tuple[Architecture, ...], rules: Rules, round_: Round
-) -> list[Architecture]:
-    """The subnet of each of the round's clients, in plan order."""
-    client_ids, aware = tuple(sorted(round_.client_ids)), config.distribution.tier_aware
-    budgets = tuple(training_budget(world, c, round_.stage, round_.index) if aware else inf for c in client_ids)
-    rng = stream(world.config.seed_for("training"), "distribution", round_.stage, round_.index)
-    served = round_.state.data[SERVED]
-    distribution = Distribution(world.space, world.cost_table, round_.index, client_ids, budgets, family, served, rng)
-    given = distribute(rules.more["distribution.heuristic"], distribution)
-    return [given[client_id] for client_id in round_.client_ids]
+def distribution_of(
+    world: World,
+    config: ElasticTrainingConfig,
+    family: tuple[Architecture, ...],
+    index: int,
+    client_ids: tuple[int, ...],
+    served: Served,
+) -> Distribution:
+    """What a heuristic is given to choose the subnets of a round: clients in ascending order, and their budgets."""
+    aware = config.distribution.tier_aware
+    budgets = tuple(training_budget(world, c, SUPERNET, index) if aware else inf for c in client_ids)
+    rng = stream(world.config.seed_for("training"), "distribution", SUPERNET, index)
+    return Distribution(world.space, world.cost_table, index, client_ids, budgets, family, served, rng)
 
 
 def alone_stage(world: World, config: ElasticTrainingConfig, architecture: Architecture) -> TrainingStage:

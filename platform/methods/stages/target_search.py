@@ -23,7 +23,7 @@ from fedloom.platform.methods.stages.tier_search import (
     check_validation_data,
 )
 from fedloom.platform.search.base import Interval, Scored, pareto_front
-from fedloom.platform.search.predictors import FEWEST_SAMPLES
+from fedloom.platform.search.predictors import FEWEST_SAMPLES, check_predictor
 from fedloom.platform.search.targets import (
     Predictors,
     Sample,
@@ -38,6 +38,7 @@ from fedloom.platform.search.targets import (
     fit_predictors,
     front_finalists,
     parse_target,
+    predictor_of,
 )
 from fedloom.platform.spaces.slices import Architecture, architecture_id, parse_architecture
 
@@ -83,6 +84,7 @@ def search_stages(world: World, config: TargetSearchConfig) -> list[Stage]:
     check_validation_data(world)
     if config.predictor == "none":
         return [*_real_searches(world, config, targets)]
+    check_predictor(predictor_of(config), world.space.genome)
     return [SampleStage(world, config, targets), VerifyStage(world, config, targets)]
 
 

@@ -19,7 +19,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.stages.candidates import candidate_rows
 from fedloom.platform.plugins import Chosen
 from fedloom.platform.search.base import Interval, Searcher, pareto_front, winner
-from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher
+from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher, try_searcher
 from fedloom.platform.search.ranking import kendall_tau
 from fedloom.platform.settings import ONE_OR_MORE, OneOf
 from fedloom.platform.spaces.genome import Genome
@@ -101,15 +101,18 @@ class TierSearchStage(Stage):
         self.name = f"search/{goal.name}"
         self.federated = config.scoring == "federated"
         self.budget = goal.budget
+        try_searcher(self._problem)
         self._live = self._fresh()  # a cache: `_searcher` rebuilds it from the state whenever it does not fit
 
-    def _fresh(self) -> Searcher:
+    @property
+    def _problem(self) -> SearchProblem:
         space, goal = self.world.space, self.goal
         seed = self.world.config.seed_for("search")
         genome = space.genome if self.genome is None else self.genome
-        return build_searcher(
-            SearchProblem(space.options, genome, goal.table, goal.interval, seed, self.budget, self.config)
-        )
+        return SearchProblem(space.options, genome, goal.table, goal.interval, seed, self.budget, self.config)
+
+    def _fresh(self) -> Searcher:
+        return build_searcher(self._problem)
 
     def _searcher(self, state: RunState) -> Searcher:
         saved = state.data[self.name]

@@ -1,0 +1,274 @@
+"""Methods of one's own that are wrong, and plug-ins that fail in mid-run: a line or a failed row, never a traceback."""
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedloom.experiments.cli import main
+from fedloom.platform.results.paths import list_runs
+from fedloom.platform.results.tables import read_table
+
+SMALL = ["executor.kind=serial", "results=results", "data.num_clients=8", "tiers.count=1", "tiers.paths=50"]
+SPACE = ["space.name=mixers:mixers", "space.options.channels=4"]
+ROUNDS = ["method.train.rounds=2", "method.train.epochs=1", "method.train.clients_per_round=4"]
+FEDAVG = ["method=fedavg", *SMALL, *SPACE, *ROUNDS]
+FEDORAS = [
+    *("method=fedoras", *SMALL, *SPACE, *ROUNDS, "method.search.population=4", "method.search.offspring=2"),
+    *("method.search.budget=8", "method.finetune.clients_per_round=2", "method.finetune.rounds=0"),
+    *("method.rand_init.clients_per_round=2", "method.rand_init.rounds=0"),
+]
+MIXERS = Path(__file__).resolve().parent.parent / "plugins" / "mixers.py"
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder that the command is started from, with a small space in it."""
+    folder = tmp_path_factory.mktemp("beside")
+    (folder / "mixers.py").write_text(MIXERS.read_text())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        patched.setattr(sys, "path", [*sys.path, str(folder)])
+        yield folder
+    for name in [name for name in sys.modules if name == "mixers" or name.startswith("failing_")]:
+        del sys.modules[name]
+
+
+def written(beside: Path, code: str) -> str:
+    """The name of a module with this code."""
+    module = f"failing_{next(_numbers)}"
+    (beside / f"{module}.py").write_text(code)
+    return module
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ending:
+        main(("run", *arguments))
+    return int(str(ending.value.code))
+
+
+# -- methods -----------------------------------------------------------------------------------------------------------
+
+HEAD = """from dataclasses import dataclass
+from typing import Annotated
+from fedloom.platform.federation.stage import Merged, Plan, Stage
+from fedloom.platform.methods.method import Method
+from fedloom.platform.settings import ONE_OR_MORE
+
+@dataclass
+class Config:
+    name: str = "own"
+    count: Annotated[int, ONE_OR_MORE, "a number"] = 1
+"""
+STAGE = """
+class Own(Stage):
+    name = "own"
+    def begin(self, state):
+        return state.with_bag("nothing", {})
+    def rounds_left(self, state):
+        return 1 - state.round
+    def plan(self, state):
+        return Plan([], "nothing")
+    def merge(self, state, plan, result):
+        return Merged(state)
+"""
+
+
+def made(stages: str = "lambda *_: [Own()]", config: str = "Config", more: str = "", kind: str = "shared") -> str:
+    return f"{HEAD}{STAGE}METHOD = Method({config}, {stages}, kind={kind!r}{more})\n"
+
+
+def configured(*fields: str) -> str:
+    body = "".join(f"    {field}\n" for field in fields)
+    return made(config="Other").replace("METHOD", f"@dataclass\nclass Other:\n{body}METHOD")
+
+
+METHODS = {
+    "a number": ("METHOD = 3\n", r"is an int: give the import path of a Method, see fedloom"),
+    "no such name": (made().replace("METHOD", "METHOT"), "has no 'METHOD'; did you mean 'METHOT'"),
+    "fails at import": ("raise RuntimeError('no way')\n", r"cannot be imported: RuntimeError: no way \(line 1 of "),
+    "wrong arguments": (made(more=", lack=()"), r"cannot be imported: TypeError: .*'lack'.*\(line \d+ of"),
+    "no configuration": (made(config="int"), "its config must be a dataclass with a field `name: str`"),
+    "a field without a default": (configured("name: str"), "fails: TypeError: .*missing 1 required positional arg"),
+    "a field of no type": (configured("name: str = ''", "x: 'X' = 1"), "its config cannot be composed: name 'X' is"),
+    "a field of objects": (configured("name: str = ''", "x: object = 1"), "its config cannot be composed: .*; give "),
+    "kind": (made(kind="own"), "its kind is 'own': give one of tiers, subnets, silos, shared"),
+    "tables": (made(more=", lacks='runs'"), "its lacks is 'runs': give a tuple of runs, rounds"),
+    "traits": (made(more=", searchable=3"), "fails: TypeError"),
+    "too few arguments": (made("lambda config: [Own()]"), "fails: TypeError: .*takes 1 positional argument"),
+    "no list": (made("lambda *_: None"), "its stages are None: give a list of one or more"),
+    "no stages": (made("lambda *_: []"), r"its stages are \[\]: give a list of one or more"),
+    "no stage": (made("lambda *_: [3]"), "its stage int has no name, begin, rounds_left, plan, merge, end"),
+    "one name for two": (made("lambda *_: [Own(), Own()]"), "its stages are called own, own: give each a name of its"),
+    "fails": (made("lambda *_: [Own().nothing]"), r"fails: AttributeError: .*\(line \d+ of fail"),
+}
+
+
+def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert call(*arguments) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n"), err.startswith("fedloom: ")) == ("", 1, True), out + err
+    assert not Path("results").exists()
+    return err.strip()
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_a_method_that_cannot_be_used(case: str, beside: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, message = METHODS[case]
+    module = written(beside, code)
+    line = refusal(capfd, f"method={module}:METHOD", *SMALL, *SPACE)
+    assert re.search(f"method '{module}:METHOD':? {message}|{module}.py {message}", line), line
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("method.coumt=3", "unknown configuration key 'method.coumt'; did you mean 'method.count'"),
+        ("method.count=much", "method.count: Value 'much' of type 'str' could not be converted to Integer"),
+        ("method.count=0", "method.count=0: must be at least 1"),
+    ],
+)
+def test_a_methods_own_options(given: str, message: str, beside: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    module = written(beside, made())
+    assert message in refusal(capfd, f"method={module}:METHOD", *SMALL, *SPACE, given)
+
+
+def test_a_method_that_is_not_there(beside: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capfd, "method=nowhere:METHOD", *SMALL)
+    assert "method 'nowhere:METHOD' cannot be imported: there is no module 'nowhere' in " in line
+
+
+def test_a_method_may_do_nothing_at_all(beside: Path) -> None:
+    assert call("--json", f"method={written(beside, made())}:METHOD", *SMALL, *SPACE, "results=nothing") == 0
+
+
+# -- in mid-run --------------------------------------------------------------------------------------------------------
+
+LARGE = "RuntimeError('too large')"
+AT_CLIENTS = {
+    "a function": (
+        "method.train.local_rule",
+        f"def mine(client):\n    if client.samples > 2:\n        raise {LARGE}\n",
+        "local rule '{path}' fails: RuntimeError: too large (line 3 of {file})",
+    ),
+    "a correction": (
+        "method.train.local_rule",
+        "def mine(client):\n    def correct(name, parameter, gradient):\n        if parameter.dim() == 4:\n"
+        "            raise KeyError(4)\n    return correct\n",
+        "local rule '{path}' fails: KeyError: 4 (line 4 of {file})",
+    ),
+    "weights": (
+        "method.train.weighting",
+        "def mine(work):\n    return {'layer.weight': 1.0, 'layer.running_mean': 1.0}\n",
+        "weighting rule '{path}' gives no weight for fixed.patches.weight: give one to every tensor",
+    ),
+    "batches": (
+        "data.augment",
+        f"def mine(x_B, generator):\n    if len(x_B) > 4:\n        raise {LARGE}\n    return x_B\n",
+        "augmentation '{path}' fails: RuntimeError: too large (line 3 of {file})",
+    ),
+    "a loss": (
+        "objective.name",
+        "from fedloom.platform.clients.objectives import Objective\nclass mine(Objective):\n"
+        f"    def loss(self, outputs, targets):\n        if len(targets) > 4:\n            raise {LARGE}\n"
+        "        return super().loss(outputs, targets)\n",
+        "RuntimeError: too large (line 5 of {file})",
+    ),
+}
+
+
+def failed(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
+    """The run's id and how it says that it failed; nothing else is said."""
+    known = {run.run_id for run in list_runs(Path("failed"))} if Path("failed").exists() else set[str]()
+    assert call("--json", *arguments, "results=failed") == 3
+    out, err = capfd.readouterr()
+    assert "Traceback" not in out + err
+    (summary,) = [json.loads(line) for line in out.splitlines()]
+    assert (summary["status"], summary["run_id"] in known) == ("failed", False)
+    assert "\n" not in summary["message"]
+    return summary["run_id"], summary["message"]
+
+
+@pytest.mark.parametrize("case", AT_CLIENTS)
+def test_what_fails_on_a_client_is_a_failed_row_that_names_it(
+    case: str, beside: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key, code, message = AT_CLIENTS[case]
+    module = written(beside, code)
+    run_id, said = failed(capfd, *FEDAVG, f"{key}={module}:mine")
+    expected = message.format(path=f"{module}:mine", file=f"{module}.py")
+    assert re.search(rf"^fedavg, round 0: client \d \(tier1\) failed: {re.escape(expected)}", said), said
+    rows = read_table(Path("failed"), "clients", run_id=run_id)
+    assert rows["status"].tolist() == ["failed"] * 4
+    assert rows["error"].str.startswith(expected).all()
+
+
+TWICE = """from fedloom.platform.search.config import random
+class Twice:
+    def __init__(self, inner):
+        self.inner = inner
+    def __getattr__(self, name):
+        return getattr(self.__dict__["inner"], name)
+    def ask(self):
+        if len(self.inner.history) > 4:
+            raise KeyError("third")
+        return self.inner.ask()
+def mine(problem):
+    return Twice(random(problem))
+"""
+
+AT_THE_SERVER = {
+    "selection": (
+        "method.train.selection",
+        "def mine(choice):\n    return [len(choice.history) // 4 * 99, *range(1, choice.size)]\n",
+        "fedavg, round 1: selection rule '{path}' gives client 99, which is not eligible in this round",
+    ),
+    "server rule": (
+        "method.train.server",
+        "def mine(step):\n    return step.mean * (float('nan') if step.mean.dim() == 4 else 1)\n",
+        "fedavg, round 0: server rule '{path}' gave values for fixed.patches.weight that are not finite",
+    ),
+    "searcher": (
+        "method.search.searcher",
+        TWICE,
+        "search/tier1, round 3: searcher '{path}' fails: KeyError: 'third' (line 9 of {file})",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AT_THE_SERVER)
+def test_what_fails_at_the_server_ends_the_run_in_a_line_that_names_it(
+    case: str, beside: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key, code, message = AT_THE_SERVER[case]
+    module = written(beside, code)
+    _, said = failed(capfd, *(FEDORAS if "search" in key else FEDAVG), f"{key}={module}:mine")
+    assert said == message.format(path=f"{module}:mine", file=f"{module}.py")
+
+
+@pytest.mark.parametrize(
+    ("member", "body", "message"),
+    [
+        ("plan", "raise RuntimeError('no\\nway')", "own, round 0: RuntimeError: no way (line {line} of {file})"),
+        ("plan", "return state.nothing", "own, round 0: AttributeError: 'RunState' object has no attribute 'nothing'"),
+        ("plan", "return None", "own, round 0: the stage's plan gives None: give a Plan"),
+        ("begin", "return None", "own, round 0: the stage's begin gives None: give a RunState"),
+        ("rounds_left", "return None", "own, round 0: the stage's rounds_left gives None: give an int"),
+        ("merge", "return state", "own, round 0: the stage's merge gives RunState("),
+    ],
+)
+def test_what_a_stage_of_ones_own_does_wrong_is_said(
+    member: str, body: str, message: str, beside: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = made().splitlines()
+    place = next(i for i, line in enumerate(lines) if f"def {member}(" in line) + 1
+    lines[place] = f"        {body}"
+    module = written(beside, "\n".join(lines))
+    _, said = failed(capfd, f"method={module}:METHOD", *SMALL, *SPACE)
+    assert said.startswith(message.format(line=place + 1, file=f"{module}.py")), said
