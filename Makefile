@@ -1,4 +1,4 @@
-# `make demo`, `make test` and `make test-all` need only Python >= 3.11, pip and make: they create .venv and install everything.
+# `make demo` and the tests need only Python >= 3.11, pip and make: they create .venv and install everything.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

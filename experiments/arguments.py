@@ -1,7 +1,7 @@
 """The command line: commands, arguments and help texts."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,21 @@ def build_parser(handlers: Mapping[str, Handler]) -> argparse.ArgumentParser:
             "--results", type=_results, default=Path("results"), help="results folder or URL (default: results)"
         )
     return parser
+
+
+MANY = ("overrides", "given", "words", "runs")
+"""Where a command keeps the words of which it takes any number."""
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line, on which options may stand between such words, too: argparse stops at the first one."""
+    args, left = parser.parse_known_args(arguments)
+    many = next((getattr(args, name) for name in MANY if name in args), None)
+    if left and (many is None or any(word.startswith("-") for word in left)):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if many is not None:
+        many += left
+    return args
 
 
 def _results(given: str) -> str | Path:
@@ -221,7 +236,7 @@ def _presets(command: str) -> str:
     from fedloom.experiments.runs.presets import ablations, experiments
 
     if command == "ablate":
-        return "\nAblations: " + ", ".join(ablations()) + " (the README says which method each is for).\n"
+        return "\nAblations: " + ", ".join(ablations()) + " (experiments/README.md says which method each is for).\n"
     return "\nPresets: " + ", ".join(experiments()) + ".\n" if command == "run" else ""
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from fedloom.experiments.arguments import Handler, build_parser
+from fedloom.experiments.arguments import Handler, build_parser, parse
 from fedloom.experiments.runs.huge_pages import prefer_huge_pages
 from fedloom.experiments.terminal.exit_codes import CONFIGURATION, INFRASTRUCTURE, INTERRUPTED, OK, of_run_end
 from fedloom.experiments.terminal.reading import stop_printing, while_read
@@ -21,8 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # The working directory holds a user's own rules and spaces; Ray's workers use the driver's path as well.
     sys.path.append(os.getcwd())
     prefer_huge_pages()
-    parser = build_parser(HANDLERS)
-    args = parser.parse_args(arguments)
+    args = parse(build_parser(HANDLERS), arguments)
     logging.basicConfig(level=logging.WARNING, format="fedloom: %(message)s")
     try:
         code = args.command(args)

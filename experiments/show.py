@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from fedloom.experiments.report.pages.files import ReportFiles
 from fedloom.experiments.report.pages.runs import summary_table
@@ -126,7 +126,8 @@ def show_status(results: Path, given: list[str], as_json: bool) -> None:
     if not found and not ablations:
         screen.print(f"no runs under {results}")
     elif found:
-        table = Table("run", "state", "stage", "round", "message", box=None)
+        # An id is there to be copied: what is too wide for the terminal folds in the message.
+        table = Table(Column("run", no_wrap=True), "state", "stage", "round", "message", box=None)
         for run_id, status in found.items():
             table.add_row(run_id, status.state, status.stage, f"{status.round}/{status.rounds_total}", status.message)
         screen.print(table)

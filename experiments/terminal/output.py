@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 LOG_WIDTH = 110
 
@@ -49,7 +49,8 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
     if as_json:
         write_json(facts)
         return
-    table = Table(show_header=False, box=None)
+    # Folded, not cut: a path is there to be copied.
+    table = Table("", Column(overflow="fold"), show_header=False, box=None)
     for name, value in facts.items():
         table.add_row(name.replace("_", " "), _text(value))
     console().print(table)

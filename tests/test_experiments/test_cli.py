@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from fedloom.experiments import cli
-from fedloom.experiments.arguments import build_parser
+from fedloom.experiments.arguments import build_parser, parse
 from fedloom.experiments.cli import HANDLERS, main
 from fedloom.experiments.runs.presets import experiments
 from fedloom.experiments.show import round_line
@@ -20,7 +20,7 @@ from fedloom.experiments.terminal.exit_codes import (
     OK,
     of_run_end,
 )
-from fedloom.experiments.terminal.output import as_bytes, as_time
+from fedloom.experiments.terminal.output import as_bytes, as_time, show_facts
 from fedloom.platform.federation.loop import RoundProgress, Validated
 
 COMMANDS = ("run", "resume", "search", "describe", "prepare", "report", "export", "status")
@@ -60,6 +60,33 @@ def test_a_command_line_that_is_none_ends_with_2(arguments: list[str], capsys: p
         main(arguments)
     assert ending.value.code == 2
     assert "fedloom" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_options_may_stand_between_overrides() -> None:
+    parser = build_parser(HANDLERS)
+    args = parse(
+        parser, ["resume", "RUN", "--results", "r", "executor.actors=2", "--changed-plugins", "ray.num_cpus=1"]
+    )
+    assert (args.run, args.overrides) == ("RUN", ["executor.actors=2", "ray.num_cpus=1"])
+    assert parse(parser, ["report", "A", "--out", "o", "B"]).runs == ["A", "B"]
+    for wrong in (["export", "RUN", "--tier", "tier1", "x=1"], ["run", "x=1", "--fast", "y=2"]):
+        with pytest.raises(SystemExit) as ending:
+            parse(parser, wrong)
+        assert ending.value.code == CONFIGURATION
+
+
+def test_the_module_can_be_run_as_jobs_do() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fedloom.experiments.cli", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == OK, done.stderr
+    assert done.stdout.startswith("usage: fedloom")
+
+
+def test_a_path_is_folded_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"/{'results/' * 30}tier1.pt2"
+    show_facts({"pt2": path}, as_json=False)
+    assert path in "".join(line[3:].strip() for line in capsys.readouterr().out.replace("pt2 ", "    ", 1).splitlines())
 
 
 def test_exit_codes_are_distinct_and_as_documented() -> None:

@@ -71,6 +71,18 @@ def test_packages_count_with_what_their_modules_take_from_each_other(write: Writ
     assert names(["own_package.deep.rule:f"]) == expected
 
 
+def test_packages_of_another_environment_on_the_path_are_installed_ones(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once all of torch was read, file by file, where PYTHONPATH led to another environment's packages."""
+    elsewhere = tmp_path / "other" / "site-packages"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "own_library.py").write_text("import own_rule\n")
+    monkeypatch.syspath_prepend(str(elsewhere))
+    write("own_rule.py", "import own_library\n")
+    assert names({"x": "own_rule:f"}) == ["own_rule"]
+
+
 def test_neither_pythons_nor_fedlooms_nor_installed_modules_count_beside_it(write: Write) -> None:
     write("own_rule.py", "import sys, re, torch, pandas.io\nfrom fedloom.platform import plugins\nimport not_there\n")
     assert names({"x": "own_rule:f"}) == ["own_rule"]

@@ -131,6 +131,14 @@ class SuperFedNASConfig:
     evaluation: EvaluationConfig = field(default_factory=lambda: EvaluationConfig(clients_per_tier=0))
 
 
+def _own_rules(config: ElasticTrainingConfig) -> dict[str, tuple[Slot[Any], str]]:
+    """The rules that an elastic supernet's training has beside those of every stage."""
+    return {
+        "distribution.heuristic": (HEURISTICS, config.distribution.heuristic),
+        "shares.rule": (SHARES_RULES, config.shares.rule),
+    }
+
+
 def _check_training(config: ElasticTrainingConfig, num_clients: int, family: int, *, separately: bool) -> None:
     """Raises ValueError for invalid values."""
     key, name = "method.train", config.distribution.heuristic
@@ -210,11 +218,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
     space, slices = world.space, config.travels == "slices"
     if not slices and config.shrinking.depth_share > 0:
         with_depths(space, "method.train.travels=supernet")
-    choices: dict[str, tuple[Slot[Any], str]] = {
-        "distribution.heuristic": (HEURISTICS, config.distribution.heuristic),
-        "shares.rule": (SHARES_RULES, config.shares.rule),
-    }
-    rules, clients = rules_of(config, "method.train", choices), cohort_size(config, world.num_clients)
+    rules, clients = rules_of(config, "method.train", _own_rules(config)), cohort_size(config, world.num_clients)
     heuristic, shares_rule = rules.more["distribution.heuristic"], rules.more["shares.rule"]
     given = partial(distribution_of, world, config, family)
     if slices:

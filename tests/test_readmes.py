@@ -1,0 +1,291 @@
+"""What the READMEs say is so: links lead somewhere, commands parse and compose, and the code they show is tested code.
+
+`python tests/test_readmes.py` writes the files of tests/plugins, and their numbers of lines, into the READMEs that show
+them.
+"""
+
+import ast
+import importlib.util
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.config_store import ConfigStore
+
+from fedloom.experiments.ablation.config import AblationConfig
+from fedloom.experiments.ablation.plan import plan_ablation
+from fedloom.experiments.arguments import COMMANDS, build_parser, parse
+from fedloom.experiments.catalogue import known_code, known_keys
+from fedloom.experiments.cli import HANDLERS
+from fedloom.experiments.runs import configuration
+from fedloom.experiments.runs.configuration import FREE, change_stored, compose_config
+from fedloom.experiments.runs.presets import ablations, experiments
+from fedloom.platform.data.sources import DATASETS
+from fedloom.platform.federation.building import build_world
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.methods.registry import METHODS, find_method
+from fedloom.platform.results.tables import TABLES
+from fedloom.platform.runs.run import planned_stages
+from fedloom.platform.settings import settings_of
+from fedloom.platform.spaces.registry import SPACES
+
+ROOT = Path(__file__).resolve().parent.parent
+PLUGINS = ROOT / "tests" / "plugins"
+READMES = [ROOT / "README.md", *(ROOT / part / "README.md" for part in ("platform", "tiers", "actors", "experiments"))]
+MOST_LINES, WIDEST = 150, 120
+ALIASES = {"describe": ("space=", "space.name="), "prepare": ("dataset=", "data.dataset=")}
+"""What two of the commands understand beside configuration keys."""
+SHOWN = re.compile(
+    r"(\[`tests/plugins/(\w+\.py)`\]\(\.\./tests/plugins/\2\), )(\d+)( lines.*?\n```python\n)(.*?)(```)", re.S
+)
+KEYS = (
+    "data",
+    "space",
+    "tiers",
+    "devices",
+    "objective",
+    "method",
+    "executor",
+    "ray",
+    "checkpoint",
+    "seeds",
+    "ablation",
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and the file and line in which it begins."""
+
+    language: str
+    text: str
+    place: str
+
+
+def blocks(readme: Path) -> Iterator[Block]:
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", readme.read_text(), re.S | re.M):
+        line = readme.read_text()[: match.start()].count("\n") + 2
+        yield Block(match[1], match[2], f"{readme.relative_to(ROOT)}:{line}")
+
+
+ALL_BLOCKS = [block for readme in READMES for block in blocks(readme)]
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """The command lines of all consoles as words, with their places, without variables before them and comments."""
+    for block in ALL_BLOCKS:
+        if block.language != "console":
+            continue
+        for line in block.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words.pop(0)
+            if words:
+                yield block.place, words
+
+
+LINES = [*commands()]
+FEDLOOM = [
+    pytest.param(words[1:], id=f"{place} {' '.join(words[1:])}") for place, words in LINES if words[0] == "fedloom"
+]
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder as a reader has it, with the examples' code and the files that the READMEs show by name.
+
+    No method is known to Hydra: what an earlier test has registered there, a command in a new process does not find.
+    """
+    for block in ALL_BLOCKS:
+        named = re.match(r"# (\w+\.(?:yaml|py))\n", block.text)
+        if named:
+            (tmp_path / named[1]).write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(PLUGINS))
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(ConfigStore.instance().repo, "method", {})
+    configuration._store_method.cache_clear()
+    yield tmp_path
+    configuration._store_method.cache_clear()
+
+
+def test_the_first_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda readme: str(readme.relative_to(ROOT)))
+def test_lines_can_be_read_in_an_editor(readme: Path) -> None:
+    lines = enumerate(readme.read_text().splitlines(), 1)
+    assert [i for i, line in lines if len(line) > WIDEST and not line.startswith("|")] == []  # tables cannot be folded
+
+
+def headings(readme: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    without_code = re.sub(r"^```.*?^```$", "", readme.read_text(), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.*)$", without_code, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda readme: str(readme.relative_to(ROOT)))
+def test_links_lead_somewhere(readme: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", readme.read_text(), flags=re.S | re.M)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (readme.parent / path).resolve() if path else readme
+        assert found.exists(), f"{readme}: {target}"
+        assert not anchor or anchor in headings(found), f"{readme}: {target}"
+
+
+# -- code -------------------------------------------------------------------------------------------------------------
+
+
+def with_files(text: str) -> str:
+    """A README's text with the files of tests/plugins as they are."""
+
+    def shown(match: re.Match[str]) -> str:
+        code = (PLUGINS / match[2]).read_text()
+        return f"{match[1]}{len(code.splitlines())}{match[4]}{code}{match[6]}"
+
+    return SHOWN.sub(shown, text)
+
+
+def test_shown_code_is_the_code_that_is_tested() -> None:
+    texts = {readme: readme.read_text() for readme in READMES}
+    stale = [str(readme.relative_to(ROOT)) for readme, text in texts.items() if with_files(text) != text]
+    assert not stale, f"{', '.join(stale)}: run `python tests/test_readmes.py`"
+    shown = {match[2] for text in texts.values() for match in SHOWN.finditer(text)}
+    assert shown == {file.name for file in PLUGINS.glob("*.py")}
+
+
+def test_python_is_python() -> None:
+    found = [block for block in ALL_BLOCKS if block.language == "python"]
+    assert found
+    for block in found:
+        tree = ast.parse(block.text, block.place)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedloom."):
+                module = importlib.import_module(node.module or "")
+                for alias in node.names:
+                    inside = (
+                        importlib.util.find_spec(f"{node.module}.{alias.name}") if hasattr(module, "__path__") else None
+                    )
+                    assert hasattr(module, alias.name) or inside, f"{block.place}: {node.module} has no {alias.name}"
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def composed(overrides: Sequence[str]) -> RunConfig:
+    """The configuration; every option among the overrides is one that the chosen code has."""
+    keys = {setting.key for setting in known_keys(overrides)}
+    for override in overrides:
+        key = override.partition("=")[0]
+        free = any(f".{name}." in key for name in FREE if name != "options")
+        assert key in keys or key in ("experiment", "method") or free, f"{override}: no such key"
+    return compose_config(overrides)
+
+
+def without(overrides: Sequence[str], *prefixes: str) -> list[str]:
+    return [override for override in overrides if not override.startswith(prefixes)]
+
+
+@pytest.mark.parametrize("words", FEDLOOM)
+def test_commands_parse_and_configurations_compose(words: list[str], beside: Path) -> None:
+    args = parse(build_parser(HANDLERS), words)
+    command, overrides = words[0], list(getattr(args, "overrides", ()))
+    long, short = ALIASES.get(command, ("", ""))
+    overrides = [o.replace(long, short, 1) if long and o.startswith(long) else o for o in overrides]
+    if command in ("run", "describe", "prepare"):
+        composed(overrides)
+    elif command == "resume":
+        change_stored(compose_config([]), overrides)
+    elif command == "submit" and not any(o.startswith("ablation=") for o in overrides):
+        composed(overrides)
+    elif command in ("ablate", "submit") and overrides:
+        assert plan_ablation(overrides).trials
+    elif command == "keys":
+        assert known_keys(args.given)
+    elif command == "plugins":
+        assert known_code(args.words)
+
+
+def brings_code(words: Sequence[str]) -> bool:
+    named = any(re.fullmatch(r"[\w.]+=\w+:[A-Za-z_]\w*", word) and "=torchvision:" not in word for word in words)
+    return words[0] == "run" and (named or "experiment=./mine.yaml" in words)
+
+
+@pytest.mark.parametrize("words", [line for line in FEDLOOM if brings_code(line.values[0])])
+def test_code_of_ones_own_is_accepted(words: list[str], beside: Path) -> None:
+    """All that is tried before a run begins: rules, spaces, data, augmentations, objectives, budgets, methods."""
+    assert planned_stages(build_world(composed(words[1:])))
+
+
+def test_other_commands_are_there() -> None:
+    targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.M)
+    for place, words in LINES:
+        if words[0] == "make":
+            assert words[1] in targets, place
+        if words[:2] == ["python", "-m"]:
+            assert importlib.util.find_spec(words[2]), place
+        assert words[0] in ("make", "fedloom", "python", "source", "export", "ray"), place
+
+
+# -- what is listed ---------------------------------------------------------------------------------------------------
+
+
+def test_everything_built_in_is_listed() -> None:
+    platform, experiments_page = ((ROOT / part / "README.md").read_text() for part in ("platform", "experiments"))
+    for name in [*METHODS, *experiments(), *SPACES.known, *DATASETS.known]:
+        assert f"`{name}`" in platform, name
+    for name in [*ablations(), *(column for schema in TABLES.values() for column in schema.names)]:
+        assert f"`{name}`" in experiments_page, name
+    for name in COMMANDS:
+        assert f"`fedloom {name}`" in experiments_page, name
+    assert all(f"| `{name}` |" in READMES[0].read_text() for name in METHODS)
+
+
+def test_every_place_for_code_has_a_section_with_its_key() -> None:
+    page = ROOT / "platform" / "README.md"
+    for place in known_code([]):
+        assert place.kind.replace(" ", "-") in headings(page), place.kind
+        first = place.keys[0].replace("method.finetune.", "method.train.")
+        assert re.search(rf"^\| \[{place.kind}\]\(#.*`{re.escape(first)}`", page.read_text(), re.M), place.kind
+
+
+def all_keys() -> set[str]:
+    configs: list[tuple[Any, str]] = [(RunConfig(), ""), *((m.config(), "method.") for m in METHODS.values())]
+    configs.append((find_method("head_first:METHOD").config(), "method."))
+    keys = {setting.key for config, prefix in configs for setting in settings_of(config, prefix)}
+    keys |= {f"ablation.{f.name}" for f in fields(AblationConfig)}
+    keys |= {f"ablation.{name}" for name in ("search.kind", "search.samples", "scheduler.kind")}
+    return keys | {key.rpartition(".")[0] for key in keys}
+
+
+def named_keys(text: str) -> Iterator[str]:
+    """The keys between backticks; in `ray.num_cpus`, `.num_gpus` the second is short for its neighbour."""
+    for first, more in re.findall(r"`([^`\s]+)`((?:, `\.[a-z_0-9]+`)*)", text):
+        key = re.sub(r"(=.*|\.\*)$", "", first)
+        if re.fullmatch(rf"({'|'.join(KEYS)})(\.[a-z_0-9]+)+", key) and not key.endswith(".py"):
+            yield key
+            yield from (key.rpartition(".")[0] + short for short in re.findall(r"`(\.\w+)`", more))
+
+
+def test_keys_that_are_named_are_there(beside: Path) -> None:
+    known = all_keys()
+    for readme in READMES:
+        text = re.sub(r"^```.*?^```$", "", readme.read_text(), flags=re.S | re.M)
+        named = set(named_keys(text))
+        assert {key for key in named if key not in known and ".options." not in key} == set(), readme
+
+
+if __name__ == "__main__":
+    for page in READMES:
+        page.write_text(with_files(page.read_text()))
+    sys.stdout.write(f"wrote the files of {PLUGINS.relative_to(ROOT)} into the READMEs\n")
