@@ -276,12 +276,14 @@ def is_installed(file: Path) -> bool:
 
 
 def place_in_own(error: BaseException) -> str:
-    """` (line N of FILE)` for the innermost line of the user's own code that an error came through; empty if none."""
+    """` (line N of FILE)` if the user's own code, or a package that it calls, raised an error; else empty."""
     place, frame = "", error.__traceback__
     while frame is not None:
         file = Path(frame.tb_frame.f_code.co_filename)
         if file.is_absolute() and is_own(file.resolve()):
             place = f" (line {frame.tb_lineno} of {file.name})"
+        elif is_fedlooms(file):
+            place = ""
         frame = frame.tb_next
     return place
 

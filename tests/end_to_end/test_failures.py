@@ -154,7 +154,7 @@ def test_policy_stop_ends_the_run_and_keeps_the_clients_traceback(tiny_config: C
     rows = first_round(config)
     assert sorted(rows["status"]) == ["failed", "ok", "ok", "ok"]
     row = rows[rows["status"] == "failed"].iloc[0]
-    assert row["error"] == "LookupError: the battery is gone"
+    assert re.fullmatch(r"LookupError: the battery is gone \(line \d+ of test_failures\.py\)", row["error"])
     assert "Traceback" in row["traceback"]
     assert 'raise LookupError("the battery is gone")' in row["traceback"] or "in run" in row["traceback"]
     assert row["traceback"].endswith("LookupError: the battery is gone")

@@ -182,7 +182,6 @@ def weights_of(run_id: str, bag: str) -> Mapping[str, torch.Tensor]:
 @pytest.mark.parametrize("name", LINES)
 def test_a_plug_in_takes_few_lines(name: str) -> None:
     assert len((PLUGINS / f"{name}.py").read_text().splitlines()) <= LINES[name]
-    assert {file.stem for file in PLUGINS.glob("*.py")} == set(LINES)
 
 
 @pytest.mark.parametrize("name", RUNS)
