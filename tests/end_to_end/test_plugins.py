@@ -347,9 +347,14 @@ def settings() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("no_ray_cluster")
 def test_an_ablation_varies_plug_ins_and_their_options(
-    run: Run, beside: Path, rows_of: Callable[[Path, str], dict[str, pd.DataFrame]]
+    run: Run,
+    beside: Path,
+    rows_of: Callable[[Path, str], dict[str, pd.DataFrame]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv(LOOPBACK_SWITCH, "0")  # as the command line does; clusters of later tests are not on loopback
     axes = {"what": {"settings": settings()}}
     (beside / "mine.yaml").write_text(yaml.safe_dump({"axes": axes, "seeds": [1]}, sort_keys=False))
     common = overrides({key: value for key, value in ALL.items() if key != "seed"})
