@@ -19,18 +19,18 @@ from fedloom.platform.results.tables import read_table
 
 SERIAL = ["executor.kind=serial", "tiers.paths=2000"]
 CASES = {
-    "fedavg": ["method=fedavg", "data.dataset=digits", "method.train.rounds=1"],
+    "fedavg": ["method=fedavg", "data.dataset=digits", "method.train.rounds=2"],
     "fedoras": [
         "experiment=fedoras_digits",
-        "method.train.rounds=1",
+        "method.train.rounds=2",
         "method.search.population=4",
         "method.search.offspring=2",
         "method.search.budget=6",
         "method.finetune.rounds=0",
         "method.rand_init.rounds=0",
     ],
-    "superfednas": ["experiment=superfednas_digits", "method.train.rounds=1", "method.search.samples=0"],
-    "spider": ["experiment=spider_digits", "method.train.rounds=1"],
+    "superfednas": ["experiment=superfednas_digits", "method.train.rounds=2", "method.search.samples=0"],
+    "spider": ["experiment=spider_digits", "method.train.rounds=2"],
 }
 
 
