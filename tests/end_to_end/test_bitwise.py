@@ -71,7 +71,13 @@ def serial(world: World) -> SerialExecutor:
 
 @pytest.mark.parametrize(
     ("family", "actors"),
-    [("fedoras", 1), ("fedoras", 2), ("superfednas", 1), ("superfednas", 2), ("multi_stage", 2)],
+    [
+        ("fedoras", 2),
+        ("superfednas", 1),
+        pytest.param("fedoras", 1, marks=pytest.mark.slow),
+        pytest.param("superfednas", 2, marks=pytest.mark.slow),
+        pytest.param("multi_stage", 2, marks=pytest.mark.slow),
+    ],
     indirect=["family"],
 )
 def test_actors_give_the_bits_of_the_serial_executor(
@@ -83,7 +89,11 @@ def test_actors_give_the_bits_of_the_serial_executor(
     assert_same_run(reference, on_actors)
 
 
-@pytest.mark.parametrize("family", ["spider", "milenas", "fedpnas", "fedmn"], indirect=True)
+@pytest.mark.parametrize(
+    "family",
+    ["fedmn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spider", "milenas", "fedpnas"))],
+    indirect=True,
+)
 def test_what_silos_keep_is_the_same_pooled_or_resident(
     tiny: Tiny, run_serially: Serially, assert_same_run: Same, family: str, empty_tables: tuple[str, ...]
 ) -> None:
@@ -115,7 +125,12 @@ class KillsOneActor(ActorPool):
 
 @pytest.mark.parametrize(
     ("family", "resident"),
-    [("fedoras", False), ("superfednas", False), ("spider", False), ("spider", True)],
+    [
+        ("spider", True),
+        ("fedoras", False),
+        pytest.param("superfednas", False, marks=pytest.mark.slow),
+        pytest.param("spider", False, marks=pytest.mark.slow),
+    ],
     indirect=["family"],
 )
 def test_a_killed_actor_changes_nothing(
@@ -136,6 +151,7 @@ def test_a_killed_actor_changes_nothing(
     assert_same_run(reference, killed, empty=empty_tables)
 
 
+@pytest.mark.slow
 def test_resident_actors_give_the_same_bits(tiny: Tiny, run_serially: Serially, assert_same_run: Same) -> None:
     changes = ["executor.chunk_size=1", "data.num_clients=6", "method.train.clients_per_round=4"]
     changes += ["method.finetune.clients_per_round=2", "method.rand_init.clients_per_round=2"]

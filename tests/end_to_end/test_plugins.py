@@ -347,6 +347,7 @@ def settings() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_ray_cluster")
 def test_an_ablation_varies_plug_ins_and_their_options(
     run: Run,
