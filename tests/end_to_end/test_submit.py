@@ -60,6 +60,8 @@ def witness(moment):
 
 def mine(work):
     witness("used")
+    if work.samples < 10:  # tried on something tiny, before the run
+        return opa(work)
     if "FAIL" in os.environ:
         raise RuntimeError("the battery is gone")
     time.sleep(float(os.environ.get("SLEEP_S", "0")))
