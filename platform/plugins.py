@@ -276,16 +276,25 @@ def is_installed(file: Path) -> bool:
 
 
 def place_in_own(error: BaseException) -> str:
-    """` (line N of FILE)` if the user's own code, or a package that it calls, raised an error; else empty."""
-    place, frame = "", error.__traceback__
+    """` (line N of FILE)` for the innermost line of the user's own code that an error came through; empty if none."""
+    return next((f" (line {line} of {file.name})" for own, file, line in reversed(_places(error)) if own), "")
+
+
+def raised_by_own(error: BaseException) -> bool:
+    """Whether the user's own code, or a package that it calls, raised an error, rather than fedloom called by it."""
+    places = _places(error)
+    return bool(places) and places[-1][0]
+
+
+def _places(error: BaseException) -> list[tuple[bool, Path, int]]:
+    """The lines of the user's own code and of fedloom that an error came through, innermost last: own, file, line."""
+    places, frame = list[tuple[bool, Path, int]](), error.__traceback__
     while frame is not None:
         file = Path(frame.tb_frame.f_code.co_filename)
-        if file.is_absolute() and is_own(file.resolve()):
-            place = f" (line {frame.tb_lineno} of {file.name})"
-        elif is_fedlooms(file):
-            place = ""
+        if file.is_absolute() and not is_installed(file.resolve()):
+            places.append((not is_fedlooms(file.resolve()), file, frame.tb_lineno))
         frame = frame.tb_next
-    return place
+    return places
 
 
 @cache

@@ -4,7 +4,8 @@
 
 Each argument is the Python of an environment in which a revision is installed. The revisions alternate; every run is a
 separate process with the serial executor. Prints the median seconds of the first round and of the whole command, their
-ratios new / old, and one JSON object on the last line. Only ratios within one call are meaningful.
+ratios new / old, and one JSON object on the last line. Only ratios within one call are meaningful. The first round is
+not the last one, after which models are scored as well.
 """
 
 import argparse

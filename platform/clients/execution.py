@@ -17,7 +17,7 @@ from fedloom.platform.averaging.average import Update, WeightedSums, first_not_f
 from fedloom.platform.clients.assignments import Assignment, ClientState, Outcome, Report, TaskError
 from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.plugins import PluginError, place_in_own
+from fedloom.platform.plugins import PluginError, place_in_own, raised_by_own
 from fedloom.platform.spaces.slices import Weights
 from fedloom.tiers.clock import EVALUATION_FACTOR, client_time_s
 
@@ -124,7 +124,7 @@ def _failed(base: Report, error: Exception, wall_s: float, attempt: int) -> Repo
         return replace(base, status="failed", error=str(error), wall_s=wall_s, attempts=attempt)
     # The row's error must not depend on file paths; the traceback has a column of its own.
     said = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
-    first_line = said.splitlines()[0] + ("" if isinstance(error, PluginError) else place_in_own(error))
+    first_line = said.splitlines()[0] + (place_in_own(error) if raised_by_own(error) else "")
     text = "".join(traceback.format_exception(error)).strip()
     return replace(base, status="failed", error=first_line, traceback=text, wall_s=wall_s, attempts=attempt)
 

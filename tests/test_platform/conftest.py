@@ -218,3 +218,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def begun(step_through: Any) -> Callable[..., Any]:
+    """Begins a stage of a configuration, the first if no other is asked for."""
+
+    def begin(config: RunConfig, number: int = 0) -> Any:
+        world = build_world(config)
+        return step_through(world, build_stages(world)[number], RunState())
+
+    return begin

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
@@ -16,6 +17,8 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.world import World
+from fedloom.platform.plugins import place_in_own, raised_by_own
+from fedloom.platform.results.files import check_name
 from fedloom.platform.results.paths import run_paths
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.plugin_sources import UnknownSourceError, named_modules, plugin_sources, sources_of
@@ -213,3 +216,16 @@ def test_it_is_said_whose_supernet_a_run_begins_with(tiny_config: Callable[..., 
     for seed in (None, 7):
         start_run(replace(config, seeds=replace(config.seeds, search=seed)), serial, watcher)
     assert [taken for _, taken in told] == ["", told[0][0]]
+
+
+def test_the_users_own_line_is_named_though_fedloom_raised_what_it_was_misused_for() -> None:
+    """This file is a user's own; a row names the line only where the user's code raised, as fedloom says what to do."""
+    with pytest.raises(ValueError, match="run") as refused:
+        check_name("run", "../outside")
+    assert place_in_own(refused.value).endswith(" of test_plugin_sources.py)")
+    assert not raised_by_own(refused.value)
+    for fails in (lambda: 1 / 0, lambda: torch.zeros(2) @ torch.zeros(3)):  # by itself, and by a package that it calls
+        with pytest.raises((ZeroDivisionError, RuntimeError)) as own:
+            fails()
+        assert place_in_own(own.value).endswith(" of test_plugin_sources.py)")
+        assert raised_by_own(own.value)

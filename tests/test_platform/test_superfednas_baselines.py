@@ -27,17 +27,6 @@ from fedloom.platform.spaces.slices import Slice, architecture_id, bytes_of
 Make = Callable[..., RunConfig]
 
 
-@pytest.fixture
-def begun(step_through: Any) -> Callable[..., Any]:
-    """Begins a stage of a configuration, the first if no other is asked for."""
-
-    def begin(config: RunConfig, number: int = 0) -> Any:
-        world = build_world(config)
-        return step_through(world, build_stages(world)[number], RunState())
-
-    return begin
-
-
 def space_of(world: World) -> ElasticSpace:
     assert isinstance(world.space, ElasticSpace)
     return world.space
