@@ -1,6 +1,7 @@
 """Further interfaces of spaces that some methods need, and checks that a space has them."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Protocol
 
 from fedloom.platform.spaces.base import SearchSpace
@@ -115,9 +116,11 @@ def _offering(space: SearchSpace, what: type, who: str, such_as: str) -> Any:
 
 def lacking(space: object, what: type) -> list[str]:
     """The public members of a protocol that an object does not have."""
-    return [name for name in _members(what) if not hasattr(space, name)]
+    # The class first, because the value of a property may be costly: `smallest` measures every option.
+    return [name for name in _members(what) if not hasattr(type(space), name) and not hasattr(space, name)]
 
 
+@cache
 def _members(what: type) -> list[str]:
     own: dict[str, None] = {}
     for kind in reversed(what.__mro__):
