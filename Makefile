@@ -18,15 +18,15 @@ $(VENV)/.installed: pyproject.toml
 demo: install
 	$(BIN)/fedloom run experiment=fedoras_digits results=$(RESULTS)
 
-# In minutes, for every change. The tests with Ray have the processors to themselves.
+# In minutes, for every change. Two tests at a time, each with a cluster of its own if it needs one.
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not ray and not slow" -n 2 --dist loadfile
-	$(BIN)/pytest -m "ray and not slow"
+	$(BIN)/pytest -m "ray and not slow" -n 2 --dist loadfile
 
 # Everything: also kill schedules, every preset, browsers, clusters with authentication.
 test-all: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not ray" -n 2 --dist loadfile
-	$(BIN)/pytest -m ray
+	$(BIN)/pytest -m ray -n 2 --dist loadfile
 
 check: install
 	$(BIN)/ruff check .

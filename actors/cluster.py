@@ -2,6 +2,8 @@
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from fedloom.actors.address import resolve_address
+from fedloom.actors.watcher import records_folder, unwatch, watched
 from fedloom.platform.federation.config import RayConfig
 
 SET_TOKEN = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (a file) or RAY_AUTH_TOKEN to the cluster's token"
@@ -26,19 +29,25 @@ def connected(config: RayConfig) -> Iterator[None]:
         ConnectionError: the cluster does not answer or could not be started.
     """
     address = resolve_address(config.address)
+    on_sigterm = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
     try:
         if address == "local":
-            _start_own(config)
+            with watched(records_folder()):
+                _start_own(config)
         else:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, RayError) as error:
         first_line = str(error).strip().splitlines()[0]
         sentence = first_line.split(". ")[0].rstrip(".")
         raise ConnectionError(f"no Ray at {address!r}: {sentence}{_hint(address, str(error))}") from error
+    # Ray's own handler ends the process with a dump of its stack, where Slurm or Kubernetes stop a run.
+    if on_sigterm is not None:
+        signal.signal(signal.SIGTERM, on_sigterm)
     try:
         yield
     finally:
         ray.shutdown()
+        unwatch()
 
 
 def _start_own(config: RayConfig) -> None:

@@ -25,7 +25,7 @@ def build_parser(handlers: Mapping[str, Handler]) -> argparse.ArgumentParser:
     made = {name: _command(commands, name, handlers[name], *texts) for name, texts in COMMANDS.items()}
     for name, add in ADD.items():
         add(made[name])
-    for name in ("resume", "ablate", "report", "search", "export", "status"):
+    for name in ("resume", "ablate", "report", "search", "export", "status", "verify"):
         made[name].add_argument(
             "--results", type=_results, default=Path("results"), help="results folder or URL (default: results)"
         )
@@ -128,6 +128,12 @@ A cluster that asks for a token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (a 
 """
 
 
+VERIFY_HELP = """Checks every file of runs: sizes, hashes, the checkpoint, the journal, the models, the count of rows.
+
+  fedloom verify RUN        exit code 0: all is whole; 2: a line per file that is not
+"""
+
+
 def _add_submit(submit: argparse.ArgumentParser) -> None:
     submit.add_argument("--address", required=True, metavar="URL", help="the cluster's dashboard: http://HOST:8265")
     submit.add_argument(
@@ -218,7 +224,14 @@ def _add_search(search: argparse.ArgumentParser) -> None:
 
 
 def _add_status(status: argparse.ArgumentParser) -> None:
+    status.add_argument(
+        "--clean", action="store_true", help="end the processes that dead runs left behind on this machine"
+    )
     status.add_argument("runs", nargs="*", metavar="RUN", help="run ids or their beginnings; all if none is given")
+
+
+def _add_verify(verify: argparse.ArgumentParser) -> None:
+    verify.add_argument("runs", nargs="+", metavar="RUN", help="run ids or their beginnings")
 
 
 def _command(commands: Any, name: str, handler: Handler, text: str, description: str = "") -> argparse.ArgumentParser:
@@ -253,6 +266,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "status": ("which runs there are and how they stand",),
     "export": ("a trained model as files that run without fedloom", EXPORT_HELP),
     "submit": ("run an experiment or an ablation on a Ray cluster", SUBMIT_HELP),
+    "verify": ("whether all files of runs are what fedloom wrote", VERIFY_HELP),
 }
 """By command: a line for the list of commands and, optionally, the beginning of the command's own help."""
 
@@ -269,4 +283,5 @@ ADD: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "status": _add_status,
     "export": _add_export,
     "submit": _add_submit,
+    "verify": _add_verify,
 }

@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.path.append(os.getcwd())
     prefer_huge_pages()
     args = parse(build_parser(HANDLERS), arguments)
+    signal.signal(signal.SIGTERM, _interrupt)
     logging.basicConfig(level=logging.WARNING, format="fedloom: %(message)s")
     try:
         code = args.command(args)
@@ -39,6 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = INTERRUPTED
     sys.exit(code)
+
+
+def _interrupt(_signal: int, _frame: Any) -> None:
+    # Slurm, Kubernetes and docker stop a run like this; it ends as after Ctrl-C.
+    raise KeyboardInterrupt
 
 
 class _WhileRead:
@@ -224,10 +231,25 @@ def _search(args: argparse.Namespace) -> int:
     return OK
 
 
+def _verify(args: argparse.Namespace) -> int:
+    from fedloom.experiments.verify import show_verified, verified
+    from fedloom.platform.results.paths import find_run
+
+    results = _here(args, args.runs, tensors=True)
+    found = [verified(find_run(results, run)) for run in args.runs]
+    show_verified(found, as_json=args.json)
+    return OK if all(run.whole for run in found) else CONFIGURATION
+
+
 def _status(args: argparse.Namespace) -> int:
+    from fedloom.experiments.leftovers import clean_leftovers, hint_at_leftovers
     from fedloom.experiments.show import show_status
 
+    if args.clean:
+        clean_leftovers(as_json=args.json)
+        return OK
     show_status(_here(args, args.runs or None, tensors=False), args.runs, as_json=args.json)
+    hint_at_leftovers()
     return OK
 
 
@@ -244,6 +266,7 @@ HANDLERS: Mapping[str, Handler] = {
     "status": _status,
     "export": _export,
     "submit": _submit,
+    "verify": _verify,
 }
 
 

@@ -1,10 +1,10 @@
 """The files that the driver of a running ablation writes: a status with a heartbeat, and how trials ended."""
 
 import logging
-import platform
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from fedloom.experiments.store.trials import (
     write_ends,
 )
 from fedloom.experiments.terminal.reading import while_read
+from fedloom.platform.results.owner import OwnershipLostError, check_unowned, owned
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.remote import mirror_folder
 from fedloom.platform.results.status import Heartbeat, StatusFile, read_status
@@ -89,16 +90,7 @@ def kind_of(states: Sequence[TrialState]) -> str:
 
 def check_idle(ablation: Ablation, root: Path) -> None:
     """Raises ValueError if another driver runs the ablation."""
-    path = ablation.folder(root) / STATUS
-    if not path.exists():
-        return
-    status = read_status(path)
-    suspended = status.state == "stalled" and status.host == platform.node()
-    if status.state == "running" or suspended:
-        raise ValueError(
-            f"ablation {ablation.ablation_id} is still running (process {status.pid} on {status.host}): stop it "
-            "first, or wait a minute if that machine is gone"
-        )
+    check_unowned(ablation.folder(root), f"ablation {ablation.ablation_id}")
 
 
 def wait_for_old(root: Path, trials: Sequence[Trial]) -> None:
@@ -135,6 +127,16 @@ class RunningAblation:
         self._sender = threading.Thread(target=self._send_beats, name="ablation-mirror", daemon=True)
 
     def __enter__(self) -> "RunningAblation":
+        with ExitStack() as held:
+            what = f"ablation {self.ablation.ablation_id}"
+            self._check = held.enter_context(
+                owned(self.ablation.folder(self.root), what, self.place.results, self.root)
+            )
+            self._begin()
+            self._held = held.pop_all()
+        return self
+
+    def _begin(self) -> None:
         self._ends = {i: e for i, e in read_ends(self.root, self.ablation).items() if i not in self.indices}
         states = trial_states(self.root, self.ablation)
         self._done = sum(s.state in FINAL for s in states)
@@ -142,9 +144,12 @@ class RunningAblation:
         write_ends(self.root, self.ablation, self._ends)
         self._heartbeat = Heartbeat(self._status)
         self._sender.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
+        with self._held:
+            self._end()
+
+    def _end(self) -> None:
         self._heartbeat.stop()
         self._over.set()
         self._sender.join()
@@ -166,6 +171,7 @@ class RunningAblation:
 
     def ended(self, index: int, end: End) -> None:
         """Records the end of a trial if the files of its run do not show it."""
+        self._check()
         self._done += end.kind in FINAL
         if end.kind not in ("done", "failed", "interrupted"):
             self._ends[index] = end
@@ -209,7 +215,7 @@ class TrialEvents:
             return
         try:
             self.at_work.ended(index, end)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OwnershipLostError) as error:
             logger.warning("the end of trial %d (%s) could not be written down: %s", index, end.kind, error)
         while_read(self.view.ended, index, end)
 

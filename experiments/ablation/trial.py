@@ -2,7 +2,6 @@
 
 import json
 import queue
-import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -21,13 +20,14 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.mirror import MirrorError, mirror_run
-from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.paths import RunPaths, remove_run
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.results.target import local_root
 from fedloom.platform.runs.ending import Resume, run_to_end
-from fedloom.platform.runs.run import COSTS, Label, Watcher
+from fedloom.platform.runs.run import Label, Watcher
+from fedloom.platform.runs.run_files import COSTS
 
 STEP_S = 1.0
 """Seconds that Tune waits for a round before it checks whether to stop the trial."""
@@ -138,7 +138,7 @@ class RunThread:
             return "done", ""
         if paths.artifacts.exists() and not (paths.artifacts / COSTS).exists():
             # Killed during its first writes: the run has no state from which it could be resumed.
-            shutil.rmtree(paths.artifacts)
+            remove_run(paths)
         # A new scheduler first receives the earlier rounds, once the tables have been repaired.
         watcher = Watcher(self._tell_history, self._tell, self._stop.is_set)
         resume = Resume(run_id, self.job.changed_plugins) if paths.artifacts.exists() else None

@@ -27,7 +27,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.results.files import check_writable, sync_file, sync_folder
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import COSTS
+from fedloom.platform.runs.run_files import COSTS
 
 LONGEST_NAME = 100
 CARD = "json"

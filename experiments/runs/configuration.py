@@ -22,6 +22,7 @@ from fedloom.platform.methods.registry import METHODS, find_method
 from fedloom.platform.plugins import PluginError, is_import_path, nearest
 from fedloom.platform.results.checkpoint import check_same_config
 from fedloom.platform.results.files import check_name
+from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.tables import read_table
@@ -70,6 +71,7 @@ def stored_config(results: str | Path, run_id: str) -> tuple[str, RunConfig]:
     """
     root = fetch(results, [run_id])
     paths = find_run(root, run_id)
+    check_files(paths)
     try:
         values = json.loads(paths.config.read_text())
     except (OSError, ValueError) as error:

@@ -23,7 +23,8 @@ from fedloom.platform.results.paths import RunPaths, run_paths
 from fedloom.platform.results.remote import check_results, local_root
 from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.runs.ending import Resume, RunEnd, run_to_end
-from fedloom.platform.runs.run import COSTS, Watcher, planned_stages
+from fedloom.platform.runs.run import Watcher, check_run_unowned, planned_stages
+from fedloom.platform.runs.run_files import COSTS
 
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.2
@@ -51,6 +52,8 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
     if config.executor.kind == "serial" or config.dry_run:
         return run_to_end(config, _make_serial, Watcher(view.started, view.round), resume)
     # These checks take about a second and raise their errors before Ray is started.
+    if resume is not None:
+        check_run_unowned(run_paths(local_root(config.results), config.experiment, resume.run_id))
     world = build_world(config, _stored_costs(config, resume))
     planned_stages(world)
     with connected(config.ray):

@@ -22,7 +22,7 @@ from fedloom.platform.methods.stages.target_search import SAMPLES
 from fedloom.platform.results.models import list_models, load_model
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import COSTS
+from fedloom.platform.runs.run_files import COSTS
 from fedloom.platform.search.targets import Sample, TargetSearchConfig
 from fedloom.platform.spaces.slices import Weights, architecture_id, parse_architecture
 

@@ -14,7 +14,7 @@ from typing import Any
 from fedloom.platform.federation.event_files import Events, NoEvents
 from fedloom.platform.federation.stage import KeptModel, Row
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.results.checkpoint import Saved, save_checkpoint
+from fedloom.platform.results.checkpoint import STATE_FILE, Saved, save_checkpoint
 from fedloom.platform.results.models import save_model
 from fedloom.platform.results.writer import RunWriter
 
@@ -41,8 +41,13 @@ class Recorder:
         config: Mapping[str, Any] | None = None,
         saved: Saved | None = None,
         events: Events | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`config` is stored in every checkpoint, which cannot be resumed with another configuration."""
+        """`config` is stored in every checkpoint, which cannot be resumed with another configuration.
+
+        `check` is called before every round is written; it raises an error if the run is no longer ours to write.
+        """
+        self.check = check
         self.events = events or NoEvents()
         self.writer, self.config, self.saved = writer, config or {}, saved
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
@@ -80,6 +85,7 @@ class Recorder:
             self.events.close()
 
     def _record(self, record: Record) -> None:
+        self.check()
         for table, row in record.rows:
             self.writer.add(table, **row)
         for place, model in record.models:
@@ -99,11 +105,13 @@ class Recorder:
             "macs": int(model.macs),
             "parameters": model.parameters,
         }
-        file = save_model(self.writer.paths, model.name, model.tensors, card)
+        file = save_model(self.writer.paths, model.name, model.tensors, card, self.writer.manifest.replacing)
         return {**card, "file": file.file, "hash": file.hash}
 
     def _checkpoint(self, state: RunState, position: Mapping[str, int]) -> None:
-        self.saved = save_state(self.writer.paths.checkpoint, state, position, self.config, self.saved)
+        folder = self.writer.paths.checkpoint
+        self.saved = save_state(folder, state, position, self.config, self.saved)
+        self.writer.manifest.require(folder / STATE_FILE)
 
 
 def save_state(

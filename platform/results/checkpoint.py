@@ -8,10 +8,11 @@ from typing import Any
 
 from fedloom.platform.results.bag import Bag
 from fedloom.platform.results.files import check_name, remove_temporaries, write_atomically
+from fedloom.platform.results.sealed import sealed_text, unsealed
 from fedloom.platform.results.tensor_files import content_hash, damaged, from_bytes, read_checked, to_bytes
 
 STATE_FILE = "state.json"
-CHECKPOINT_VERSION = 1
+CHECKPOINT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def save_checkpoint(
     references = {name: {"file": bag.file, "sha256": bag.sha256, "version": bag.version} for name, bag in saved.items()}
     head = json.dumps({"checkpoint_version": CHECKPOINT_VERSION, "bags": references})
     # The data is already encoded, so it is inserted as text instead of being encoded twice.
-    write_atomically(folder / STATE_FILE, f'{head[:-1]}, "data": {state}}}'.encode())
+    write_atomically(folder / STATE_FILE, sealed_text(f'{head[:-1]}, "data": {state}}}'))
     _remove_unreferenced(folder, saved)
     return saved
 
@@ -131,14 +132,15 @@ def _remove_unreferenced(folder: Path, saved: Saved) -> None:
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        state = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise ValueError(f"there is no checkpoint in {path.parent}: the run stopped before its first one") from error
-    except (OSError, ValueError) as error:
-        raise ValueError(damaged(path, "it cannot be read as JSON")) from error
-    if not isinstance(state, dict) or not isinstance(version := state.get("checkpoint_version"), int):
-        raise ValueError(damaged(path, "it is not the state of a checkpoint"))
-    if version > CHECKPOINT_VERSION:
+    except OSError as error:
+        raise ValueError(damaged(path, error.strerror or "it cannot be read")) from error
+    if content.startswith(b'{"checkpoint_version": 1,'):
+        raise ValueError(f"{path} was written by an earlier version of fedloom: resume with that version")
+    state = unsealed(content, path)
+    if state.get("checkpoint_version") != CHECKPOINT_VERSION:
         raise ValueError(f"{path} was written by a newer version of fedloom: resume with that version")
     return state
 

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from fedloom.platform.results.files import sync_folder
 
@@ -61,8 +62,9 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 def journal_line(table: str, index: int, row_json: str) -> str:
-    """A row's line in the journal."""
-    return f'["{table}",{index},{row_json}]\n'
+    """A row's line in the journal, with a checksum."""
+    content = f'"{table}",{index},{row_json}'
+    return f"[{content},{crc32(content.encode())}]\n"
 
 
 def journal_files(folder: Path) -> list[Path]:
@@ -73,15 +75,17 @@ def journal_files(folder: Path) -> list[Path]:
 def read_journals(folder: Path) -> JournalledRows:
     """All rows in the run's journal files.
 
-    Reading a file stops at its first incomplete line, left by a killed writer: nothing from there on was committed. The
-    caller checks by the indices that all needed rows exist.
+    Reading a file stops at its first incomplete line, left by a killed writer: nothing from there on was committed; and
+    at a damaged one. The caller checks by the indices that all needed rows exist.
     """
     rows: JournalledRows = {}
     for path in journal_files(folder):
         for line in path.read_bytes().split(b"\n")[:-1]:
             try:
-                table, index, row = json.loads(line)
+                table, index, row, checksum = json.loads(line)
             except ValueError:
+                break
+            if crc32(line[1 : line.rindex(b",")]) != checksum:
                 break
             rows.setdefault(table, {})[index] = row
     return rows

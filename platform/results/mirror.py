@@ -4,12 +4,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from fedloom.platform.results.manifest import decoded, either, encoded, manifest_path
 from fedloom.platform.results.order import is_rows, rank
+from fedloom.platform.results.owner import OwnershipLostError
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tables import TABLES
 from fedloom.platform.results.target import Target, is_remote, open_target
@@ -42,11 +44,18 @@ class Mirror:
     the order of `rank`, and deletes obsolete files only after their replacements.
     """
 
-    def __init__(self, target: Target, paths: RunPaths, interval_s: float = INTERVAL_S) -> None:
-        self._target, self._paths, self._interval_s = target, paths, interval_s
+    def __init__(
+        self,
+        target: Target,
+        paths: RunPaths,
+        interval_s: float = INTERVAL_S,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check` is called before every pass; it raises an error if the run is no longer ours to write."""
+        self._target, self._paths, self._interval_s, self._check = target, paths, interval_s, check
         self._sent: dict[str, Stamp] = {}
         self._there: set[str] | None = None
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
         self._last_s = -_LEAST_PAUSE_S
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._turns, name="mirror", daemon=True)
@@ -75,7 +84,7 @@ class Mirror:
         try:
             self.turn()
             self._failure = None
-        except OSError as error:
+        except (OSError, OwnershipLostError) as error:
             self._failure = error
             again = "" if self._closing.is_set() else f": trying again in {self._interval_s:g} s"
             logger.warning("run %s was not copied to %s (%s)%s", self._paths.run_id, self._target.url, error, again)
@@ -83,16 +92,28 @@ class Mirror:
 
     def turn(self) -> None:
         """Makes one pass, which updates the copy; after an OSError the next pass continues from there."""
+        self._check()
         if self._there is None:
             self._there = set(self._target.list(self._folders()))
         with ExitStack() as held:
             files = self._hold(held)
+            self._announce(files)
             changed = sorted((name for name, file in files.items() if file.is_new), key=rank)
             # Obsolete row files can go before the rest; others only after state and cards no longer refer to them.
             self._send(files, [name for name in changed if is_rows(name)])
             self._forget([name for name in self._there - files.keys() if is_rows(name)])
             self._send(files, [name for name in changed if not is_rows(name)])
             self._forget(list(self._there - files.keys()))
+
+    def _announce(self, files: Mapping[str, "_Held"]) -> None:
+        """Replaces the manifest there by one that fits every mixture of the files there and here during the pass."""
+        name = manifest_path(self._paths).relative_to(self._paths.root).as_posix()
+        if name not in files or files[name].file is None or not self._there:
+            return
+        here = files[name].content()
+        there = self._target.read(name) if name in (self._there or ()) else encoded({})
+        path = manifest_path(self._paths)
+        self._target.write(name, encoded(either(decoded(there, path), decoded(here, path))))
 
     def _hold(self, held: ExitStack) -> dict[str, "_Held"]:
         """The run's files of one instant; changed ones are opened.
@@ -161,6 +182,13 @@ class _Held(NamedTuple):
     def is_new(self) -> bool:
         return self.file is not None
 
+    def content(self) -> bytes:
+        """The whole content of a small file that is open."""
+        assert self.file is not None
+        content = self.file.read()
+        self.file.seek(0)
+        return content
+
 
 def _files_below(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
@@ -178,7 +206,7 @@ def _inodes(files: Mapping[str, Stamp]) -> dict[str, int]:
 
 
 @contextmanager
-def mirrored(results: str, paths: RunPaths) -> Iterator[None]:
+def mirrored(results: str, paths: RunPaths, check: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Mirrors a run within the block if results are at a URL; does nothing for a local path.
 
     The last pass is at the end, also of a failed run. Raises MirrorError if it fails; if the run itself failed, its
@@ -187,7 +215,7 @@ def mirrored(results: str, paths: RunPaths) -> Iterator[None]:
     if not is_remote(results):
         yield
         return
-    mirror = Mirror(open_target(results), paths, INTERVAL_S)
+    mirror = Mirror(open_target(results), paths, INTERVAL_S, check)
     mirror.start()
     try:
         yield

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from fedloom.platform.results.files import check_name, remove_temporaries, write_atomically
+from fedloom.platform.results.manifest import Replacing, seal_of_bytes
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tensor_files import content_hash, damaged, from_bytes, read_checked, to_bytes
 
@@ -22,10 +24,17 @@ class ModelFile:
     size_bytes: int
 
 
-def save_model(paths: RunPaths, name: str, tensors: Mapping[str, Tensor], card: Mapping[str, Any]) -> ModelFile:
+def save_model(
+    paths: RunPaths,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    card: Mapping[str, Any],
+    replacing: Replacing = lambda _path, _seal: nullcontext(),
+) -> ModelFile:
     """Stores a model under its name, replacing an earlier one.
 
-    `card` is JSON data about the model (architecture, costs, scores). A crash leaves either the old or the new model.
+    `card` is JSON data about the model (architecture, costs, scores), which the run's manifest lists (`replacing`). A
+    crash leaves either the old or the new model.
     """
     check_name("model", name)
     content = to_bytes(tensors)
@@ -35,7 +44,9 @@ def save_model(paths: RunPaths, name: str, tensors: Mapping[str, Tensor], card: 
     text = _card_json(model, card)
     paths.models.mkdir(parents=True, exist_ok=True)
     write_atomically(paths.artifacts / model.file, content)
-    write_atomically(paths.models / f"{name}.json", text.encode())
+    path, content = paths.models / f"{name}.json", text.encode()
+    with replacing(path, seal_of_bytes(content)):
+        write_atomically(path, content)
     for path in paths.models.glob(f"{name}.{'[0-9a-f]' * 16}.safetensors"):
         if path != paths.artifacts / model.file:
             path.unlink()

@@ -13,8 +13,8 @@ class Rank(NamedTuple):
     name: str
 
 
-PARTS, RUN_ROW, JOURNALS, TENSORS, CARDS, STATE, STATUS = range(7)
-"""A checkpoint refers to rows and tensors, a card to tensors; the status is last, after everything it reports."""
+PARTS, RUN_ROW, JOURNALS, TENSORS, CARDS, STATE, MANIFEST, STATUS = range(8)
+"""A checkpoint refers to rows and tensors, a card to tensors; the manifest lists all, and the status comes last."""
 
 
 def rank(name: str) -> Rank:
@@ -35,6 +35,8 @@ def _stage(name: str) -> int:
         return CARDS
     if name.endswith("/checkpoint/state.json"):
         return STATE
+    if name.endswith("/manifest.json"):
+        return MANIFEST
     return STATUS if name.endswith("/status.json") else PARTS
 
 

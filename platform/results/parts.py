@@ -1,12 +1,14 @@
 """The Parquet files of one table of one run, appended to and cut atomically for concurrent readers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedloom.platform.results.files import publish, remove_temporaries, sync_file, temporary_path
+from fedloom.platform.results.manifest import Manifest, Replacing, Seal, seal_of
 
 SCHEMA_VERSION_KEY = b"fedloom_schema_version"
 
@@ -61,14 +63,20 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def write_part(path: Path, table: pa.Table) -> None:
+@contextmanager
+def _unlisted(_path: Path, _new: Seal) -> Iterator[None]:
+    yield
+
+
+def write_part(path: Path, table: pa.Table, replacing: Replacing = _unlisted) -> None:
     """Writes the file atomically: to a temporary file that is synced, checked and renamed."""
     temporary = temporary_path(path)
     pq.write_table(table, temporary, compression="zstd")
     sync_file(temporary)
     if count_rows(temporary) != table.num_rows:
         raise OSError(f"{temporary} does not hold the {table.num_rows} rows that were written to it")
-    publish(temporary, path)
+    with replacing(path, seal_of(temporary)):
+        publish(temporary, path)
 
 
 class TableParts:
@@ -78,8 +86,10 @@ class TableParts:
     of a table before its first row. No rows are kept in memory.
     """
 
-    def __init__(self, folder: Path, schema: pa.Schema, rows_per_file: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, schema: pa.Schema, rows_per_file: int, manifest: Manifest | None = None) -> None:
+        """`manifest` lists the files."""
+        self._folder, self._manifest = folder, manifest
+        self._replacing = _unlisted if manifest is None else manifest.replacing
         self._schema = schema
         self._rows_per_file = rows_per_file
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +98,7 @@ class TableParts:
         if self._counts:
             self._check_version()
         else:
-            write_part(self._path(0), schema.empty_table())
+            write_part(self._path(0), schema.empty_table(), self._replacing)
             self._counts = [0]
 
     @property
@@ -120,7 +130,8 @@ class TableParts:
             last = len(self._counts) - 1
             before = sum(self._counts[:-1])
             if before >= num_rows and last > 0:
-                self._path(last).unlink()
+                with nullcontext() if self._manifest is None else self._manifest.deleting(self._path(last)):
+                    self._path(last).unlink()
                 self._counts.pop()
             else:
                 self._write(last, self.read_last().slice(0, num_rows - before))
@@ -131,7 +142,7 @@ class TableParts:
         self._write(len(self._counts) - 1, new)
 
     def _write(self, index: int, table: pa.Table) -> None:
-        write_part(self._path(index), table)
+        write_part(self._path(index), table, self._replacing)
         self._counts[index] = table.num_rows
 
     def _path(self, index: int) -> Path:

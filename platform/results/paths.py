@@ -1,6 +1,7 @@
 """The paths of a run in the results folder, and how runs are named and found."""
 
 import os
+import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -71,6 +72,12 @@ def new_run_id(root: Path, experiment: str) -> str:
 def is_used(root: Path, run_id: str) -> bool:
     """Whether artefacts or rows of this run id exist."""
     return (root / "artifacts" / run_id).exists() or any(root.glob(f"*/experiment=*/run_id={run_id}"))
+
+
+def remove_run(paths: RunPaths) -> None:
+    """Deletes all files of a run, of its tables, too."""
+    for folder in (paths.artifacts, *paths.root.glob(f"*/experiment={paths.experiment}/run_id={paths.run_id}")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def list_runs(root: Path) -> list[RunPaths]:

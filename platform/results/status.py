@@ -5,25 +5,30 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.owner import OwnershipLostError
+from fedloom.platform.results.processes import is_process, started_ticks, this_place
 
 WrittenState = Literal["running", "done", "failed", "interrupted"]
 State = Literal["running", "done", "failed", "interrupted", "stalled", "dead"]
 
 BEAT_INTERVAL_S = 1.0
+LATER = ("started", "place")
+"""Fields that status files of earlier versions do not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
     """The status of a run.
 
-    A run whose file says running is "dead" if its process no longer exists on this host, and "stalled" if its heartbeat
-    (seconds since 1970) is old.
+    A run whose file says running is "dead" if its process no longer exists on this machine, and "stalled" if its
+    heartbeat (seconds since 1970) is old. `started` and `place` identify the process (see `processes`).
     """
 
     state: State
@@ -34,15 +39,20 @@ class Status:
     rounds_total: int
     heartbeat: float
     message: str
+    started: int = 0
+    place: str = ""
 
 
 class StatusFile:
     """Writes the status of the current process's run; thread-safe."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
+        """`check` is called before every write; it raises an error if the run is no longer ours to write."""
+        self._path, self._check = path, check
         self._lock = threading.Lock()
-        self._status = Status("running", os.getpid(), platform.node(), "", 0, 0, 0.0, "")
+        pid = os.getpid()
+        process = (started_ticks(pid) or 0, this_place())
+        self._status = Status("running", pid, platform.node(), "", 0, 0, 0.0, "", *process)
         self._next_beat_s = 0.0
 
     def write(
@@ -70,6 +80,7 @@ class StatusFile:
                 self._write()
 
     def _write(self) -> None:
+        self._check()
         self._next_beat_s = time.monotonic() + BEAT_INTERVAL_S
         self._status = replace(self._status, heartbeat=time.time())
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +100,7 @@ class Heartbeat:
     def _beat(self) -> None:
         while not self._stopped.wait(self._every_s):
             # A full disk must not end the thread, so that heartbeats continue once there is space.
-            with suppress(OSError):
+            with suppress(OSError, OwnershipLostError):
                 self._status.beat()
 
     def stop(self) -> None:
@@ -105,7 +116,8 @@ def read_status(path: Path, stalled_after_s: float = 60.0) -> Status:
     """
     try:
         content = json.loads(path.read_bytes())
-        status = Status(**{field.name: content[field.name] for field in fields(Status)})
+        status = Status(**{field.name: content[field.name] for field in fields(Status) if field.name not in LATER})
+        status = replace(status, **{name: content[name] for name in LATER if name in content})
     except FileNotFoundError as error:
         raise ValueError(f"there is no status file {path}: the run has not started, or its folder was moved") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -118,20 +130,12 @@ def read_status(path: Path, stalled_after_s: float = 60.0) -> Status:
 
 
 def _running_state(status: Status, stalled_after_s: float) -> State:
-    if status.host == platform.node() and not _is_alive(status.pid):
+    if _is_dead(status):
         return "dead"
     return "stalled" if time.time() - status.heartbeat > stalled_after_s else "running"
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    # A zombie process still accepts signals; its state in /proc distinguishes it.
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
-    except OSError:
-        return True
+def _is_dead(status: Status) -> bool:
+    if not status.place:  # an earlier version wrote it
+        return status.host == platform.node() and started_ticks(status.pid) is None
+    return status.place == this_place() and not is_process(status.pid, status.started)

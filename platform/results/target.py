@@ -1,6 +1,7 @@
 """A folder at a URL, on a filesystem that pyarrow supports: lists, uploads and downloads files atomically."""
 
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -80,13 +81,13 @@ class Target:
     url: str
 
     def list(self, under: Sequence[str] = ("",)) -> dict[str, RemoteFile]:
-        """All files below these folders by name, without temporary ones; a missing folder is empty."""
+        """All files below these folders by name, without hidden ones; a missing folder is empty."""
         found: dict[str, RemoteFile] = {}
         with _told():
             for folder in under:
                 selector = pafs.FileSelector(self._path(folder), recursive=True, allow_not_found=True)
                 for info in self.filesystem.get_file_info(selector):
-                    if info.type == pafs.FileType.File and not _is_temporary(info.base_name):
+                    if info.type == pafs.FileType.File and not info.base_name.startswith("."):
                         found[self._name(info.path)] = RemoteFile(info.size, info.mtime_ns or 0)
         return found
 
@@ -119,6 +120,10 @@ class Target:
         """The whole content of a small file."""
         with _told(), self.filesystem.open_input_stream(self._path(name)) as stream:
             return bytes(stream.read())
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replaces a small file atomically."""
+        self.upload(name, io.BytesIO(content), len(content))
 
     def delete(self, name: str) -> None:
         """Deletes a file if it exists."""
@@ -155,10 +160,6 @@ def _told() -> Iterator[None]:
         raise FileNotFoundError(_line(error)) from error
     except (OSError, pa.lib.ArrowException) as error:
         raise OSError(_line(error)) from error
-
-
-def _is_temporary(name: str) -> bool:
-    return name.startswith(".") and name.endswith(".tmp")
 
 
 def open_target(results: str) -> Target:

@@ -8,8 +8,9 @@ from typing import Self
 
 from fedloom.platform.results.files import check_writable, sync_folder
 from fedloom.platform.results.journal import Journal, JournalledRows, journal_files, journal_line, read_journals
+from fedloom.platform.results.manifest import Manifest
 from fedloom.platform.results.parts import TableParts
-from fedloom.platform.results.paths import RunPaths, is_used, run_paths
+from fedloom.platform.results.paths import RunPaths, is_used, remove_run, run_paths
 from fedloom.platform.results.tables import TABLES, Row, check_row, row_json
 
 Position = Mapping[str, int]
@@ -30,12 +31,14 @@ class RunWriter:
     readers see. Only rows that are not yet in Parquet are kept in memory.
     """
 
-    def __init__(self, paths: RunPaths, flush_interval_s: float, rows_per_file: int) -> None:
+    def __init__(self, paths: RunPaths, manifest: Manifest, flush_interval_s: float, rows_per_file: int) -> None:
         """Only called by `create` and `resume`."""
-        self.paths = paths
+        self.paths, self.manifest = paths, manifest
         self._flush_interval_s = flush_interval_s
         self._rows_per_file = rows_per_file
-        self._parts = {table: TableParts(paths.table(table), TABLES[table], rows_per_file) for table in TABLES}
+        self._parts = {
+            table: TableParts(paths.table(table), TABLES[table], rows_per_file, manifest) for table in TABLES
+        }
         self._journal = Journal(paths.artifacts)
         self._added: dict[str, list[Row]] = {table: [] for table in ROW_TABLES}
         self._committed: dict[str, list[Row]] = {table: [] for table in ROW_TABLES}
@@ -50,7 +53,11 @@ class RunWriter:
         paths = run_paths(root, experiment, run_id)
         check_writable(paths.root)
         _reserve(paths)
-        return cls(paths, flush_interval_s, rows_per_file)
+        try:
+            return cls(paths, Manifest(paths), flush_interval_s, rows_per_file)
+        except OSError:  # a full disk
+            remove_run(paths)
+            raise
 
     @classmethod
     def resume(
@@ -71,7 +78,7 @@ class RunWriter:
         if not paths.artifacts.is_dir():
             raise ValueError(f"there is no run {run_id!r} of experiment {experiment!r} under {root} to resume")
         check_writable(paths.artifacts)
-        writer = cls(paths, flush_interval_s, rows_per_file)
+        writer = cls(paths, Manifest.of_run(paths), flush_interval_s, rows_per_file)
         writer._restore(position, read_journals(paths.artifacts))
         return writer
 

@@ -6,6 +6,7 @@ from typing import Literal
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError, RunFailedError
 from fedloom.platform.results.mirror import MirrorError
+from fedloom.platform.results.owner import OwnershipLostError
 from fedloom.platform.runs.run import Label, MakeExecutor, Watcher, resume_run, start_run
 
 Kind = Literal["done", "refused", "failed", "infrastructure", "interrupted"]
@@ -55,7 +56,7 @@ def _ended(
             start_run(config, make_executor, watcher, label)
         else:
             resume_run(config, resume.run_id, make_executor, watcher, label, changed_plugins=resume.changed)
-    except MirrorError as error:
+    except (MirrorError, OwnershipLostError) as error:
         return "infrastructure", str(error)
     except ValueError as error:
         return "refused", str(error)

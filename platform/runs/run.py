@@ -2,20 +2,16 @@
 
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from fedloom.platform.clients.execution import Executor
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.costs import RunCosts, load_costs, store_costs
+from fedloom.platform.federation.costs import load_costs
 from fedloom.platform.federation.event_files import FOLDER as EVENTS
 from fedloom.platform.federation.event_files import EventFiles, Events, NoEvents, check_event_files
 from fedloom.platform.federation.loop import InterruptedRunError, Loop, RoundProgress, RunFailedError
@@ -23,28 +19,33 @@ from fedloom.platform.federation.recorder import Recorder, restored_state, save_
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.registry import build_stages, method_of, shared_training
+from fedloom.platform.methods.registry import build_stages, shared_training
 from fedloom.platform.results.checkpoint import Saved, check_same_config, load_checkpoint, stored_bags
-from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.mirror import mirrored
+from fedloom.platform.results.owner import OwnershipLostError, check_unowned, owned
 from fedloom.platform.results.paths import RunPaths, new_run_id, run_paths
-from fedloom.platform.results.remote import check_results, fetch, fetch_folder, mirror_folder
-from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState, read_status
+from fedloom.platform.results.remote import check_results, fetch, fetch_folder, is_remote, local_root, mirror_folder
+from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.dry_run import dry_executor, dry_stages
 from fedloom.platform.runs.logs import close_log, log_to
-from fedloom.platform.runs.plugin_sources import FOLDER as PLUGINS
-from fedloom.platform.runs.plugin_sources import PluginSources, UnknownSourceError, plugin_sources
-from fedloom.platform.runs.source import source_hash
+from fedloom.platform.runs.run_files import (
+    COSTS,
+    keep_changed,
+    latest_copies,
+    run_row,
+    sources_of,
+    what_changed,
+    whole_or_nothing,
+    write_new_run,
+)
 from fedloom.platform.runs.supernets import FOLDER, keeper, load_supernet, supernet_key
 
 logger = logging.getLogger(__name__)
 
 MakeExecutor = Callable[[World], Executor]
 """Creates the executor of a run."""
-
-COSTS = "costs.json"
-PACKAGES = ("fedloom", "torch", "numpy", "ray", "pymoo", "pyarrow")
 
 
 @dataclass(frozen=True)
@@ -94,16 +95,22 @@ def start_run(
     if label.run_id is not None:
         fetch(config.results, [run_id], tensors=False)  # so that an id used at the URL is rejected, too
     writer = RunWriter.create(root, config.experiment, run_id)
-    write_atomically(writer.paths.config, json.dumps(asdict(config), indent=1).encode())
-    store_costs(writer.paths.artifacts / COSTS, RunCosts(world.cost_table, world.macs_table))
-    sources = _sources_of(config)
-    sources.copy_to(writer.paths.artifacts / PLUGINS)
-    beginning = _beginning(world, writer)
-    row = {**_run_row(config, world, sources), **label.row(), **beginning.row}
-    writer.update_run(**row, status="running", started=datetime.now(UTC))
-    with mirrored(config.results, writer.paths):
-        _go(world, stages, writer, beginning, make_executor, watcher or Watcher())
+    with ExitStack() as held:
+        with whole_or_nothing(writer.paths):
+            check = held.enter_context(_owned(config, writer.paths, fresh=True))
+            sources = sources_of(config)
+            write_new_run(writer.paths, config, world, sources)
+            beginning = _beginning(world, writer)
+            row = {**run_row(config, world, sources), **label.row(), **beginning.row}
+            writer.update_run(**row, status="running", started=datetime.now(UTC))
+            writer.manifest.begin()
+        with mirrored(config.results, writer.paths, check):
+            _go(world, stages, writer, beginning, make_executor, watcher or Watcher(), check)
     return run_id
+
+
+def _owned(config: RunConfig, paths: RunPaths, *, fresh: bool = False) -> AbstractContextManager[Callable[[], None]]:
+    return owned(paths.artifacts, f"run {paths.run_id}", config.results, paths.root, fresh=fresh)
 
 
 @dataclass(frozen=True)
@@ -177,34 +184,56 @@ def resume_run(
     Raises ValueError, before anything is changed, for a checkpoint of another configuration, a damaged checkpoint, and
     changed plug-ins.
     """
-    root = fetch(config.results, [run_id])
-    paths = run_paths(root, config.experiment, run_id)
-    _check_not_running(paths)
+    paths = run_paths(local_root(config.results), config.experiment, run_id)
+    if is_remote(config.results):
+        paths.artifacts.mkdir(parents=True, exist_ok=True)
+    elif not paths.artifacts.is_dir():
+        raise ValueError(f"there is no run {run_id!r} of experiment {config.experiment!r} under {paths.root} to resume")
+    with _owned(config, paths) as check:
+        fetch(config.results, [run_id])
+        check_files(paths)
+        _resume(config, paths, make_executor, watcher or Watcher(), label or Label(), check, changed_plugins)
+    return run_id
+
+
+def check_run_unowned(paths: RunPaths) -> None:
+    """Raises OwnedError if another process of this machine is at work on a run; does not wait."""
+    check_unowned(paths.artifacts, f"run {paths.run_id}")
+
+
+def _resume(
+    config: RunConfig,
+    paths: RunPaths,
+    make_executor: MakeExecutor,
+    watcher: Watcher,
+    label: Label,
+    check: Callable[[], None],
+    changed_plugins: bool,
+) -> None:
     world = build_world(config, load_costs(paths.artifacts / COSTS))
     stages = planned_stages(world)
-    sources = _sources_of(config)
-    changed = sources.changed_since(_latest_copies(paths))
+    sources = sources_of(config)
+    changed = sources.changed_since(latest_copies(paths))
     if changed and not changed_plugins:
-        raise ValueError(_changed(paths, changed))
+        raise ValueError(what_changed(paths, changed))
     state, position, saved = RunState(), {}, None
     if (paths.checkpoint / "state.json").exists():
         checkpoint = load_checkpoint(paths.checkpoint)
         check_same_config(what_is_computed(checkpoint.data["config"]), what_is_computed(asdict(config)))
         state, position = restored_state(checkpoint.data, checkpoint.bags), checkpoint.data["position"]
         saved = stored_bags(paths.checkpoint)
-    writer = RunWriter.resume(root, config.experiment, run_id, position)
+    writer = RunWriter.resume(paths.root, config.experiment, paths.run_id, position)
     if "config" in writer.run_row:
         beginning = _going_on(world, writer, state, saved)
     else:  # killed before its row was written, and so before its first round: it starts again
         beginning = _beginning(world, writer)
-        row = {**_run_row(config, world, sources), **(label or Label()).row()}
+        row = {**run_row(config, world, sources), **label.row()}
         writer.update_run(**row, started=datetime.now(UTC))
     if changed:
-        _keep_changed(writer, sources, changed)
+        keep_changed(writer, sources, changed)
     writer.update_run(**beginning.row, status="running", ended=None, error=None)
-    with mirrored(config.results, writer.paths):
-        _go(world, stages, writer, beginning, make_executor, watcher or Watcher())
-    return run_id
+    with mirrored(config.results, writer.paths, check):
+        _go(world, stages, writer, beginning, make_executor, watcher, check)
 
 
 def planned_stages(world: World) -> list[Stage]:
@@ -213,17 +242,6 @@ def planned_stages(world: World) -> list[Stage]:
         check_event_files()
     stages = build_stages(world)
     return dry_stages(stages) if world.config.dry_run else stages
-
-
-def _check_not_running(paths: RunPaths) -> None:
-    if not paths.status.exists():
-        return
-    status = read_status(paths.status)
-    if status.state == "running" and status.pid != os.getpid():
-        raise ValueError(
-            f"run {paths.run_id} is still running (process {status.pid} on {status.host}): stop it first, "
-            "or wait a minute if that machine is gone"
-        )
 
 
 FREE_ON_RESUME = (
@@ -263,9 +281,10 @@ def _go(
     beginning: _Beginning,
     make_executor: MakeExecutor,
     watcher: Watcher,
+    check: Callable[[], None],
 ) -> None:
     config = world.config
-    status = StatusFile(writer.paths.status)
+    status = StatusFile(writer.paths.status, check)
     status.write("running", message="starting workers")
     row = writer.run_row
     taken = str(row.get("supernet_run_id") or "")
@@ -273,7 +292,7 @@ def _go(
     executor: Executor | None = None
     heartbeat = Heartbeat(status)
     log = log_to(writer.paths.logs / "server.log")
-    recorder = Recorder(writer, asdict(config), beginning.saved, _events(config, writer))
+    recorder = Recorder(writer, asdict(config), beginning.saved, _events(config, writer), check)
     try:
         executor = dry_executor(world) if config.dry_run else make_executor(world)
         status.write(message="")
@@ -293,6 +312,8 @@ def _go(
     except (InterruptedRunError, KeyboardInterrupt) as error:
         _finish_broken(recorder, status, "interrupted", str(error))
         raise
+    except OwnershipLostError:
+        raise  # the new owner's files are not ours to write
     except Exception as error:
         _finish_broken(recorder, status, "failed", str(error))
         raise
@@ -325,63 +346,10 @@ def _finish(recorder: Recorder, status: StatusFile, state: WrittenState, message
         recorder.close()
         recorder.writer.close()
         recorder.writer.update_run(status=state, ended=datetime.now(UTC), error=message or None)
+        recorder.writer.manifest.settle()
         written = state
     finally:
         status.write(written, message=message)
-
-
-def _sources_of(config: RunConfig) -> PluginSources:
-    try:
-        return plugin_sources(asdict(config))
-    except UnknownSourceError:
-        return PluginSources({})  # code of a notebook or a test has no file to copy
-
-
-def _latest_copies(paths: RunPaths) -> Path:
-    """The folder of the plug-ins last used: `plugins`, or `plugins-2` and so on after resumes with changed ones."""
-    folders = [f for f in paths.artifacts.glob(f"{PLUGINS}*") if f.is_dir()]
-    return max(folders, key=lambda f: int(f.name.partition("-")[2] or 1), default=paths.artifacts / PLUGINS)
-
-
-def _changed(paths: RunPaths, changed: Sequence[str]) -> str:
-    return (
-        f"code of run {paths.run_id} has changed since it was last at work: {', '.join(changed)}; its copy is in "
-        f"{_latest_copies(paths)}: restore it, or go on with --changed-plugins if the change is meant"
-    )
-
-
-def _keep_changed(writer: RunWriter, sources: PluginSources, changed: Sequence[str]) -> None:
-    """Copies the changed sources to a new folder, and updates the run's source hash."""
-    logger.warning("resumed with changed code: %s", ", ".join(changed))
-    before = _latest_copies(writer.paths)
-    number = int(before.name.partition("-")[2] or 1) + 1 if before.is_dir() else 1
-    sources.copy_to(writer.paths.artifacts / (PLUGINS if number == 1 else f"{PLUGINS}-{number}"))
-    writer.update_run(source_hash=source_hash(sources))
-
-
-def _run_row(config: RunConfig, world: World, sources: PluginSources) -> dict[str, str]:
-    seeds = {p: config.seed_for(p) for p in asdict(config.seeds)}
-    sizes = np.bincount(world.tier_of_client, minlength=len(world.tiers))
-    tiers = [{"tier": t.name, "upper": t.upper, "clients": int(n)} for t, n in zip(world.tiers, sizes, strict=True)]
-    return {
-        "method": config.method.name,
-        "space": config.space.name,
-        "dataset": config.data.dataset,
-        "seeds": json.dumps(seeds, sort_keys=True),
-        "tiers": json.dumps(tiers),
-        "config": json.dumps(asdict(config), sort_keys=True),
-        "versions": json.dumps({p: _version(p) for p in PACKAGES}, sort_keys=True),
-        "source_hash": source_hash(sources),
-        "partition_hash": world.data.partition_hash,
-        "traits": json.dumps(method_of(config.method).traits(config.method), sort_keys=True),
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 __all__ = ["InterruptedRunError", "RunFailedError", "Watcher", "resume_run", "start_run"]

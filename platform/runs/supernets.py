@@ -24,6 +24,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import shared_training
 from fedloom.platform.results.checkpoint import STATE_FILE, load_checkpoint
 from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.owner import one_at_a_time
 from fedloom.platform.runs.plugin_sources import UnknownSourceError, plugin_sources
 from fedloom.platform.runs.source import source_hash
 
@@ -144,6 +145,11 @@ def store_supernet(root: Path, key: str, state: RunState, run_id: str, config: R
 
     If several runs finish at the same time, the first one wins. Raises OSError for disk errors.
     """
+    with one_at_a_time(root / FOLDER / f".{key}.lock"):
+        _store(root, key, state, run_id, config)
+
+
+def _store(root: Path, key: str, state: RunState, run_id: str, config: RunConfig) -> None:
     folder = _folder(root, key)
     if folder.is_dir():
         try:

@@ -197,8 +197,13 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "stage"),
-    [("fedoras", "supernet"), ("fedoras", "fine_tuned/tier1"), ("superfednas", "supernet"), ("spider", "spider")],
+    ("family", "stage", "executor"),
+    [
+        ("fedoras", "supernet", "executor.actors=2"),
+        ("fedoras", "fine_tuned/tier1", "executor.kind=serial"),
+        ("superfednas", "supernet", "executor.kind=serial"),
+        ("spider", "spider", "executor.kind=serial"),
+    ],
     indirect=["family"],
 )
 def test_a_killed_run_resumes_to_the_same_bits(
@@ -208,11 +213,12 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert_same_run: Same,
     empty_tables: tuple[str, ...],
     stage: str,
+    executor: str,
 ) -> None:
-    config = tiny("executor.actors=2")
+    config = tiny(executor)
     results = Path(config.results)
     reference = run_serially(config)
-    arguments = [*tiny_overrides, f"results={results}", "executor.actors=2"]
+    arguments = [*tiny_overrides, f"results={results}", executor]
     process = subprocess.Popen(fedloom("run", *arguments), stdout=subprocess.DEVNULL)
     run_id = wait_for_round(results, stage)
     kill_all(process)

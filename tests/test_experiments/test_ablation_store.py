@@ -28,6 +28,7 @@ from fedloom.experiments.store.ablations import (
     write_ablation,
 )
 from fedloom.experiments.store.trials import FINAL, End, read_ends, trial_states, write_ends
+from fedloom.platform.results.owner import owned
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import StatusFile, read_status
 
@@ -250,7 +251,10 @@ def test_to_resume_what_has_nothing_left_takes_no_cluster(
     write_ends(tmp_path, ablation, {1: End("stopped", "early")})
     write_status(tmp_path, ablation.trials[2], last)
     StatusFile(ablation.folder(tmp_path) / "status.json").write("running")
-    with pytest.raises(ValueError, match="is still running"):
+    with (
+        owned(ablation.folder(tmp_path), "ablation", tmp_path, tmp_path),
+        pytest.raises(ValueError, match=f"is at work in process {os.getpid()} on "),
+    ):
         launch.resume_ablation(ablation, tmp_path, TerminalView(quiet=True))
     kill_driver(ablation.folder(tmp_path) / "status.json", ended_pid)
     end = launch.resume_ablation(ablation, tmp_path, TerminalView(quiet=True))

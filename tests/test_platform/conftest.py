@@ -24,9 +24,12 @@ from fedloom.platform.methods.elastic.superfednas import ElasticTrainingConfig, 
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.status import StatusFile
+from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
 from fedloom.platform.runs.run import start_run
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.spaces.space_config import SpaceConfig
+
+Rows = dict[str, pd.DataFrame]
 
 
 @pytest.fixture(scope="session")
@@ -229,3 +232,27 @@ def begun(step_through: Any) -> Callable[..., Any]:
         return step_through(world, build_stages(world)[number], RunState())
 
     return begin
+
+
+@pytest.fixture(scope="session")
+def stable_rows() -> Callable[[Path, str], Rows]:
+    """Reads a run's tables without what depends on when and where it ran, and in how many sittings."""
+
+    def read(root: Path, run_id: str) -> Rows:
+        apart = {"experiment", "run_id", "config", "ablation", "trial", "setting"}
+        frames = {t: read_table(root, t, run_id=run_id) for t in TABLES}
+        return {t: f.drop(columns=[c for c in f if c in TIME_COLUMNS[t] or c in apart]) for t, f in frames.items()}
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def assert_same_rows() -> Callable[[Rows, Rows], None]:
+    """Two runs have the same rows."""
+
+    def check(one: Rows, other: Rows) -> None:
+        for table in TABLES:
+            pd.testing.assert_frame_equal(one[table], other[table])
+        assert len(one["clients"]) >= 8
+
+    return check

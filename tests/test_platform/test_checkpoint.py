@@ -1,6 +1,5 @@
 """Checkpoints: exact tensors, only what changed is written, and a crash leaves one whole state."""
 
-import json
 import math
 import os
 from pathlib import Path
@@ -17,6 +16,7 @@ from fedloom.platform.results.checkpoint import (
     save_checkpoint,
     stored_bags,
 )
+from fedloom.platform.results.sealed import sealed_json
 
 WEIGHTS = {
     "z": torch.arange(6.0).reshape(2, 3),
@@ -153,11 +153,13 @@ def test_damage_is_named_in_one_line(tmp_path: Path) -> None:
     for broken in (text[:-5], b"", b"[]", b"{}", b"\xff", b'{"checkpoint_version": 1}'):
         state.write_bytes(broken)
         refused(tmp_path, "state.json is damaged")
-    state.write_bytes(b'{"checkpoint_version": 1, "bags": {"w": {"file": "x"}}, "data": {}}')
+    state.write_bytes(b'{"checkpoint_version": 1, "bags": {}, "data": {}}')
+    refused(tmp_path, "written by an earlier version")
+    state.write_bytes(sealed_json({"checkpoint_version": 2, "bags": {"w": {"file": "x"}}, "data": {}}))
     refused(tmp_path, "state.json is damaged")
     with pytest.raises(ValueError, match=r"state.json is damaged"):
         stored_bags(tmp_path)
-    state.write_bytes(json.dumps({**json.loads(text), "checkpoint_version": 99}).encode())
+    state.write_bytes(sealed_json({"checkpoint_version": 99, "bags": {}, "data": {}}))
     refused(tmp_path, "written by a newer version")
 
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import pyarrow.parquet as pq
 
+from fedloom.platform.results.manifest import problems
 from fedloom.platform.results.writer import RunWriter
 
 CLIENTS = 5
@@ -106,7 +107,9 @@ def check_restored(root: Path, position: dict[str, int]) -> None:
 
 def test_100_kills_lose_no_committed_round(tmp_path: Path) -> None:
     rng = random.Random(1)
-    RunWriter.create(tmp_path, "demo", "r1").close()
+    writer = RunWriter.create(tmp_path, "demo", "r1")
+    writer.manifest.begin()
+    writer.close()
     position: dict[str, int] = {}
     killed_while_restoring = 0
     with Killer() as killer:
@@ -115,6 +118,7 @@ def test_100_kills_lose_no_committed_round(tmp_path: Path) -> None:
             wanted = rng.choice([0, 0, 1, 2, 3])
             position, reported = killer.run_until_killed(tmp_path, position, wanted, rng.random() * 0.01)
             killed_while_restoring += reported == 0
+            assert problems(writer.paths) == []
             seen = column(tmp_path, "rounds", "round")  # what a reader finds right after the kill
             assert seen == list(range(len(seen)))
             if rng.random() < 0.1:  # else the next writer restores

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.platform.results import status as status_module
+from fedloom.platform.results.processes import started_ticks
 from fedloom.platform.results.status import Heartbeat, StatusFile, read_status
 
 
@@ -55,7 +56,7 @@ def test_stalled_and_dead_are_told_apart(tmp_path: Path) -> None:
     gone = ended_process()
     rewritten(path, heartbeat=time.time(), pid=gone)
     assert read_status(path).state == "dead"
-    rewritten(path, host="elsewhere")  # process ids of another host mean nothing here
+    rewritten(path, place="elsewhere")  # process ids of another host mean nothing here
     assert read_status(path).state == "running"
 
 
@@ -64,7 +65,7 @@ def test_a_killed_process_that_nobody_waited_for_is_dead(tmp_path: Path) -> None
     path = tmp_path / "status.json"
     StatusFile(path).write()
     process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    rewritten(path, pid=process.pid)
+    rewritten(path, pid=process.pid, started=started_ticks(process.pid))
     assert read_status(path).state == "running"
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -32,6 +32,7 @@ from fedloom.experiments.report.tables.failures import failures_block
 from fedloom.experiments.store.ablations import FIGURES, Ablation, find_ablation, is_ablation, short
 from fedloom.experiments.store.trials import FINAL, TrialState, trial_states
 from fedloom.platform.results.files import check_writable, write_atomically
+from fedloom.platform.results.manifest import check_files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,10 +65,12 @@ def chosen_ablation(results: Path, given: Sequence[str]) -> str | None:
 def write_ablation_report(results: Path, ablation_id: str, out: Path | None = None) -> ReportFiles:
     """Writes report.html, report.md, tables.tex and the figures (PNG, PDF) of an ablation in its current state.
 
-    The default of `out` is `results/reports/ABLATION_ID`. Raises ValueError for an unknown ablation, a damaged table,
+    The default of `out` is `results/reports/ABLATION_ID`. Raises ValueError for an unknown ablation, a damaged file,
     or a folder that cannot be written.
     """
     ablation, tables = load_ablation(results, ablation_id)
+    for paths in tables.paths:
+        check_files(paths)
     folder = Path(results) / "reports" / ablation.ablation_id if out is None else Path(out)
     check_writable(folder)
     content = ablation_content(ablation, trial_states(Path(results), ablation), tables)

@@ -32,6 +32,7 @@ from fedloom.experiments.report.tables.silos import silo_blocks
 from fedloom.experiments.report.tables.subnets import subnet_block
 from fedloom.experiments.report.tables.tiers import Summary, narrow_tier_block, summarise, tier_block
 from fedloom.platform.results.files import check_writable
+from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.paths import RunPaths
 
 
@@ -44,9 +45,11 @@ def write_report(results: Path, run_ids: Sequence[str] | None = None, out: Path 
     """Writes report.html, report.md and the plots of these runs (ids or unambiguous prefixes; default: the latest run).
 
     The default of `out` is `results/reports/RUN`. Runs may be active, failed or without some stages; the report names
-    the missing parts. Raises ValueError for an unknown run, a damaged table, or a folder that cannot be written.
+    the missing parts. Raises ValueError for an unknown run, a damaged file, or a folder that cannot be written.
     """
     tables = load_chosen(results, run_ids)
+    for paths in tables.paths:
+        check_files(paths)
     folder = Path(results) / "reports" / _folder_name(tables.paths) if out is None else Path(out)
     check_writable(folder)
     return write_content(report_content(tables), folder, [p.run_id for p in tables.paths])

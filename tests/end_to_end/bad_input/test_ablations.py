@@ -9,7 +9,7 @@ import pytest
 
 from fedloom.experiments.ablation.plan import plan_ablation
 from fedloom.experiments.store.ablations import list_ablations, write_ablation
-from fedloom.platform.results.status import StatusFile
+from fedloom.platform.results.owner import owned
 
 Refuse = Callable[..., str]
 Contents = Callable[[Path], dict[str, bytes]]
@@ -133,9 +133,9 @@ def test_an_ablation_that_cannot_be_gone_on_with(planned: Path, refusal: Refuse,
 def test_an_ablation_that_is_at_work_or_damaged(planned: Path, refusal: Refuse) -> None:
     ablation = list_ablations(planned)[0]
     folder = ablation.folder(planned)
-    StatusFile(folder / "status.json").write("running")
-    line = refusal("ablate", "--resume", ablation.ablation_id, "--results", str(planned))
-    assert f"ablation {ablation.ablation_id} is still running (process {os.getpid()} on " in line
+    with owned(folder, "ablation", planned, planned):
+        line = refusal("ablate", "--resume", ablation.ablation_id, "--results", str(planned))
+    assert f"ablation {ablation.ablation_id} is at work in process {os.getpid()} on " in line
     plan = folder / "ablation.json"
     plan.write_bytes(plan.read_bytes()[:-100])
     line = refusal("ablate", "--resume", ablation.ablation_id, "--results", str(planned))

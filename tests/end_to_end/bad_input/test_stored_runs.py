@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fedloom.platform.results.manifest import manifest_path
 from fedloom.platform.results.paths import list_runs
 
 Refuse = Callable[..., str]
@@ -52,6 +53,8 @@ def test_a_configuration_edited_after_the_checkpoint_is_refused(copied: Path, re
     config = json.loads(file.read_text())
     config["data"]["alpha"] = 2.0
     file.write_text(json.dumps(config))
+    assert f"{file} is not what its run wrote" in resume_refused(copied)
+    manifest_path(list_runs(copied)[0]).unlink()  # a run of an earlier version has none
     line = resume_refused(copied)
     assert "another configuration" in line
     assert "data.alpha 1.0 -> 2.0" in line

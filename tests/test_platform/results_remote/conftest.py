@@ -14,7 +14,6 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.remote import local_root
 from fedloom.platform.results.status import StatusFile
-from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
 from fedloom.platform.results.target import Target, open_target
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import start_run
@@ -96,30 +95,6 @@ def watched() -> Callable[..., Watched]:
         return Watched(target.filesystem, target.base, target.url, before)
 
     return watch
-
-
-@pytest.fixture(scope="session")
-def stable_rows() -> Callable[[Path, str], Rows]:
-    """Reads a run's tables without what depends on when and where it ran, and in how many sittings."""
-
-    def read(root: Path, run_id: str) -> Rows:
-        apart = {"experiment", "run_id", "config", "ablation", "trial", "setting"}
-        frames = {t: read_table(root, t, run_id=run_id) for t in TABLES}
-        return {t: f.drop(columns=[c for c in f if c in TIME_COLUMNS[t] or c in apart]) for t, f in frames.items()}
-
-    return read
-
-
-@pytest.fixture(scope="session")
-def assert_same_rows() -> Callable[[Rows, Rows], None]:
-    """Two runs have the same rows."""
-
-    def check(one: Rows, other: Rows) -> None:
-        for table in TABLES:
-            pd.testing.assert_frame_equal(one[table], other[table])
-        assert len(one["clients"]) >= 8
-
-    return check
 
 
 @pytest.fixture

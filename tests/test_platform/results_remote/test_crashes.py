@@ -18,6 +18,8 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.bag import Bag
 from fedloom.platform.results.checkpoint import load_checkpoint, save_checkpoint
+from fedloom.platform.results.manifest import FILE as MANIFEST
+from fedloom.platform.results.manifest import manifest_path, problems
 from fedloom.platform.results.mirror import Mirror
 from fedloom.platform.results.paths import find_run, run_paths
 from fedloom.platform.results.remote import fetch, local_root
@@ -103,6 +105,7 @@ def test_every_moment_of_the_copy_can_be_resumed_from(
         machine(f"m{number}")
         root = fetch(url, [run_id])
         paths = find_run(root, run_id)
+        assert problems(paths) == []
         position = load_checkpoint(paths.checkpoint).data["position"]
         assert sum(position.values()) > 0
         if number % 5 == 3:
@@ -119,10 +122,15 @@ def test_what_refers_to_files_is_copied_after_them_and_nothing_is_deleted_before
     changes, checkpoint = moments.changes, f"artifacts/{moments.run_id}/checkpoint"
     states = [i for i, change in enumerate(changes) if change == ("upload", f"{checkpoint}/state.json")]
     assert len(states) >= 4
+    manifests = [i for i, (_, name) in enumerate(changes) if Path(name).name == MANIFEST]
+    parts = [i for i, (_, name) in enumerate(changes) if name.endswith(".parquet")]
+    assert manifests[0] < parts[0] < parts[-1] < manifests[-1]
     seen = []
     for before, state in pairwise(states):
         kinds = []
         for what, name in changes[before + 1 : state]:
+            if Path(name).name == MANIFEST:
+                continue  # announced first, and exact last
             kind = Path(name).suffix if Path(name).name != "status.json" else "status"
             if (what, kind) not in kinds:
                 kinds.append((what, kind))
@@ -140,6 +148,7 @@ def test_a_copy_made_while_the_run_writes_is_always_one_that_can_be_resumed(
 ) -> None:
     root = local_root(url)
     writer = RunWriter.create(root, "e", "r1", flush_interval_s=0.002, rows_per_file=40)
+    writer.manifest.begin()
     stopped = threading.Event()
 
     def write() -> None:
@@ -165,6 +174,8 @@ def test_a_copy_made_while_the_run_writes_is_always_one_that_can_be_resumed(
             copy = tmp_path / f"copy-{len(rounds)}"
             shutil.copytree(bucket, copy)
             checkpoint = load_checkpoint(copy / "artifacts/r1/checkpoint")
+            assert manifest_path(run_paths(copy, "e", "r1")).exists()
+            assert problems(run_paths(copy, "e", "r1")) == []
             RunWriter.resume(copy, "e", "r1", checkpoint.data["position"])
             rounds.append(read_table(copy, "rounds")["round"].tolist())
             assert rounds[-1] == list(range(1, checkpoint.bags["w"].version + 1))

@@ -1,0 +1,163 @@
+"""A process that ends what a dead driver started: Ray's processes do not outlive the run that they belong to.
+
+The driver of a run with its own Ray starts a watcher, and closes the pipe to it when Ray has ended. If the driver dies
+in any way, the pipe closes, too. The watcher follows Ray's processes by number and time of start, gives them a few
+seconds to end by themselves, and ends the rest. It keeps a record of them, from which `fedloom status --clean` ends
+what is left if the watcher was killed as well.
+"""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from fedloom.platform.data.config import DataConfig, cache_root
+from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.processes import (
+    Process,
+    children,
+    descendants,
+    end_all,
+    is_process,
+    this_place,
+    this_process,
+)
+
+EVERY_S = 1.0
+GRACE_S = 8.0
+"""Seconds after the driver's end in which its processes may end by themselves."""
+READY = b"ready\n"
+
+
+class Record(NamedTuple):
+    """What a driver of this machine has started."""
+
+    path: Path
+    driver: Process
+    processes: tuple[Process, ...]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the driver has ended."""
+        return not is_process(*self.driver)
+
+
+def records_folder() -> Path:
+    """Where the watchers of this machine's drivers keep their records."""
+    return cache_root(DataConfig()) / "processes"
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[None]:
+    """Within the block, this process starts Ray and nothing else; afterwards a watcher knows Ray's processes.
+
+    The watcher ends with `unwatch`, or when this process dies. Its record is in `folder`.
+    """
+    unwatch()
+    known = [*children([this_process()])]
+    arguments = [str(folder), json.dumps([this_process(), known])]
+    # A session of its own, so that a signal to the driver's process group does not end it.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedloom.actors.watcher", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    _WATCHERS.append(process)
+    try:
+        yield
+    except BaseException:
+        unwatch()
+        raise
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write(READY)
+        process.stdin.flush()
+
+
+_WATCHERS: list[subprocess.Popen[bytes]] = []
+
+
+def unwatch() -> None:
+    """Tells the watcher that Ray has ended; what it left is ended by the watcher, which nobody waits for."""
+    while _WATCHERS:
+        process = _WATCHERS.pop()
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+def watch(folder: Path, driver: Process, before: Collection[Process], pipe: int = 0) -> None:
+    """Follows the driver's new children and their descendants until the pipe closes; then ends those that are left."""
+    os.nice(5)
+    path = folder / f"{driver.pid}-{driver.started}.json"
+    roots, known, is_ready = set[Process](), set[Process](), False
+    while True:
+        if not is_ready:
+            roots |= children([driver]) - set(before) - {this_process()}
+        found = descendants(known | roots)
+        if found != known:
+            known = found
+            _write(path, driver, known)
+        if select.select([pipe], [], [], EVERY_S)[0]:
+            if not os.read(pipe, len(READY)):
+                break
+            is_ready = True
+            roots |= children([driver]) - set(before) - {this_process()}
+    end_all(known | descendants(known), GRACE_S)
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _write(path: Path, driver: Process, processes: Collection[Process]) -> None:
+    with suppress(OSError):  # without a record it still ends them
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"place": this_place(), "driver": driver, "processes": sorted(processes)}
+        write_atomically(path, json.dumps(content).encode(), durable=False)
+
+
+def left_over(folder: Path) -> list[Record]:
+    """The records of this machine whose drivers have ended while processes of theirs live; removes outdated records."""
+    found = []
+    for path in sorted(folder.glob("[0-9]*.json")):
+        record = _read(path)
+        living = [] if record is None else [p for p in record.processes if is_process(*p)]
+        if record is not None and living and record.is_over:
+            found.append(record._replace(processes=tuple(living)))
+        elif record is None or record.is_over:
+            with suppress(OSError):
+                path.unlink()
+    return found
+
+
+def _read(path: Path) -> Record | None:
+    """The record of a file; None for one of another machine, or from before this one was started."""
+    try:
+        content = json.loads(path.read_bytes())
+        if content["place"] != this_place():
+            return None
+        processes = tuple(Process(*process) for process in content["processes"])
+        return Record(path, Process(*content["driver"]), processes)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def clean(records: Collection[Record]) -> list[Process]:
+    """Ends the processes of these records, which are those of dead drivers; returns which."""
+    ended = []
+    for record in records:
+        ended += end_all(descendants(record.processes), grace_s=0.0)
+        with suppress(OSError):
+            record.path.unlink(missing_ok=True)
+    return ended
+
+
+if __name__ == "__main__":
+    given_driver, given_before = json.loads(sys.argv[2])
+    watch(Path(sys.argv[1]), Process(*given_driver), [Process(*p) for p in given_before])

@@ -1,0 +1,53 @@
+"""Resumes one interrupted run by two processes at the same time: exactly one goes on, and the tables are right.
+
+python -m fedloom.experiments.chaos.twice --times 20
+"""
+
+import random
+import shutil
+import time
+from collections import Counter
+
+from fedloom.experiments.chaos.attack import arguments, attack
+from fedloom.experiments.chaos.interrupted import interrupted
+from fedloom.experiments.chaos.victims import SERIAL, TINY, ended, frames, reference, same, start
+
+WRONG = ("both", "neither", "differ", "tracebacks", "unexplained")
+
+
+def main() -> None:
+    """Makes as many pairs as asked."""
+    args = arguments(__doc__)
+    folder, overrides = args.folder / "twice", [*TINY, *SERIAL]
+    expected, _, _ = reference(folder, overrides)
+    template = interrupted(folder, overrides)
+
+    def blow(number: int, rng: random.Random) -> Counter[str]:
+        place = folder / f"attempt-{number}"
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(template.root, place / "results")
+        command = ["resume", template.run_id, "--results", str(place / "results")]
+        first = start(command, place, "first")
+        time.sleep(rng.choice([0.0, 0.0, rng.uniform(0.0, 1.0)]))
+        second = start(command, place, "second")
+        ends = [ended(first, place, "first"), ended(second, place, "second")]
+        going, refused = ([e for e in ends if e.code == code] for code in (0, 2))
+        counts = Counter(
+            {
+                "both": int(len(going) == 2 and not any("finished" in e.out and e.rounds == 0 for e in ends)),
+                "neither": int(not going),
+                "differ": int(not same(frames(place / "results", template.run_id), expected)),
+                "tracebacks": sum(e.has_traceback for e in ends),
+                "unexplained": sum("is at work in process" not in e.err for e in refused),
+                "one went on": int(len(going) == 1 and len(refused) == 1),
+            }
+        )
+        if not any(counts[what] for what in WRONG):
+            shutil.rmtree(place, ignore_errors=True)
+        return counts
+
+    attack("twice", blow, args, WRONG)
+
+
+if __name__ == "__main__":
+    main()

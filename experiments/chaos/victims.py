@@ -1,0 +1,113 @@
+"""Runs of a few seconds that are attacked, and the comparison with an undisturbed one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
+
+TINY = (
+    "experiment=fedoras_digits",
+    "method.train.rounds=8",
+    "method.train.clients_per_round=4",
+    "method.train.epochs=1",
+    "method.search.population=4",
+    "method.search.offspring=2",
+    "method.search.budget=8",
+    "method.finetune.rounds=2",
+    "method.rand_init.rounds=2",
+    "tiers.paths=500",
+    "tiers.count=2",
+    "data.num_clients=8",
+)
+RAY = ("executor.kind=ray", "executor.actors=1", "ray.address=local", "ray.num_cpus=2")
+SERIAL = ("executor.kind=serial",)
+_ROUND = re.compile(r"^(\S+)\s+(\d+)/(\d+) ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended, with what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run; empty if it had none yet."""
+        found = re.search(r"^run (\S+)$", self.out, re.MULTILINE)
+        return found[1] if found else ""
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds were told as finished."""
+        return len(_ROUND.findall(self.out))
+
+    @property
+    def has_traceback(self) -> bool:
+        """Whether a user would see a traceback, or the stack of a crash."""
+        return any(word in self.out + self.err for word in ("Traceback (most", "*** SIG", "Fatal Python"))
+
+
+def start(command: Sequence[str], folder: Path, name: str) -> subprocess.Popen[bytes]:
+    """Starts `fedloom COMMAND` in a session of its own, with its output in files of the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{name}.out", "wb") as out, open(folder / f"{name}.err", "wb") as err:
+        return subprocess.Popen(
+            [sys.executable, "-m", "fedloom.experiments.cli", *command],
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+        )
+
+
+def ended(process: subprocess.Popen[bytes], folder: Path, name: str, most_s: float = 300.0) -> Ended:
+    """Waits for a command; one that does not end is killed, with code 124."""
+    try:
+        code = process.wait(most_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        code = 124
+    return Ended(code, *((folder / f"{name}.{kind}").read_text(errors="replace") for kind in ("out", "err")))
+
+
+def called(command: Sequence[str], folder: Path, name: str, most_s: float = 300.0) -> Ended:
+    """Runs `fedloom COMMAND` to its end."""
+    return ended(start(command, folder, name), folder, name, most_s)
+
+
+def frames(root: Path, run_id: str) -> dict[str, pd.DataFrame]:
+    """A run's tables without what depends on time, machine and the run's own id."""
+    apart = {"experiment", "run_id", "config", "ablation", "trial", "setting"}
+    found = {table: read_table(root, table, run_id=run_id) for table in TABLES}
+    return {t: f.drop(columns=[c for c in f if c in TIME_COLUMNS[t] or c in apart]) for t, f in found.items()}
+
+
+def same(one: dict[str, pd.DataFrame], other: dict[str, pd.DataFrame]) -> bool:
+    """Whether two runs have the same rows."""
+    return all(one[table].equals(other[table]) for table in TABLES)
+
+
+def reference(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, pd.DataFrame], float, int]:
+    """The tables, seconds and rounds of an undisturbed run; kept in the folder for the next call."""
+    root, path = folder / "reference", folder / "reference.json"
+    if not path.exists():
+        begun = time.monotonic()
+        end = called(["run", *overrides, f"results={root}"], folder, "reference")
+        if end.code:
+            raise RuntimeError(f"the undisturbed run ended with {end.code}: {end.err[-300:]}")
+        content = {"run_id": end.run_id, "seconds": time.monotonic() - begun, "rounds": end.rounds}
+        path.write_text(json.dumps(content))
+    values = json.loads(path.read_text())
+    return frames(root, values["run_id"]), values["seconds"], values["rounds"]

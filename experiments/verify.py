@@ -1,0 +1,88 @@
+"""Checks of everything that a run has stored, for `fedloom verify`."""
+
+from dataclasses import asdict, dataclass
+
+from fedloom.experiments.terminal.output import console, write_json
+from fedloom.platform.results.checkpoint import STATE_FILE, load_checkpoint
+from fedloom.platform.results.journal import read_journals
+from fedloom.platform.results.manifest import manifest_path, problems
+from fedloom.platform.results.models import list_models, load_model
+from fedloom.platform.results.parts import count_rows
+from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.writer import ROW_TABLES
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What is wrong with a run's files (a line per problem), and what else is to know about them."""
+
+    run_id: str
+    problems: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether all is what fedloom wrote."""
+        return not self.problems
+
+
+def verified(paths: RunPaths) -> Verified:
+    """Checks a run's files against its manifest, the checkpoint, the models and the count of rows; changes nothing."""
+    found: list[str] = []
+    remarks = [] if manifest_path(paths).exists() else ["no manifest: an earlier version of fedloom wrote this run"]
+    for check in (_manifest, _checkpoint, _models):
+        try:
+            found += check(paths)
+        except ValueError as error:
+            found.append(str(error))
+    return Verified(paths.run_id, tuple(dict.fromkeys(found)), tuple(remarks))
+
+
+def _manifest(paths: RunPaths) -> list[str]:
+    return problems(paths)
+
+
+def _checkpoint(paths: RunPaths) -> list[str]:
+    if not (paths.checkpoint / STATE_FILE).exists():
+        return []
+    position = load_checkpoint(paths.checkpoint).data["position"]
+    journalled = read_journals(paths.artifacts)
+    return [
+        line
+        for table in ROW_TABLES
+        if (line := _short(paths, table, position.get(table, 0), set(journalled.get(table, {}))))
+    ]
+
+
+def _short(paths: RunPaths, table: str, counted: int, journalled: set[int]) -> str:
+    stored = sum(count_rows(path) for path in sorted(paths.table(table).glob("part-*.parquet")))
+    lacking = set(range(stored, counted)) - journalled
+    if not lacking:
+        return ""
+    return (
+        f"table {table} of {paths.run_id} is short: the checkpoint counts {counted} rows, {stored} are in "
+        f"{paths.table(table)} and {counted - stored - len(lacking)} in the journal"
+    )
+
+
+def _models(paths: RunPaths) -> list[str]:
+    found = []
+    for name in list_models(paths):
+        try:
+            load_model(paths, name)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def show_verified(runs: list[Verified], *, as_json: bool) -> None:
+    """Prints a line per problem, and one per whole run; or one JSON object."""
+    if as_json:
+        write_json({"runs": [{**asdict(run), "whole": run.whole} for run in runs]})
+        return
+    screen = console()
+    for run in runs:
+        for line in run.problems:
+            screen.print(line)
+        said = "whole" if run.whole else f"{len(run.problems)} problems"
+        screen.print(f"run {run.run_id}: {'; '.join([said, *run.remarks])}")

@@ -1,0 +1,290 @@
+"""One owner per run or ablation: a lock for the life of a process, and a lease that other machines can watch.
+
+A folder's file `.owner` is locked (`flock`) by its owner, and holds the owner's lease: which process it is, and a count
+that it raises every few seconds. The operating system frees the lock when the process ends in any way. Where the file
+system has no locks, and at URLs, the lease decides: on this machine by the process that it names, of another machine
+by whether its count rises while it is watched. Clocks are never compared, so that setting one changes nothing.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Protocol
+from uuid import uuid4
+
+from fedloom.platform.results.processes import is_process, started_ticks, this_place
+from fedloom.platform.results.target import Target, is_remote, open_target
+
+logger = logging.getLogger(__name__)
+
+FILE = ".owner"
+BEAT_S = 5.0
+PATIENCE_S = 30.0
+"""Seconds for which a lease of another machine is watched before it counts as dead."""
+FAR_FACTOR = 2.0
+"""By how much both are longer at a URL."""
+SETTLE_S = 1.0
+"""Seconds after which a lease at a URL is read again, in case another machine wrote its own at the same moment."""
+_SIZE_BYTES = 512
+
+
+class OwnedError(ValueError):
+    """Another process owns the run or ablation."""
+
+
+class OwnershipLostError(RuntimeError):
+    """Another process took over because this one did not answer; this one must not write any more."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Who owns a folder; `place` is that of `this_place`."""
+
+    token: str
+    host: str
+    place: str
+    pid: int
+    started: int
+    count: int = 0
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process is, or was, on this machine."""
+        return self.place == this_place()
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class Kept(Protocol):
+    """Where a lease is kept."""
+
+    beat_s: float
+    patience_s: float
+    settle_s: float
+
+    def lock(self) -> bool:
+        """Takes the lock, if there is one; whether no other process has it."""
+        ...
+
+    def read(self) -> Lease | None:
+        """The lease; None if there is none."""
+        ...
+
+    def write(self, lease: Lease | None) -> None:
+        """Replaces the lease; None removes it."""
+        ...
+
+    def close(self) -> None:
+        """Frees the lock."""
+        ...
+
+
+class LeaseFile:
+    """The lease of a folder, in a file of fixed size that is renewed in place, also on a full disk."""
+
+    settle_s = 0.0
+
+    def __init__(self, folder: Path) -> None:
+        self.beat_s, self.patience_s = BEAT_S, PATIENCE_S
+        self._descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
+
+    def lock(self) -> bool:
+        """Takes the lock, if the file system has locks."""
+        return _locked(self._descriptor)
+
+    def read(self) -> Lease | None:
+        """The lease in the file."""
+        return _decoded(os.pread(self._descriptor, _SIZE_BYTES, 0))
+
+    def write(self, lease: Lease | None) -> None:
+        """Replaces the lease in the file."""
+        content = b"" if lease is None else json.dumps(asdict(lease)).encode()
+        os.pwrite(self._descriptor, content.ljust(_SIZE_BYTES), 0)
+
+    def close(self) -> None:
+        """Frees the lock; the file stays."""
+        os.close(self._descriptor)
+
+
+class LeaseObject:
+    """The lease of a folder at a URL, which has no locks."""
+
+    def __init__(self, target: Target, folder: str) -> None:
+        self.beat_s, self.patience_s, self.settle_s = FAR_FACTOR * BEAT_S, FAR_FACTOR * PATIENCE_S, SETTLE_S
+        self._target, self._name = target, f"{folder}/{FILE}"
+
+    def lock(self) -> bool:
+        """True."""
+        return True
+
+    def read(self) -> Lease | None:
+        """The lease at the URL."""
+        try:
+            return _decoded(self._target.read(self._name))
+        except FileNotFoundError:
+            return None
+
+    def write(self, lease: Lease | None) -> None:
+        """Replaces the lease at the URL."""
+        if lease is None:
+            self._target.delete(self._name)
+        else:
+            self._target.write(self._name, json.dumps(asdict(lease)).encode())
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class Owner:
+    """The ownership of one folder by this process; `owned` makes it."""
+
+    def __init__(self, kept: Kept, what: str, *, fresh: bool = False) -> None:
+        """Raises OwnedError, naming the owner, if another process has it; nobody else can know a `fresh` folder."""
+        self._kept, self._what, self._fresh = kept, what, fresh
+        pid = os.getpid()
+        self._lease = Lease(uuid4().hex, platform.node()[:64], this_place(), pid, started_ticks(pid) or 0)
+        self._claim()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beats, name="owner", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises OwnershipLostError if another process has taken over, as after a suspension of this machine."""
+        there = self._kept.read()
+        if there is not None and there.token != self._lease.token:
+            raise OwnershipLostError(f"{self._what} was taken over by {there} while this process did not answer")
+
+    def release(self) -> None:
+        """Ends the ownership."""
+        self._over.set()
+        self._thread.join()
+        with suppress(OSError, OwnershipLostError):
+            self.check()
+            self._kept.write(None)
+
+    def _claim(self) -> None:
+        if not self._kept.lock():
+            raise OwnedError(_refusal(self._what, self._kept.read()))
+        found = self._kept.read()
+        if found is not None and _lives(self._what, self._kept, found):
+            raise OwnedError(_refusal(self._what, found))
+        self._kept.write(self._lease)
+        if not self._fresh:
+            time.sleep(self._kept.settle_s)
+        # Where there are no locks, two processes can come this far at once: the one that wrote last has it.
+        if (there := self._kept.read()) is None or there.token != self._lease.token:
+            raise OwnedError(_refusal(self._what, there))
+
+    def _beats(self) -> None:
+        while not self._over.wait(self._kept.beat_s):
+            with suppress(OSError, OwnershipLostError):
+                self.check()
+                self._lease = replace(self._lease, count=self._lease.count + 1)
+                self._kept.write(self._lease)
+
+
+@contextmanager
+def owned(
+    folder: Path, what: str, results: str | Path, root: Path, *, fresh: bool = False
+) -> Iterator[Callable[[], None]]:
+    """Owns a folder of the results in `root`, and its copy at their URL, for the duration of the block.
+
+    Gives a function that raises OwnershipLostError once another process has taken over, to be called before writing.
+    Raises OwnedError, a one-line ValueError that says who has it; an owner on another machine that ended without saying
+    so is watched for up to a minute. `fresh` is a folder that was made just now.
+    """
+    with ExitStack() as held:
+        near = LeaseFile(folder)
+        held.callback(near.close)
+        owners = [Owner(near, what, fresh=fresh)]
+        held.callback(owners[0].release)
+        if is_remote(results):
+            far = LeaseObject(open_target(str(results)), folder.relative_to(root).as_posix())
+            owners.append(Owner(far, what, fresh=fresh))
+            held.callback(owners[1].release)
+
+        def check() -> None:
+            for owner in owners:
+                owner.check()
+
+        yield check
+
+
+def check_unowned(folder: Path, what: str) -> None:
+    """Raises OwnedError if a process of this machine, or the holder of the lock, owns the folder; does not wait."""
+    if not (folder / FILE).exists():
+        return
+    kept = LeaseFile(folder)
+    try:
+        free, found = kept.lock(), kept.read()
+    finally:
+        kept.close()
+    if not free or (found is not None and _lives_here(found)):
+        raise OwnedError(_refusal(what, found))
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Waits until no other process is in such a block with this path, where the file system has locks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _decoded(content: bytes) -> Lease | None:
+    try:
+        values = json.loads(content)
+        return Lease(**values) if isinstance(values, dict) else None
+    except (ValueError, TypeError):
+        return None
+
+
+def _lives_here(found: Lease) -> bool:
+    return found.is_here and found.pid != os.getpid() and is_process(found.pid, found.started)
+
+
+def _lives(what: str, kept: Kept, found: Lease) -> bool:
+    """Whether the process of a lease still is at work; one of another machine is watched."""
+    if found.is_here:
+        return _lives_here(found)
+    logger.warning(
+        "%s was last at work in %s, which did not end it: watching for %g s whether it still is",
+        *(what, found, kept.patience_s),
+    )
+    end_s, gone = time.monotonic() + kept.patience_s, 0
+    # One unreadable lease may be one that is just being renewed.
+    while time.monotonic() < end_s and gone < 2:
+        time.sleep(min(1.0, kept.patience_s / 10))
+        now = kept.read()
+        if now is not None and now != found:
+            return True
+        gone = gone + 1 if now is None else 0
+    return False
+
+
+def _refusal(what: str, found: Lease | None) -> str:
+    return f"{what} is at work in {found or 'another process'}: stop that one first, or let it end"

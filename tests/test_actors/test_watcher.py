@@ -1,0 +1,141 @@
+"""What a dead driver started is ended, and nothing else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fedloom.actors.watcher import clean, left_over
+from fedloom.experiments.leftovers import hint_at_leftovers
+from fedloom.platform.results.processes import Process, descendants, is_process, started_ticks, this_place
+
+DRIVER = """
+import subprocess, sys, time
+from pathlib import Path
+from fedloom.actors.watcher import unwatch, watched
+
+child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+others = [subprocess.Popen(sleep, start_new_session=True)]
+with watched(Path(sys.argv[1])):
+    started = subprocess.Popen([sys.executable, "-c", child + "time.sleep(600)"], start_new_session=True)
+time.sleep(1)
+others.append(subprocess.Popen(sleep, start_new_session=True))
+print(*[p.pid for p in (started, *others)], flush=True)
+if sys.argv[2] == "end":
+    unwatch()
+time.sleep(600)
+"""
+
+
+def until(condition: Callable[[], bool], most_s: float = 60.0) -> None:
+    end_s = time.monotonic() + most_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not happen"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], list[int]]]]:
+    """Starts a driver; gives it with the numbers of what it started: within the block, before and after."""
+    made: list[subprocess.Popen[str]] = []
+    started: list[int] = []
+
+    def start(how: str) -> tuple[subprocess.Popen[str], list[int]]:
+        arguments = [sys.executable, "-c", DRIVER, str(tmp_path), how]
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        made.append(process)
+        assert process.stdout is not None
+        numbers = [int(number) for number in process.stdout.readline().split()]
+        started.extend(numbers)
+        return process, numbers
+
+    yield start
+    for process in made:
+        process.kill()
+        process.wait()
+    for number in started:
+        if started_ticks(number) is not None:
+            os.kill(number, signal.SIGKILL)
+
+
+def recorded(folder: Path) -> list[Process]:
+    paths = list(folder.glob("*.json"))
+    return [Process(*p) for p in json.loads(paths[0].read_text())["processes"]] if paths else []
+
+
+def test_what_a_killed_driver_started_is_ended_and_only_that(
+    tmp_path: Path, driver: Callable[[str], tuple[subprocess.Popen[str], list[int]]]
+) -> None:
+    process, (started, before, after) = driver("stay")
+    until(lambda: len(recorded(tmp_path)) == 2)  # the child, and what that one started
+    found = recorded(tmp_path)
+    assert started in {p.pid for p in found}
+    process.kill()
+    process.wait()
+    until(lambda: not any(is_process(*p) for p in found))
+    until(lambda: not list(tmp_path.glob("*.json")))
+    assert started_ticks(before) is not None
+    assert started_ticks(after) is not None
+
+
+def test_of_a_driver_that_has_ended_ray_the_rest_is_ended_too(
+    tmp_path: Path, driver: Callable[[str], tuple[subprocess.Popen[str], list[int]]]
+) -> None:
+    _, (started, before, after) = driver("end")
+    until(lambda: started_ticks(started) is None)
+    assert started_ticks(before) is not None
+    assert started_ticks(after) is not None
+
+
+def test_what_is_left_after_the_watcher_was_killed_too_is_told_and_cleaned(
+    tmp_path: Path,
+    driver: Callable[[str], tuple[subprocess.Popen[str], list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    process, (_, before, _) = driver("stay")
+    until(lambda: len(recorded(tmp_path)) == 2)
+    found = recorded(tmp_path)
+    assert left_over(tmp_path) == []  # its driver lives
+    driver_process = Process(process.pid, started_ticks(process.pid) or 0)
+    (watcher,) = [p for p in descendants([driver_process]) if b"-m\0fedloom.actors.watcher" in command(p.pid)]
+    os.kill(watcher.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    (record,) = left_over(tmp_path)
+    assert set(record.processes) == set(found)
+    monkeypatch.setattr("fedloom.experiments.leftovers.records_folder", lambda: tmp_path)
+    hint_at_leftovers()
+    assert "2 processes of dead runs are left on this machine" in capsys.readouterr().err
+    assert set(clean([record])) == set(found)
+    until(lambda: not any(is_process(*p) for p in found))
+    assert started_ticks(before) is not None
+    assert left_over(tmp_path) == []
+    assert not list(tmp_path.glob("*.json"))
+
+
+def command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize("change", [{"place": "another machine"}, {"driver": [1]}, {"processes": None}])
+def test_a_record_of_another_machine_or_a_damaged_one_ends_nothing(tmp_path: Path, change: dict[str, object]) -> None:
+    own = [os.getpid(), started_ticks(os.getpid())]
+    content = {"place": this_place(), "driver": [2**22 + 1, 1], "processes": [own], **change}
+    (tmp_path / "1-1.json").write_text(json.dumps(content))
+    assert left_over(tmp_path) == []
+
+
+def test_a_number_in_use_again_is_not_ended(tmp_path: Path) -> None:
+    own = [os.getpid(), (started_ticks(os.getpid()) or 0) - 1]
+    (tmp_path / "1-1.json").write_text(
+        json.dumps({"place": this_place(), "driver": [2**22 + 1, 1], "processes": [own]})
+    )
+    assert left_over(tmp_path) == []

@@ -1,0 +1,215 @@
+"""Every file of a run is what its run wrote, or is refused in one line."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedloom.experiments.report.pages.runs import write_report
+from fedloom.experiments.runs.configuration import stored_config
+from fedloom.experiments.verify import verified
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.loop import InterruptedRunError
+from fedloom.platform.federation.world import World
+from fedloom.platform.results.journal import journal_line, read_journals
+from fedloom.platform.results.manifest import (
+    ANY,
+    Manifest,
+    Seal,
+    either,
+    manifest_path,
+    problems,
+    seal_of,
+    seal_of_bytes,
+)
+from fedloom.platform.results.paths import RunPaths, list_runs
+from fedloom.platform.results.sealed import sealed_json, unsealed
+from fedloom.platform.runs.run import Watcher, resume_run, start_run
+
+UNCHECKED = ("status.json", ".owner")
+"""What belongs to no result: a damaged status has a refusal of its own."""
+
+
+def serial(world: World) -> SerialExecutor:
+    return SerialExecutor(Worker(world.spec))
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, elastic_config_in: Callable[..., RunConfig]) -> RunConfig:
+    """A run that was interrupted after its second round; to be copied and not to be changed."""
+    config = elastic_config_in(tmp_path_factory.mktemp("stopped") / "results", train={"rounds": 3})
+    asked = iter([False, True])
+    with pytest.raises(InterruptedRunError):
+        start_run(config, serial, Watcher(should_stop=lambda: next(asked)))
+    return config
+
+
+@pytest.fixture
+def copy(stopped: RunConfig, tmp_path: Path) -> RunPaths:
+    shutil.copytree(stopped.results, tmp_path / "results")
+    return list_runs(tmp_path / "results")[0]
+
+
+def files_of(paths: RunPaths) -> list[Path]:
+    return [
+        p for p in sorted(paths.root.rglob("*")) if p.is_file() and p.name not in UNCHECKED and "logs" not in p.parts
+    ]
+
+
+def refused(paths: RunPaths) -> str:
+    """The line with which resuming, verifying and reporting refuse a run."""
+    said = []
+    for use in (lambda: resumed(paths), lambda: write_report(paths.root, [paths.run_id])):
+        with pytest.raises(ValueError, match=r".") as error:
+            use()
+        said.append(str(error.value))
+    assert not verified(paths).whole
+    assert all("\n" not in line for line in said)
+    return said[0]
+
+
+def resumed(paths: RunPaths) -> None:
+    run_id, config = stored_config(paths.root, paths.run_id)
+    resume_run(config, run_id, serial)
+
+
+def test_an_untouched_run_is_whole_and_can_be_resumed(copy: RunPaths) -> None:
+    assert verified(copy).problems == ()
+    assert {p.name for p in files_of(copy)} >= {"config.json", "costs.json", "state.json", "manifest.json"}
+    resumed(copy)
+    assert verified(copy).problems == ()
+
+
+def test_every_changed_or_missing_file_of_a_run_is_refused(stopped: RunConfig, tmp_path: Path) -> None:
+    rng = random.Random(1)
+    (original,) = list_runs(Path(stopped.results))
+    names = [p.relative_to(stopped.results) for p in files_of(original)]
+    assert len(names) > 10
+    for number, name in enumerate(names):
+        for damage in ("flip", "cut", "remove"):
+            root = tmp_path / f"{number}-{damage}"
+            shutil.copytree(stopped.results, root)
+            (paths,) = list_runs(root) or (original,)
+            damaged = RunPaths(root, paths.experiment, paths.run_id)
+            injure(root / name, damage, rng)
+            if damage == "remove" and name.name == "manifest.json":
+                assert verified(damaged).remarks  # like a run of an earlier version
+                continue
+            line = refused_anyhow(damaged)
+            assert name.name in line or name.parent.name in line, (name, damage, line)
+            shutil.rmtree(root)
+
+
+def refused_anyhow(paths: RunPaths) -> str:
+    """What says no: resuming does; a report needs no tensors."""
+    with pytest.raises(ValueError, match=r".") as error:
+        resumed(paths)
+    assert not verified(paths).whole
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def injure(path: Path, damage: str, rng: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    if damage == "remove":
+        path.unlink()
+        return
+    if damage == "cut":
+        del content[rng.randrange(len(content)) :]
+    else:
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def test_a_report_refuses_tables_that_were_changed(copy: RunPaths) -> None:
+    part = next(iter(copy.table("rounds").glob("*.parquet")))
+    other = next(iter(copy.table("clients").glob("*.parquet")))
+    shutil.copy(other, part)
+    assert f"{part} is not what its run wrote: expected {seal_of_old(copy, part)}" in refused(copy)
+
+
+def seal_of_old(paths: RunPaths, part: Path) -> Seal:
+    files = json.loads(manifest_path(paths).read_bytes())["files"]
+    return Seal(*files[part.relative_to(paths.root).as_posix()][-1])
+
+
+def test_a_changed_number_in_the_costs_is_noticed(copy: RunPaths) -> None:
+    path = copy.artifacts / "costs.json"
+    costs = json.loads(path.read_text())
+    costs["macs"]["fixed"] += 1
+    path.write_text(json.dumps(costs))
+    assert "costs.json is not what its run wrote" in refused(copy)
+
+
+def test_short_tables_are_said_to_be_short(copy: RunPaths) -> None:
+    """A copy of an earlier moment: nothing in it is damaged, and its manifest is gone."""
+    manifest_path(copy).unlink()
+    for part in copy.table("clients").glob("*.parquet"):
+        part.unlink()
+    (line,) = verified(copy).problems
+    assert f"table clients of {copy.run_id} is short: the checkpoint counts 8 rows, 0 are in" in line
+
+
+def test_a_changed_line_of_a_journal_ends_it(tmp_path: Path) -> None:
+    lines = [journal_line("rounds", index, json.dumps({"loss": index / 7})) for index in range(3)]
+    path = tmp_path / "journal-000001.jsonl"
+    path.write_text("".join(lines))
+    assert sorted(read_journals(tmp_path)["rounds"]) == [0, 1, 2]
+    path.write_text(lines[0] + lines[1].replace("1428", "1429") + lines[2])
+    assert sorted(read_journals(tmp_path)["rounds"]) == [0]
+
+
+def test_while_a_file_is_replaced_the_old_and_the_new_one_are_right(copy: RunPaths) -> None:
+    manifest = Manifest.of_run(copy)
+    path = copy.config
+    old, new = path.read_bytes(), b"{}"
+    with manifest.replacing(path, seal_of_bytes(new)):
+        assert problems(copy) == []
+        path.write_bytes(new)
+        assert problems(copy) == []
+        path.write_bytes(b"[]")
+        assert len(problems(copy)) == 1
+        path.write_bytes(new)
+    manifest.settle()
+    assert problems(copy) == []
+    path.write_bytes(old)
+    assert len(problems(copy)) == 1
+
+
+def test_a_run_of_an_earlier_version_gets_a_manifest_when_it_is_resumed(copy: RunPaths) -> None:
+    manifest_path(copy).unlink()
+    assert verified(copy) == verified(copy).__class__(
+        copy.run_id, (), ("no manifest: an earlier version of fedloom wrote this run",)
+    )
+    resumed(copy)
+    assert verified(copy).remarks == ()
+
+
+def test_either_of_two_manifests_fits_every_mixture() -> None:
+    a, b = Seal(1, "a"), Seal(2, "b")
+    assert either({"same": (a,), "new": (a,)}, {"same": (a,), "new": (b,), "more": (b,), "any": (ANY,)}) == {
+        "same": (a,),
+        "new": (a, b),
+        "more": (None, b),
+        "any": (None, ANY),
+    }
+
+
+def test_every_flipped_bit_of_a_sealed_file_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    content = sealed_json({"version": 1, "files": {"a": [[1, "b"]]}})
+    assert unsealed(content, path) == {"version": 1, "files": {"a": [[1, "b"]]}}
+    assert unsealed(sealed_json({}), path) == {}
+    for place in range(len(content)):
+        for bit in range(8):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << bit
+            with pytest.raises(ValueError, match="is damaged"):
+                unsealed(bytes(damaged), path)
+    path.write_bytes(content)
+    assert seal_of(path) == seal_of_bytes(content)
