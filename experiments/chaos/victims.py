@@ -27,6 +27,8 @@ TINY = (
     "tiers.paths=500",
     "tiers.count=2",
     "data.num_clients=8",
+    "method.finetune.clients_per_round=4",
+    "method.rand_init.clients_per_round=4",
 )
 RAY = ("executor.kind=ray", "executor.actors=1", "ray.address=local", "ray.num_cpus=2")
 SERIAL = ("executor.kind=serial",)
