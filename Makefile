@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RESULTS ?= results
 
-.PHONY: demo test test-all check install clean
+.PHONY: demo test test-all check chaos install clean
 
 install: $(VENV)/.installed
 
@@ -28,6 +28,17 @@ test-all: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not ray" -n 2 --dist loadfile
 	$(BIN)/pytest -m ray -n 2 --dist loadfile
 
+# Attacks on what actors/README.md promises; SECONDS limits each, and the next call continues.
+CHAOS := $(BIN)/python -m fedloom.experiments.chaos
+LIMIT := $(if $(SECONDS),--seconds $(SECONDS))
+chaos: install
+	$(CHAOS).twice --times 20 $(LIMIT)
+	$(CHAOS).corrupt --times 1000 $(LIMIT)
+	$(CHAOS).disk --times 50 $(LIMIT)
+	$(CHAOS).fuzz --times 10000 $(LIMIT)
+	$(CHAOS).load
+	$(CHAOS).kill --times 100 $(LIMIT)
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,4 +46,4 @@ check: install
 	$(BIN)/pytest -q tests/test_repository.py
 
 clean:
-	rm -rf $(VENV) results build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) results chaos build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -23,7 +23,7 @@ def identity(x: torch.Tensor) -> torch.Tensor:
 def serve(pipe: Connection, case: Case, images: str, labels: str, mean: list[float], std: list[float]) -> None:
     """A worker process: receives weights and clients, trains the clients, sends the weighted sum of their weights."""
     torch.set_num_threads(1)
-    x_all, y_all = np.load(images, mmap_mode="r"), np.load(labels, mmap_mode="r")
+    x_all, y_all = (np.load(file, mmap_mode="r", allow_pickle=False) for file in (images, labels))
     model = NETWORKS[case.network](10)
     shift, scale = (torch.tensor(v).view(1, 3, 1, 1) for v in (mean, std))
     names = list(model.state_dict())

@@ -16,7 +16,7 @@ from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
 
 TINY = (
     "experiment=fedoras_digits",
-    "method.train.rounds=8",
+    "method.train.rounds=6",
     "method.train.clients_per_round=4",
     "method.train.epochs=1",
     "method.search.population=4",
@@ -26,7 +26,6 @@ TINY = (
     "method.rand_init.rounds=2",
     "tiers.paths=500",
     "tiers.count=2",
-    "data.num_clients=8",
     "method.finetune.clients_per_round=4",
     "method.rand_init.clients_per_round=4",
 )
