@@ -227,7 +227,10 @@ def _add_status(status: argparse.ArgumentParser) -> None:
     status.add_argument(
         "--clean", action="store_true", help="end the processes that dead runs left behind on this machine"
     )
-    status.add_argument("runs", nargs="*", metavar="RUN", help="run ids or their beginnings; all if none is given")
+    status.add_argument(
+        "runs", nargs="*", metavar="RUN", help="run ids or their beginnings, or an ablation's (default: the newest 50)"
+    )
+    status.add_argument("--all", action="store_true", help="all runs and ablations, not only the newest 50 of each")
 
 
 def _add_verify(verify: argparse.ArgumentParser) -> None:

@@ -243,12 +243,13 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _status(args: argparse.Namespace) -> int:
     from fedloom.experiments.leftovers import clean_leftovers, hint_at_leftovers
-    from fedloom.experiments.show import show_status
+    from fedloom.experiments.standing import show_status
 
     if args.clean:
         clean_leftovers(as_json=args.json)
         return OK
-    show_status(_here(args, args.runs or None, tensors=False), args.runs, as_json=args.json)
+    results = _here(args, args.runs or None, tensors=False)
+    show_status(results, args.runs, as_json=args.json, everything=args.all)
     hint_at_leftovers()
     return OK
 

@@ -1,27 +1,18 @@
-"""Terminal output of runs, reports and states: a line per round, tables at the end, or one JSON object."""
+"""Terminal output of runs and reports: a line per round, tables at the end, or one JSON object."""
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Column, Table
+from rich.console import Console, RenderableType
 
 from fedloom.experiments.report.pages.files import ReportFiles
 from fedloom.experiments.report.pages.runs import summary_table
 from fedloom.experiments.report.pages.values import report_json
-from fedloom.experiments.store.ablations import Ablation, find_ablation, is_ablation, list_ablations
-from fedloom.experiments.store.trials import STATUS as ABLATION_STATUS
-from fedloom.experiments.store.trials import counted, trial_states
 from fedloom.experiments.terminal.output import as_bytes, as_time, console, where, write_json
 from fedloom.platform.federation.loop import RoundProgress
-from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.remote import fetch
-from fedloom.platform.results.status import read_status
 from fedloom.platform.runs.ending import RunEnd
-
-LONGEST_MESSAGE = 70
 
 
 class RunView:
@@ -103,65 +94,3 @@ def show_report(files: ReportFiles, table: RenderableType, figures: dict[str, An
         screen.print(f"missing: {sentence}")
     for file in (files.html, files.markdown, *([files.latex] if files.latex else []), *files.plots):
         screen.print(str(file))
-
-
-def show_status(results: Path, given: list[str], as_json: bool) -> None:
-    """Prints one line per ablation and per run outside ablations, or one line per trial of the given ablations."""
-    ablations = [find_ablation(results, g) for g in given if is_ablation(results, g)]
-    runs = [find_run(results, g) for g in given if not is_ablation(results, g)]
-    if not given:
-        ablations = list_ablations(results)
-        trials = {trial.run_id for ablation in ablations for trial in ablation.trials}
-        runs = [paths for paths in list_runs(results) if paths.run_id not in trials]
-    found = {paths.run_id: read_status(paths.status) for paths in runs}
-    if as_json:
-        values = [_ablation_as_dict(results, ablation) for ablation in ablations]
-        write_json(
-            {"runs": [{"run_id": run_id, **asdict(status)} for run_id, status in found.items()], "ablations": values}
-        )
-        return
-    screen = console()
-    for ablation in ablations:
-        screen.print(_ablation_table(results, ablation) if given else _ablation_line(results, ablation))
-    if not found and not ablations:
-        screen.print(f"no runs under {results}")
-    elif found:
-        # An id is there to be copied: what is too wide for the terminal folds in the message.
-        table = Table(Column("run", no_wrap=True), "state", "stage", "round", "message", box=None)
-        for run_id, status in found.items():
-            table.add_row(run_id, status.state, status.stage, f"{status.round}/{status.rounds_total}", status.message)
-        screen.print(table)
-
-
-def _ablation_state(results: Path, ablation: Ablation) -> str:
-    path = ablation.folder(results) / ABLATION_STATUS
-    return read_status(path).state if path.exists() else "interrupted"
-
-
-def _ablation_line(results: Path, ablation: Ablation) -> str:
-    said = counted(trial_states(results, ablation))
-    return f"ablation {ablation.ablation_id} {_ablation_state(results, ablation)}: {said}"
-
-
-def _ablation_table(results: Path, ablation: Ablation) -> Group:
-    table = Table("trial", "setting", "state", "stage", "round", "message", box=None)
-    for s in trial_states(results, ablation):
-        stage, at = (s.status.stage, f"{s.status.round}/{s.status.rounds_total}") if s.status else ("", "")
-        message = s.message if len(s.message) <= LONGEST_MESSAGE else f"{s.message[:LONGEST_MESSAGE]}..."
-        table.add_row(f"{s.trial.index:04}", s.trial.label(), s.state, stage, at, message)
-    ids = f"a trial's run is {ablation.ablation_id}-TRIAL"
-    return Group(_ablation_line(results, ablation), table, ids)
-
-
-def _ablation_as_dict(results: Path, ablation: Ablation) -> dict[str, Any]:
-    trials = [
-        {
-            **{name: getattr(s.trial, name) for name in ("index", "run_id", "seed")},
-            "setting": dict(s.trial.setting),
-            **({name: getattr(s.status, name) for name in ("stage", "round", "rounds_total")} if s.status else {}),
-            "state": s.state,
-            "message": s.message,
-        }
-        for s in trial_states(results, ablation)
-    ]
-    return {"ablation_id": ablation.ablation_id, "state": _ablation_state(results, ablation), "trials": trials}

@@ -103,12 +103,12 @@ class Setting:
 
 def settings_of(config: Any, prefix: str = "") -> Iterator[Setting]:
     """Every setting of a configuration, including nested ones, by its dotted key in the order of the fields."""
-    for name, annotation in _annotations(type(config)).items():  # type: ignore[arg-type]  # classes can be hashed
+    for name, known in _fields(type(config)).items():  # type: ignore[arg-type]  # classes can be hashed
         value = getattr(config, name)
         if is_dataclass(value) and not isinstance(value, type):
             yield from settings_of(value, f"{prefix}{name}.")
         else:
-            yield described(f"{prefix}{name}", annotation, value)
+            yield Setting(f"{prefix}{name}", known.kind, value, known.allowed, known.help)
 
 
 def described(key: str, annotation: Any, default: Any) -> Setting:
@@ -186,8 +186,16 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 @cache
-def _annotations(config: type) -> Mapping[str, Any]:
+def _fields(config: type) -> Mapping[str, Setting]:
+    """The fields of a configuration as settings without values: every trial of an ablation is checked by them."""
     hints = get_type_hints(config, include_extras=True)
+    return {field.name: described(field.name, hints[field.name], None) for field in fields(config)}
+
+
+@cache
+def field_types(config: type) -> Mapping[str, Any]:
+    """The types of a configuration's fields, without ranges and meanings."""
+    hints = get_type_hints(config)
     return {field.name: hints[field.name] for field in fields(config)}
 
 

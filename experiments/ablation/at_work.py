@@ -19,6 +19,7 @@ from fedloom.experiments.store.trials import (
     STOPPED,
     End,
     TrialState,
+    counted,
     read_ends,
     trial_states,
     write_ends,
@@ -160,7 +161,7 @@ class RunningAblation:
         states = trial_states(self.root, self.ablation)
         kind = kind_of(states)
         written: Any = "failed" if kind == "infrastructure" else kind
-        self._status.write(written, round=sum(s.state in FINAL for s in states))
+        self._status.write(written, round=sum(s.state in FINAL for s in states), message=counted(states))
         self._send()
 
     def _mark(self, trial: Trial, message: str) -> None:

@@ -1,7 +1,7 @@
 """Checks of trials before any of them starts: their configurations, data and resources."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.ablations import Trial
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.costs import RunCosts
 from fedloom.platform.federation.world import World
 from fedloom.platform.runs.run import planned_stages
 from fedloom.platform.runs.supernets import supernet_key
@@ -54,8 +55,33 @@ def checked_trials(
         if size not in looked_at:
             looked_at.add(size)
             _look_at_size(trial, cluster, at_once)
-    worlds = _Worlds()
-    return [_checked(trial, root, worlds, cluster, at_once, scheduler) for trial in trials]
+    found: dict[int, Checked] = {}
+    spaces: dict[str, World] = {}
+    for same_world in _by_world(trials):
+        world: World | None = None
+        for place, config in same_world:
+            trial = trials[place]
+            config.results = str(root)
+            try:
+                world = replace(world or _world(config, spaces), config=config)
+                found[place] = _checked(trial, world, cluster, at_once, scheduler)
+            except ValueError as error:
+                raise _of(trial, error) from error
+    return [found[place] for place in range(len(trials))]
+
+
+def _by_world(trials: Sequence[Trial]) -> Iterable[Sequence[tuple[int, RunConfig]]]:
+    """The places of the trials with their configurations, together those that differ in nothing a world is built from.
+
+    Seeds change from one trial to the next, so that consecutive trials hardly ever share a world.
+    """
+    groups: dict[str, list[tuple[int, RunConfig]]] = {}
+    for place, trial in enumerate(trials):
+        config = config_from_dict(trial.config)
+        parts = {name: trial.config[name] for name in ("data", "objective", "space", "tiers", "devices")}
+        seeds = [config.seed_for("partition"), config.seed_for("training")]
+        groups.setdefault(json.dumps([parts, seeds, config.executor.threads]), []).append((place, config))
+    return groups.values()
 
 
 def _size(config: Mapping[str, Any]) -> str:
@@ -83,35 +109,23 @@ def _tiers(config: RunConfig) -> tuple[Tier, ...]:
     return make_tiers([float(i) for i in range(1, count + 1)], num_gpus=num_gpus, num_cpus=num_cpus)
 
 
-class _Worlds:
-    """Caches the last world, since consecutive trials often share the settings that it is built from."""
-
-    def __init__(self) -> None:
-        self._key = ""
-        self._world: World | None = None
-
-    def of(self, config: RunConfig) -> World:
-        """The configuration's world, built again only if the data, space, tiers, devices, seeds or threads differ."""
-        values = asdict(config)
-        parts = {name: values[name] for name in ("data", "space", "tiers", "devices")}
-        key = json.dumps([parts, config.seed_for("partition"), config.executor.threads, config.seed_for("training")])
-        if self._world is None or key != self._key:
-            self._key, self._world = key, build_world(config)
-        return replace(self._world, config=config)
+def _world(config: RunConfig, spaces: dict[str, World]) -> World:
+    """The configuration's world; `spaces` holds an earlier world of each space, whose measured costs are used again."""
+    budgets = [config.tiers.cost, config.tiers.cost_weights, config.tiers.unsupported]
+    key = json.dumps([asdict(config.space), budgets])
+    before = spaces.get(key)
+    if before is None:
+        return spaces.setdefault(key, build_world(config))
+    return replace(build_world(config, RunCosts(before.cost_table, before.macs_table)), space=before.space)
 
 
 def _checked(
-    trial: Trial, root: Path, worlds: _Worlds, cluster: Cluster, at_once: int, scheduler: Mapping[str, Any] | None
+    trial: Trial, world: World, cluster: Cluster, at_once: int, scheduler: Mapping[str, Any] | None
 ) -> Checked:
-    config = config_from_dict(trial.config)
-    config.results = str(root)
-    try:
-        world = worlds.of(config)
-        stages = [stage.name for stage in planned_stages(world)]
-        bundles = bundles_of_trial(config, world.tiers, world.num_clients, cluster, at_once)
-        compared = _compared(scheduler, stages)
-    except ValueError as error:
-        raise _of(trial, error) from error
+    config = world.config
+    stages = [stage.name for stage in planned_stages(world)]
+    bundles = bundles_of_trial(config, world.tiers, world.num_clients, cluster, at_once)
+    compared = _compared(scheduler, stages)
     shared = supernet_key(config, world) if config.reuse_supernet else None
     return Checked(trial, bundles, shared, _holds(bundles, cluster), compared)
 

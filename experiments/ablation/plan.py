@@ -5,7 +5,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import Any, cast
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from fedloom.experiments.ablation.config import NOT_AXES, PREFIX, AblationConfig, AxisConfig, load_ablation_config
-from fedloom.experiments.runs.configuration import change_stored, check_config, compose_config, config_from_dict
+from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict
+from fedloom.experiments.runs.variants import GROUPS, Variants
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, new_ablation_id
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.target import local_root
@@ -26,9 +25,6 @@ MOST_TRIALS = 10_000
 MOST_DRAWS = 50
 """Draws per sample after which the axes count as exhausted."""
 DEFAULT_FIGURES = ("metric_by_axis",)
-GROUPS = ("experiment", "method")
-"""Keys that select whole groups of values, which must be composed by Hydra and not merged."""
-
 Changes = Mapping[str, Any]
 """Configuration keys with their values."""
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
@@ -56,13 +52,14 @@ def plan_ablation(arguments: Sequence[str]) -> Ablation:
     if (trials_planned := _num_points(config) * len(config.seeds)) > MOST_TRIALS:
         raise ValueError(f"ablation={given} has {trials_planned} trials: {MOST_TRIALS} at most; take fewer values")
     overrides = ["reuse_supernet=true", *config.overrides, *common]
-    base = _base(given, overrides, common)
+    variants = Variants(overrides)
+    base = _base(given, variants, common)
     points = list(_points(config))
     _check_not_fixed(config, points, [*config.overrides, *common])
     root = local_root(base.results)
     ablation_id = new_ablation_id(root, name)
     try:
-        trials = tuple(_trials(ablation_id, overrides, base, points, config.seeds))
+        trials = tuple(_trials(ablation_id, variants, base, points, config.seeds))
     except ValueError as error:
         raise ValueError(f"ablation={given} of {base.experiment}: {error}") from error
     return Ablation(
@@ -90,13 +87,13 @@ def _check_names_experiment(config: AblationConfig, overrides: Sequence[str]) ->
         raise ValueError("give the experiment that the ablation varies, such as experiment=fedoras_digits")
 
 
-def _base(given: str, overrides: Sequence[str], common: Sequence[str]) -> RunConfig:
-    """The configuration that all trials share.
+def _base(given: str, variants: Variants, common: Sequence[str]) -> RunConfig:
+    """The configuration from which all trials differ.
 
     The error distinguishes mistakes in the ablation's overrides from mistakes in those of the command line.
     """
     try:
-        return compose_config(overrides)
+        return variants.config({}, [])
     except ValueError as error:
         typed = compose_config(common)
         raise ValueError(
@@ -109,11 +106,27 @@ def planned_ablation(root: Path, given: str, overrides: Sequence[str]) -> Ablati
     ablation = find_ablation(root, given)
     if not overrides:
         return ablation
-    trials = [
-        replace(trial, config=asdict(change_stored(config_from_dict(trial.config), overrides)))
-        for trial in ablation.trials
-    ]
+    changed = _Changed(overrides)
+    trials = [replace(trial, config=changed.of(trial.config)) for trial in ablation.trials]
     return replace(ablation, trials=tuple(trials))
+
+
+class _Changed:
+    """Applies overrides to stored configurations, once for all that agree in the sections that the overrides change."""
+
+    def __init__(self, overrides: Sequence[str]) -> None:
+        self._overrides = overrides
+        self._sections = {override.partition("=")[0].partition(".")[0] for override in overrides}
+        self._interpolated = any("${" in override for override in overrides)  # may read any other section
+        self._known: dict[str, Mapping[str, Any]] = {}
+
+    def of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration with the overrides."""
+        read = {name: config[name] for name in config if self._interpolated or name in self._sections}
+        text = json.dumps(read)
+        if text not in self._known:
+            self._known[text] = asdict(change_stored(config_from_dict(config), self._overrides))
+        return {**config, **{name: self._known[text][name] for name in read}}
 
 
 def _sorted_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
@@ -217,35 +230,16 @@ def _check_not_fixed(config: AblationConfig, points: Sequence[Point], common: Se
 
 
 def _trials(
-    ablation_id: str, overrides: Sequence[str], base: RunConfig, points: Sequence[Point], seeds: Sequence[int]
+    ablation_id: str, variants: Variants, base: RunConfig, points: Sequence[Point], seeds: Sequence[int]
 ) -> Iterator[Trial]:
-    known = cast(DictConfig, OmegaConf.structured(base))
-    OmegaConf.set_struct(known, True)  # as in Hydra: a mapping accepts a new key only with a +
     index = 0
     for point in points:
         own = tuple(f"{key}={override_text(value)}" for key, value in point.changes.items())
         for seed in seeds:
-            config = _config(overrides, known, point.changes, own, seed)
-            config.results = base.results
+            config = asdict(variants.config({**point.changes, "seed": seed}, [*own, f"seed={seed}"]))
             run_id = f"{ablation_id}-{index:04d}"
-            yield Trial(index, run_id, seed, dict(point.setting), own, asdict(config))
+            yield Trial(index, run_id, seed, dict(point.setting), own, {**config, "results": base.results})
             index += 1
-
-
-def _config(overrides: Sequence[str], known: DictConfig, changes: Changes, own: Sequence[str], seed: int) -> RunConfig:
-    """The trial's configuration; merging is much faster than composing, which only whole groups need."""
-    if any(key in GROUPS for key in changes):
-        return compose_config([*overrides, *own, f"seed={seed}"])
-    try:
-        merged = deepcopy(known)
-        for key, value in {**changes, "seed": seed}.items():
-            OmegaConf.update(merged, key, value, merge=True)
-        config = cast(RunConfig, OmegaConf.to_object(merged))
-    except OmegaConfBaseException:
-        # Composing again raises the better message, which suggests the nearest key.
-        return compose_config([*overrides, *own, f"seed={seed}"])
-    check_config(config)
-    return config
 
 
 def override_text(value: Any) -> str:

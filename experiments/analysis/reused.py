@@ -7,7 +7,7 @@ import pandas as pd
 
 from fedloom.experiments.analysis.stages import TRAINING, by_stage
 from fedloom.experiments.analysis.tables import Tables, read_table_of
-from fedloom.platform.results.paths import RunPaths, list_runs
+from fedloom.platform.results.paths import RunPaths, runs_called
 
 
 def with_training(tables: Tables) -> Tables:
@@ -20,11 +20,10 @@ def with_training(tables: Tables) -> Tables:
     sources = _sources(tables)
     if not sources:
         return tables
-    known = {p.run_id: p for p in tables.paths}
-    if not known.keys() >= set(sources.values()):
-        known = {p.run_id: p for p in list_runs(tables.paths[0].root)} | known
+    known = {p.run_id: [p] for p in tables.paths}
     experiments = {p.run_id: p.experiment for p in tables.paths}
-    trained = [known[run_id] for run_id in dict.fromkeys(sources.values()) if run_id in known]
+    root = tables.paths[0].root
+    trained = [p for r in dict.fromkeys(sources.values()) for p in (known.get(r) or runs_called(root, r))[-1:]]
 
     def joined(name: str, frame: pd.DataFrame) -> pd.DataFrame:
         copies = _copies(name, trained, sources, experiments) if name in tables.read else []

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedloom.experiments.runs.own_presets import ENDINGS, is_own, own_preset
 from fedloom.experiments.runs.presets import CONF, DEFAULT_METHOD, PRESET, experiments, method_in, of_method
+from fedloom.experiments.runs.restored import restored_run
 from fedloom.platform.data.checks import check as check_data
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import METHODS, find_method
@@ -39,15 +40,23 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
 
     Raises ValueError with one line for a key or value that is unknown or out of range.
     """
-    overrides = [_unquoted(override) for override in overrides]
     try:
-        composed = _compose(overrides)
-        _check_added(overrides)
-        config = cast(RunConfig, OmegaConf.to_object(composed))
+        config = cast(RunConfig, OmegaConf.to_object(composed_tree(overrides)))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_explain(error, overrides)) from error
+        raise ValueError(_explain(error, [_unquoted(override) for override in overrides])) from error
     check_config(config)
     return config
+
+
+def composed_tree(overrides: Sequence[str]) -> DictConfig:
+    """Hydra's composition of the overrides, without the checks of `check_config`.
+
+    Raises the errors of Hydra and OmegaConf, and ValueError for a new key outside the mappings that take any.
+    """
+    overrides = [_unquoted(override) for override in overrides]
+    composed = _compose(overrides)
+    _check_added(overrides)
+    return composed
 
 
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
@@ -56,6 +65,9 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
         method = find_method(values["method"]["name"])
     except PluginError as error:
         raise ValueError(f"the run's method cannot be used: {error}") from error
+    known = restored_run(values, method.config)
+    if known is not None:
+        return known
     schema = OmegaConf.structured(RunConfig)
     schema.method = OmegaConf.structured(method.config)
     try:
@@ -126,11 +138,11 @@ def _unquoted(override: str) -> str:
 
 def _addable(override: str) -> str:
     """Marks an override of a free mapping, such as the options of a plug-in, with Hydra's `++` for new keys."""
-    free = _free_part(override.partition("=")[0])
+    free = free_part(override.partition("=")[0])
     return f"++{override}" if free and "=" in override and not override.startswith(("+", "~")) else override
 
 
-def _free_part(key: str) -> str:
+def free_part(key: str) -> str:
     """The mapping in a key that takes keys of the user's own, as it is called; empty if there is none."""
     parts = key.split(".")
     places = [place for place, part in enumerate(parts) if part in FREE]
@@ -175,16 +187,20 @@ def check_config(config: RunConfig) -> None:
 def _check_added(overrides: Sequence[str]) -> None:
     """Raises ValueError if `+key=value` adds a key outside free mappings, which Hydra itself accepts."""
     keys = [(override.startswith("+"), override.lstrip("+").partition("=")[0]) for override in overrides]
-    added = [key for plus, key in keys if plus or _free_part(key)]
+    added = [key for plus, key in keys if plus or free_part(key)]
     if not added:
         return
-    defaults = _compose(_choices(overrides))
+    defaults = defaults_tree(overrides)
     known = list(_keys(OmegaConf.to_container(defaults)))
     for key in added:
-        inside = _free_part(key)
-        free = bool(inside) and OmegaConf.get_type(OmegaConf.select(defaults, inside)) is dict
-        if key not in (*known, "experiment", "method") and not free:
-            raise ValueError(_unknown(inside or key, known))
+        if key not in (*known, "experiment", "method") and not takes_any(defaults, key):
+            raise ValueError(_unknown(free_part(key) or key, known))
+
+
+def takes_any(defaults: DictConfig, key: str) -> bool:
+    """Whether a key lies in a mapping of the configuration that takes keys of the user's own."""
+    inside = free_part(key)
+    return bool(inside) and OmegaConf.get_type(OmegaConf.select(defaults, inside)) is dict
 
 
 def _unknown(key: str, known: list[str]) -> str:
@@ -205,14 +221,14 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         if problem := _problem_of(override):
             return f"{override}: {problem}"
     try:
-        known = list(_keys(_defaults(overrides)))
+        known = list(_keys(OmegaConf.to_container(defaults_tree(overrides))))
     except (HydraException, OmegaConfBaseException) as clash:
         return _clash(_choices(overrides), _first_line(clash))
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
         if "=" not in override:
             return f"{override!r} is not of the form key=value"
-        inside = _free_part(key) or key
+        inside = free_part(key) or key
         if inside not in (*known, "experiment", "method"):
             return _unknown(inside, known)
     return _first_line(error)
@@ -226,7 +242,7 @@ def _problem_of(override: str) -> str:
         line = _first_line(error)
         key, _, problem = line.partition(": ")
         known = list(_keys(OmegaConf.to_container(_compose([own_preset(override).beginning]))))
-        unknown = problem.startswith("Key ") and key not in known and not _free_part(key)
+        unknown = problem.startswith("Key ") and key not in known and not free_part(key)
         return _unknown(key, known) if unknown else line
     return ""
 
@@ -256,8 +272,9 @@ def _choices(overrides: Sequence[str]) -> list[str]:
     return [override for override in overrides if override.startswith(("experiment=", "method="))]
 
 
-def _defaults(overrides: Sequence[str]) -> Any:
-    return OmegaConf.to_container(_compose(_choices(overrides)))
+def defaults_tree(overrides: Sequence[str]) -> DictConfig:
+    """What Hydra composes from the preset and the method among the overrides, without their other values."""
+    return _compose([_unquoted(choice) for choice in _choices(overrides)])
 
 
 def _keys(values: Any, prefix: str = "") -> Iterator[str]:

@@ -1,21 +1,20 @@
 """The plan of an ablation as a file that is written once and never changed."""
 
 import json
-import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from fedloom.experiments.store.differences import differences, with_differences
 from fedloom.platform.results.files import check_name, write_atomically
-
-logger = logging.getLogger(__name__)
 
 FOLDER = "ablations"
 PLAN = "ablation.json"
-VERSION = 1
+VERSION = 2
+"""Plans of version 1 hold every trial's whole configuration instead of its differences from that of the first."""
 
 FIGURES = ("macs_by_axis", "stages_by_axis", "tiers_by_axis", "metric_by_axis")
 """The allowed `figures` of an ablation, which the report draws."""
@@ -104,7 +103,16 @@ def write_ablation(root: Path, ablation: Ablation) -> None:
     """Writes the plan atomically."""
     folder = ablation.folder(root)
     folder.mkdir(parents=True)
-    write_atomically(folder / PLAN, json.dumps({"version": VERSION, **asdict(ablation)}, indent=1).encode())
+    base = ablation.trials[0].config if ablation.trials else {}
+    trials = [_stored(trial, base) for trial in ablation.trials]
+    values = {"version": VERSION, **vars(ablation), "base": base, "trials": trials}
+    write_atomically(folder / PLAN, json.dumps(values).encode())
+
+
+def _stored(trial: Trial, base: Mapping[str, Any]) -> dict[str, Any]:
+    values = {**vars(trial), "differences": differences(base, trial.config)}
+    del values["config"]
+    return values
 
 
 def read_ablation(folder: Path) -> Ablation:
@@ -114,37 +122,42 @@ def read_ablation(folder: Path) -> Ablation:
         values = json.loads(path.read_bytes())
         if values.pop("version") > VERSION:
             raise ValueError(f"{path} was written by a newer version of fedloom: read it with that version")
-        trials = tuple(Trial(**{**t, "overrides": tuple(t["overrides"])}) for t in values.pop("trials"))
+        base = values.pop("base", {})
+        trials = tuple(_read(trial, base) for trial in values.pop("trials"))
         axes = {name: tuple(found) for name, found in values.pop("axes").items()}
         lists: dict[str, Any] = {name: tuple(values.pop(name)) for name in ("seeds", "figures", "overrides")}
         return Ablation(**values, **lists, axes=axes, trials=trials)
-    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, LookupError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not the plan of an ablation: restore it from a copy") from error
 
 
-def list_ablations(root: Path) -> list[Ablation]:
-    """All ablations under a results folder, sorted by id; logs a warning for and leaves out unreadable plans."""
-    found = []
-    for path in sorted((root / FOLDER).glob(f"*/{PLAN}")):
-        try:
-            found.append(read_ablation(path.parent))
-        except ValueError as error:
-            logger.warning("%s", error)
-    return found
+def _read(stored: Mapping[str, Any], base: Mapping[str, Any]) -> Trial:
+    values = {"config": base, **stored, "overrides": tuple(stored["overrides"])}
+    values["config"] = with_differences(values["config"], values.pop("differences", ()))
+    return Trial(**values)
+
+
+def ablation_ids(root: Path, beginning: str = "") -> list[str]:
+    """The ids of the ablations under a results folder that begin with this text, sorted; reads no plan."""
+    try:
+        names = sorted(os.listdir(root / FOLDER))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [name for name in names if name.startswith(beginning) and (root / FOLDER / name / PLAN).exists()]
 
 
 def find_ablation(root: Path, given: str) -> Ablation:
     """The ablation with this id or with this unambiguous prefix of its id; otherwise ValueError with known ids."""
-    names = sorted(path.parent.name for path in (root / FOLDER).glob(f"*/{PLAN}"))
-    matching = [n for n in names if n == given] or [n for n in names if n.startswith(given)]
+    names = ablation_ids(root, given)
+    matching = [n for n in names if n == given] or names
     if len(matching) == 1:
         return read_ablation(root / FOLDER / matching[0])
     if not matching:
-        known = ", ".join(names[-10:]) or "none"
+        known = ", ".join(ablation_ids(root)[-10:]) or "none"
         raise ValueError(f"no ablation {given!r} under {root}; known ablations: {known}")
     raise ValueError(f"ablation {given!r} could be any of {', '.join(matching[-10:])}: give more of its id")
 
 
 def is_ablation(root: Path, given: str) -> bool:
     """Whether there is an ablation whose id starts with the given text."""
-    return any(path.parent.name.startswith(given) for path in (root / FOLDER).glob(f"*/{PLAN}"))
+    return bool(ablation_ids(root, given))

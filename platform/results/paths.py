@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from fedloom.platform.results.files import check_name
 
 LONGEST_RUN_ID = 40
+ARTIFACTS = "artifacts"
+_EXPERIMENT, _RUN = "experiment=", "run_id="
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class RunPaths:
     @property
     def artifacts(self) -> Path:
         """The folder of all files of this run but its tables."""
-        return self.root / "artifacts" / self.run_id
+        return self.root / ARTIFACTS / self.run_id
 
     @property
     def config(self) -> Path:
@@ -46,7 +49,7 @@ class RunPaths:
 
     def table(self, table: str) -> Path:
         """The folder of this run's rows of one table."""
-        return self.root / table / f"experiment={self.experiment}" / f"run_id={self.run_id}"
+        return self.root / table / f"{_EXPERIMENT}{self.experiment}" / f"{_RUN}{self.run_id}"
 
 
 def run_paths(root: Path, experiment: str, run_id: str) -> RunPaths:
@@ -71,7 +74,7 @@ def new_run_id(root: Path, experiment: str) -> str:
 
 def is_used(root: Path, run_id: str) -> bool:
     """Whether artefacts or rows of this run id exist."""
-    return (root / "artifacts" / run_id).exists() or any(root.glob(f"*/experiment=*/run_id={run_id}"))
+    return (root / ARTIFACTS / run_id).exists() or bool(runs_called(root, run_id))
 
 
 def remove_run(paths: RunPaths) -> None:
@@ -81,12 +84,22 @@ def remove_run(paths: RunPaths) -> None:
 
 
 def list_runs(root: Path) -> list[RunPaths]:
-    """All runs that have rows under the results folder, in the order of their ids."""
+    """All runs that have rows under the results folder, in the order of their ids; reads only names of folders."""
     runs = {
-        RunPaths(root, folder.parent.name.removeprefix("experiment="), folder.name.removeprefix("run_id="))
-        for folder in Path(root).glob("*/experiment=*/run_id=*")
+        RunPaths(Path(root), experiment, name.removeprefix(_RUN))
+        for experiment, folder in _experiments(Path(root))
+        for name in _names(folder)
+        if name.startswith(_RUN)
     }
     return sorted(runs, key=lambda run: run.run_id)
+
+
+def runs_called(root: Path, run_id: str) -> list[RunPaths]:
+    """The runs with exactly this id, one per experiment that has rows of it; looks at no other run."""
+    if not 0 < len(run_id) <= LONGEST_RUN_ID or os.sep in run_id or "\0" in run_id:
+        return []  # no name of a folder
+    found = [experiment for experiment, folder in _experiments(Path(root)) if (folder / f"{_RUN}{run_id}").exists()]
+    return [RunPaths(Path(root), experiment, run_id) for experiment in dict.fromkeys(found)]
 
 
 def find_run(root: Path, run_id_or_prefix: str) -> RunPaths:
@@ -94,14 +107,32 @@ def find_run(root: Path, run_id_or_prefix: str) -> RunPaths:
 
     Raises ValueError listing the known runs if there is none, or the candidates if there are several.
     """
+    matching = runs_called(root, run_id_or_prefix)
+    if len(matching) == 1:
+        return matching[0]
     runs = list_runs(root)
-    exact = [run for run in runs if run.run_id == run_id_or_prefix]
-    matching = exact or [run for run in runs if run.run_id.startswith(run_id_or_prefix)]
+    matching = matching or [run for run in runs if run.run_id.startswith(run_id_or_prefix)]
     if len(matching) == 1:
         return matching[0]
     if not matching:
         raise ValueError(f"no run {run_id_or_prefix!r} under {root}; known runs: {_latest(runs)}")
     raise ValueError(f"run {run_id_or_prefix!r} could be any of {_latest(matching)}: give more of its id")
+
+
+def _experiments(root: Path) -> Iterator[tuple[str, Path]]:
+    """The folders of experiments in all tables, each with the experiment's name."""
+    for table in _names(root):
+        for name in _names(root / table) if table != ARTIFACTS else ():
+            if name.startswith(_EXPERIMENT):
+                yield name.removeprefix(_EXPERIMENT), root / table / name
+
+
+def _names(folder: Path) -> list[str]:
+    """The names in a folder, sorted; none if it is no folder."""
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _latest(runs: list[RunPaths], most: int = 10) -> str:

@@ -10,13 +10,17 @@ from typing import NamedTuple
 
 from fedloom.platform.results.files import check_writable
 from fedloom.platform.results.order import is_tensors, rank
+from fedloom.platform.results.paths import ARTIFACTS, RunPaths
 from fedloom.platform.results.status import read_status
+from fedloom.platform.results.tables import TABLES
 from fedloom.platform.results.target import RemoteFile, Target, is_remote, local_root, open_target, unusable
 
 ABLATIONS = "ablations"
 """The folder of results that belong to no single run."""
 _CONNECTIONS = 8
 _PASSES = 5
+_MOST_ALONE = 32
+"""The number of runs whose folders are listed one by one."""
 
 
 def check_results(results: str) -> Path:
@@ -107,7 +111,7 @@ def _fetch_runs(target: Target, root: Path, run_ids: Sequence[str] | None, tenso
     settled: dict[str, bool] = {}
     for _ in range(_PASSES):
         busy = False
-        for run_id, files in _by_run(target.list()).items():
+        for run_id, files in _by_run(target.list(_places(target, run_ids))).items():
             if run_ids is not None and not any(run_id.startswith(given) for given in run_ids):
                 continue
             if run_id not in settled:
@@ -116,6 +120,28 @@ def _fetch_runs(target: Target, root: Path, run_ids: Sequence[str] | None, tenso
                 busy |= _fetch_run(target, root, run_id, files, tensors)
         if not busy:
             return
+
+
+def _places(target: Target, run_ids: Sequence[str] | None) -> Sequence[str]:
+    """The folders in which the files of these runs lie: their own if they are few, else all of the results.
+
+    A listing takes a request per thousand files, and there may be thousands of runs.
+    """
+    if run_ids is None:
+        return ("",)
+    names = [name for name in target.folders(ARTIFACTS) if any(name.startswith(given) for given in run_ids)]
+    if run_ids and not 0 < len(names) <= _MOST_ALONE:
+        return ("",)  # runs without artefacts are among all files only
+    try:
+        return [place for name in names for place in _places_of(target, name)]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return ("",)  # killed before its configuration was written, or damaged
+
+
+def _places_of(target: Target, run_id: str) -> list[str]:
+    experiment = json.loads(target.read(f"{ARTIFACTS}/{run_id}/config.json"))["experiment"]
+    here = RunPaths(Path(), experiment, run_id)
+    return [place.as_posix() for place in (here.artifacts, *(here.table(table) for table in TABLES))]
 
 
 def _by_run(files: Mapping[str, RemoteFile]) -> dict[str, dict[str, RemoteFile]]:
@@ -129,7 +155,7 @@ def _by_run(files: Mapping[str, RemoteFile]) -> dict[str, dict[str, RemoteFile]]
 def run_of(name: str) -> str | None:
     """The id of the run that a file belongs to, given its name relative to the results."""
     match name.split("/"):
-        case ["artifacts", run_id, _, *_]:
+        case [folder, run_id, _, *_] if folder == ARTIFACTS:
             return run_id
         case [_, experiment, run, _] if experiment.startswith("experiment=") and run.startswith("run_id="):
             return run.removeprefix("run_id=")

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from fedloom.platform.results.parts import SCHEMA_VERSION_KEY, conform, read_part
-from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.paths import RunPaths, runs_called
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -160,11 +160,9 @@ def read_table(root: Path, table: str, experiment: str | None = None, run_id: st
     empty frame. Raises ValueError naming the file if one is damaged or was not written by fedloom.
     """
     _check_table(table)
-    files = [
-        (file, *partition)
-        for file, partition in _files(Path(root) / table)
-        if experiment in (None, partition[0]) and run_id in (None, partition[1])
-    ]
+    if run_id is not None:
+        return read_runs([r for r in runs_called(root, run_id) if experiment in (None, r.experiment)], table)
+    files = [(file, *partition) for file, partition in _files(Path(root) / table) if experiment in (None, partition[0])]
     return _frame(table, files, None)
 
 

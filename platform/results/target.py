@@ -91,6 +91,12 @@ class Target:
                         found[self._name(info.path)] = RemoteFile(info.size, info.mtime_ns or 0)
         return found
 
+    def folders(self, under: str) -> Sequence[str]:
+        """The names of the folders directly in a folder, sorted; none if it is missing."""
+        with _told():
+            infos = self.filesystem.get_file_info(pafs.FileSelector(self._path(under), allow_not_found=True))
+        return sorted(info.base_name for info in infos if info.type == pafs.FileType.Directory)
+
     def upload(self, name: str, file: BinaryIO, size_bytes: int) -> None:
         """Replaces `name` atomically by the first `size_bytes` bytes of an open file."""
         path = self._path(name)

@@ -16,7 +16,9 @@ from fedloom.experiments.ablation.checks import checked_trials
 from fedloom.experiments.ablation.needs import Bundles, Cluster, bundles_of_trial, check_fits
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.store.ablations import Trial
-from fedloom.platform.federation.config import ExecutorConfig, RunConfig
+from fedloom.platform.federation import building
+from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, ObjectiveConfig, RunConfig
+from fedloom.platform.federation.world import World
 from fedloom.tiers.tier import Tier, make_tiers
 
 TWO_TIERS = make_tiers([1.0, 2.0])
@@ -203,6 +205,32 @@ def test_trials_that_share_a_training_share_its_key(tmp_path: Path, trial: Calla
     assert keys[0] == keys[1] is not None
     assert keys[2] is None
     assert not list(tmp_path.iterdir())
+
+
+def test_what_trials_share_is_built_once(
+    tmp_path: Path, trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeds change from one trial to the next, and every one of them has a world of its own."""
+    built: list[RunConfig] = []
+    measured: list[object] = []
+    build, measure = checks.build_world, building.measure_costs
+
+    def counted(config: RunConfig, *costs: Any) -> World:
+        built.append(config)
+        return build(config, *costs)
+
+    monkeypatch.setattr(checks, "build_world", counted)
+    monkeypatch.setattr(building, "measure_costs", lambda *given: measured.append(given) or measure(*given))
+    trials = [trial(i, seed=1 + i % 2, checkpoint=CheckpointConfig(every=1 + i)) for i in range(6)]
+    found = checked_trials(trials, tmp_path, cluster(2))
+    assert [c.trial for c in found] == trials
+    assert [c.supernet for c in found] == [found[0].supernet, found[1].supernet] * 3
+    assert sorted(config.seed for config in built) == [1, 2]
+    assert len(measured) == 1, "both worlds have the same space"
+    alone = [checked_trials([each], tmp_path, cluster(2))[0] for each in trials[:2]]
+    assert [c.supernet for c in alone] == [c.supernet for c in found[:2]]
+    with pytest.raises(ValueError, match=r"trial 1 .*objective"):
+        checked_trials([trial(0), trial(1, objective=ObjectiveConfig("nothing"))], tmp_path, cluster(2))
 
 
 def test_a_trial_that_does_not_fit_is_named_before_any_data_is_read(

@@ -1,6 +1,7 @@
 """An ablation on disk: what was planned is read again, and how its trials stand."""
 
 import json
+import math
 import os
 import platform
 import re
@@ -8,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ import pytest
 from fedloom.experiments.ablation import launch
 from fedloom.experiments.ablation.view import TerminalView
 from fedloom.experiments.store.ablations import (
+    PLAN,
+    VERSION,
     Ablation,
     Trial,
+    ablation_ids,
     find_ablation,
     is_ablation,
-    list_ablations,
     new_ablation_id,
     read_ablation,
     short,
@@ -67,10 +70,37 @@ def test_a_plan_is_written_whole_and_read_equal(tmp_path: Path) -> None:
     assert ablation.folder(tmp_path) == tmp_path / "ablations" / ID
     assert [f.name for f in ablation.folder(tmp_path).iterdir()] == ["ablation.json"]
     assert read_ablation(ablation.folder(tmp_path)) == ablation
-    assert list_ablations(tmp_path) == [ablation]
+    assert ablation_ids(tmp_path) == [ID]
     with pytest.raises(FileExistsError):
         write_ablation(tmp_path, replace(ablation, title="another"))
     assert read_ablation(ablation.folder(tmp_path)).title == ablation.title
+
+
+def test_trials_are_stored_as_what_differs_from_the_first(tmp_path: Path) -> None:
+    first = {"seed": 1, "data": {"alpha": 1.0, "root": None}, "method": {"name": "a", "train": {"lr": 0.1, "more": 2}}}
+    others: list[dict[str, Any]] = [
+        {**first, "seed": 2},
+        {**first, "data": {"alpha": 1, "root": None}},  # another type
+        {**first, "data": {"alpha": math.nan, "root": [1, {"a": True}]}},
+        {**first, "method": {"name": "b", "steps": 3}},
+        {"data": first["data"], "seed": 1},
+        first,
+    ]
+    ablation = make_ablation(7)
+    trials = [replace(t, config=config) for t, config in zip(ablation.trials, [first, *others], strict=True)]
+    write_ablation(tmp_path, replace(ablation, trials=tuple(trials)))
+    found = read_ablation(ablation.folder(tmp_path)).trials
+    assert [json.dumps(t.config) for t in found] == [json.dumps(t.config) for t in trials], "to the order of the keys"
+    stored = json.loads((ablation.folder(tmp_path) / PLAN).read_text())
+    assert [t["differences"] for t in stored["trials"][:3]] == [[], [[["seed"], 2]], [[["data", "alpha"], 1]]]
+    assert stored["trials"][6]["differences"] == []
+
+
+def test_a_plan_of_the_first_version_is_read(tmp_path: Path) -> None:
+    ablation = make_ablation()
+    text = json.dumps({"version": 1, **asdict(ablation)}, indent=1)
+    (tmp_path / PLAN).write_text(text)
+    assert read_ablation(tmp_path) == ablation
 
 
 def test_a_results_folder_may_be_moved(tmp_path: Path) -> None:
@@ -132,7 +162,7 @@ def test_a_plan_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     ablation = make_ablation()
     write_ablation(tmp_path, ablation)
     path = ablation.folder(tmp_path) / "ablation.json"
-    path.write_text(changed(path, version=2, more=1))
+    path.write_text(changed(path, version=VERSION + 1, more=1))
     with pytest.raises(ValueError, match="was written by a newer version of fedloom: read it with that version"):
         read_ablation(path.parent)
 
@@ -141,7 +171,8 @@ def test_an_ablation_is_found_by_the_beginning_of_its_id(tmp_path: Path) -> None
     ids = ["20260101-000000-alpha-aaaaaa", "20260101-000000-alpha-aaaaaab", "20260102-000000-mine-cccccc"]
     for ablation_id in ids:
         write_ablation(tmp_path, make_ablation(ablation_id=ablation_id))
-    assert [a.ablation_id for a in list_ablations(tmp_path)] == ids
+    assert ablation_ids(tmp_path) == ids
+    assert ablation_ids(tmp_path, "20260101") == ids[:2]
     assert find_ablation(tmp_path, "20260102").ablation_id == ids[2]
     assert find_ablation(tmp_path, ids[0]).ablation_id == ids[0], "the whole id, although another begins with it"
     with pytest.raises(ValueError, match=f"ablation '20260101' could be any of {ids[0]}, {ids[1]}: give more of its"):
@@ -152,7 +183,7 @@ def test_an_ablation_is_found_by_the_beginning_of_its_id(tmp_path: Path) -> None
         find_ablation(tmp_path / "nowhere", "2099")
     assert is_ablation(tmp_path, "20260101")
     assert not is_ablation(tmp_path, "2099")
-    assert not list_ablations(tmp_path / "nowhere")
+    assert not ablation_ids(tmp_path / "nowhere")
 
 
 def test_ids_are_new_and_short_enough_to_begin_run_ids(tmp_path: Path) -> None:

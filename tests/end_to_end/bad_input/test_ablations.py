@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.experiments.ablation.plan import plan_ablation
-from fedloom.experiments.store.ablations import list_ablations, write_ablation
+from fedloom.experiments.store.ablations import ablation_ids, find_ablation, write_ablation
 from fedloom.platform.results.owner import owned
 
 Refuse = Callable[..., str]
@@ -106,7 +106,8 @@ def planned(tmp_path: Path, serial: Sequence[str]) -> Path:
 
 
 def test_an_ablation_that_cannot_be_gone_on_with(planned: Path, refusal: Refuse, contents: Contents) -> None:
-    alpha, budget = sorted(list_ablations(planned), key=lambda ablation: ablation.name)
+    found = [find_ablation(planned, ablation_id) for ablation_id in ablation_ids(planned)]
+    alpha, budget = sorted(found, key=lambda ablation: ablation.name)
     refusals = [
         (["--resume", "2099"], rf"no ablation '2099' under .*known ablations: .*{alpha.ablation_id}"),
         (["--retry-failed", "2099"], r"no ablation '2099'"),
@@ -131,7 +132,7 @@ def test_an_ablation_that_cannot_be_gone_on_with(planned: Path, refusal: Refuse,
 
 
 def test_an_ablation_that_is_at_work_or_damaged(planned: Path, refusal: Refuse) -> None:
-    ablation = list_ablations(planned)[0]
+    ablation = find_ablation(planned, ablation_ids(planned)[0])
     folder = ablation.folder(planned)
     with owned(folder, "ablation", planned, planned):
         line = refusal("ablate", "--resume", ablation.ablation_id, "--results", str(planned))

@@ -7,9 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 from fedloom.experiments.ablation.plan import plan_ablation
-from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.configuration import compose_config, composed_tree
 from fedloom.experiments.store.ablations import Ablation, Trial
 from fedloom.platform.federation.config import RunConfig
 
@@ -28,9 +29,15 @@ def composed() -> Compose:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _composed_once(composed: Compose) -> Iterator[None]:
+def _composed_once() -> Iterator[None]:
+    """The trees that plans begin with, each composed but once for all plans of a module."""
+
+    @cache
+    def tree(*overrides: str) -> DictConfig:
+        return composed_tree(overrides)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedloom.experiments.ablation.plan.compose_config", composed)
+        patch.setattr("fedloom.experiments.runs.variants.composed_tree", lambda given: deepcopy(tree(*given)))
         yield
 
 

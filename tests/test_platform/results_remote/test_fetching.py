@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import pytest
 from fedloom.platform.results.mirror import mirrored
 from fedloom.platform.results.paths import run_paths
 from fedloom.platform.results.remote import fetch, fetch_folder, local_root, mirror_folder
-from fedloom.platform.results.tables import TABLES
-from fedloom.platform.results.target import Target
+from fedloom.platform.results.tables import TABLES, read_table
+from fedloom.platform.results.target import RemoteFile, Target
 
 Machine = Callable[[str], None]
 
@@ -79,6 +79,33 @@ def test_only_what_changed_is_fetched_again(
     del fetched[:]
     fetch(url)
     assert fetched == ["artifacts/r1/status.json"]
+
+
+def test_a_named_run_is_fetched_without_listing_the_others(
+    url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, bucket: Path, small_run: Any
+) -> None:
+    for run_id in ("r1", "r2"):
+        with mirrored(url, small_run(run_id).paths):
+            pass
+    listed: list[str] = []
+    own = Target.list
+
+    def watched(self: Target, under: Sequence[str] = ("",)) -> dict[str, RemoteFile]:
+        found = own(self, under)
+        listed.extend(found)
+        return found
+
+    monkeypatch.setattr(Target, "list", watched)
+    machine("b")
+    fetch(url, ["r1"])
+    assert any("r2" in name for name in listed), "it is not known of which experiment r1 is"
+    put(bucket / "artifacts/r1/config.json", json.dumps({"experiment": "e"}))
+    del listed[:]
+    machine("c")
+    root = fetch(url, ["r1"])
+    there = {p.relative_to(bucket).as_posix() for p in bucket.rglob("*") if p.is_file()}
+    assert set(listed) == {name for name in there if "r2" not in name}
+    assert len(read_table(root, "rounds", run_id="r1")) == 1
 
 
 def test_a_file_that_disappears_while_it_is_fetched_is_looked_for_again(

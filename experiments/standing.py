@@ -1,0 +1,151 @@
+"""`fedloom status`: how runs and ablations stand, from their status files."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Column, Table
+
+from fedloom.experiments.store.ablations import FOLDER, Ablation, ablation_ids, find_ablation, is_ablation
+from fedloom.experiments.store.trials import STATUS, counted, trial_states
+from fedloom.experiments.terminal.output import console, write_json
+from fedloom.platform.results.paths import RunPaths, find_run, list_runs
+from fedloom.platform.results.status import Status, read_status
+
+MOST = 50
+"""The number of the newest runs, and of the newest ablations, that are shown if none is named."""
+LONGEST_MESSAGE = 70
+
+
+def show_status(results: Path, given: Sequence[str], *, as_json: bool, everything: bool = False) -> None:
+    """Prints one line per run, and one per trial of every ablation, of those that are named by id or its beginning.
+
+    Without names it prints one line per ablation and per run outside ablations: of the newest `MOST` of each, or of all
+    with `everything`. It reads the status files of what it shows. Raises ValueError for a name that does not exist.
+    """
+    if given:
+        _show_named(results, given, as_json)
+    else:
+        _show_newest(results, slice(None if everything else -MOST, None), as_json)  # ids begin with the time
+
+
+def _show_named(results: Path, given: Sequence[str], as_json: bool) -> None:
+    ablations = [find_ablation(results, g) for g in given if is_ablation(results, g)]
+    runs = [find_run(results, g) for g in given if not is_ablation(results, g)]
+    found = {paths.run_id: asdict(read_status(paths.status)) for paths in runs}
+    if as_json:
+        values = [_ablation_as_dict(results, ablation) for ablation in ablations]
+        write_json({"runs": _run_rows(found), "ablations": values})
+        return
+    screen = console()
+    for ablation in ablations:
+        screen.print(_ablation_table(results, ablation))
+    if found:
+        screen.print(_runs_table(found))
+
+
+def _show_newest(results: Path, newest: slice, as_json: bool) -> None:
+    ablations = ablation_ids(results)
+    runs = _runs_outside(results, set(ablations))
+    states = {name: _driver_status(results, name) for name in ablations[newest]}
+    found = {paths.run_id: _known(paths) for paths in runs[newest]}
+    earlier = {"runs": len(runs) - len(found), "ablations": len(ablations) - len(states)}
+    if as_json:
+        values = [_progress_as_dict(*each) for each in states.items()]
+        write_json({"runs": _run_rows(found), "ablations": values, "earlier": earlier})
+        return
+    screen = console()
+    for name, status in states.items():
+        screen.print(_progress_line(name, status))
+    if found:
+        screen.print(_runs_table(found))
+    if not found and not states:
+        screen.print(f"no runs under {results}")
+    if any(earlier.values()):
+        said = " and ".join(f"{number} earlier {kind}" for kind, number in earlier.items() if number)
+        screen.print(f"and {said}: fedloom status --all shows them")
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def _runs_outside(results: Path, ablations: set[str]) -> list[RunPaths]:
+    """The runs that are no trials: the id of a trial is that of its ablation with its number."""
+    return [paths for paths in list_runs(results) if paths.run_id.rpartition("-")[0] not in ablations]
+
+
+def _known(paths: RunPaths) -> dict[str, Any]:
+    """The status of a run as values; if it cannot be read, the run is listed all the same, as unknown."""
+    try:
+        return asdict(read_status(paths.status))
+    except ValueError as error:
+        return {**dict.fromkeys(field.name for field in fields(Status)), "state": "unknown", "message": str(error)}
+
+
+def _run_rows(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{"run_id": run_id, **status} for run_id, status in found.items()]
+
+
+def _runs_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    # An id is there to be copied: what is too wide for the terminal folds in the message.
+    table = Table(Column("run", no_wrap=True), "state", "stage", "round", "message", box=None)
+    for run_id, status in found.items():
+        at = "" if status["round"] is None else f"{status['round']}/{status['rounds_total']}"
+        table.add_row(run_id, status["state"], status["stage"], at, status["message"])
+    return table
+
+
+# -- ablations ---------------------------------------------------------------------------------------------------------
+
+
+def _driver_status(results: Path, ablation_id: str) -> Status | None:
+    """What the ablation's driver wrote about it last; None if it was killed before that."""
+    path = results / FOLDER / ablation_id / STATUS
+    return read_status(path) if path.exists() else None
+
+
+def _state_of(status: Status | None) -> str:
+    return "interrupted" if status is None else status.state
+
+
+def _progress_line(ablation_id: str, status: Status | None) -> str:
+    """How far an ablation is, as its driver wrote it: the trials, which may be many, are not looked at."""
+    if status is None:
+        return f"ablation {ablation_id} {_state_of(status)}: no trial was begun"
+    said = status.message or f"{status.round} of {status.rounds_total} trials ended"
+    return f"ablation {ablation_id} {status.state}: {said}"
+
+
+def _progress_as_dict(ablation_id: str, status: Status | None) -> dict[str, Any]:
+    ended, total, message = (status.round, status.rounds_total, status.message) if status else (0, None, "")
+    state = _state_of(status)
+    return {"ablation_id": ablation_id, "state": state, "ended": ended, "planned": total, "message": message}
+
+
+def _ablation_table(results: Path, ablation: Ablation) -> Group:
+    states = trial_states(results, ablation)
+    table = Table("trial", "setting", "state", "stage", "round", "message", box=None)
+    for s in states:
+        stage, at = (s.status.stage, f"{s.status.round}/{s.status.rounds_total}") if s.status else ("", "")
+        message = s.message if len(s.message) <= LONGEST_MESSAGE else f"{s.message[:LONGEST_MESSAGE]}..."
+        table.add_row(f"{s.trial.index:04}", s.trial.label(), s.state, stage, at, message)
+    state = _state_of(_driver_status(results, ablation.ablation_id))
+    line = f"ablation {ablation.ablation_id} {state}: {counted(states)}"
+    return Group(line, table, f"a trial's run is {ablation.ablation_id}-TRIAL")
+
+
+def _ablation_as_dict(results: Path, ablation: Ablation) -> dict[str, Any]:
+    trials = [
+        {
+            **{name: getattr(s.trial, name) for name in ("index", "run_id", "seed")},
+            "setting": dict(s.trial.setting),
+            **({name: getattr(s.status, name) for name in ("stage", "round", "rounds_total")} if s.status else {}),
+            "state": s.state,
+            "message": s.message,
+        }
+        for s in trial_states(results, ablation)
+    ]
+    state = _state_of(_driver_status(results, ablation.ablation_id))
+    return {"ablation_id": ablation.ablation_id, "state": state, "trials": trials}

@@ -1,0 +1,208 @@
+"""`fedloom status`, and that commands about one run do not look at the others."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.experiments import standing
+from fedloom.experiments.analysis.reused import with_training
+from fedloom.experiments.analysis.tables import load
+from fedloom.experiments.benchmarks.generated import EXPERIMENT, write_results
+from fedloom.experiments.cli import main
+from fedloom.experiments.report.pages.runs import summary_table, write_report
+from fedloom.experiments.runs.configuration import stored_config
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.results import tables
+from fedloom.platform.results.paths import RunPaths, find_run, is_used
+from fedloom.platform.results.status import StatusFile
+from fedloom.platform.results.tables import TABLES, read_table
+from fedloom.platform.results.writer import RunWriter
+
+ABLATION = "20260101-000000-alpha-abcdef"
+
+
+@dataclass
+class Accesses:
+    """The files and folders below a root that Python opens or lists, and the Parquet files that are read."""
+
+    root: str = ""
+    found: list[str] = field(default_factory=list)
+
+    def see(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.root and event in ("open", "os.listdir", "os.scandir") and str(arguments[0]).startswith(self.root):
+            self.found.append(f"{event} {arguments[0]}")
+
+
+WATCH = Accesses()
+sys.addaudithook(lambda event, arguments: WATCH.see(event, arguments))  # cannot be removed, only told to see nothing
+
+
+@pytest.fixture
+def accesses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], object]], list[str]]]:
+    """Runs a function; returns what it opened, listed and read below the results."""
+    own = tables.read_part
+
+    def read(path: Path, *arguments: Any) -> Any:
+        WATCH.found.append(f"read {path}")
+        return own(path, *arguments)
+
+    monkeypatch.setattr(tables, "read_part", read)
+
+    def of(call: Callable[[], object]) -> list[str]:
+        WATCH.root, WATCH.found = str(tmp_path), []
+        try:
+            call()
+        finally:
+            WATCH.root = ""
+        return WATCH.found
+
+    yield of
+    WATCH.root = ""
+
+
+def write_runs(root: Path, number: int) -> list[str]:
+    ids = write_results(root, runs=number, rounds=1, clients=2, candidates=2)
+    for run_id in ids:
+        StatusFile(RunPaths(root, EXPERIMENT, run_id).status).write("done", stage="evaluation", rounds_total=3)
+    return ids
+
+
+def add_copies(root: Path, run_id: str, number: int) -> None:
+    """Earlier runs, which are copies of a run."""
+    paths = RunPaths(root, EXPERIMENT, run_id)
+    for i in range(number):
+        other = RunPaths(root, EXPERIMENT, f"a{i:03d}")
+        for folder, copy in ((paths.artifacts, other.artifacts), *((paths.table(t), other.table(t)) for t in TABLES)):
+            shutil.copytree(folder, copy)
+
+
+def ask(root: Path) -> dict[str, Callable[[], object]]:
+    """What is asked about a run, by its id and by the beginning of its id."""
+    return {
+        "found": lambda: find_run(root, "g0001"),
+        "used": lambda: is_used(root, "g0001"),
+        "a table": lambda: read_table(root, "evaluations", run_id="g0001"),
+        "tables": lambda: load(root, ["g0001"]),
+        "reused": lambda: with_training(load(root, ["g0001"])),
+        "a summary": lambda: summary_table(root, "g0001"),
+        "status": lambda: standing.show_status(root, ["g0001"], as_json=True),
+        "by its beginning": lambda: load(root, ["g0001"[:5]]),
+        "newest": lambda: standing.show_status(root, [], as_json=False),
+        "latest": lambda: summary_table(root),
+    }
+
+
+@pytest.mark.parametrize("what", [*ask(Path())])
+def test_what_is_asked_about_a_run_costs_the_same_among_many(
+    what: str, tmp_path: Path, accesses: Callable[[Callable[[], object]], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standing, "MOST", 2)
+    write_runs(tmp_path, 2)
+    alone = accesses(ask(tmp_path)[what])
+    add_copies(tmp_path, "g0000", 30)
+    assert accesses(ask(tmp_path)[what]) == alone
+    assert not any("a00" in access for access in alone)
+
+
+def test_a_report_and_a_resume_among_many(
+    tmp_path: Path, accesses: Callable[[Callable[[], object]], list[str]], tiny_config: Callable[..., RunConfig]
+) -> None:
+    write_runs(tmp_path, 1)
+    writer = RunWriter.create(tmp_path, "tiny", "mine")
+    config = asdict(tiny_config(results=str(tmp_path)))
+    writer.paths.config.write_text(json.dumps(config))
+    writer.update_run(config=json.dumps(config))
+    calls: list[Callable[[], object]] = [
+        lambda: write_report(tmp_path, ["g0000"], tmp_path / "out"),
+        lambda: stored_config(tmp_path, "mine"),
+    ]
+    calls[0]()  # which makes the folder that later ones find
+    alone = [sorted(accesses(call)) for call in calls]
+    add_copies(tmp_path, "g0000", 20)
+    assert [sorted(accesses(call)) for call in calls] == alone
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["status", *arguments])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def write_status(root: Path, run_id: str, **values: Any) -> None:
+    """A run, of which only the folders are there."""
+    paths = RunPaths(root, "tiny", run_id)
+    paths.table("runs").mkdir(parents=True)
+    StatusFile(paths.status).write("done", **values)
+
+
+def test_the_newest_are_shown_and_the_others_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = [f"20260101-{i:06d}-tiny-abcdef" for i in range(53)]
+    for run_id in ids:
+        write_status(tmp_path, run_id, stage="supernet", rounds_total=4)
+    results = ["--results", str(tmp_path)]
+    lines = said(capsys, *results).splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == ids[3:]
+    assert lines[1].split() == [ids[3], "done", "supernet", "4/4"]
+    assert lines[-1] == "and 3 earlier runs: fedloom status --all shows them"
+    values = json.loads(said(capsys, *results, "--json"))
+    assert [run["run_id"] for run in values["runs"]] == ids[3:]
+    assert values["earlier"] == {"runs": 3, "ablations": 0}
+    whole = said(capsys, *results, "--all").splitlines()
+    assert [line.split()[0] for line in whole[1:]] == ids
+    assert len(json.loads(said(capsys, *results, "--all", "--json"))["runs"]) == 53
+    assert "no runs under" in said(capsys, "--results", str(tmp_path / "nowhere"))
+
+
+def test_an_ablation_is_one_line_and_its_trials_are_not_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for ablation_id in (ABLATION, f"{ABLATION}0", f"{ABLATION}1"):
+        folder = tmp_path / "ablations" / ablation_id
+        folder.mkdir(parents=True)
+        (folder / "ablation.json").write_text("not read")
+    status = StatusFile(tmp_path / "ablations" / ABLATION / "status.json")
+    status.write("running", stage="alpha", round=2, rounds_total=6)
+    StatusFile(tmp_path / "ablations" / f"{ABLATION}0" / "status.json").write(
+        "failed", round=5, rounds_total=6, message="5 done, 1 failed"
+    )
+    for run_id in (f"{ABLATION}-0000", f"{ABLATION}-0001", "20260101-000001-tiny-abcdef"):
+        write_status(tmp_path, run_id)
+    lines = said(capsys, "--results", str(tmp_path)).splitlines()
+    assert lines[:3] == [
+        f"ablation {ABLATION} running: 2 of 6 trials ended",
+        f"ablation {ABLATION}0 failed: 5 done, 1 failed",
+        f"ablation {ABLATION}1 interrupted: no trial was begun",
+    ]
+    assert [line.split()[0] for line in lines[3:]] == ["run", "20260101-000001-tiny-abcdef"]
+    values = json.loads(said(capsys, "--results", str(tmp_path), "--json"))
+    shown = [(a["state"], a["ended"], a["planned"], a["message"]) for a in values["ablations"]]
+    assert shown == [
+        ("running", 2, 6, ""),
+        ("failed", 5, 6, "5 done, 1 failed"),
+        ("interrupted", 0, None, ""),
+    ]
+
+
+def test_a_run_whose_status_cannot_be_read_does_not_hide_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_status(tmp_path, "a1")
+    write_status(tmp_path, "a2")
+    RunPaths(tmp_path, "tiny", "a1").status.write_text("damaged")
+    runs = json.loads(said(capsys, "--results", str(tmp_path), "--json"))["runs"]
+    assert [run["state"] for run in runs] == ["unknown", "done"]
+    assert "is not a status file" in runs[0]["message"]
+    assert "a2" in said(capsys, "--results", str(tmp_path))
+    with pytest.raises(SystemExit) as end:
+        main(["status", "a1", "--results", str(tmp_path)])
+    assert end.value.code == 2
