@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 
@@ -10,9 +10,12 @@ from fedloom.experiments.report.pages.files import ReportFiles
 from fedloom.experiments.report.pages.runs import summary_table
 from fedloom.experiments.report.pages.values import report_json
 from fedloom.experiments.terminal.output import as_bytes, as_time, console, where, write_json
-from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.results.remote import fetch
-from fedloom.platform.runs.ending import RunEnd
+
+if TYPE_CHECKING:
+    # A report needs no torch, which these import.
+    from fedloom.platform.federation.loop import RoundProgress
+    from fedloom.platform.runs.ending import RunEnd
 
 
 class RunView:
@@ -30,11 +33,11 @@ class RunView:
         if supernet_of:
             self.console.print(f"begins with the supernet of run {supernet_of}: the same configuration up to there")
 
-    def round(self, progress: RoundProgress) -> None:
+    def round(self, progress: "RoundProgress") -> None:
         """Prints one line: loss, metric, bytes, and time left in the stage."""
         self.console.print(round_line(progress))
 
-    def end(self, end: RunEnd, results: str | Path) -> None:
+    def end(self, end: "RunEnd", results: str | Path) -> None:
         """Prints how the run ended, with its table, or one JSON object."""
         if self.quiet:
             summary = _summary(_brought(results, end), end.run_id) if end.kind == "done" else {}
@@ -49,11 +52,11 @@ class RunView:
             sys.stderr.write(f"fedloom: run {end.kind}: {end.message}{again}\n")
 
 
-def _brought(results: str | Path, end: RunEnd) -> Path:
+def _brought(results: str | Path, end: "RunEnd") -> Path:
     return fetch(results, [end.run_id], tensors=False)
 
 
-def round_line(p: RoundProgress) -> str:
+def round_line(p: "RoundProgress") -> str:
     """The line of a finished round."""
     left_s = (p.rounds_total - p.round - 1) * p.wall_s
     parts = [f"{p.stage:<18} {p.round + 1:>4}/{p.rounds_total}"]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -206,3 +207,15 @@ def test_a_run_whose_status_cannot_be_read_does_not_hide_the_others(
     with pytest.raises(SystemExit) as end:
         main(["status", "a1", "--results", str(tmp_path)])
     assert end.value.code == 2
+
+
+def test_what_only_reads_does_not_wait_for_what_trains() -> None:
+    """Importing torch takes seconds, which is most of the time of a command that shows a few rows."""
+    parts = ("standing", "show", "report.pages.runs", "report.pages.ablation", "report.pages.values")
+    modules = ", ".join(f"fedloom.experiments.{part}" for part in parts)
+    code = (
+        "import sys, fedloom.experiments.standing\nassert 'pandas' not in sys.modules\n"
+        f"import {modules}\nassert not {{'torch', 'ray', 'scipy.stats'}} & {{*sys.modules}}"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
