@@ -70,7 +70,7 @@ class TensorSum:
 
     def include(self, region: Region) -> None:
         """Grows the box to contain the region."""
-        if all(b[0] <= r[0] and r[1] <= b[1] for b, r in zip(self.box, region, strict=True)):
+        if region == self.box or all(b[0] <= r[0] and r[1] <= b[1] for b, r in zip(self.box, region, strict=True)):
             return
         box = tuple((min(b[0], r[0]), max(b[1], r[1])) for b, r in zip(self.box, region, strict=True))
         total, self.total, inner = self.total.new_zeros([stop - start for start, stop in box]), self.total, self.box
@@ -252,8 +252,11 @@ def first_not_finite(tensors: Weights) -> str | None:
     """The name of the first floating-point tensor with a NaN or infinite value, None if all are finite."""
     # One reduction per tensor and one device synchronisation in all: a sum is finite only if all of its entries are. A
     # sum of finite entries that overflows also means that training diverged.
-    sums = {name: tensor.sum().double() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    sums = {name: tensor.sum() for name, tensor in tensors.items() if tensor.is_floating_point()}
     if not sums:
         return None
-    broken = ~torch.isfinite(torch.stack(list(sums.values())))
+    found = list(sums.values())
+    if any(each.dtype != found[0].dtype for each in found):
+        found = [each.double() for each in found]
+    broken = ~torch.isfinite(torch.stack(found))
     return list(sums)[int(broken.nonzero()[0])] if bool(broken.any()) else None

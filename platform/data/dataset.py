@@ -50,6 +50,8 @@ class Dataset:
     mean: tuple[float, ...]
     """Per channel, of the training inputs divided by `scale`; empty for tokens."""
     std: tuple[float, ...]
+    _normalisation: tuple[Tensor, Tensor]
+    """A factor and what is subtracted then, per channel: computed once, because a client may have a single sample."""
     _arrays: dict[str, AnyArray]
     _manifest: Fields
     _guard: TestGuard
@@ -77,6 +79,7 @@ class Dataset:
             scale=described["scale"],
             mean=tuple(described["mean"]),
             std=tuple(described["std"]),
+            _normalisation=_normalisation(described, arrays["train_x"].ndim),
             _arrays=arrays,
             _manifest=manifest,
             _guard=guard or TestGuard(is_open=True),
@@ -124,10 +127,8 @@ class Dataset:
             return self._tokens(part, "x", indices), self._tokens(part, "y", indices)
         x = torch.from_numpy(self._array(part, "x")[indices]).to(torch.float32)
         y = torch.from_numpy(self._array(part, "y")[indices])
-        per_channel = (-1,) + (1,) * (x.dim() - 2)
-        std, mean = torch.tensor(self.std).view(per_channel), torch.tensor(self.mean).view(per_channel)
-        # ((x / scale) - mean) / std, in place with one multiplication and one subtraction per value.
-        return x.mul_(1 / (self.scale * std)).sub_(mean / std), y
+        factor, shift = self._normalisation
+        return x.mul_(factor).sub_(shift), y
 
     def _tokens(self, part: str, kind: str, indices: IntArray) -> Tensor:
         return torch.from_numpy(self._array(part, kind)[indices].astype(np.int64))
@@ -136,3 +137,10 @@ class Dataset:
         if part not in PARTS:
             raise ValueError(f"part={part}: must be one of {', '.join(PARTS)}")
         return self._arrays[f"{part}_{kind}"]
+
+
+def _normalisation(described: Fields, dimensions: int) -> tuple[Tensor, Tensor]:
+    """Turns ((x / scale) - mean) / std of a batch into one multiplication and one subtraction per value."""
+    per_channel = (-1,) + (1,) * (dimensions - 2)
+    std, mean = (torch.tensor(described[name]).view(per_channel) for name in ("std", "mean"))
+    return 1 / (described["scale"] * std), mean / std
