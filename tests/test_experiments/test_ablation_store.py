@@ -80,20 +80,22 @@ def test_trials_are_stored_as_what_differs_from_the_first(tmp_path: Path) -> Non
     first = {"seed": 1, "data": {"alpha": 1.0, "root": None}, "method": {"name": "a", "train": {"lr": 0.1, "more": 2}}}
     others: list[dict[str, Any]] = [
         {**first, "seed": 2},
+        {**first, "seed": True},
         {**first, "data": {"alpha": 1, "root": None}},  # another type
         {**first, "data": {"alpha": math.nan, "root": [1, {"a": True}]}},
         {**first, "method": {"name": "b", "steps": 3}},
         {"data": first["data"], "seed": 1},
         first,
     ]
-    ablation = make_ablation(7)
+    ablation = make_ablation(8)
     trials = [replace(t, config=config) for t, config in zip(ablation.trials, [first, *others], strict=True)]
     write_ablation(tmp_path, replace(ablation, trials=tuple(trials)))
     found = read_ablation(ablation.folder(tmp_path)).trials
     assert [json.dumps(t.config) for t in found] == [json.dumps(t.config) for t in trials], "to the order of the keys"
     stored = json.loads((ablation.folder(tmp_path) / PLAN).read_text())
-    assert [t["differences"] for t in stored["trials"][:3]] == [[], [[["seed"], 2]], [[["data", "alpha"], 1]]]
-    assert stored["trials"][6]["differences"] == []
+    differences = [t["differences"] for t in stored["trials"]]
+    assert differences[:4] == [[], [[["seed"], 2]], [[["seed"], True]], [[["data", "alpha"], 1]]]
+    assert differences[7] == []
 
 
 def test_a_plan_of_the_first_version_is_read(tmp_path: Path) -> None:
@@ -270,9 +272,12 @@ def test_looking_at_the_trials_writes_nothing(tmp_path: Path) -> None:
     assert read_ends(tmp_path, make_ablation()) == {}
 
 
-@pytest.mark.parametrize(("last", "kind"), [("done", "done"), ("failed", "failed")])
+@pytest.mark.parametrize(
+    ("last", "kind", "said"),
+    [("done", "done", "2 done, 1 stopped"), ("failed", "failed", "1 done, 1 stopped, 1 failed")],
+)
 def test_to_resume_what_has_nothing_left_takes_no_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str, kind: str, ended_pid: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str, kind: str, said: str, ended_pid: int
 ) -> None:
     """Its driver may have been killed after the last trial."""
     monkeypatch.setattr(launch, "connected", lambda _: pytest.fail("Ray was started"))
@@ -290,7 +295,8 @@ def test_to_resume_what_has_nothing_left_takes_no_cluster(
     kill_driver(ablation.folder(tmp_path) / "status.json", ended_pid)
     end = launch.resume_ablation(ablation, tmp_path, TerminalView(quiet=True))
     assert (end.kind, [s.state for s in end.states]) == (kind, ["done", "stopped", last])
-    assert read_status(ablation.folder(tmp_path) / "status.json").state == kind
+    status = read_status(ablation.folder(tmp_path) / "status.json")
+    assert (status.state, status.message) == (kind, said)
 
 
 def kill_driver(path: Path, pid: int) -> None:

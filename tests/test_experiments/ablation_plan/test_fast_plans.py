@@ -162,8 +162,9 @@ def test_a_key_inside_another_ones_value_is_set_in_order() -> None:
     changes = {"tiers.cost_weights": {"macs": 2, "parameters": 1}, "tiers.cost_weights.macs": 3.0}
     texts = ["tiers.cost_weights={macs:2,parameters:1}", "tiers.cost_weights.macs=3.0"]
     assert own.config(changes, texts).tiers.cost_weights == {"macs": 3.0, "parameters": 1.0}
-    back = dict(reversed(changes.items()))
-    assert own.config(back, texts[::-1]).tiers.cost_weights == {"macs": 2.0, "parameters": 1.0}
+    before = {"tiers.cost_weights.macs": 3.0, "tiers.cost_weights": {"parameters": 1}}
+    texts = ["tiers.cost_weights.macs=3.0", "tiers.cost_weights={parameters:1}"]
+    assert own.config(before, texts).tiers.cost_weights == {"macs": 3.0, "parameters": 1.0}, "added to, as Hydra does"
 
 
 # -- stored configurations ---------------------------------------------------------------------------------------------
