@@ -10,41 +10,13 @@ from typing import Any
 from rich.console import Console
 
 from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.slots import SLOTS, slot_of
 from fedloom.experiments.terminal.output import console, write_json
-from fedloom.platform.averaging.server import SERVER_RULES
-from fedloom.platform.averaging.shares import SHARES_RULES
-from fedloom.platform.averaging.weighting import WEIGHTING_RULES
-from fedloom.platform.clients.local_rules import LOCAL_RULES
-from fedloom.platform.clients.objectives import OBJECTIVES
-from fedloom.platform.data.augment import AUGMENTATIONS
 from fedloom.platform.data.sources import DATASETS, TORCHVISION
-from fedloom.platform.federation.budgets import BUDGETS
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.distribution import HEURISTICS
-from fedloom.platform.federation.selection import SELECTION_RULES
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.plugins import Slot, nearest
-from fedloom.platform.search.config import SEARCHERS
-from fedloom.platform.search.predictors import PREDICTORS
 from fedloom.platform.settings import Brought, Setting, described, settings_of
-from fedloom.platform.spaces.registry import SPACES
-
-SLOTS: tuple[Slot[Any], ...] = (
-    DATASETS,
-    AUGMENTATIONS,
-    OBJECTIVES,
-    SPACES,
-    BUDGETS,
-    SELECTION_RULES,
-    LOCAL_RULES,
-    WEIGHTING_RULES,
-    SERVER_RULES,
-    HEURISTICS,
-    SHARES_RULES,
-    SEARCHERS,
-    PREDICTORS,
-)
-_SLOT_OF = {slot.kind: slot for slot in SLOTS}
 
 NEEDED = "?"
 """Shown as the default of an option that has none and must be given."""
@@ -80,7 +52,7 @@ def _with_options(config: RunConfig) -> Iterator[Setting]:
     places = [s.key.rpartition(".")[0] for s in settings if s.key.endswith(".options")]
     options: dict[str, list[Setting]] = {place: [] for place in places}
     for setting in settings:
-        slot = _SLOT_OF.get(setting.allowed.kind) if isinstance(setting.allowed, Brought) else None
+        slot = slot_of(setting.allowed.kind) if isinstance(setting.allowed, Brought) else None
         above = [p for p in places if setting.key.startswith(f"{p}.")]
         if slot is not None and above:
             place = max(above, key=len)

@@ -6,6 +6,7 @@ Fields of configurations and keyword parameters of functions chosen by name decl
 """
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
@@ -13,13 +14,20 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fedloom.platform.plugins import Chosen, Slot, an, nearest
+from fedloom.platform.words import shown
+
+LARGEST_WHOLE = 2**63 - 1
+"""The largest whole number of any setting: tables and torch hold integers of 64 bits."""
+NAME_BYTES, PATH_BYTES = 255, 3000
+"""What file systems allow a name, and what is left of the 4096 bytes of a path for the files below a folder."""
 
 
 @dataclass(frozen=True)
 class Range:
     """The allowed numbers: from `least` or `above` (excluded) to `most` or `below` (excluded).
 
-    Every number of a list must be inside. NaN is never allowed, infinity only if `infinite`.
+    Every number of a list must be inside. NaN is never allowed, infinity only if `infinite`, and no whole number of
+    more than 64 bits.
     """
 
     least: float | None = None
@@ -30,7 +38,10 @@ class Range:
 
     def holds(self, value: float) -> bool:
         """Whether a number is allowed."""
-        if math.isnan(value) or (math.isinf(value) and not self.infinite):
+        if isinstance(value, int):  # before anything is asked that would convert it to a float
+            if abs(value) > LARGEST_WHOLE:
+                return False
+        elif math.isnan(value) or (math.isinf(value) and not self.infinite):
             return False
         return (
             (self.least is None or value >= self.least)
@@ -40,7 +51,13 @@ class Range:
         )
 
     def __str__(self) -> str:
-        least, above, most, below = (None if v is None else f"{v:g}" for v in self._bounds)
+        if not self.infinite:
+            return self._finite
+        return "a number" if self._finite == "finite" else f"{self._finite}, or infinity"
+
+    @property
+    def _finite(self) -> str:
+        least, above, most, below = (None if v is None else _written(v) for v in self._bounds)
         upper = [f"at most {most}"] if most is not None else [f"below {below}"] if below is not None else []
         if above is not None:
             return " and ".join([f"above {above}", *upper]) if upper else f"greater than {above}"
@@ -57,14 +74,48 @@ class Range:
         return self.least, self.above, self.most, self.below
 
 
+def _written(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
+
+
 @dataclass(frozen=True)
 class OneOf:
     """The allowed names."""
 
     names: tuple[str, ...]
 
+    def holds(self, text: str) -> bool:
+        """Whether a name is allowed."""
+        return text in self.names
+
     def __str__(self) -> str:
         return f"one of {', '.join(self.names)}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Any text that is not empty."""
+
+    def holds(self, text: str) -> bool:
+        """Whether a text is allowed."""
+        return bool(text.strip())
+
+    def __str__(self) -> str:
+        return "a text of at least one character"
+
+
+@dataclass(frozen=True)
+class FilePath:
+    """A path, or a URL, that file systems can hold."""
+
+    def holds(self, text: str) -> bool:
+        """Whether a path is allowed."""
+        whole = text.encode(errors="surrogatepass")
+        fits = len(whole) <= PATH_BYTES and all(len(name) <= NAME_BYTES for name in whole.split(b"/"))
+        return bool(text.strip()) and "\0" not in text and fits
+
+    def __str__(self) -> str:
+        return f"a path of at most {PATH_BYTES} bytes, each name in it of at most {NAME_BYTES}"
 
 
 @dataclass(frozen=True)
@@ -73,17 +124,25 @@ class Brought:
 
     kind: str
 
+    def holds(self, text: str) -> bool:
+        """Whether a text can be such a name; which names there are is known to the code's slot."""
+        return bool(text.strip())
+
     def __str__(self) -> str:
         return f"the name of {an(self.kind)}, or module:name"
 
 
+Allowed = Range | OneOf | Text | FilePath | Brought
+"""What can be said of the values of a setting."""
+
+NOT_EMPTY, PATH = Text(), FilePath()
 POSITIVE = Range(above=0)
 ZERO_OR_MORE = Range(least=0)
 ONE_OR_MORE = Range(least=1)
 SHARE = Range(above=0, most=1)
 PART = Range(least=0, most=1)
 BELOW_ONE = Range(least=0, below=1)
-
+UP_TO_A_THOUSAND, UP_TO_A_MILLION = Range(least=1, most=1000), Range(least=1, most=1_000_000)
 
 TRUE_OR_FALSE, A_CHOICE = "true or false", "one of "
 PHRASES = (TRUE_OR_FALSE, A_CHOICE)
@@ -97,7 +156,7 @@ class Setting:
     key: str
     kind: str
     default: Any
-    allowed: Range | OneOf | Brought | None = None
+    allowed: Allowed | None = None
     help: str = ""
 
 
@@ -114,7 +173,7 @@ def settings_of(config: Any, prefix: str = "") -> Iterator[Setting]:
 def described(key: str, annotation: Any, default: Any) -> Setting:
     """A setting from its annotation."""
     kind, marks = _taken_apart(annotation)
-    allowed = next((m for m in marks if isinstance(m, Range | OneOf | Brought)), None)
+    allowed = next((m for m in marks if isinstance(m, Allowed)), None)
     text = next((m for m in marks if isinstance(m, str)), "")
     return Setting(key, _type_name(kind), default, allowed, text)
 
@@ -135,17 +194,38 @@ def check_value(setting: Setting, value: Any) -> None:
         for name, each in value.items():
             check_value(replace(setting, key=f"{setting.key}.{name}"), each)
         return
-    for each in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(each, str) and isinstance(setting.allowed, OneOf) and each not in setting.allowed.names:
-            names = list(setting.allowed.names)
-            raise ValueError(
-                f"{setting.key}={each}: must be one of {', '.join(names)}{nearest(each, names, cutoff=0.75)}"
-            )
+    for each in _scalars(value):
+        allowed = setting.allowed
         if isinstance(each, int | float) and not isinstance(each, bool):
-            allowed = setting.allowed if isinstance(setting.allowed, Range) else Range()
+            allowed = allowed if isinstance(allowed, Range) else Range()
             if not allowed.holds(each):
-                null = ", or null" if setting.kind.endswith(" or null") else ""
-                raise ValueError(f"{setting.key}={value}: must be {allowed}{null}")
+                raise ValueError(f"{setting.key}={shown(value)}: must be {_limits(allowed, each)}{_or_null(setting)}")
+        elif isinstance(each, str) and not (allowed is None or isinstance(allowed, Range) or allowed.holds(each)):
+            close = nearest(each, [*allowed.names], cutoff=0.75) if isinstance(allowed, OneOf) else ""
+            raise ValueError(f"{setting.key}={shown(value)}: must be {allowed}{_or_null(setting)}{close}")
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """The numbers and texts of a value, however its lists and mappings are nested."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _scalars(each)
+    else:
+        yield value
+
+
+def _limits(allowed: Range, given: float) -> str:
+    """What a number must be, with the limit of whole numbers if it is that which the given one exceeds."""
+    bounded = allowed.most is not None or allowed.below is not None
+    if not isinstance(given, int) or abs(given) <= LARGEST_WHOLE or (given > 0 and bounded):
+        return str(allowed)
+    return f"{'' if str(allowed) == 'finite' else f'{allowed} and '}a whole number of at most 64 bits"
+
+
+def _or_null(setting: Setting) -> str:
+    return ", or null" if setting.kind.endswith(" or null") else ""
 
 
 def converted(setting: Setting, annotation: Any, value: Any) -> Any:
@@ -156,9 +236,9 @@ def converted(setting: Setting, annotation: Any, value: Any) -> Any:
     kind, _ = _taken_apart(annotation)
     allowed = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) < sys.float_info.max else math.inf
     if not any(_is_of(value, k) for k in allowed):
-        raise ValueError(f"{setting.key}={value!r}: must be {_noun(setting.kind)}")
+        raise ValueError(f"{setting.key}={shown(value, repr)}: must be {_noun(setting.kind)}")
     check_value(setting, value)
     return value
 

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -135,11 +135,13 @@ def make_budget(
     return StaticBudget() if share is None else StaticBudget(float(share))
 
 
-def _state(row: Sequence[str | float]) -> DeviceState:
-    if len(row) != 3:
-        raise ValueError(f"state {list(row)!r} must have three values: name, factor, probability")
-    name, share, probability = row
-    return DeviceState(str(name), float(share), float(probability))
+def _state(row: Any) -> DeviceState:
+    if isinstance(row, str) or not isinstance(row, Sequence) or len(row) != 3:
+        raise ValueError(f"state {row!r:.60} must have three values: name, factor, probability")
+    name, *numbers = row
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise ValueError(f"state {row!r:.60}: factor and probability must be numbers")
+    return DeviceState(str(name), float(numbers[0]), float(numbers[1]))
 
 
 def _check_share(name: str, share: float) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -16,6 +16,18 @@ from fedloom.experiments.runs.presets import CONF, ablations
 from fedloom.experiments.store.ablations import FIGURES
 from fedloom.platform.plugins import nearest
 from fedloom.platform.results.files import check_name
+from fedloom.platform.settings import (
+    NOT_EMPTY,
+    ONE_OR_MORE,
+    PATH,
+    UP_TO_A_MILLION,
+    UP_TO_A_THOUSAND,
+    ZERO_OR_MORE,
+    OneOf,
+    Range,
+    check_settings,
+)
+from fedloom.platform.words import shown
 
 PREFIX = "ablation."
 NOT_AXES = {
@@ -45,9 +57,9 @@ class AxisConfig:
 class SearchConfig:
     """How points of the axes are chosen: `grid` (all combinations) or `random` (`samples` draws, from `seed`)."""
 
-    kind: str = "grid"
-    samples: int = 20
-    seed: int = 1
+    kind: Annotated[str, OneOf(("grid", "random"))] = "grid"
+    samples: Annotated[int, UP_TO_A_MILLION] = 20
+    seed: Annotated[int, ZERO_OR_MORE] = 1
 
 
 @dataclass
@@ -59,11 +71,11 @@ class SchedulerConfig:
     Each time it keeps the best 1 / `reduction_factor` of the trials.
     """
 
-    kind: str = "none"
-    metric: str = "metric"
-    stage: str | None = None
-    grace_rounds: int = 5
-    reduction_factor: float = 3.0
+    kind: Annotated[str, OneOf(("none", "asha"))] = "none"
+    metric: Annotated[str, OneOf(("metric", "loss"))] = "metric"
+    stage: Annotated[str | None, NOT_EMPTY] = None
+    grace_rounds: Annotated[int, ONE_OR_MORE] = 5
+    reduction_factor: Annotated[float, Range(above=1, most=1000)] = 3.0
 
 
 @dataclass
@@ -77,13 +89,13 @@ class AblationConfig:
 
     title: str = ""
     axes: dict[str, AxisConfig] = field(default_factory=dict)
-    seeds: list[int] = field(default_factory=lambda: [1, 2])
+    seeds: Annotated[list[int], ZERO_OR_MORE] = field(default_factory=lambda: [1, 2])
     overrides: list[str] = field(default_factory=list)
     figures: list[str] = field(default_factory=list)
     search: SearchConfig = field(default_factory=SearchConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    attempts: int = 2
-    concurrent: int | None = None
+    attempts: Annotated[int, UP_TO_A_THOUSAND] = 2
+    concurrent: Annotated[int | None, UP_TO_A_MILLION] = None
 
 
 def load_ablation_config(given: str, overrides: Sequence[str] = ()) -> tuple[str, AblationConfig]:
@@ -97,7 +109,7 @@ def load_ablation_config(given: str, overrides: Sequence[str] = ()) -> tuple[str
     try:
         merged = OmegaConf.merge(OmegaConf.structured(AblationConfig), OmegaConf.load(path), own)
         config = cast(AblationConfig, OmegaConf.to_object(merged))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError) as error:
         raise ValueError(f"ablation={given}: {_explained(error)}") from error
     except (OSError, ValueError, YAMLError) as error:
         raise ValueError(f"ablation={given}: {path} cannot be read as YAML: {_first_line(error)}") from error
@@ -105,7 +117,7 @@ def load_ablation_config(given: str, overrides: Sequence[str] = ()) -> tuple[str
     return name, config
 
 
-def _explained(error: OmegaConfBaseException) -> str:
+def _explained(error: Exception) -> str:
     """OmegaConf's message in the terms of the ablation's keys instead of class names."""
     line = _first_line(error)
     if "is not a ListConfig" in line:
@@ -134,6 +146,8 @@ def _own(overrides: Sequence[str]) -> DictConfig:
 def _path(given: str) -> Path:
     if given.endswith((".yaml", ".yml")):
         path = Path(given)
+        if not PATH.holds(given):
+            raise ValueError(f"ablation={shown(given)}: must be {PATH}")
         if not path.is_file():
             raise ValueError(f"ablation={given}: there is no such file")
         return path
@@ -148,6 +162,7 @@ def _path(given: str) -> Path:
 
 def check_ablation(config: AblationConfig) -> None:
     """Raises ValueError for a definition that cannot be run."""
+    check_settings(config, PREFIX)
     if not config.axes:
         raise ValueError("ablation.axes is empty: name at least one axis, with a key and its values")
     for name, axis in config.axes.items():
@@ -161,25 +176,6 @@ def check_ablation(config: AblationConfig) -> None:
     for figure in config.figures:
         if figure not in FIGURES:
             raise ValueError(f"ablation.figures: no figure {figure!r}; there are {', '.join(FIGURES)}")
-    allowed = {
-        "search.kind": (config.search.kind, ("grid", "random")),
-        "scheduler.kind": (config.scheduler.kind, ("none", "asha")),
-        "scheduler.metric": (config.scheduler.metric, ("metric", "loss")),
-    }
-    for key, (value, names) in allowed.items():
-        if value not in names:
-            raise ValueError(f"ablation.{key}={value}: must be one of {', '.join(names)}")
-    least: dict[str, tuple[float | None, float]] = {
-        "search.samples": (config.search.samples, 1),
-        "scheduler.grace_rounds": (config.scheduler.grace_rounds, 1),
-        "attempts": (config.attempts, 1),
-        "concurrent": (config.concurrent, 1),
-    }
-    for key, (number, minimum) in least.items():
-        if number is not None and number < minimum:
-            raise ValueError(f"ablation.{key}={number}: must be at least {minimum:g}")
-    if not config.scheduler.reduction_factor > 1:
-        raise ValueError(f"ablation.scheduler.reduction_factor={config.scheduler.reduction_factor}: must be above 1")
 
 
 def _check_axis(name: str, axis: AxisConfig, search: str) -> None:

@@ -1,6 +1,7 @@
 """Composes `experiment=NAME key=value ...` to a checked RunConfig with Hydra, which only the driver uses."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, lru_cache
@@ -29,10 +30,12 @@ from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import FREE_ON_RESUME, free_on_resume
 from fedloom.platform.settings import check_settings
+from fedloom.platform.words import MOST_SAID, said, shown
 
 METHOD = "method="
 FREE = ("options", "cost_weights")
 """Mappings of the configuration that accept arbitrary keys."""
+_LONG_NUMBER = re.compile(r"\d{400}")
 
 
 def compose_config(overrides: Sequence[str]) -> RunConfig:
@@ -40,10 +43,16 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
 
     Raises ValueError with one line for a key or value that is unknown or out of range.
     """
+    overrides = [_unquoted(override) for override in overrides]
+    for override in overrides:
+        _check_form(override)
     try:
         config = cast(RunConfig, OmegaConf.to_object(composed_tree(overrides)))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_explain(error, [_unquoted(override) for override in overrides])) from error
+        raise ValueError(_explain(error, overrides)) from error
+    except (OverflowError, RecursionError) as error:
+        longest = max(overrides, key=len)
+        raise ValueError(f"{shown(longest)}: the value is too large or nested too deeply ({said(error)})") from error
     check_config(config)
     return config
 
@@ -72,7 +81,7 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     schema.method = OmegaConf.structured(method.config)
     try:
         return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(schema, dict(values))))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError) as error:
         raise ValueError(f"the run's stored configuration does not fit this version: {_first_line(error)}") from error
 
 
@@ -109,7 +118,7 @@ def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(list(overrides)))
         changed = cast(RunConfig, OmegaConf.to_object(merged))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError) as error:
         raise ValueError(_first_line(error)) from error
     check_config(changed)
     return changed
@@ -127,6 +136,28 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONF), version_base=None):
         return compose(config_name="config", overrides=[_addable(override) for override in ready])
+
+
+def _check_form(override: str) -> None:
+    """Raises ValueError for what Hydra takes as instructions to itself, or refuses without naming the key."""
+    key, equals, value = override.partition("=")
+    if not equals or not key.lstrip("+") or key.startswith("~"):
+        raise ValueError(f"{shown(override, repr)} is not of the form key=value")
+    if key.lstrip("+").partition(".")[0] == "hydra":
+        raise ValueError(_unknown(key, []))
+    if value in ("", "null") and (problem := _not_there(key, value)):
+        raise ValueError(problem)
+    if _LONG_NUMBER.search(value):
+        raise ValueError(f"{shown(override)}: a number of too many digits")
+
+
+def _not_there(key: str, value: str) -> str:
+    """That there is no such preset or method, and which there are; empty for other keys, and if there is."""
+    own = is_import_path(value) or value.endswith(ENDINGS)
+    for choice, kind, there in (("experiment", "preset", experiments()), ("method", "method", [*METHODS])):
+        if key == choice and value not in there and not own:
+            return f"{key}={shown(value)}: no such {kind}{nearest(value, there)}; there are {_some(value, there)}"
+    return ""
 
 
 def _unquoted(override: str) -> str:
@@ -176,8 +207,10 @@ def check_config(config: RunConfig) -> None:
     """Raises ValueError for invalid values and combinations of values."""
     check_settings(config)
     name = config.method.name
-    if not isinstance(config.method, find_method(name).config):
-        raise ValueError(f"method.name={name}: a method is chosen by method={name}, which brings its own keys")
+    known = name in METHODS or is_import_path(name)
+    if not known or not isinstance(config.method, find_method(name).config):
+        choice = name if known else "NAME"
+        raise ValueError(f"method.name={name}: a method is chosen by method={choice}, which brings its own keys")
     check_name("experiment", config.experiment)
     check_data(config.data)
     if config.executor.resident and config.executor.chunk_size != 1:
@@ -210,28 +243,35 @@ def _unknown(key: str, known: list[str]) -> str:
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line that says what was given and what is allowed."""
     for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        own = is_import_path(value) or value.endswith(ENDINGS)
-        for choice, kind, there in (("experiment", "preset", experiments()), ("method", "method", [*METHODS])):
-            if key == choice and value not in there and not own:
-                return f"{key}={value}: no such {kind}{nearest(value, there)}; there are {_some(value, there)}"
+        key, _, value = override.lstrip("+").partition("=")
+        if problem := _not_there(key, value):
+            return problem
     if isinstance(error, OverrideParseException) and "=" in error.override:
-        return f"{error.override.lstrip('+')} cannot be read ({_first_line(error)}): give key=value, a list as [1,2]"
+        unread = shown(error.override.lstrip("+"))
+        return f"{unread} cannot be read ({_first_line(error)}): give key=value, a list as [1,2]"
     for override in filter(is_own, overrides):
         if problem := _problem_of(override):
-            return f"{override}: {problem}"
+            return f"{shown(override)}: {problem}"
     try:
-        known = list(_keys(OmegaConf.to_container(defaults_tree(overrides))))
+        defaults = defaults_tree(overrides)
     except (HydraException, OmegaConfBaseException) as clash:
         return _clash(_choices(overrides), _first_line(clash))
+    known = list(_keys(OmegaConf.to_container(defaults)))
     for override in overrides:
-        key = override.lstrip("+~").partition("=")[0]
-        if "=" not in override:
-            return f"{override!r} is not of the form key=value"
+        key = override.lstrip("+").partition("=")[0]
         inside = free_part(key) or key
         if inside not in (*known, "experiment", "method"):
             return _unknown(inside, known)
+        if f"{key}=" not in (PRESET, METHOD) and (problem := _given_a_group(override, defaults)):
+            return problem
     return _first_line(error)
+
+
+def _given_a_group(override: str, defaults: DictConfig) -> str:
+    # Only mistakes need this, and the import is slow.
+    from fedloom.experiments.runs.groups import advice
+
+    return advice(override, defaults)
 
 
 def _problem_of(override: str) -> str:
@@ -292,4 +332,5 @@ def _first_line(error: BaseException) -> str:
     # Hydra says where it was composing first.
     lines = lines[1:] if len(lines) > 1 and lines[0].endswith("raised while composing config:") else lines
     key = next((line.removeprefix("full_key:").strip() for line in lines if line.startswith("full_key:")), "")
-    return f"{key}: {lines[0]}" if key else lines[0]
+    line = shown(lines[0], most=MOST_SAID)
+    return f"{key}: {line}" if key else line

@@ -14,6 +14,8 @@ from fedloom.experiments.runs.presets import CHOICE, PRESET, experiments, method
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.plugins import is_import_path, nearest
 from fedloom.platform.results.files import check_name
+from fedloom.platform.settings import PATH
+from fedloom.platform.words import in_words, shown
 
 GROUP = "own"
 """The folder of the group of presets in which a user's own appear."""
@@ -43,6 +45,8 @@ def is_own(override: str) -> bool:
 def own_preset(override: str) -> OwnPreset:
     """Reads the file and makes it a choice; ValueError in one line for a file that is no preset."""
     given = override.removeprefix(PRESET)
+    if not PATH.holds(given):
+        raise ValueError(f"{shown(override)}: must be {PATH}")
     preset = _read(override, Path(given))
     name = check_name("experiment", Path(given).stem)
     preset.setdefault("experiment", name)
@@ -67,7 +71,8 @@ def _read(override: str, path: Path) -> DictConfig:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
         raise ValueError(f"{override}: cannot be read as YAML: {error.problem}{line}") from error
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{override}: cannot be read as YAML: {str(error).splitlines()[0]}") from error
+        why = in_words(error) if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise ValueError(f"{override}: cannot be read as YAML: {why}") from error
     if not isinstance(preset, DictConfig):
         raise ValueError(f"{override}: holds no keys; write a preset like fedloom's own")
     return preset

@@ -72,7 +72,7 @@ def _composed(overrides: Sequence[str]) -> "_Tree | None":
     try:
         tree = composed_tree(overrides)
         values = cast(RunConfig, OmegaConf.to_object(tree))
-    except (HydraException, OmegaConfBaseException, ValueError):
+    except (HydraException, OmegaConfBaseException, OverflowError, RecursionError, ValueError):
         return None
     interpolated = any(SPECIAL[0] in text for text in _texts(OmegaConf.to_container(tree)))
     settled = all(is_settled(kind) for kind in _kinds(values))
@@ -114,7 +114,7 @@ class _Tree:
                 if name not in self._converted:
                     self._converted[name] = self._convert(key, value)
                 config = _with(config, key.split("."), self._converted[name])
-        except (OmegaConfBaseException, _NoPlaceError):
+        except (OmegaConfBaseException, OverflowError, _NoPlaceError):
             return None
         return config
 

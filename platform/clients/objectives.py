@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming
-from fedloom.platform.settings import ONE_OR_MORE
+from fedloom.platform.settings import UP_TO_A_MILLION
 
 IGNORED = -100
 """The target of padding in a text; loss and metrics ignore it."""
@@ -97,7 +97,7 @@ class MaskedClasses(Objective):
 class TopK(Objective):
     """Cross entropy and accuracy, and as a further metric (`top_k`) the share of targets among the k largest logits."""
 
-    def __init__(self, *, k: Annotated[int, ONE_OR_MORE, "how many of the largest logits count"] = 5) -> None:
+    def __init__(self, *, k: Annotated[int, UP_TO_A_MILLION, "how many of the largest logits count"] = 5) -> None:
         self.k = k
 
     def more(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:

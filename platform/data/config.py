@@ -1,13 +1,16 @@
 """Options of the data: the data set, its location, and its partition over clients."""
 
+import errno
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, Brought, OneOf, Range
+from fedloom.platform.settings import PATH, POSITIVE, UP_TO_A_MILLION, Brought, OneOf, Range
+from fedloom.platform.words import in_words
 
 PARTITIONS = ("lda", "iid", "natural")
+SAMPLES = Range(least=1, most=1_000_000_000)
 
 
 @dataclass
@@ -15,17 +18,19 @@ class DataConfig:
     """Everything that determines the prepared data set and, with a seed, its partition."""
 
     dataset: Annotated[str, Brought("data set"), "the data set; `fedloom plugins data` lists all"] = "digits"
-    root: Annotated[str | None, "folder of the originals; null: the environment's FEDLOOM_DATA, then ./data"] = None
+    root: Annotated[str | None, PATH, "folder of the originals; null: the environment's FEDLOOM_DATA, then ./data"] = (
+        None
+    )
     cache: Annotated[
-        str | None, "folder of the prepared arrays; null: the environment's FEDLOOM_CACHE, then ~/.cache/fedloom"
+        str | None, PATH, "folder of the prepared arrays; null: the environment's FEDLOOM_CACHE, then ~/.cache/fedloom"
     ] = None
     download: Annotated[bool, "download the original if it is missing (CIFAR and torchvision's)"] = False
     train_samples: Annotated[
-        int | None, ONE_OR_MORE, "number of training samples to use, stratified by class (text: uniform); null: all"
+        int | None, SAMPLES, "number of training samples to use, stratified by class (text: uniform); null: all"
     ] = None
-    test_samples: Annotated[int | None, ONE_OR_MORE, "number of test samples to use, likewise; null: all"] = None
+    test_samples: Annotated[int | None, SAMPLES, "number of test samples to use, likewise; null: all"] = None
     sequence_length: Annotated[
-        int | None, ONE_OR_MORE, "tokens per sequence of a text; null: the data set's own (shakespeare 80, ptb 35)"
+        int | None, UP_TO_A_MILLION, "tokens per sequence of a text; null: the data set's own (shakespeare 80, ptb 35)"
     ] = None
     partition: Annotated[
         str,
@@ -33,7 +38,7 @@ class DataConfig:
         "lda (by label), iid (uniform; text: equal consecutive pieces) or natural (the data set's own clients, the "
         "first num_clients in order of their names)",
     ] = "lda"
-    num_clients: Annotated[int, ONE_OR_MORE, "number of registered clients"] = 40
+    num_clients: Annotated[int, Range(least=1, most=100_000_000), "number of registered clients"] = 40
     alpha: Annotated[
         float, POSITIVE, "lda: Dirichlet(alpha) per client; small is skewed (0.1), large nearly uniform (1000)"
     ] = 1.0
@@ -60,3 +65,17 @@ def data_root(config: DataConfig) -> Path:
 def cache_root(config: DataConfig) -> Path:
     """Folder of the prepared arrays and partitions."""
     return Path(config.cache or os.environ.get("FEDLOOM_CACHE") or "~/.cache/fedloom").expanduser()
+
+
+def check_cache(config: DataConfig) -> None:
+    """Makes the cache folder if it does not exist; a one-line ValueError if it cannot be written."""
+    root = cache_root(config)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not os.access(root, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))
+    except OSError as error:
+        raise ValueError(
+            f"the cache of prepared data cannot be written ({in_words(error)}): choose another folder by data.cache "
+            "or FEDLOOM_CACHE"
+        ) from error

@@ -22,10 +22,10 @@ from fedloom.platform.data.shakespeare import ShakespeareSource
 from fedloom.platform.data.source import Source
 from fedloom.platform.data.stratify import stratified_rows
 from fedloom.platform.data.tokens import TokenSource
-from fedloom.platform.data.torchvision_sets import torchvision_datasets, torchvision_set
+from fedloom.platform.data.torchvision_sets import IMAGE_SIDE, torchvision_datasets, torchvision_set
 from fedloom.platform.plugins import Chosen, Slot
 from fedloom.platform.seeding import stream
-from fedloom.platform.settings import ONE_OR_MORE, chosen
+from fedloom.platform.settings import PATH, chosen
 
 FIXED_SEED = 0
 """Seed of splits and sub-samples, which are properties of the data set and independent of the run's seed."""
@@ -84,15 +84,17 @@ def ptb(config: DataConfig) -> TokenSource:
 def folder(
     config: DataConfig,
     *,
-    path: Annotated[str, "folder with train/CLASS/*.png and test/CLASS/*.png, or with CLASS/*.png"],
-    size: Annotated[int | None, ONE_OR_MORE, "scale images to size x size; null: all are of one size"] = None,
+    path: Annotated[str, PATH, "folder with train/CLASS/*.png and test/CLASS/*.png, or with CLASS/*.png"],
+    size: Annotated[int | None, IMAGE_SIDE, "scale images to size x size; null: all are of one size"] = None,
     grey: Annotated[bool, "one channel instead of three"] = False,
 ) -> OwnFolders:
     """Image files in folders, one folder per class."""
     return find_folders(_place(config, path), size, grey=grey)
 
 
-def npz(config: DataConfig, *, path: Annotated[str, "the file; arrays train_x, train_y, test_x, test_y"]) -> Arrays:
+def npz(
+    config: DataConfig, *, path: Annotated[str, PATH, "the file; arrays train_x, train_y, test_x, test_y"]
+) -> Arrays:
     """One .npz file of NumPy."""
     return read_npz(_place(config, path))
 
@@ -186,8 +188,8 @@ def _find_cifar(dataset: str, root: Path, download: bool) -> Source:
 
 def _download(dataset: str, root: Path) -> None:
     datasets = torchvision_datasets()
-    root.mkdir(parents=True, exist_ok=True)
     try:
+        root.mkdir(parents=True, exist_ok=True)
         {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[dataset](root, download=True)
     except (OSError, RuntimeError) as error:
         raise ValueError(

@@ -11,11 +11,13 @@ from fedloom.platform.data.artefact import AnyArray, ByteArray, Fields, IntArray
 from fedloom.platform.data.config import DataConfig, data_root
 from fedloom.platform.data.source import Source
 from fedloom.platform.plugins import PluginError, in_one_line
-from fedloom.platform.settings import ONE_OR_MORE
+from fedloom.platform.settings import NOT_EMPTY, Range
 
 LABELS = ("targets", "labels", "_labels", "y")
 """The attributes in which torchvision's data sets store their labels."""
 TEST_SPLITS = ("test", "val", "valid")
+IMAGE_SIDE = Range(least=1, most=10_000)
+"""Pixels to which images may be scaled."""
 
 
 def torchvision_datasets() -> Any:
@@ -35,8 +37,8 @@ def torchvision_set(
     name: str,
     config: DataConfig,
     *,
-    size: Annotated[int | None, ONE_OR_MORE, "scale images to size x size; null: as they are"] = None,
-    split: Annotated[str | None, "torchvision's own `split` where it says which set, as for EMNIST"] = None,
+    size: Annotated[int | None, IMAGE_SIDE, "scale images to size x size; null: as they are"] = None,
+    split: Annotated[str | None, NOT_EMPTY, "torchvision's own `split` where it says which set, as for EMNIST"] = None,
 ) -> "TorchvisionSource":
     """The data set `torchvision:NAME`, from files under data.root, or downloaded with data.download=true."""
     blame = f"data set 'torchvision:{name}'"

@@ -39,7 +39,10 @@ def configured_budget(config: BudgetConfig) -> Budget:
     if not is_import_path(config.kind):
         if config.options:
             raise ValueError(f"tiers.budget.options: a {config.kind} budget has none; use factors or states")
-        return make_budget(config.kind, factors=config.factors, states=config.states)
+        try:
+            return make_budget(config.kind, factors=config.factors, states=config.states)
+        except ValueError as error:
+            raise ValueError(f"tiers.budget: {error}") from error
     own = OwnBudget(chosen([(BUDGETS, config.kind)], config.options, "tiers.budget.options")[0])
     for round_ in range(2):
         own.factor(round_, stream(0, "trial", round_))

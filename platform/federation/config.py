@@ -4,7 +4,20 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.settings import ONE_OR_MORE, PART, POSITIVE, SHARE, ZERO_OR_MORE, Brought, OneOf, Range
+from fedloom.platform.settings import (
+    NOT_EMPTY,
+    ONE_OR_MORE,
+    PART,
+    PATH,
+    POSITIVE,
+    SHARE,
+    UP_TO_A_MILLION,
+    UP_TO_A_THOUSAND,
+    ZERO_OR_MORE,
+    Brought,
+    OneOf,
+    Range,
+)
 from fedloom.platform.spaces.space_config import SpaceConfig
 
 
@@ -20,11 +33,13 @@ class ObjectiveConfig:
 class SeedsConfig:
     """Separate seeds per purpose; by default the run's `seed`."""
 
-    partition: Annotated[int | None, "seed of the partition, devices and tiers; null: seed"] = None
-    initialisation: Annotated[int | None, "seed of the initial weights; null: seed"] = None
-    selection: Annotated[int | None, "seed of client selection and device dropout; null: seed"] = None
-    training: Annotated[int | None, "seed of local training: sample order, paths, dropout; null: seed"] = None
-    search: Annotated[int | None, "seed of the search; null: seed"] = None
+    partition: Annotated[int | None, ZERO_OR_MORE, "seed of the partition, devices and tiers; null: seed"] = None
+    initialisation: Annotated[int | None, ZERO_OR_MORE, "seed of the initial weights; null: seed"] = None
+    selection: Annotated[int | None, ZERO_OR_MORE, "seed of client selection and device dropout; null: seed"] = None
+    training: Annotated[
+        int | None, ZERO_OR_MORE, "seed of local training: sample order, paths, dropout; null: seed"
+    ] = None
+    search: Annotated[int | None, ZERO_OR_MORE, "seed of the search; null: seed"] = None
 
 
 @dataclass
@@ -34,7 +49,7 @@ class BudgetConfig:
     kind: Annotated[str, Brought("budget"), "static (all of it), schedule (factors by round) or trace (states)"] = (
         "static"
     )
-    factors: Annotated[list[float] | None, "schedule: the share of the budget by round, repeated"] = None
+    factors: Annotated[list[float] | None, SHARE, "schedule: the share of the budget by round, repeated"] = None
     states: Annotated[list[Any] | None, "trace: rows of name, factor and probability"] = None
     options: Annotated[dict[str, Any], "the options of a user's own budget, by name"] = field(default_factory=dict)
 
@@ -51,29 +66,36 @@ class TiersConfig:
     `upper_bounds`.
     """
 
-    count: Annotated[int, ONE_OR_MORE, "number of tiers"] = 4
+    count: Annotated[int, UP_TO_A_THOUSAND, "number of tiers"] = 4
     rho_low: Annotated[float, PART, "share of random paths below the first inner bound"] = 0.0
     rho_high: Annotated[float, PART, "share of random paths below the last inner bound"] = 0.95
     upper_bounds: Annotated[list[float] | None, POSITIVE, "upper bounds in units of cost, instead of rho"] = None
-    paths: Annotated[int, ONE_OR_MORE, "number of random paths that the bounds are computed from"] = 100_000
-    cost: Annotated[str, "cost measure of the budgets: one of macs, parameters, activation_bytes, latency_s"] = "macs"
+    paths: Annotated[
+        int, Range(least=1, most=10_000_000), "number of random paths that the bounds are computed from"
+    ] = 100_000
+    cost: Annotated[
+        str, NOT_EMPTY, "cost measure of the budgets: one of macs, parameters, activation_bytes, latency_s"
+    ] = "macs"
     cost_weights: Annotated[
         dict[str, float], ZERO_OR_MORE, "a weighted sum of additive costs instead: tiers.cost_weights.macs=1"
     ] = field(default_factory=dict)
-    unsupported: Annotated[list[str] | None, "operators that cost infinity"] = None
+    unsupported: Annotated[list[str] | None, NOT_EMPTY, "operators that cost infinity"] = None
     shares: Annotated[list[float] | None, PART, "share of the clients per tier; null: equal"] = None
     clients: Annotated[list[int] | None, ZERO_OR_MORE, "the tier's index of each client, instead of shares"] = None
     device_table: Annotated[
         str | None,
+        PATH,
         "a file of devices (CSV, Parquet) or generated (by the partition's seed), instead of shares",
     ] = None
     max_step_s: Annotated[float, POSITIVE, "device tables: seconds that a training step may take in a tier"] = 10.0
-    step_batch_size: Annotated[int, ONE_OR_MORE, "device tables: samples of that step"] = 32
+    step_batch_size: Annotated[int, UP_TO_A_MILLION, "device tables: samples of that step"] = 32
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     num_gpus: Annotated[
-        list[float] | None, ZERO_OR_MORE, "a client actor's share of a GPU per tier: 0, 1/k or whole; null: none"
+        list[float] | None,
+        Range(least=0, most=1024),
+        "a client actor's share of a GPU per tier: 0, 1/k or whole; null: none",
     ] = None
-    num_cpus: Annotated[list[float] | None, ZERO_OR_MORE, "a client actor's CPUs per tier; null: 1"] = None
+    num_cpus: Annotated[list[float] | None, Range(above=0, most=4096), "a client actor's CPUs per tier; null: 1"] = None
 
 
 @dataclass
@@ -108,12 +130,15 @@ class FailuresConfig:
     policy: Annotated[
         str, OneOf(POLICIES), "stop the run, retry the client up to attempts, or tolerate up to max_share of a round"
     ] = "stop"
-    attempts: Annotated[int, ONE_OR_MORE, "retry: attempts per client"] = 2
+    attempts: Annotated[int, UP_TO_A_THOUSAND, "retry: attempts per client"] = 2
     max_share: Annotated[float, PART, "tolerate: share of a round's clients that may fail"] = 0.2
-    actor_attempts: Annotated[int, ONE_OR_MORE, "attempts of work whose actor died"] = 3
+    actor_attempts: Annotated[int, UP_TO_A_THOUSAND, "attempts of work whose actor died"] = 3
 
 
 EXECUTORS = ("ray", "serial")
+MOST_ACTORS = Range(least=1, most=65536)
+SMALLEST_STORE_BYTES = 75 * 2**20
+"""The smallest object store that Ray starts with."""
 
 
 @dataclass
@@ -121,12 +146,12 @@ class ExecutorConfig:
     """Where clients' work is executed."""
 
     kind: Annotated[str, OneOf(EXECUTORS), "ray (client actors) or serial (this process)"] = "ray"
-    actors: Annotated[int | None, ONE_OR_MORE, "client actors on a machine without GPUs; null: one per CPU"] = None
+    actors: Annotated[int | None, MOST_ACTORS, "client actors on a machine without GPUs; null: one per CPU"] = None
     resident: Annotated[bool, "every client has an actor of its own (cross-silo)"] = False
-    chunk_size: Annotated[int, ONE_OR_MORE, "number of consecutive clients that an actor gets in one call"] = 1
+    chunk_size: Annotated[int, UP_TO_A_MILLION, "number of consecutive clients that an actor gets in one call"] = 1
     threads: Annotated[
         int,
-        ONE_OR_MORE,
+        Range(least=1, most=4096),
         "torch's threads per client; they affect floating-point rounding, so all executors use the same number",
     ] = 1
     client_timeout_s: Annotated[
@@ -139,13 +164,13 @@ class ExecutorConfig:
 class RayConfig:
     """The connection to Ray; the limits apply only to a cluster that fedloom starts."""
 
-    address: Annotated[str, "auto (a running cluster if there is one), local (always start a cluster) or host:port"] = (
-        "auto"
-    )
-    num_cpus: Annotated[int | None, ONE_OR_MORE, "CPUs; null: all that this process may use"] = None
-    num_gpus: Annotated[int, ZERO_OR_MORE, "GPUs"] = 0
+    address: Annotated[
+        str, NOT_EMPTY, "auto (a running cluster if there is one), local (always start a cluster) or host:port"
+    ] = "auto"
+    num_cpus: Annotated[int | None, MOST_ACTORS, "CPUs; null: all that this process may use"] = None
+    num_gpus: Annotated[int, Range(least=0, most=65536), "GPUs"] = 0
     object_store_memory_bytes: Annotated[
-        int | None, ONE_OR_MORE, "object store size in bytes; null: a fifth of the free memory"
+        int | None, Range(least=SMALLEST_STORE_BYTES), "object store size in bytes; null: a fifth of the free memory"
     ] = None
     dashboard: Annotated[bool, "Ray's dashboard"] = False
 
@@ -161,10 +186,10 @@ class CheckpointConfig:
 class RunConfig:
     """Everything that determines a run."""
 
-    experiment: Annotated[str, "the experiment's name, with which the run's id begins"] = "custom"
+    experiment: Annotated[str, NOT_EMPTY, "the experiment's name, with which the run's id begins"] = "custom"
     seed: Annotated[int, ZERO_OR_MORE, "the run's seed, for all purposes without a seed of their own in seeds"] = 1
     results: Annotated[
-        str, "a folder, or the URL of one on a filesystem that pyarrow reads: s3://bucket/path, gs://bucket/path"
+        str, PATH, "a folder, or the URL of one on a filesystem that pyarrow reads: s3://bucket/path, gs://bucket/path"
     ] = "results"
     dry_run: Annotated[bool, "train nothing: plan all rounds of the training stages and count their costs"] = False
     reuse_supernet: Annotated[

@@ -11,9 +11,20 @@ from fedloom.platform.clients.local_rules import LOCAL_RULES
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.federation.selection import SELECTION_RULES
 from fedloom.platform.plugins import Chosen, Slot, is_import_path
-from fedloom.platform.settings import BELOW_ONE, ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE, Brought, OneOf, chosen
+from fedloom.platform.settings import (
+    BELOW_ONE,
+    ONE_OR_MORE,
+    PART,
+    POSITIVE,
+    ZERO_OR_MORE,
+    Brought,
+    OneOf,
+    Range,
+    chosen,
+)
 
 SCHEDULE_NAMES = ("fixed", "cosine", "step", "steps")
+EPOCHS = Range(least=1, most=100_000)
 
 
 @dataclass
@@ -22,7 +33,7 @@ class TrainingConfig:
 
     rounds: Annotated[int, ZERO_OR_MORE, "number of rounds; a stage of 0 rounds is skipped"] = 50
     clients_per_round: Annotated[int | None, ONE_OR_MORE, "number of clients per round; null: all"] = 10
-    epochs: Annotated[int, ONE_OR_MORE, "passes of a client over its training data per round"] = 1
+    epochs: Annotated[int, EPOCHS, "passes of a client over its training data per round"] = 1
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a client's SGD"] = 32
     lr: Annotated[float, POSITIVE, "learning rate of the clients' SGD"] = 0.1
     momentum: Annotated[float, BELOW_ONE, "momentum of the clients' SGD"] = 0.9

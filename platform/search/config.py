@@ -10,7 +10,7 @@ from fedloom.platform.search.evolution import EvolutionSearch
 from fedloom.platform.search.nsga2 import NSGA2Search
 from fedloom.platform.search.own import OwnSearcher, check_searcher
 from fedloom.platform.search.random_search import RandomSearch
-from fedloom.platform.settings import ONE_OR_MORE, PART, SHARE, Brought, chosen
+from fedloom.platform.settings import ONE_OR_MORE, PART, SHARE, UP_TO_A_MILLION, Brought, chosen
 from fedloom.platform.spaces.genome import Genome
 from fedloom.tiers.costs import CostTable
 
@@ -20,8 +20,8 @@ class SearchConfig:
     """Search of one tier (FedorAS, stage 2); the defaults are the paper's for CIFAR."""
 
     searcher: Annotated[str, Brought("searcher"), "the search algorithm"] = "nsga2"
-    population: Annotated[int, ONE_OR_MORE, "nsga2 and evolution: models per population"] = 128
-    offspring: Annotated[int, ONE_OR_MORE, "nsga2 and random: models per generation"] = 64
+    population: Annotated[int, UP_TO_A_MILLION, "nsga2 and evolution: models per population"] = 128
+    offspring: Annotated[int, UP_TO_A_MILLION, "nsga2 and random: models per generation"] = 64
     mutation: Annotated[float, PART, "probability that a gene changes"] = 0.1
     parents: Annotated[float, SHARE, "evolution: number of parents as a share of the population"] = 0.25
     budget: Annotated[int, ONE_OR_MORE, "number of models to score"] = 1000

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor
 from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming, is_import_path
 from fedloom.platform.search.ranking import kendall_tau
 from fedloom.platform.seeding import Id, stream, torch_stream
+from fedloom.platform.settings import UP_TO_A_MILLION, Range
 from fedloom.platform.spaces.genome import Floats, Genome
 
 FEWEST_SAMPLES = 10
+HIDDEN = Range(least=1, most=65536)
 ONE_EACH = "a finite value for each sample"
 BATCH = 32
 MLP = Chosen("mlp")
@@ -148,7 +151,12 @@ def _check(features: Floats, values: Floats, held_out_share: float) -> None:
 
 
 def mlp(
-    features: Floats, values: Floats, generator: torch.Generator, *, hidden: int = 128, epochs: int = 100
+    features: Floats,
+    values: Floats,
+    generator: torch.Generator,
+    *,
+    hidden: Annotated[int, HIDDEN, "units per hidden layer"] = 128,
+    epochs: Annotated[int, UP_TO_A_MILLION, "passes over the samples"] = 100,
 ) -> Predict:
     """An MLP on one-hot architectures, trained by AdamW on the squared error (Cai et al. 2020, OFA)."""
     for name, value in (("hidden", hidden), ("epochs", epochs)):

@@ -11,14 +11,21 @@ from fedloom.platform.plugins import Chosen, PluginError
 from fedloom.platform.search.base import Architecture, Interval
 from fedloom.platform.search.constraint import Constraint, PredictedConstraint, TableConstraint
 from fedloom.platform.search.predicted import predicted_front, search_predicted
-from fedloom.platform.search.predictors import FEWEST_SAMPLES, PREDICTORS, Fitted, fit_predictor, refusal
+from fedloom.platform.search.predictors import (
+    FEWEST_SAMPLES,
+    HIDDEN,
+    PREDICTORS,
+    Fitted,
+    fit_predictor,
+    refusal,
+)
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import (
     ONE_OR_MORE,
     PART,
     POSITIVE,
     SHARE,
-    ZERO_OR_MORE,
+    UP_TO_A_MILLION,
     Brought,
     Range,
     check_settings,
@@ -45,22 +52,26 @@ class TargetSearchConfig:
     predictor: Annotated[
         str, Brought("predictor"), "the predictor of accuracy and latency; none: measure every candidate"
     ] = "mlp"
-    samples: Annotated[int, ZERO_OR_MORE, "number of subnets to fit predictors on; 0 disables the search"] = 200
+    samples: Annotated[
+        int, Range(least=0, most=1_000_000), "number of subnets to fit predictors on; 0 disables the search"
+    ] = 200
     validation_share: Annotated[float, SHARE, "share of the validation data used for scoring"] = 1.0
     min_tau: Annotated[
         float, Range(least=-1, most=1), "Kendall's tau on held-out samples that a predictor must reach"
     ] = 0.5
-    hidden: Annotated[int, ONE_OR_MORE, "mlp: units per hidden layer"] = 128
-    epochs: Annotated[int, ONE_OR_MORE, "mlp: passes over the samples"] = 100
-    population: Annotated[int, Range(least=2), "candidates per generation"] = 100
+    hidden: Annotated[int, HIDDEN, "mlp: units per hidden layer"] = 128
+    epochs: Annotated[int, UP_TO_A_MILLION, "mlp: passes over the samples"] = 100
+    population: Annotated[int, Range(least=2, most=1_000_000), "candidates per generation"] = 100
     parents: Annotated[float, SHARE, "number of parents as a share of the population"] = 0.25
     mutation: Annotated[float, PART, "probability that a gene changes"] = 0.1
-    generations: Annotated[int, ONE_OR_MORE, "number of generations"] = 30
-    verify: Annotated[int, ONE_OR_MORE, "number of best predicted subnets per target that are measured"] = 5
-    front: Annotated[int, ZERO_OR_MORE, "number of subnets of the whole space's Pareto front to measure"] = 0
+    generations: Annotated[int, UP_TO_A_MILLION, "number of generations"] = 30
+    verify: Annotated[int, UP_TO_A_MILLION, "number of best predicted subnets per target that are measured"] = 5
+    front: Annotated[
+        int, Range(least=0, most=1_000_000), "number of subnets of the whole space's Pareto front to measure"
+    ] = 0
     budget: Annotated[int, ONE_OR_MORE, "predictor none: subnets scored per target"] = 100
-    latency_repeats: Annotated[int, ONE_OR_MORE, "number of measurements per latency"] = 20
-    candidates_per_task: Annotated[int, ONE_OR_MORE, "number of subnets scored in one task"] = 8
+    latency_repeats: Annotated[int, UP_TO_A_MILLION, "number of measurements per latency"] = 20
+    candidates_per_task: Annotated[int, UP_TO_A_MILLION, "number of subnets scored in one task"] = 8
     options: Annotated[dict[str, Any], "options of a user's own predictor, by name"] = field(default_factory=dict)
 
 

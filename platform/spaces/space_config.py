@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
-from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, Brought, Range
+from fedloom.platform.settings import NOT_EMPTY, UP_TO_A_THOUSAND, Brought, Range
 from fedloom.platform.spaces.base import SearchSpace
+
+CHANNELS = Range(least=1, most=100_000)
 
 
 @dataclass
@@ -17,29 +19,33 @@ class SpaceConfig:
     """
 
     name: Annotated[str, Brought("space"), "the search space"] = "cnn_digits"
-    num_classes: Annotated[int, Range(least=2), "number of classes, or the size of the vocabulary"] = 10
-    input_shape: Annotated[list[int] | None, ONE_OR_MORE, "shape of one sample"] = None
-    stem_channels: Annotated[int | None, ONE_OR_MORE, "channels of the stem"] = None
-    stage_layers: Annotated[list[int] | None, ONE_OR_MORE, "layers per stage"] = None
-    stage_strides: Annotated[list[int] | None, ONE_OR_MORE, "stride per stage"] = None
+    num_classes: Annotated[int, Range(least=2, most=10_000_000), "number of classes, or the size of the vocabulary"] = (
+        10
+    )
+    input_shape: Annotated[list[int] | None, CHANNELS, "shape of one sample"] = None
+    stem_channels: Annotated[int | None, CHANNELS, "channels of the stem"] = None
+    stage_layers: Annotated[list[int] | None, UP_TO_A_THOUSAND, "layers per stage"] = None
+    stage_strides: Annotated[list[int] | None, UP_TO_A_THOUSAND, "stride per stage"] = None
     depthwise_link: Annotated[bool | None, "cnn: whether stages are linked by a depthwise convolution"] = None
-    operators: Annotated[list[str] | None, "the operators to choose from"] = None
-    stage_widths: Annotated[list[int] | None, ONE_OR_MORE, "channels per stage"] = None
-    depths: Annotated[list[int] | None, ZERO_OR_MORE, "largest number of extra blocks per stage"] = None
-    expansions: Annotated[list[float] | None, POSITIVE, "widths of a block, as shares of its stage's"] = None
-    width_multiplier: Annotated[float | None, POSITIVE, "factor on all channels"] = None
-    norm: Annotated[str | None, "normalisation, such as batch or none"] = None
-    channels: Annotated[int | None, ONE_OR_MORE, "channels of the first cells or blocks"] = None
-    embedding_size: Annotated[int | None, ONE_OR_MORE, "size of a token's embedding"] = None
-    blocks: Annotated[list[int] | None, ONE_OR_MORE, "blocks per stage"] = None
-    kernel_size: Annotated[int | None, ONE_OR_MORE, "kernel size of the temporal convolutions"] = None
+    operators: Annotated[list[str] | None, NOT_EMPTY, "the operators to choose from"] = None
+    stage_widths: Annotated[list[int] | None, CHANNELS, "channels per stage"] = None
+    depths: Annotated[list[int] | None, Range(least=0, most=1000), "largest number of extra blocks per stage"] = None
+    expansions: Annotated[
+        list[float] | None, Range(above=0, most=1000), "widths of a block, as shares of its stage's"
+    ] = None
+    width_multiplier: Annotated[float | None, Range(above=0, most=1000), "factor on all channels"] = None
+    norm: Annotated[str | None, NOT_EMPTY, "normalisation, such as batch or none"] = None
+    channels: Annotated[int | None, CHANNELS, "channels of the first cells or blocks"] = None
+    embedding_size: Annotated[int | None, CHANNELS, "size of a token's embedding"] = None
+    blocks: Annotated[list[int] | None, UP_TO_A_THOUSAND, "blocks per stage"] = None
+    kernel_size: Annotated[int | None, UP_TO_A_THOUSAND, "kernel size of the temporal convolutions"] = None
     dropout: Annotated[float | None, Range(least=0, below=1), "dropout probability"] = None
     tied: Annotated[bool | None, "whether embedding and output share their weights"] = None
-    cells: Annotated[int | None, ONE_OR_MORE, "number of cells"] = None
-    nodes: Annotated[int | None, ONE_OR_MORE, "number of intermediate nodes per cell"] = None
-    stem_multiplier: Annotated[int | None, ONE_OR_MORE, "channels of the stem as a multiple of the cells'"] = None
+    cells: Annotated[int | None, UP_TO_A_THOUSAND, "number of cells"] = None
+    nodes: Annotated[int | None, UP_TO_A_THOUSAND, "number of intermediate nodes per cell"] = None
+    stem_multiplier: Annotated[int | None, UP_TO_A_THOUSAND, "channels of the stem as a multiple of the cells'"] = None
     affine: Annotated[bool | None, "whether batch norms have scale and shift"] = None
-    modules: Annotated[int | None, ONE_OR_MORE, "number of modules per block to choose from"] = None
+    modules: Annotated[int | None, UP_TO_A_THOUSAND, "number of modules per block to choose from"] = None
     options: Annotated[dict[str, Any], "options of a user's own space, by name"] = field(default_factory=dict)
 
 

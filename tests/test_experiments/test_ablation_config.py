@@ -125,9 +125,9 @@ FILES = {
     "factor of 1": (PLAIN + "scheduler: {reduction_factor: 1}\n", "reduction_factor=1.0: must be above 1"),
     "factor of nan": (PLAIN + "scheduler: {reduction_factor: .nan}\n", "reduction_factor=nan: must be above 1"),
     "no grace": (PLAIN + "scheduler: {grace_rounds: 0}\n", "ablation.scheduler.grace_rounds=0: must be at least 1"),
-    "no sample": (PLAIN + "search: {samples: 0}\n", "ablation.search.samples=0: must be at least 1"),
-    "no attempt": (PLAIN + "attempts: 0\n", "ablation.attempts=0: must be at least 1"),
-    "none at once": (PLAIN + "concurrent: 0\n", "ablation.concurrent=0: must be at least 1"),
+    "no sample": (PLAIN + "search: {samples: 0}\n", "ablation.search.samples=0: must be between 1 and 1000000"),
+    "no attempt": (PLAIN + "attempts: 0\n", "ablation.attempts=0: must be between 1 and 1000"),
+    "none at once": (PLAIN + "concurrent: 0\n", "ablation.concurrent=0: must be between 1 and 1000000"),
 }
 
 

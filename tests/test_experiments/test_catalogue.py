@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from fedloom.experiments.catalogue import SLOTS, known_code, known_keys
+from fedloom.experiments.catalogue import known_code, known_keys
 from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.slots import SLOTS
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.settings import Brought, settings_of

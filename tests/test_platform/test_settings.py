@@ -62,7 +62,7 @@ def test_a_value_of_its_type_is_taken(option: str, value: Any, got: Any) -> None
         ("rate", "2", "x.options.rate='2': must be a float"),
         ("rate", 0, "x.options.rate=0.0: must be greater than 0"),
         ("rate", float("nan"), "x.options.rate=nan: must be greater than 0"),
-        ("limit", float("nan"), "x.options.limit=nan: must be finite"),
+        ("limit", float("nan"), "x.options.limit=nan: must be a number"),
         ("steps", 1.5, "x.options.steps=1.5: must be an int or null"),
         ("steps", True, "x.options.steps=True: must be an int or null"),
         ("kind", "mode", "x.options.kind='mode': must be one of mean, median"),

@@ -317,13 +317,13 @@ def test_settings_that_cannot_run_are_refused_in_one_line(make_config: Make, ref
     assert said(DittoConfig(train=DittoTrainingConfig(pull=-0.1))) == "method.train.pull=-0.1: must be 0 or more"
     assert said(DittoConfig(train=DittoTrainingConfig(rounds=-1))) == "method.train.rounds=-1: must be at least 1"
     for method in (LocalAdaptationConfig, PerFedAvgConfig):
-        assert said(method(adapt=AdaptationConfig(epochs=0))) == "method.adapt.epochs=0: must be at least 1"
+        assert said(method(adapt=AdaptationConfig(epochs=0))) == "method.adapt.epochs=0: must be between 1 and 100000"
         assert said(method(adapt=AdaptationConfig(lr=0.0))) == "method.adapt.lr=0.0: must be greater than 0, or null"
     assert (
         said(PerFedAvgConfig(train=PerFedAvgTrainingConfig(local_factor=0.0)))
         == "method.train.local_factor=0.0: must be greater than 0"
     )
-    assert said(KnnPerConfig(neighbours=0)) == "method.neighbours=0: must be at least 1"
+    assert said(KnnPerConfig(neighbours=0)) == "method.neighbours=0: must be between 1 and 1000000"
     assert said(KnnPerConfig(scale=0.0)) == "method.scale=0.0: must be greater than 0"
     assert (
         said(KnnPerConfig(train=SiloTrainingConfig()))

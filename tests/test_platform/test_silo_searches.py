@@ -324,7 +324,11 @@ def test_searches_that_cannot_run_are_refused_in_one_line(make_config: Make, ref
         "method.search.kind=perturbation: fednas searches by milenas"
     )
     both = "leave a base and an own part of the 3 cells, 1 to 2"
-    for base_cells, allowed in ((0, "be at least 1, or null"), (-1, "be at least 1, or null"), (3, both)):
+    for base_cells, allowed in (
+        (0, "be between 1 and 1000, or null"),
+        (-1, "be between 1 and 1000, or null"),
+        (3, both),
+    ):
         assert refused(make_config(FedPnasConfig(base_cells=base_cells))) == (
             f"method.base_cells={base_cells}: must {allowed}"
         )

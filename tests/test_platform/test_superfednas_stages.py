@@ -262,7 +262,7 @@ def test_scalars_without_enough_contributors_keep_their_weights(elastic_config: 
         ({"family": []}, {"distribution": DistributionConfig("static")}, r"heuristic=static hands out a fixed family"),
         ({}, {"travels": "all"}, r"train\.travels=all: must be one of slices, supernet"),
         ({}, {"shares": SharesConfig(beta_0=2.0)}, r"train\.shares\.beta_0=2\.0: must be above 0 and at most 1"),
-        ({}, {"shrinking": ShrinkingConfig(0)}, r"shrinking\.subnets_per_batch=0: must be at least 1"),
+        ({}, {"shrinking": ShrinkingConfig(0)}, r"shrinking\.subnets_per_batch=0: must be between 1 and 1000"),
         ({}, {"shrinking": ShrinkingConfig(1, 1.5)}, r"shrinking\.depth_share=1\.5: must be between 0 and 1"),
         ({"family": ["d=2,0 e=1"]}, {}, r"method\.family: 'd=2,0 e=1': depth 2 of stage 1: allowed are 0 to 1"),
         ({"family": ["largest", "d=1,1 e=2"]}, {}, r"method\.family: 'd=1,1 e=2' is named twice: d=1,1 e=2"),

@@ -262,7 +262,7 @@ def refuse(config: TrainingConfig) -> None:
     [
         ({"clients_per_round": 9}, "method.train.clients_per_round=9: must be between 1 and the 8 clients"),
         ({"clients_per_round": 0}, "clients_per_round=0: must be at least 1"),
-        ({"epochs": 0}, "method.train.epochs=0: must be at least 1"),
+        ({"epochs": 0}, "method.train.epochs=0: must be between 1 and 100000"),
         ({"batch_size": 0}, "batch_size=0: must be at least 1"),
         ({"lr": 0.0}, r"lr=0\.0: must be greater than 0"),
         ({"lr": math.nan}, "lr=nan: must be greater than 0"),

@@ -50,7 +50,7 @@ from fedloom.platform.federation.training import (
     from_generator,
     to_all,
 )
-from fedloom.platform.federation.training_config import TrainingConfig, check_training, cohort_size, rules_of
+from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, cohort_size, rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method, SharedTraining
 from fedloom.platform.methods.stages.evaluation import (
@@ -65,7 +65,16 @@ from fedloom.platform.methods.stages.tier_search import WINNERS
 from fedloom.platform.plugins import Slot
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.seeding import stream
-from fedloom.platform.settings import BELOW_ONE, ONE_OR_MORE, PART, ZERO_OR_MORE, Brought, OneOf
+from fedloom.platform.settings import (
+    BELOW_ONE,
+    NOT_EMPTY,
+    ONE_OR_MORE,
+    PART,
+    UP_TO_A_THOUSAND,
+    ZERO_OR_MORE,
+    Brought,
+    OneOf,
+)
 from fedloom.platform.spaces.offers import with_depths
 from fedloom.platform.spaces.slices import Architecture, Slice, architecture_id, parse_architecture
 
@@ -91,7 +100,7 @@ class DistributionConfig:
 class ShrinkingConfig:
     """Progressive shrinking on clients that train the whole supernet (multi-stage PS+FL)."""
 
-    subnets_per_batch: Annotated[int, ONE_OR_MORE, "random subnets per batch, whose gradients are summed"] = 4
+    subnets_per_batch: Annotated[int, UP_TO_A_THOUSAND, "random subnets per batch, whose gradients are summed"] = 4
     depth_share: Annotated[float, PART, "share of the rounds, from the first, in which only depths are drawn"] = 0.5
 
 
@@ -101,7 +110,7 @@ class ElasticTrainingConfig(TrainingConfig):
 
     rounds: Annotated[int, ZERO_OR_MORE, "number of rounds"] = 1500
     clients_per_round: Annotated[int | None, ONE_OR_MORE, "number of clients per round; null: all"] = 8
-    epochs: Annotated[int, ONE_OR_MORE, "passes of a client over its training data per round"] = 5
+    epochs: Annotated[int, EPOCHS, "passes of a client over its training data per round"] = 5
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a client's SGD"] = 64
     momentum: Annotated[float, BELOW_ONE, "momentum of the clients' SGD"] = 0.0
     clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the gradient's norm, 0 for none"] = 1.0
@@ -111,9 +120,9 @@ class ElasticTrainingConfig(TrainingConfig):
     distribution: DistributionConfig = field(default_factory=DistributionConfig)
     shares: SharesConfig = field(default_factory=SharesConfig)
     shrinking: ShrinkingConfig = field(default_factory=ShrinkingConfig)
-    evaluate: Annotated[list[str], "subnets that are scored on validation data every evaluate_every rounds"] = field(
-        default_factory=lambda: ["smallest", "largest"]
-    )
+    evaluate: Annotated[
+        list[str], NOT_EMPTY, "subnets that are scored on validation data every evaluate_every rounds"
+    ] = field(default_factory=lambda: ["smallest", "largest"])
 
 
 @dataclass
@@ -123,6 +132,7 @@ class SuperFedNASConfig:
     name: str = "superfednas"
     family: Annotated[
         list[str],
+        NOT_EMPTY,
         "subnets (smallest, largest, 'd=1,0,2,1 e=.14') to evaluate; static and dynamic distribute them to clients",
     ] = field(default_factory=lambda: ["smallest", "largest"])
     separately: Annotated[bool, "train each member of the family by itself (iFedAvg; FedAvg if there is one)"] = False

@@ -22,7 +22,7 @@ from fedloom.platform.methods.silo.personal import Personal, begun
 from fedloom.platform.methods.silo.scoring import ScoreOwn
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, fresh_subnet, pair_outcome
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation
-from fedloom.platform.settings import ZERO_OR_MORE
+from fedloom.platform.settings import NOT_EMPTY, ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Weights
 
 
@@ -38,7 +38,7 @@ class DittoConfig:
     """FedAvg, and a personal model per silo."""
 
     name: str = "ditto"
-    architecture: Annotated[str | None, "options such as 0-0-3; null: the space's first"] = None
+    architecture: Annotated[str | None, NOT_EMPTY, "options such as 0-0-3; null: the space's first"] = None
     train: DittoTrainingConfig = field(default_factory=DittoTrainingConfig)
 
 

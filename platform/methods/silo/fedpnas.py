@@ -45,7 +45,7 @@ from fedloom.platform.methods.silo.searchers import (
 )
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation
-from fedloom.platform.settings import ONE_OR_MORE
+from fedloom.platform.settings import UP_TO_A_THOUSAND
 from fedloom.platform.spaces.darts_network import CELL_TYPES
 from fedloom.platform.spaces.offers import HasCells, HasSubspaces, with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
@@ -58,7 +58,7 @@ class FedPnasConfig:
     """A shared base, and a personal part per silo."""
 
     name: str = "fedpnas"
-    base_cells: Annotated[int | None, ONE_OR_MORE, "cells of the shared base; null: the first third"] = None
+    base_cells: Annotated[int | None, UP_TO_A_THOUSAND, "cells of the shared base; null: the first third"] = None
     train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
     search: ArchitectureSearchConfig = field(default_factory=ArchitectureSearchConfig)
 

@@ -13,7 +13,7 @@ from fedloom.platform.methods.silo.scoring import TrainAndScore
 from fedloom.platform.methods.silo.searchers import by_magnitude
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation, as_measured
-from fedloom.platform.settings import POSITIVE, ZERO_OR_MORE, OneOf, Range
+from fedloom.platform.settings import POSITIVE, OneOf, Range
 from fedloom.platform.spaces.offers import HasSubspaces
 
 
@@ -26,7 +26,7 @@ class GainConfig:
     train on training and validation data and are scored after the last epoch (the paper's best epoch uses test data).
     """
 
-    epochs: Annotated[int, ZERO_OR_MORE, "epochs of training; 0: do not measure gains"] = 0
+    epochs: Annotated[int, Range(least=0, most=100_000), "epochs of training; 0: do not measure gains"] = 0
     clients: Annotated[int | None, Range(least=2), "number of silos, the first ones; null: all"] = None
     lr: Annotated[float, POSITIVE, "learning rate"] = 0.01
     start: Annotated[str, OneOf(("shared", "own")), "the initial weights"] = "shared"

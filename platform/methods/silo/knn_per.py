@@ -30,7 +30,7 @@ from fedloom.platform.methods.silo.scoring import final_measurements, scored_out
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, check_validation, checked_silos, fedavg_stage
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.settings import ONE_OR_MORE, POSITIVE
+from fedloom.platform.settings import NOT_EMPTY, POSITIVE, UP_TO_A_MILLION
 from fedloom.platform.spaces.slices import Weights
 
 SHARES = tuple(i / 10 for i in range(11))
@@ -150,9 +150,9 @@ class KnnPerConfig:
     """
 
     name: str = "knn_per"
-    architecture: Annotated[str | None, "options such as 0-0-3; null: the space's first"] = None
+    architecture: Annotated[str | None, NOT_EMPTY, "options such as 0-0-3; null: the space's first"] = None
     train: SiloTrainingConfig = field(default_factory=lambda: SiloTrainingConfig(use_validation=False))
-    neighbours: Annotated[int, ONE_OR_MORE, "number of nearest samples"] = 10
+    neighbours: Annotated[int, UP_TO_A_MILLION, "number of nearest samples"] = 10
     scale: Annotated[float, POSITIVE, "sigma, in units of the mean distance to the neighbours"] = 1.0
 
 

@@ -19,6 +19,7 @@ from fedloom.platform.methods.silo.silos import (
     fedavg_stage,
 )
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.settings import NOT_EMPTY
 
 
 @dataclass
@@ -26,7 +27,7 @@ class LocalAdaptationConfig:
     """FedAvg, then adaptation on every silo."""
 
     name: str = "local_adaptation"
-    architecture: Annotated[str | None, "options such as 0-0-3; null: the space's first"] = None
+    architecture: Annotated[str | None, NOT_EMPTY, "options such as 0-0-3; null: the space's first"] = None
     train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
     adapt: AdaptationConfig = field(default_factory=AdaptationConfig)
 

@@ -37,7 +37,7 @@ from fedloom.platform.methods.silo.silos import (
 )
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.settings import POSITIVE
+from fedloom.platform.settings import NOT_EMPTY, POSITIVE
 from fedloom.platform.spaces.slices import Weights
 
 BATCHES_PER_STEP = 2
@@ -55,7 +55,7 @@ class PerFedAvgConfig:
     """First-order MAML over the silos, then every silo adapts the shared model."""
 
     name: str = "per_fedavg"
-    architecture: Annotated[str | None, "options such as 0-0-3; null: the space's first"] = None
+    architecture: Annotated[str | None, NOT_EMPTY, "options such as 0-0-3; null: the space's first"] = None
     train: PerFedAvgTrainingConfig = field(default_factory=PerFedAvgTrainingConfig)
     adapt: AdaptationConfig = field(default_factory=lambda: AdaptationConfig(epochs=1, lr=None))
 

@@ -14,6 +14,7 @@ from fedloom.platform.clients.trainer import Train, TrainedNetwork, trained_outc
 from fedloom.platform.clients.training import LocalSGD, Samples
 from fedloom.platform.federation.training import SUPERNET, Initial, Round, Slots, TrainingStage, from_generator, to_all
 from fedloom.platform.federation.training_config import (
+    EPOCHS,
     SCHEDULE_NAMES,
     Rules,
     TrainingConfig,
@@ -80,7 +81,7 @@ def fresh_subnet(world: World, subnet: Subnet) -> Initial:
 class AdaptationConfig:
     """A silo's adaptation of the shared model: SGD over its own data."""
 
-    epochs: Annotated[int, ONE_OR_MORE, "passes over the silo's data"] = 5
+    epochs: Annotated[int, EPOCHS, "passes over the silo's data"] = 5
     lr: Annotated[float | None, POSITIVE, "learning rate; null: the initial rate of training"] = 0.01
 
 

@@ -21,7 +21,7 @@ from fedloom.platform.plugins import Chosen
 from fedloom.platform.search.base import Interval, Searcher, pareto_front, winner
 from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher, try_searcher
 from fedloom.platform.search.ranking import kendall_tau
-from fedloom.platform.settings import ONE_OR_MORE, OneOf
+from fedloom.platform.settings import ONE_OR_MORE, UP_TO_A_MILLION, OneOf
 from fedloom.platform.spaces.genome import Genome
 from fedloom.platform.spaces.offers import with_subspaces
 from fedloom.platform.spaces.slices import Architecture, architecture_id, bytes_of, extract, parse_architecture
@@ -46,10 +46,10 @@ class TierSearchConfig(SearchConfig):
     scoring: Annotated[str, OneOf(("central", "federated")), "central (on the server) or federated (on clients)"] = (
         "central"
     )
-    scoring_rounds: Annotated[int, ONE_OR_MORE, "federated: cohorts that score a generation"] = 4
-    clients_per_round: Annotated[int, ONE_OR_MORE, "federated: clients of a cohort"] = 10
+    scoring_rounds: Annotated[int, UP_TO_A_MILLION, "federated: cohorts that score a generation"] = 4
+    clients_per_round: Annotated[int, UP_TO_A_MILLION, "federated: clients of a cohort"] = 10
     compare_with_central: Annotated[bool, "federated: also score on the server, to report Kendall's tau"] = True
-    candidates_per_task: Annotated[int, ONE_OR_MORE, "number of candidates scored in one call"] = 8
+    candidates_per_task: Annotated[int, UP_TO_A_MILLION, "number of candidates scored in one call"] = 8
 
 
 def winner_of(state: RunState, tier: str) -> Architecture | None:

@@ -18,6 +18,7 @@ from fedloom.platform.federation.training import Round, Slots, TrainingStage, fr
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
+from fedloom.platform.settings import NOT_EMPTY
 
 if TYPE_CHECKING:
     from fedloom.platform.federation.stage import Stage
@@ -32,7 +33,9 @@ class FedAvgConfig:
     """One architecture, trained from fresh weights."""
 
     name: str = "fedavg"
-    architecture: Annotated[str | None, "smallest, largest, or options such as 0-0-3; null: the space's first"] = None
+    architecture: Annotated[
+        str | None, NOT_EMPTY, "smallest, largest, or options such as 0-0-3; null: the space's first"
+    ] = None
     train: TrainingConfig = field(default_factory=TrainingConfig)
     evaluate: Annotated[bool, "whether the final model is scored and stored"] = True
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

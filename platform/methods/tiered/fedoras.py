@@ -37,13 +37,13 @@ from fedloom.platform.federation.training import (
     from_generator,
     to_all,
 )
-from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
+from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method, SharedTraining
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.stages.tier_search import TierSearchConfig, TierSearchStage, tier_goals, winner_of
 from fedloom.platform.seeding import stream
-from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, Brought, OneOf
+from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, Brought, OneOf, Range
 from fedloom.platform.spaces.offers import HasSubspaces, with_subspaces
 from fedloom.platform.spaces.slices import Subspace, Weights, extract, subspace_id
 from fedloom.tiers.costs import size_of
@@ -67,12 +67,14 @@ class SupernetConfig(TrainingConfig):
     """Stage 1 (FedorAS, Tab. 9)."""
 
     rounds: Annotated[int, ZERO_OR_MORE, "number of rounds"] = 500
-    epochs: Annotated[int, ONE_OR_MORE, "passes of a client over its training data per round"] = 50
+    epochs: Annotated[int, EPOCHS, "passes of a client over its training data per round"] = 50
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step; a path is drawn for each"] = 128
     min_contributors: Annotated[int, ONE_OR_MORE, "operators trained by fewer clients keep their weights"] = 2
     weighting: Annotated[str, Brought("weighting rule"), "weights of a client's tensors in the mean"] = "opa"
     paths: Annotated[str, OneOf(SAMPLERS), "sampler of paths within a budget"] = "greedy"
-    evaluate_paths: Annotated[int, ZERO_OR_MORE, "number of random paths scored on validation data"] = 8
+    evaluate_paths: Annotated[
+        int, Range(least=0, most=1_000_000), "number of random paths scored on validation data"
+    ] = 8
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
 
 

@@ -58,10 +58,10 @@ ELASTIC_CASES = {
         r"samples=5: predictors need at least 10; 0 switches",
     ),
     "targets without a search": (["method.search.samples=0", "method.search.front=4"], r"but targets are given"),
-    "population of one": (["method.search.population=1"], r"method.search.population=1: must be at least 2"),
+    "population of one": (["method.search.population=1"], r"method.search.population=1: must be between 2 and 1000000"),
     "no parents": (["method.search.parents=0"], r"method.search.parents=0.0: must be above 0 and at most 1"),
     "mutation above 1": (["method.search.mutation=2"], r"method.search.mutation=2.0: must be between 0 and 1"),
-    "no hidden units": (["method.search.hidden=0"], r"method.search.hidden=0: must be at least 1"),
+    "no hidden units": (["method.search.hidden=0"], r"method.search.hidden=0: must be between 1 and 65536"),
     "impossible tau": (["method.search.min_tau=2"], r"min_tau=2.0: must be between -1 and 1"),
     "front without predictors": (
         ["method.search.predictor=none", "method.search.front=3"],

@@ -29,7 +29,7 @@ REFUSED = {
     "out of range": (
         LR.replace("method.train.lr", "executor.chunk_size").replace("0.1, 0.2", "1, 0"),
         [],
-        "executor.chunk_size=0: must be at least 1",
+        "executor.chunk_size=0: must be between 1 and 1000000",
     ),
     "varied twice": (
         LR.replace("axes: {", "axes: {a: {settings: {x: {method.train.lr: 1}}}, "),

@@ -1,0 +1,211 @@
+"""Nonsense as a value: of every key, either its declared range allows it, or one line that names the key refuses it."""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.experiments.cli import main
+from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.slots import SLOTS
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.methods.registry import METHODS
+from fedloom.platform.plugins import Slot
+from fedloom.platform.settings import Range, Setting, check_settings, check_value, chosen, described, settings_of
+
+NAN, INFINITY, WORD = math.nan, math.inf, 2**63
+NUMBERS = (NAN, INFINITY, -INFINITY, -1, -1.5, 0, 1, 0.5, 4097, WORD, -WORD - 1, 10**400, 1e30, -1e30)
+BOUNDS = {
+    r"(?:at least|between) ([^\s,]+)": lambda value, bound: value >= bound,
+    r"([^\s,]+) or more": lambda value, bound: value >= bound,
+    r"(?:above|greater than) ([^\s,]+)": lambda value, bound: value > bound,
+    r"(?:at most|between \S+ and) ([^\s,]+)": lambda value, bound: value <= bound,
+    r"below ([^\s,]+)": lambda value, bound: value < bound,
+}
+"""What a range says to whoever reads it."""
+
+
+def every_setting() -> Iterator[Setting]:
+    """Every key of a run and of every method, and every option of all code that can be chosen by name."""
+    yield from settings_of(RunConfig())
+    for name, method in METHODS.items():
+        yield from settings_of(method.config(), f"method({name}).")
+    for slot in SLOTS:
+        for name in slot.known:
+            yield from options_of(slot, name)
+
+
+def options_of(slot: Slot[Any], name: str) -> Iterator[Setting]:
+    for parameter in slot.options_of(name).values():
+        yield described(f"{slot.kind}({name}).{parameter.name}", parameter.annotation, parameter.default)
+
+
+SETTINGS = {setting.key: setting for setting in every_setting()}
+
+
+def is_number(setting: Setting) -> bool:
+    return re.search(r"\b(int|float)\b", setting.kind) is not None
+
+
+def inside(setting: Setting, value: float) -> bool:
+    """Whether a number is inside the range that the setting shows."""
+    assert isinstance(setting.allowed, Range), f"{setting.key} has no range"
+    if value != value or (isinstance(value, float) and math.isinf(value) and not setting.allowed.infinite):
+        return False
+    shown = [(holds, bound) for text, holds in BOUNDS.items() for bound in re.findall(text, str(setting.allowed))]
+    assert shown, f"{setting.key}: {setting.allowed}"
+    return all(holds(value, float(bound)) for holds, bound in shown) and not (isinstance(value, int) and value >= WORD)
+
+
+def refusal(setting: Setting, value: Any) -> str:
+    """How a value is refused; empty if it is accepted."""
+    try:
+        check_value(setting, value)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_every_number_has_a_range_and_every_text_says_what_it_may_be() -> None:
+    numbers = [s for s in SETTINGS.values() if is_number(s)]
+    assert len(numbers) > 200
+    assert [s.key for s in numbers if not isinstance(s.allowed, Range)] == []
+    texts = [s for s in SETTINGS.values() if re.search(r"\btext\b", s.kind) and not s.kind.startswith("dict")]
+    assert [s.key for s in texts if s.allowed is None and not s.key.endswith(".name")] == []
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=lambda value: f"{value}"[:12])
+def test_a_number_is_accepted_if_and_only_if_the_shown_range_allows_it(value: float) -> None:
+    for setting in filter(is_number, SETTINGS.values()):
+        for given in (value, [1, value], [[value]], {"a": value}, {"a": [value]}):
+            line = refusal(setting, given)
+            expected = inside(setting, value) and (given != [1, value] or inside(setting, 1))
+            assert (not line) == expected, f"{setting.key}={given}: {line}"
+            assert not line or (line.startswith(setting.key) and "must be" in line and len(line) < 300), line
+
+
+@pytest.mark.parametrize("value", ["", "  ", "a\0b", "x" * 256, "x/" * 2000])
+def test_a_text_is_accepted_if_and_only_if_it_can_be_one(value: str) -> None:
+    for setting in SETTINGS.values():
+        allowed = setting.allowed
+        if allowed is None or isinstance(allowed, Range):
+            continue
+        line = refusal(setting, value)
+        is_path = str(allowed).startswith("a path")
+        expected = bool(value.strip()) and not str(allowed).startswith("one of ") and not is_path
+        assert (not line) == expected, f"{setting.key}: {line}"
+        assert not line or (line.startswith(f"{setting.key}=") and len(line) < 300), line
+
+
+def test_all_settings_are_checked_wherever_they_stand() -> None:
+    """A value that nothing allows, in every place of every configuration."""
+    for name, method in METHODS.items():
+        keys = [s for s in settings_of(RunConfig(method=method.config())) if is_number(s) and "list" not in s.kind]
+        assert len(keys) > 50, name
+        for setting in keys:
+            config = RunConfig(method=method.config())
+            *sections, last = setting.key.split(".")
+            section: Any = config
+            for part in sections:
+                section = getattr(section, part)
+            nothing_allows = {"a": NAN} if setting.kind.startswith("dict") else NAN
+            setattr(section, last, nothing_allows)
+            with pytest.raises(ValueError, match=rf"^{re.escape(setting.key)}(\.a)?=nan: must be "):
+                check_settings(config)
+
+
+@pytest.mark.parametrize("value", [NAN, INFINITY, -WORD, 10**400, [NAN], {"a": 1}, "text"], ids=str)
+def test_an_option_of_what_is_chosen_is_checked_alike(value: Any) -> None:
+    refused = 0
+    for slot in SLOTS:
+        for name in slot.known:
+            needed = {p.name: "x" for p in slot.options_of(name).values() if p.default is p.empty}
+            for setting in filter(is_number, options_of(slot, name)):
+                option = setting.key.rpartition(".")[2]
+                with pytest.raises(ValueError, match=rf"^x\.{option}=.*: must be ") as caught:
+                    chosen([(slot, name)], {**needed, option: value}, "x")
+                assert len(str(caught.value)) < 300
+                refused += 1
+    assert refused > 15
+
+
+# -- as it is typed ----------------------------------------------------------------------------------------------------
+
+TYPED = {
+    "method.train.final_lr_share=nan": "must be between 0 and 1",
+    "method.train.final_lr_share=-1": "must be between 0 and 1",
+    "method.search.parents=nan": "must be above 0 and at most 1",
+    "method.search.parents=-1": "must be above 0 and at most 1",
+    "method.evaluation.clients_per_tier=-1": "must be 0 or more, or null",
+    "method.train.evaluate_paths=-1": "must be between 0 and 1000000",
+    "method.train.lr=inf": "must be greater than 0",
+    "method.train.momentum=2": "must be 0 or more and below 1",
+    "method.train.weight_decay=inf": "must be 0 or more",
+    "devices.availability=0": "must be above 0 and at most 1",
+    "devices.deadline_s=nan": "must be greater than 0, or null",
+    "executor.threads=1000000000": "must be between 1 and 4096",
+    f"executor.threads={WORD}": "must be between 1 and 4096",
+    f"method.train.rounds={WORD}": "must be 0 or more and a whole number of at most 64 bits",
+    f"seeds.training={10**300}": "seeds.training=a number of 997 bits: must be 0 or more and a whole number",
+    f"seeds.training={10**400}": "seeds.training=1000.*: a number of too many digits",
+    "executor.actors=0": "must be between 1 and 65536, or null",
+    "seed=-1": "must be 0 or more",
+    "seeds.partition=-1": "must be 0 or more, or null",
+    "tiers.upper_bounds=[1e6,nan]": "must be greater than 0, or null",
+    "tiers.budget.states=[[idle,1.0,nan]]": "must be finite",
+    "tiers.budget.kind=trace tiers.budget.states=[3]": "tiers.budget: state 3 must have three values",
+    "tiers.cost_weights.macs=-1": "must be 0 or more",
+    "method.train.options.mu=nan": "method.train.options.mu",
+    f"data.alpha={10**390}": "data.alpha=10000.*: the value is too large",
+    "executor.threads=two": "'two' of type 'str' could not be converted to Integer",
+    "executor.threads=": "could not be converted to Integer",
+    "results=": "must be a path of at most 3000 bytes",
+    f"results={'x' * 300}": "each name in it of at most 255",
+    f"data.cache={'x/' * 3000}": "must be a path of at most 3000 bytes",
+    f"tiers.device_table={'x' * 300}.csv": "each name in it of at most 255",
+    f"experiment=./{'x' * 300}.yaml": "each name in it of at most 255",
+    "method.name=abc": "a method is chosen by method=NAME",
+    "method.name=fedavg": "a method is chosen by method=fedavg",
+    "method=null": "no such method; there are ",
+    "experiment=null": "no such preset; there are ",
+    "~space": "is not of the form key=value",
+    "=1": "is not of the form key=value",
+    "hydra.run.dir=x": "unknown configuration key .hydra.run.dir",
+    "space=cnn_digit": "space is a group of keys; give space.name=NAME: unknown space 'cnn_digit'.*mean 'cnn_digits'",
+    "space=cnn_digits": "space is a group of keys; give space.name=cnn_digits$",
+    "objective=top": "give objective.name=NAME: unknown objective 'top'",
+    "executor=rai": "give executor.kind=NAME: rai is not one of ray, serial; did you mean 'ray'",
+    "executor=null": "give executor.kind=NAME: null is not one of ray, serial",
+    "tiers=3": "tiers is a group of keys; give one of them, such as tiers.count",
+    "method.train=fast": "method.train is a group of keys; give one of them, such as method.train.rounds",
+    "method.train.communication.value=nan": "must be greater than 0",
+    f"tiers.paths={'[' * 3000}1{']' * 3000}": "too large or nested too deeply|cannot be read",
+}
+
+
+@pytest.mark.parametrize("given", TYPED, ids=lambda given: given[:40])
+def test_nonsense_is_refused_before_anything_is_written(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    preset = [] if given.startswith("experiment=") else ["experiment=fedoras_digits"]
+    small = [*preset, "executor.kind=serial", "tiers.paths=100", "space.stem_channels=4"]
+    taken = [o for o in small if o.partition("=")[0] != given.partition("=")[0]]
+    with pytest.raises(SystemExit) as ending:
+        main(("run", *taken, "dry_run=true", *given.split(" ")))
+    out, err = capfd.readouterr()
+    assert (ending.value.code, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("fedloom: ")
+    assert len(err) < 600
+    key = given.partition("=")[0]
+    assert re.search(TYPED[given], err), err
+    assert key in err or "tiers.budget" in err, err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_range_allows_is_accepted() -> None:
+    config = compose_config(["executor.threads=4096", f"seed={WORD - 1}", "executor.client_timeout_s=inf"])
+    assert (config.executor.threads, config.seed, config.executor.client_timeout_s) == (4096, WORD - 1, INFINITY)
