@@ -37,16 +37,17 @@ class PackedResult:
     """The result of a chunk in the form in which it is sent to the server."""
 
     sums: Mapping[str, PackedSum]
+    updates: int
     reports: tuple[Report, ...]
 
 
 def pack(result: ChunkResult) -> PackedResult:
     """Converts the sums of a result to arrays."""
     sums = {n: (s.box, s.total.cpu().numpy(), s.coverage) for n, s in result.sums.tensors.items()}
-    return PackedResult(sums, tuple(result.reports))
+    return PackedResult(sums, result.sums.updates, tuple(result.reports))
 
 
 def unpack(packed: PackedResult) -> ChunkResult:
     """The inverse of `pack`; the sums must not be written to."""
     sums = {n: TensorSum(box, torch.from_numpy(total), cover) for n, (box, total, cover) in packed.sums.items()}
-    return ChunkResult(WeightedSums(sums), list(packed.reports))
+    return ChunkResult(WeightedSums(sums, packed.updates), list(packed.reports))

@@ -18,6 +18,8 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from fedloom.platform.words import said
+
 T = TypeVar("T")
 
 
@@ -161,15 +163,37 @@ def blaming(kind: str, name: str, spare: type[Exception] = PluginError) -> Itera
         return
     try:
         yield
-    except (spare, PluginError, KeyboardInterrupt):
+    except (spare, PluginError, *NOT_CAUGHT):
         raise
     except BaseException as error:
         raise PluginError(f"{kind} {name!r} fails: {in_one_line(error)}") from error
 
 
+NOT_CAUGHT = (KeyboardInterrupt, GeneratorExit)
+"""The exceptions that are no failures: somebody ends the run, or a generator is closed."""
+
+
+@contextmanager
+def blaming_own(*spare: type[Exception]) -> Iterator[None]:
+    """Turns what the user's own code raises in the block, wherever fedloom calls it, into a PluginError.
+
+    This also holds for `sys.exit`, and for errors that would otherwise look like those of a disk or a network. Other
+    errors, ValueError and `spare` are raised as they are.
+    """
+    passed_on: tuple[type[BaseException], ...] = (ValueError, *spare, *NOT_CAUGHT)
+    try:
+        yield
+    except passed_on:
+        raise
+    except BaseException as error:
+        if not place_in_own(error):
+            raise
+        raise PluginError(f"code of your own fails: {in_one_line(error)}") from error
+
+
 def in_one_line(error: BaseException) -> str:
     """An error's type, message and line of the user's code, in one line."""
-    text = " ".join(str(error).split())
+    text = said(error)
     return f"{type(error).__name__}{': ' if text else ''}{text}{place_in_own(error)}"
 
 
@@ -203,7 +227,7 @@ def imported(kind: str, path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except KeyboardInterrupt:
+    except NOT_CAUGHT:
         raise
     except BaseException as error:
         raise PluginError(f"{kind} {path!r} cannot be imported: {_import_cause(module_name, error)}") from error

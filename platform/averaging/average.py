@@ -158,8 +158,15 @@ class WeightedSums:
     """Partial weighted sums of a chunk's updates, in supernet coordinates."""
 
     tensors: dict[str, TensorSum] = field(default_factory=dict)
+    updates: int = 0
+    """The number of updates that were added, whatever they weigh."""
     used_up: bool = False
     """Whether `finish` has turned the sums into weights."""
+
+    @property
+    def weigh_nothing(self) -> bool:
+        """Whether there are updates, and all weights of all of them are 0."""
+        return self.updates > 0 and not self.tensors
 
     @torch.no_grad()
     def add(self, update: Update) -> None:
@@ -170,6 +177,7 @@ class WeightedSums:
         """
         self._check_unused()
         _check_weights(update)
+        self.updates += 1
         for name, tensor in update.tensors.items():
             weight = update.weights[name]
             if weight == 0.0:
@@ -186,6 +194,7 @@ class WeightedSums:
         """Adds the partial sums of the next chunk in plan order; `other` is not changed (it may be shared memory)."""
         self._check_unused()
         other._check_unused()
+        self.updates += other.updates
         for name, tensor_sum in other.tensors.items():
             if name in self.tensors:
                 self.tensors[name].merge(tensor_sum)

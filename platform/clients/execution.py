@@ -17,7 +17,7 @@ from fedloom.platform.averaging.average import Update, WeightedSums, first_not_f
 from fedloom.platform.clients.assignments import Assignment, ClientState, Outcome, Report, TaskError
 from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.plugins import PluginError, place_in_own, raised_by_own
+from fedloom.platform.plugins import NOT_CAUGHT, PluginError, place_in_own, raised_by_own
 from fedloom.platform.spaces.slices import Weights
 from fedloom.tiers.clock import EVALUATION_FACTOR, client_time_s
 
@@ -113,20 +113,32 @@ def run_assignment(
         try:
             begun = base if attempt == 1 else replace(base, attempts=attempt)
             return _attempt(worker, assignment, weights, sums, begun)
-        except Exception as error:  # noqa: BLE001 - any failure of a client becomes its row
+        except NOT_CAUGHT:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and not place_in_own(error):
+                raise  # it ends this process: Ray's, not the client's code, has called sys.exit
             wall_s = time.perf_counter() - started
             report = _failed(base, error, wall_s, attempt)
     return report
 
 
-def _failed(base: Report, error: Exception, wall_s: float, attempt: int) -> Report:
+def _failed(base: Report, error: BaseException, wall_s: float, attempt: int) -> Report:
     if isinstance(error, TaskError):
         return replace(base, status="failed", error=str(error), wall_s=wall_s, attempts=attempt)
     # The row's error must not depend on file paths; the traceback has a column of its own.
-    said = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
-    first_line = said.splitlines()[0] + (place_in_own(error) if raised_by_own(error) else "")
+    named = _message(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {_message(error)}"
+    first_line = (named.splitlines() or [type(error).__name__])[0]
+    first_line += place_in_own(error) if raised_by_own(error) else ""
     text = "".join(traceback.format_exception(error)).strip()
     return replace(base, status="failed", error=first_line, traceback=text, wall_s=wall_s, attempts=attempt)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - an exception of a plug-in may fail in any way
+        return "(it fails to say why)"
 
 
 def _attempt(

@@ -22,7 +22,7 @@ from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig,
 from fedloom.platform.federation.recorder import Record, Recorder
 from fedloom.platform.federation.stage import Merged, Plan, Review, RoundResult, Row, Stage
 from fedloom.platform.federation.state import CLIENT, RunState
-from fedloom.platform.plugins import an, in_one_line, place_in_own
+from fedloom.platform.plugins import NOT_CAUGHT, an, in_one_line, place_in_own
 from fedloom.platform.results.status import StatusFile
 from fedloom.tiers.clock import VirtualClock
 
@@ -125,7 +125,7 @@ class Loop:
         started = time.perf_counter()
         self.status.write(stage=stage.name, round=state.round, rounds_total=state.round + left)
         with stage_work(stage.name, state.round):
-            plan = answered("plan", stage.plan(state), Plan)
+            plan = checked_plan(answered("plan", stage.plan(state), Plan), state)
         result = self._execute(plan, state)
         clients = [r for r in result.reports if r.client_id is not None]
         client_rows: list[Row] = [("clients", client_row(stage.name, state.round, report)) for report in clients]
@@ -162,9 +162,12 @@ class Loop:
 
     def _reviewed(self, stage: Stage, merged: Merged, review: Review) -> Merged:
         """The round with the rows of its review added."""
-        result = self._execute(review.plan, merged.state)
+        with stage_work(stage.name, merged.state.round):
+            plan = checked_plan(review.plan, merged.state)
+        result = self._execute(plan, merged.state)
         self._check_failures(stage.name, merged.state.round, result.reports, ())
-        return replace(merged, rows=[*merged.rows, *review.rows(result)])
+        with stage_work(stage.name, merged.state.round):
+            return replace(merged, rows=[*merged.rows, *review.rows(result)])
 
     def _save_unsaved(self) -> None:
         """Checkpoints the last finished round if it has not been saved yet because of `checkpoint.every`."""
@@ -220,7 +223,9 @@ def stage_work(stage: str, round_: int) -> Iterator[None]:
     except ValueError as error:
         logger.info("the server's work failed", exc_info=True)
         raise RunFailedError(f"{stage}, round {round_}: {error}") from error
-    except Exception as error:
+    except NOT_CAUGHT:
+        raise
+    except BaseException as error:
         if not place_in_own(error):
             raise
         logger.info("the user's own code failed", exc_info=True)
@@ -232,6 +237,16 @@ def answered(member: str, answer: T, kind: type[T]) -> T:
     if not isinstance(answer, kind):
         raise ValueError(f"the stage's {member} gives {answer!r:.60}: give {an(kind.__name__)}")
     return answer
+
+
+def checked_plan(plan: Plan, state: RunState) -> Plan:
+    """The plan; ValueError if it is not made of assignments, or names weights that the state does not hold."""
+    other = next((a for a in plan.assignments if not isinstance(a, Assignment)), None)
+    if other is not None:
+        raise ValueError(f"the stage's plan has {other!r:.60} among its assignments: give Assignments")
+    if plan.bag not in state.bags:
+        raise ValueError(f"the stage's plan names the bag {plan.bag!r:.60}; there are {', '.join(state.bags)}")
+    return plan
 
 
 def with_own_states(assignments: Iterable[Assignment], state: RunState) -> Iterable[Assignment]:

@@ -226,7 +226,15 @@ class TrainingStage(Stage):
         return self._is_due(index) or (self.config.evaluate_every > 0 and self._is_last(index))
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> Merged:
-        """Averages the updates and applies the server rule, the history and the method's `after`."""
+        """Averages the updates and applies the server rule, the history and the method's `after`.
+
+        Raises ValueError if clients have trained and all weights of all updates are 0.
+        """
+        if result.sums.weigh_nothing and any(report.samples for report in result.reports if report.status == "ok"):
+            raise ValueError(
+                f"all weights of all {result.sums.updates} updates are 0, so that the round trains nothing: weighting "
+                f"rule {self.rules.weighting.name!r} must weigh what is trained above 0"
+            )
         averaged = result.sums.finish(state.weights(self.bag), self.config.min_contributors)
         after = self._served(state, plan, averaged)
         if self._keeps_history:

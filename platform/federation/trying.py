@@ -12,6 +12,7 @@ from fedloom.platform.plugins import Chosen, PluginError, is_import_path
 from fedloom.platform.spaces.slices import Slice
 
 PARAMETER, BUFFER = "layer.weight", "layer.running_mean"
+TRIED_SAMPLES = (4, 1000)
 
 
 def try_rules(selection: Chosen, local: Chosen, weighting: Chosen, server: Chosen, cohort: int | None) -> None:
@@ -22,11 +23,23 @@ def try_rules(selection: Chosen, local: Chosen, weighting: Chosen, server: Chose
     if is_import_path(selection.name):
         check_selection(selection, cohort)
     if is_import_path(weighting.name):
-        weighting_rule(weighting)(Work(4, 8, {PARAMETER: 8, BUFFER: 4}))
+        _try_weighting(weighting)
     if is_import_path(server.name):
         _try_server(server)
     if is_import_path(local.name):
         _try_local(local)
+
+
+def _try_weighting(weighting: Chosen) -> None:
+    """Asks for the weights of a client with few samples and of one with many, of which one must count."""
+    rule = weighting_rule(weighting)
+    works = [Work(n, 2 * n, {PARAMETER: 2 * n, BUFFER: n}) for n in TRIED_SAMPLES]
+    if not any(rule(work)[tensor] for work in works for tensor in work.seen_by_tensor):
+        few, many = TRIED_SAMPLES
+        raise PluginError(
+            f"weighting rule {weighting.name!r} weighs all tensors 0, of a client with {few} samples and of one with "
+            f"{many}: nothing would be trained; give what is trained a weight above 0"
+        )
 
 
 def _try_server(server: Chosen) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from inspect import signature
 from typing import Any, get_args
 
 from fedloom.platform.federation.stage import Stage
@@ -13,6 +14,14 @@ from fedloom.platform.settings import check_settings
 
 STAGE = ("name", "begin", "rounds_left", "plan", "merge", "end")
 """What a stage has to have."""
+ARGUMENTS = {
+    "begin": ("state",),
+    "rounds_left": ("state",),
+    "plan": ("state",),
+    "merge": ("state", "plan", "result"),
+    "end": ("state",),
+}
+"""What the loop calls a stage's members with."""
 
 _PLACES: Mapping[str, tuple[str, ...]] = {
     "tiered": ("fedoras", "fedavg"),
@@ -92,6 +101,7 @@ def _checked_stages(stages: Any, blame: str) -> list[Stage]:
         missing = [member for member in STAGE if not hasattr(stage, member)]
         if missing:
             raise PluginError(f"{blame}: its stage {type(stage).__name__} has no {', '.join(missing)}")
+        _check_members(stage, f"{blame}: its stage {type(stage).__name__}")
     names = [stage.name for stage in stages]
     twice = next((n for n in names if names.count(n) > 1 or not isinstance(n, str)), None)
     if twice is not None:
@@ -99,6 +109,21 @@ def _checked_stages(stages: Any, blame: str) -> list[Stage]:
     return [*stages]
 
 
+def _check_members(stage: Any, blame: str) -> None:
+    """Raises PluginError for a member that cannot be called as the loop calls it."""
+    for member, arguments in ARGUMENTS.items():
+        try:
+            signature(getattr(stage, member)).bind(*arguments)
+        except ValueError:  # a builtin without a signature
+            continue
+        except TypeError as error:
+            raise PluginError(f"{blame}: {member} cannot be called with ({', '.join(arguments)}): {error}") from error
+
+
 def shared_training(config: Any) -> SharedTraining | None:
     """The training that runs of this method's configuration can share; None if there is none."""
-    return method_of(config).shared_training(config)
+    with blaming("method", config.name):
+        shared = method_of(config).shared_training(config)
+    if not isinstance(shared, SharedTraining | None):
+        raise PluginError(f"method {config.name!r}: its shared_training gives {shared!r:.60}: give a SharedTraining")
+    return shared

@@ -5,6 +5,7 @@ from typing import Literal
 
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError, RunFailedError
+from fedloom.platform.plugins import PluginError, blaming_own
 from fedloom.platform.results.mirror import MirrorError
 from fedloom.platform.results.owner import OwnershipLostError
 from fedloom.platform.runs.run import Label, MakeExecutor, Watcher, resume_run, start_run
@@ -44,7 +45,11 @@ def run_to_end(
         watcher.started(run_id, supernet_of)
 
     watched = replace(watcher, started=started)
-    kind, message = _ended(config, make_executor, watched, resume, label)
+    try:
+        kind, message = _ended(config, make_executor, watched, resume, label)
+    except PluginError as error:
+        # Once it has begun, its rows and its checkpoint are there to be resumed.
+        kind, message = "failed" if run_ids else "refused", str(error)
     return RunEnd(run_ids[0] if run_ids else "", kind, message)
 
 
@@ -52,12 +57,15 @@ def _ended(
     config: RunConfig, make_executor: MakeExecutor, watcher: Watcher, resume: Resume | None, label: Label | None
 ) -> tuple[Kind, str]:
     try:
-        if resume is None:
-            start_run(config, make_executor, watcher, label)
-        else:
-            resume_run(config, resume.run_id, make_executor, watcher, label, changed_plugins=resume.changed)
+        with blaming_own(RunFailedError, InterruptedRunError, OwnershipLostError):
+            if resume is None:
+                start_run(config, make_executor, watcher, label)
+            else:
+                resume_run(config, resume.run_id, make_executor, watcher, label, changed_plugins=resume.changed)
     except (MirrorError, OwnershipLostError) as error:
         return "infrastructure", str(error)
+    except PluginError:
+        raise
     except ValueError as error:
         return "refused", str(error)
     except RunFailedError as error:

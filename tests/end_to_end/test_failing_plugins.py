@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -272,3 +273,115 @@ def test_what_a_stage_of_ones_own_does_wrong_is_said(
     module = written(beside, "\n".join(lines))
     _, said = failed(capfd, f"method={module}:METHOD", *SMALL, *SPACE)
     assert said.startswith(message.format(line=place + 1, file=f"{module}.py")), said
+
+
+# -- whatever it raises ------------------------------------------------------------------------------------------------
+
+RAISED = {
+    "an exit": ("raise SystemExit(0)", "SystemExit: 0"),
+    "a full disk": ("raise OSError(28, 'No space left on device')", "OSError: .* No space left on device"),
+    "a closed pipe": ("raise BrokenPipeError", "BrokenPipeError"),
+    "no connection": ("raise ConnectionError('nobody there')", "ConnectionError: nobody there"),
+    "no memory": ("raise MemoryError", "MemoryError"),
+    "recursion": ("again = lambda: again()\nagain()", "RecursionError: maximum recursion depth exceeded"),
+    "a silent one": ("raise type('Own', (BaseException,), {'__str__': lambda _: 1 / 0})", "Own"),
+    "a long one": ("raise RuntimeError('x' * 9999)", "RuntimeError: x{300} [.]{3}"),
+}
+OBJECTIVE = """from fedloom.platform.clients.objectives import Objective
+class mine(Objective):
+    def loss(self, *given):
+"""
+ON_CLIENTS = f"""{OBJECTIVE}        if len(given[1]) <= 4:
+            return super().loss(*given)
+"""
+SOURCE = """from fedloom.platform.data.source import Source
+class Own(Source):
+    scale = 16
+    class_names = tuple("0123456789")
+    def identity(self):
+        return {{"own": 1}}
+    def labels(self, part):
+{0}
+    inputs = labels
+def mine(config):
+    return Own()
+"""
+BEFORE = {
+    "at import": ("method.train.server", "{0}\ndef mine(step):\n    return step.mean\n", ""),
+    "a rule": ("method.train.server", "def mine(step):\n{0}\n", "server rule '{path}' fails: "),
+    "a data set": ("data.dataset", "def mine(config):\n{0}\n", "data set '{path}' fails: "),
+    "its source": ("data.dataset", SOURCE, "code of your own fails: "),
+    "an objective": ("objective.name", OBJECTIVE + "{0}\n", "objective '{path}' fails: "),
+}
+
+
+EVERYWHERE = ("an exit", "a full disk")
+"""What is raised in every place; the others in one place of a kind."""
+
+
+@pytest.mark.parametrize(
+    ("place", "raised"), [(place, r) for place in BEFORE for r in (RAISED if place == "a rule" else EVERYWHERE)]
+)
+def test_whatever_code_raises_before_a_run_is_its_fault(
+    place: str, raised: str, beside: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key, code, blame = BEFORE[place]
+    statements, message = RAISED[raised]
+    depth = {"at import": "", "its source": " " * 8, "an objective": " " * 8}.get(place, " " * 4)
+    module = written(beside, code.format(indent(statements, depth)))
+    line = refusal(capfd, *FEDAVG, f"{key}={module}:mine")
+    assert len(line) < 600
+    assert re.search(rf"{blame.format(path=f'{module}:mine')}{message}.* \(line \d+ of {module}.py\)", line), line
+
+
+@pytest.mark.parametrize("raised", RAISED)
+def test_whatever_code_raises_on_a_client_is_a_failed_row(
+    raised: str, beside: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    statements, message = RAISED[raised]
+    module = written(beside, ON_CLIENTS + indent(statements, " " * 8))
+    run_id, said = failed(capfd, *FEDAVG, f"objective.name={module}:mine")
+    assert re.search(rf"client \d \(tier1\) failed: {message.replace('{300} [.]{3}', '+')}", said), said
+    assert read_table(Path("failed"), "clients", run_id=run_id)["status"].tolist() == ["failed"] * 4
+
+
+@pytest.mark.parametrize(
+    ("member", "raised"),
+    [*itertools.product(["plan"], RAISED), *itertools.product(["begin", "merge", "end"], EVERYWHERE)],
+)
+def test_whatever_a_stage_of_ones_own_raises_fails_the_run(
+    member: str, raised: str, beside: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    statements, message = RAISED[raised]
+    arguments = "self, state, plan, result" if member == "merge" else "self, state"
+    stage = f"{STAGE}    def {member}({arguments}):\n{indent(statements, ' ' * 8)}\n"
+    module = written(beside, made().replace(STAGE, stage))
+    _, said = failed(capfd, f"method={module}:METHOD", *SMALL, *SPACE)
+    assert re.search(rf"^own, round \d: {message}.* \(line \d+ of {module}.py\)$", said), said
+
+
+def test_an_interruption_in_ones_own_code_interrupts(beside: Path) -> None:
+    module = written(beside, f"{ON_CLIENTS}        raise KeyboardInterrupt\n")
+    assert call("--json", *FEDAVG, f"objective.name={module}:mine", "results=interrupted") == 130
+
+
+# -- a rule that weighs nothing ----------------------------------------------------------------------------------------
+
+WEIGHTS = "def mine(work):\n    return dict.fromkeys(work.seen_by_tensor, {})\n"
+
+
+def test_a_weighting_rule_that_weighs_nothing_is_refused(beside: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    module = written(beside, WEIGHTS.format("0.0"))
+    line = refusal(capfd, *FEDAVG, f"method.train.weighting={module}:mine")
+    assert (
+        f"weighting rule '{module}:mine' weighs all tensors 0, of a client with 4 samples and of one with 1000" in line
+    )
+
+
+def test_a_round_in_which_nothing_weighs_anything_fails(beside: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    module = written(beside, WEIGHTS.format("float(work.samples == 1000)"))
+    _, said = failed(capfd, *FEDAVG, f"method.train.weighting={module}:mine")
+    assert said == (
+        f"fedavg, round 0: all weights of all 4 updates are 0, so that the round trains nothing: weighting rule "
+        f"'{module}:mine' must weigh what is trained above 0"
+    )
