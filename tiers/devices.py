@@ -1,22 +1,19 @@
-"""Simulated devices: their compute and transfer rates, read from a Parquet or CSV table or generated."""
+"""Simulated devices: their compute and transfer rates, from a table or generated."""
 
 import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 
 Column = npt.NDArray[np.float64]
 
 RATES = ("macs_per_s", "down_bytes_per_s", "up_bytes_per_s")
 PROBABILITIES = ("availability", "dropout")
 COLUMNS = ("device_id", *RATES, *PROBABILITIES)
+LEAST_RATE, GREATEST_RATE = 1e-6, 1e18
+"""The rates that a table may hold: what is outside is damaged, not a device."""
 
 
 @dataclass(frozen=True)
@@ -106,51 +103,13 @@ def generate_device_table(num_devices: int, rng: np.random.Generator) -> DeviceT
     )
 
 
-def read_device_table(path: str | Path) -> DeviceTable:
-    """Reads a device table from a .parquet or .csv file with all of `COLUMNS`; other columns are ignored.
-
-    Raises ValueError with one line that names the file (and the column) if the file is missing or damaged or holds
-    invalid values.
-    """
-    file = Path(path)
-    found = _read_columns(file)
-    missing = [name for name in COLUMNS if name not in found]
-    if missing:
-        raise ValueError(f"{file}: column {', '.join(missing)} is missing; a device table has {', '.join(COLUMNS)}")
-    columns = {name: _to_numpy(file, name, found[name]) for name in COLUMNS}
-    try:
-        return DeviceTable(**columns)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
-def write_device_table(path: str | Path, table: DeviceTable) -> None:
-    """Writes a .parquet or .csv file from which `read_device_table` restores the table exactly.
-
-    The write is atomic: a temporary file in the same folder is written, flushed to disk and renamed.
-    """
-    file = Path(path)
-    _check_suffix(file)
-    arrow = pa.table({name: getattr(table, name) for name in COLUMNS})
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            if file.suffix == ".parquet":
-                pyarrow.parquet.write_table(arrow, stream)
-            else:
-                pyarrow.csv.write_csv(arrow, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _read_only(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
     given = np.asarray(values)
     if given.ndim != 1 or given.dtype.kind not in ("iu" if name == "device_id" else "iuf"):
         kind = "whole numbers" if name == "device_id" else "numbers"
         raise ValueError(f"column {name} must be a list of {kind}, not {given.dtype} of shape {given.shape}")
+    if given.dtype.kind == "u" and given.size and int(given.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"column {name} has {given.max()}: give whole numbers of at most 63 bits")
     column = given.astype(np.int64 if name == "device_id" else np.float64, copy=False).view()
     column.setflags(write=False)
     return column
@@ -161,49 +120,20 @@ def _check_values(table: DeviceTable) -> None:
         raise ValueError("column device_id is empty: a device table needs at least one device")
     if len(np.unique(table.device_id)) != len(table):
         raise ValueError("column device_id has the same id twice: ids must be unique")
+    _check_column("device_id", table.device_id, table.device_id >= 0, "0 or more")
     for name in RATES:
         column: Column = getattr(table, name)
-        _check_column(name, column, (column > 0) & np.isfinite(column), "positive and finite")
+        inside = (column >= LEAST_RATE) & (column <= GREATEST_RATE)
+        _check_column(name, column, inside, f"positive and finite, from {LEAST_RATE:g} to {GREATEST_RATE:g}")
     for name in PROBABILITIES:
         column = getattr(table, name)
         _check_column(name, column, (column >= 0) & (column <= 1), "a probability, from 0 to 1")
 
 
-def _check_column(name: str, column: Column, valid: npt.NDArray[np.bool_], allowed: str) -> None:
+def _check_column(name: str, column: npt.NDArray[Any], valid: npt.NDArray[np.bool_], allowed: str) -> None:
     if not valid.all():
         row = int(np.argmin(valid))
         raise ValueError(f"column {name}, row {row}: {column[row]:g} must be {allowed}")
-
-
-def _check_suffix(file: Path) -> None:
-    if file.suffix not in (".parquet", ".csv"):
-        raise ValueError(f"{file}: a device table is a .parquet or a .csv file")
-
-
-def _read_columns(file: Path) -> dict[str, Any]:
-    _check_suffix(file)
-    if not file.is_file():
-        raise ValueError(f"{file}: there is no such file")
-    try:
-        # Given a path instead of an open file, pyarrow reads a data set and infers columns from folder names.
-        with file.open("rb") as stream:
-            read = pyarrow.parquet.read_table if file.suffix == ".parquet" else pyarrow.csv.read_csv
-            table = read(stream)
-        return dict(zip(table.column_names, table.columns, strict=True))
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read as a device table ({_one_line(error)})") from error
-
-
-def _to_numpy(file: Path, name: str, column: Any) -> npt.NDArray[Any]:
-    if column.null_count:
-        raise ValueError(f"{file}: column {name} has {column.null_count} empty values")
-    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        raise ValueError(f"{file}: column {name} must hold numbers, not {column.type}")
-    return cast(npt.NDArray[Any], column.to_numpy())
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _logistic(x: Column) -> Column:

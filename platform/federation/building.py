@@ -25,7 +25,8 @@ from fedloom.platform.spaces.registry import build_space
 from fedloom.tiers.assignment import by_device_table, by_list, by_shares
 from fedloom.tiers.bounds import check_upper_bounds, tier_upper_bounds
 from fedloom.tiers.costs import CostTable
-from fedloom.tiers.devices import DeviceProfile, DeviceTable, generate_device_table, read_device_table
+from fedloom.tiers.device_files import read_device_table
+from fedloom.tiers.devices import DeviceProfile, DeviceTable, generate_device_table
 from fedloom.tiers.tier import Tier, make_tiers
 
 TOP_TIER_MACS_PER_S = 2e10

@@ -27,7 +27,8 @@ from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered.fedoras import Paths
 from fedloom.platform.plugins import Chosen
 from fedloom.platform.spaces.space_config import SpaceConfig
-from fedloom.tiers.devices import generate_device_table, write_device_table
+from fedloom.tiers.device_files import write_device_table
+from fedloom.tiers.devices import generate_device_table
 
 Make = Callable[..., RunConfig]
 

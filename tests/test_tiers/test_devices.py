@@ -1,13 +1,9 @@
-"""Device tables: values checked on the way in, files that round-trip exactly, and a seeded generator."""
+"""Device tables: values checked on the way in, and a seeded generator."""
 
 import dataclasses
 import math
-from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 import pytest
 
 from fedloom.tiers.devices import (
@@ -16,11 +12,7 @@ from fedloom.tiers.devices import (
     DeviceProfile,
     DeviceTable,
     generate_device_table,
-    read_device_table,
-    write_device_table,
 )
-
-SUFFIXES = (".parquet", ".csv")
 
 
 def small() -> DeviceTable:
@@ -36,17 +28,6 @@ def small() -> DeviceTable:
 
 def columns(table: DeviceTable) -> dict[str, list[float]]:
     return {name: getattr(table, name).tolist() for name in COLUMNS}
-
-
-def write_raw(path: Path, **changes: list[object] | None) -> Path:
-    """The small table as a file, with columns replaced, added, or (None) dropped."""
-    merged: dict[str, object] = {**columns(small()), **changes}
-    table = pa.table({name: values for name, values in merged.items() if values is not None})
-    if path.suffix == ".csv":
-        pyarrow.csv.write_csv(table, path)
-    else:
-        pyarrow.parquet.write_table(table, path)
-    return path
 
 
 def test_a_row_is_a_profile_named_after_its_device() -> None:
@@ -79,103 +60,6 @@ def test_a_table_is_typed_and_read_only_but_leaves_the_callers_array_alone() -> 
     with pytest.raises(ValueError, match="read-only"):
         table.device_id[0] = 1
     mine[0] = 5
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_table_comes_back_exactly(tmp_path: Path, suffix: str) -> None:
-    table = generate_device_table(200, np.random.default_rng(3))
-    path = tmp_path / f"devices{suffix}"
-    write_device_table(path, small())
-    write_device_table(path, table)
-    assert columns(read_device_table(path)) == columns(table)
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "devices.parquet"
-    write_device_table(path, small())
-
-    def full(table: object, stream: object) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(pyarrow.parquet, "write_table", full)
-    with pytest.raises(OSError, match="no space"):
-        write_device_table(path, generate_device_table(5, np.random.default_rng(0)))
-    assert columns(read_device_table(path)) == columns(small())
-    assert [p.name for p in tmp_path.iterdir()] == ["devices.parquet"]
-
-
-def test_other_columns_are_ignored_and_whole_numbers_taken(tmp_path: Path) -> None:
-    path = write_raw(tmp_path / "devices.csv", model=["a", "b"], macs_per_s=[2, 4], availability=[1, 0])
-    assert columns(read_device_table(path)) == {
-        **columns(small()),
-        "macs_per_s": [2.0, 4.0],
-        "availability": [1.0, 0.0],
-    }
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"up_bytes_per_s": None}, "column up_bytes_per_s is missing; a device table has device_id, macs_per_s"),
-        ({"dropout": None, "availability": None}, "column availability, dropout is missing"),
-        ({"macs_per_s": [1.0, -2.0]}, "column macs_per_s, row 1: -2 must be positive and finite"),
-        ({"down_bytes_per_s": [0, 1]}, "column down_bytes_per_s, row 0: 0 must be positive and finite"),
-        ({"up_bytes_per_s": [1.0, math.inf]}, "column up_bytes_per_s, row 1: inf must be positive"),
-        ({"availability": [1.0, 1.5]}, "column availability, row 1: 1.5 must be a probability"),
-        ({"dropout": [-0.5, 0.0]}, "column dropout, row 0: -0.5 must be a probability"),
-        ({"macs_per_s": ["fast", "slow"]}, "column macs_per_s must hold numbers, not string"),
-        ({"macs_per_s": [1.0, None]}, "column macs_per_s has 1 empty values"),
-        ({"device_id": [4, 4]}, "column device_id has the same id twice"),
-        ({"device_id": [0.5, 1.5]}, "column device_id must be a list of whole numbers"),
-        ({name: [] for name in COLUMNS}, "column device_id"),
-    ],
-)
-def test_a_bad_column_is_named_with_its_file(
-    tmp_path: Path, suffix: str, changes: dict[str, list[object] | None], message: str
-) -> None:
-    path = write_raw(tmp_path / f"bad{suffix}", **changes)
-    with pytest.raises(ValueError, match="bad") as error:
-        read_device_table(path)
-    assert str(error.value).startswith(f"{path}: ")
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize(
-    "content", [b"", b"\xff\xfe\x00\x01,\xff\n\xff,\xff\n", b"PAR1 garbage PAR1", b"a,b\n1,2\n3\n"]
-)
-def test_a_damaged_file_is_one_line(tmp_path: Path, suffix: str, content: bytes) -> None:
-    path = tmp_path / f"damaged{suffix}"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="damaged") as error:
-        read_device_table(path)
-    assert str(error.value).startswith(f"{path}: ")
-    assert "\n" not in str(error.value)
-
-
-def test_a_truncated_file_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "cut.parquet"
-    write_device_table(path, generate_device_table(500, np.random.default_rng(0)))
-    whole = path.read_bytes()
-    for share in (0.2, 0.5, 0.99):
-        path.write_bytes(whole[: int(len(whole) * share)])
-        with pytest.raises(ValueError, match="cannot be read as a device table") as error:
-            read_device_table(path)
-        assert "\n" not in str(error.value)
-
-
-def test_a_missing_file_and_another_kind_of_file_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.parquet: there is no such file"):
-        read_device_table(tmp_path / "none.parquet")
-    with pytest.raises(ValueError, match=r"devices\.txt: a device table is a \.parquet or a \.csv file"):
-        read_device_table(tmp_path / "devices.txt")
-    with pytest.raises(ValueError, match=r"devices\.txt"):
-        write_device_table(tmp_path / "devices.txt", small())
 
 
 def test_columns_of_unequal_length_are_refused() -> None:

@@ -1,0 +1,155 @@
+"""Device tables as Parquet or CSV files.
+
+A file is read as something that may be damaged: its size, its columns and the footer of a Parquet file are checked
+before the rows are read, so that no figure in a damaged file decides how much memory or time that takes.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from fedloom.tiers.devices import COLUMNS, DeviceTable
+
+MOST_BYTES = 1 << 30
+MOST_ROWS = 10_000_000
+"""A device per client, and no more clients than that are simulated."""
+_NUMBERS = ("INT32", "INT64", "FLOAT", "DOUBLE", "FIXED_LEN_BYTE_ARRAY")
+"""Parquet's types of whole and floating-point numbers; a half is an array of two bytes."""
+_VALUE_BYTES, _PAGE_BYTES = 64, 1 << 20
+"""What a value of a column and the rest of it may take when decompressed: eight bytes, several times over."""
+_THRIFT_BYTES, _THRIFT_ITEMS = 1 << 20, 1 << 16
+"""Limits of a footer's texts and lists."""
+
+
+def read_device_table(path: str | Path) -> DeviceTable:
+    """Reads a device table from a .parquet or .csv file with exactly the columns `COLUMNS`, in any order.
+
+    Raises ValueError with one line that names the file (and the column) if the file is missing, damaged or too large,
+    or holds other columns or invalid values.
+    """
+    file = Path(path)
+    _check_suffix(file)
+    if not file.is_file():
+        raise ValueError(f"{file}: there is no such file")
+    size_bytes = file.stat().st_size
+    if size_bytes > MOST_BYTES:
+        raise ValueError(f"{file}: has {size_bytes} bytes; a device table has at most {MOST_BYTES}")
+    try:
+        # Given a path instead of an open file, pyarrow reads a data set and infers columns from folder names.
+        with file.open("rb") as stream:
+            table = _read_parquet(stream, size_bytes) if file.suffix == ".parquet" else _read_csv(stream)
+    except _WrongTableError as error:
+        raise ValueError(f"{file}: {error}") from error
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+        raise ValueError(f"{file}: cannot be read as a device table ({_one_line(error)})") from error
+    try:
+        return DeviceTable(**{name: _to_numpy(name, table.column(name)) for name in COLUMNS})
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def write_device_table(path: str | Path, table: DeviceTable) -> None:
+    """Writes a .parquet or .csv file from which `read_device_table` restores the table exactly.
+
+    The write is atomic: a temporary file in the same folder is written, flushed to disk and renamed. The pages of a
+    Parquet file have checksums.
+    """
+    file = Path(path)
+    _check_suffix(file)
+    arrow = pa.table({name: getattr(table, name) for name in COLUMNS})
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            if file.suffix == ".parquet":
+                pyarrow.parquet.write_table(arrow, stream, write_page_checksum=True)
+            else:
+                pyarrow.csv.write_csv(arrow, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _WrongTableError(ValueError):
+    """The file can be read, and is no device table."""
+
+
+def _check_suffix(file: Path) -> None:
+    if file.suffix not in (".parquet", ".csv"):
+        raise ValueError(f"{file}: a device table is a .parquet or a .csv file")
+
+
+def _read_csv(stream: BinaryIO) -> Any:
+    table = pyarrow.csv.read_csv(stream)
+    _check_columns(table.schema)
+    _check_rows(table.num_rows)
+    return table
+
+
+def _read_parquet(stream: BinaryIO, size_bytes: int) -> Any:
+    limits = {"thrift_string_size_limit": _THRIFT_BYTES, "thrift_container_size_limit": _THRIFT_ITEMS}
+    with pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True, **limits) as file:
+        _check_columns(file.schema_arrow)
+        _check_rows(file.metadata.num_rows)
+        _check_footer(file.metadata, size_bytes)
+        table = file.read(use_threads=False)
+        if table.num_rows != file.metadata.num_rows:
+            raise _WrongTableError(f"has {table.num_rows} rows, its footer counts {file.metadata.num_rows}")
+        return table
+
+
+def _check_columns(schema: pa.Schema) -> None:
+    names: Sequence[str] = schema.names
+    missing = [name for name in COLUMNS if name not in names]
+    other = [name for name in names if name not in COLUMNS]
+    twice = [name for name in COLUMNS if names.count(name) > 1]
+    for which, what in ((missing, "is missing"), (other, "is unknown"), (twice, "is there twice")):
+        if which:
+            some = ", ".join(which if which is not other else [f"{name!r:.40}" for name in which[:3]])
+            raise _WrongTableError(f"column {some} {what}; a device table has {', '.join(COLUMNS)}")
+    for field in schema:
+        if not (pa.types.is_integer(field.type) or pa.types.is_floating(field.type)):
+            raise _WrongTableError(f"column {field.name} must hold numbers, not {field.type}")
+
+
+def _check_rows(rows: int) -> None:
+    if not 0 <= rows <= MOST_ROWS:
+        raise _WrongTableError(f"has {rows} rows; a device table has at most {MOST_ROWS}")
+
+
+def _check_footer(footer: Any, size_bytes: int) -> None:
+    """Raises ValueError if the footer's figures contradict each other or the size of the file."""
+    groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+    if sum(group.num_rows for group in groups) != footer.num_rows or any(group.num_rows < 0 for group in groups):
+        raise ValueError("its footer's numbers of rows contradict each other")
+    for group in groups:
+        most_bytes = _VALUE_BYTES * group.num_rows + _PAGE_BYTES
+        for column in (group.column(i) for i in range(group.num_columns)):
+            if column.num_values != group.num_rows or column.physical_type not in _NUMBERS:
+                raise ValueError(f"its footer's column {column.path_in_schema!r:.40} has not one number per row")
+            begin = column.data_page_offset
+            if column.has_dictionary_page:
+                begin = min(begin, column.dictionary_page_offset)
+            if not 0 <= begin <= begin + column.total_compressed_size <= size_bytes:
+                raise ValueError(f"its footer's column {column.path_in_schema!r:.40} lies outside of the file")
+            if not 0 <= column.total_uncompressed_size <= most_bytes:
+                raise ValueError(f"its footer's column {column.path_in_schema!r:.40} has too many bytes for its rows")
+
+
+def _to_numpy(name: str, column: Any) -> npt.NDArray[Any]:
+    if column.null_count:
+        raise ValueError(f"column {name} has {column.null_count} empty values")
+    return np.asarray(column.to_numpy())
+
+
+def _one_line(error: BaseException, most: int = 200) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else f"{text[:most]} ..."
