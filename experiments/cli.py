@@ -15,6 +15,9 @@ from fedloom.experiments.arguments import Handler, build_parser, parse
 from fedloom.experiments.runs.huge_pages import prefer_huge_pages
 from fedloom.experiments.terminal.exit_codes import CONFIGURATION, INFRASTRUCTURE, INTERRUPTED, OK, of_run_end
 from fedloom.experiments.terminal.reading import stop_printing, while_read
+from fedloom.platform.plugins import blaming_own
+from fedloom.platform.settings import PATH
+from fedloom.platform.words import NO_SUCH_PLACE, in_words, is_out_of_memory, naming, said, shown
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     logging.basicConfig(level=logging.WARNING, format="fedloom: %(message)s")
     try:
-        code = args.command(args)
+        _check_paths(args)
+        with blaming_own(), naming(getattr(args, "out", None) or getattr(args, "results", None) or "."):
+            code = args.command(args)
     except ValueError as error:
         code = _refuse(error)
     except BrokenPipeError:
@@ -36,7 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"fedloom: {error}\n")
         code = CONFIGURATION
     except OSError as error:
-        sys.stderr.write(f"fedloom: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"fedloom: {in_words(error)}\n")
+        code = CONFIGURATION if error.errno in NO_SUCH_PLACE else INFRASTRUCTURE
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        sys.stderr.write(f"fedloom: not enough memory ({said(error)}): ask for less, or use a larger machine\n")
         code = INFRASTRUCTURE
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -46,6 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _interrupt(_signal: int, _frame: Any) -> None:
     # Slurm, Kubernetes and docker stop a run like this; it ends as after Ctrl-C.
     raise KeyboardInterrupt
+
+
+def _check_paths(args: argparse.Namespace) -> None:
+    """Raises ValueError for an option whose path no file system can hold."""
+    for option, given in vars(args).items():
+        for path in given if isinstance(given, list) else [given]:
+            if isinstance(path, Path) and not PATH.holds(str(path)):
+                raise ValueError(f"--{option} {shown(path)}: must be {PATH}")
 
 
 class _WhileRead:
@@ -106,7 +124,8 @@ def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
     from fedloom.experiments.show import RunView
 
     view = _WhileRead(RunView(quiet=args.json))
-    end = launch(config, view, resume)
+    with naming(config.results):
+        end = launch(config, view, resume)
     view.end(end, config.results)
     return of_run_end(end.kind)
 

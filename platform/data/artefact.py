@@ -14,6 +14,8 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 
+from fedloom.platform.words import naming
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 ByteArray = npt.NDArray[np.uint8]
@@ -89,14 +91,14 @@ def write_artefact(folder: Path, manifest: str, fields: Fields, arrays: Mapping[
         **fields,
         "files": {n: _write_array(folder / f"{n}.npy", a) for n, a in arrays.items()},
     }
-    with (folder / manifest).open("w") as file:
+    with naming(folder / manifest), (folder / manifest).open("w") as file:
         json.dump({**content, "hash": hash_of(content)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _write_array(path: Path, array: AnyArray) -> Fields:
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         np.save(file, array, allow_pickle=False)
         file.flush()
         os.fsync(file.fileno())

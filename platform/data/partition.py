@@ -20,7 +20,7 @@ from fedloom.platform.data.artefact import (
     write_artefact,
 )
 from fedloom.platform.data.checks import check
-from fedloom.platform.data.config import DataConfig, cache_root
+from fedloom.platform.data.config import DataConfig, cache_root, check_cache
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.guard import SPLITS, TestGuard, check_split
 
@@ -39,6 +39,7 @@ def prepare_partition(config: DataConfig, dataset: Dataset, seed: int) -> Path:
     key = hash_of({"format": FORMAT, "generator": generator, "dataset": dataset.hash})[:KEY_LENGTH]
     folder = cache_root(config) / "partitions" / f"{dataset.name}-{key}"
     if not folder.is_dir():
+        check_cache(config)
         _write(folder, dataset, generator, allocate(config, dataset, seed))
     Partition.open(folder, dataset)
     return folder

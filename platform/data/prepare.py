@@ -18,7 +18,7 @@ from fedloom.platform.data.artefact import (
     write_artefact,
 )
 from fedloom.platform.data.checks import check
-from fedloom.platform.data.config import DataConfig, cache_root
+from fedloom.platform.data.config import DataConfig, cache_root, check_cache
 from fedloom.platform.data.dataset import MANIFEST, PARTS, Dataset
 from fedloom.platform.data.source import Source
 from fedloom.platform.data.sources import FIXED_SEED, find_source
@@ -62,6 +62,7 @@ def _prepare(config: DataConfig, source: Source | TokenSource) -> Path:
     name = _NOT_IN_NAMES.sub("-", config.dataset)
     folder = cache_root(config) / f"{name}-{hash_of(identity)[:KEY_LENGTH]}"
     if not folder.is_dir():
+        check_cache(config)
         fields, arrays = _tokens(config, source) if isinstance(source, TokenSource) else _labelled(config, source)
         with atomic_folder(folder) as temporary:
             write_artefact(temporary, MANIFEST, {"name": name, **fields, "source": identity["source"]}, arrays)

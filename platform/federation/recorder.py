@@ -17,6 +17,7 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.results.checkpoint import STATE_FILE, Saved, save_checkpoint
 from fedloom.platform.results.models import save_model
 from fedloom.platform.results.writer import RunWriter
+from fedloom.platform.words import naming
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Recorder:
         """
         if self._waiting is not None:
             record, self._waiting = self._waiting, None
-            self._pending = self._thread.submit(self._record, record)
+            self._pending = self._thread.submit(self._written, record)
 
     def wait(self) -> None:
         """Returns when all submitted rounds are on disk; raises their errors."""
@@ -83,6 +84,10 @@ class Recorder:
         finally:
             self._thread.shutdown()
             self.events.close()
+
+    def _written(self, record: Record) -> None:
+        with naming(self.writer.paths.artifacts):
+            self._record(record)
 
     def _record(self, record: Record) -> None:
         self.check()

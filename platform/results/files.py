@@ -5,6 +5,8 @@ import re
 import tempfile
 from pathlib import Path
 
+from fedloom.platform.words import naming
+
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]*|[0-9]+[A-Za-z_.+-][A-Za-z0-9_.+-]*")
 
 
@@ -63,7 +65,7 @@ def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> Non
     may restore an older one.
     """
     temporary = temporary_path(path)
-    with open(temporary, "wb") as file:
+    with naming(path), open(temporary, "wb") as file:
         file.write(content)
         if durable:
             file.flush()

@@ -3,7 +3,8 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -96,14 +97,6 @@ def test_exit_codes_are_distinct_and_as_documented() -> None:
     assert list(kinds.values()) == [0, 2, 3, 4, 130]
 
 
-@dataclass(frozen=True)
-class Fails:
-    error: BaseException
-
-    def __call__(self, args: object) -> int:
-        raise self.error
-
-
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
@@ -116,7 +109,7 @@ def test_what_a_command_raises_becomes_one_line_and_a_code(
     error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("FEDLOOM_TRACEBACK", raising=False)
-    monkeypatch.setitem(cli.HANDLERS, "status", Fails(error))
+    monkeypatch.setitem(cli.HANDLERS, "status", Mock(side_effect=error))
     with pytest.raises(SystemExit) as ending:
         main(["status"])
     assert ending.value.code == code
@@ -125,7 +118,7 @@ def test_what_a_command_raises_becomes_one_line_and_a_code(
 
 def test_a_developer_can_ask_for_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_TRACEBACK", "1")
-    monkeypatch.setitem(cli.HANDLERS, "status", Fails(ValueError("here")))
+    monkeypatch.setitem(cli.HANDLERS, "status", Mock(side_effect=ValueError("here")))
     with pytest.raises(ValueError, match="here"):
         main(["status"])
 
@@ -165,19 +158,22 @@ def test_times_for_people(value: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (OSError(28, "No space left on device"), 4, "fedloom: [Errno 28] No space left on device\n"),
+        (OSError(28, "No space left on device"), 4, "fedloom: mine: no space left on device\n"),
+        (OSError(5, "Input/output error", "a.npy"), 4, "fedloom: a.npy: input/output error\n"),
+        (OSError(20, "Not a directory", Path("f/g")), 2, "fedloom: f/g: not a directory\n"),
+        (OSError(36, "File name too long", "x" * 999), 2, f"fedloom: {'x' * 58}...{'x' * 59}: file name too long\n"),
+        (OSError("in its own words"), 4, "fedloom: in its own words\n"),
+        (MemoryError("1 TiB"), 4, "fedloom: not enough memory (1 TiB): ask for less, or use a larger machine\n"),
         (ConnectionError("no cluster at x"), 2, "fedloom: no cluster at x\n"),
     ],
 )
 def test_what_the_machine_refuses_is_one_line_and_an_exit_code(
-    error: OSError, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(args: object) -> int:
-        raise error
-
-    monkeypatch.setitem(cli.HANDLERS, "status", fail)
+    # Not a function of this file, whose errors would be those of the user's own code.
+    monkeypatch.setitem(cli.HANDLERS, "status", Mock(side_effect=error))
     with pytest.raises(SystemExit) as ending:
-        cli.main(["status"])
+        cli.main(["status", "--results", "mine"])
     assert (ending.value.code, capsys.readouterr().err) == (code, line)
 
 

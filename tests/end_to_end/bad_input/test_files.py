@@ -74,3 +74,44 @@ def test_a_results_folder_that_cannot_be_written(
     (tmp_path / "file").write_text("in the way")
     folder = {"below a file": str(tmp_path / "file" / "results"), "in /proc": "/proc/fedloom-results"}[place]
     assert f"results folder {folder} cannot be written" in refusal("run", *serial, f"results={folder}")
+
+
+@pytest.mark.parametrize("by", ["data.cache", "FEDLOOM_CACHE"])
+def test_a_cache_that_cannot_be_written(
+    tmp_path: Path, refused: Refuse, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    cache = tmp_path / "file" / "cache"
+    if by == "FEDLOOM_CACHE":
+        monkeypatch.setenv(by, str(cache))
+    line = refused(*([f"data.cache={cache}"] if by == "data.cache" else []))
+    assert "the cache of prepared data cannot be written (" in line
+    assert line.endswith("cache: not a directory): choose another folder by data.cache or FEDLOOM_CACHE")
+
+
+LONG = "x" * 256
+DEEP = "d/" * 2500
+
+
+@pytest.mark.parametrize("path", [LONG, DEEP], ids=["name", "path"])
+@pytest.mark.parametrize("key", ["results", "data.root", "data.cache", "tiers.device_table"])
+def test_a_path_that_no_file_system_holds(key: str, path: str, refused: Refuse) -> None:
+    line = refused(f"{key}={path}")
+    assert line.startswith(f"fedloom: {key}={path[:20]}")
+    assert "must be a path of at most 3000 bytes, each name in it of at most 255" in line
+
+
+@pytest.mark.parametrize("path", [LONG, DEEP], ids=["name", "path"])
+def test_an_option_or_a_preset_that_no_file_system_holds(path: str, refusal: Refuse) -> None:
+    must = "must be a path of at most 3000 bytes, each name in it of at most 255"
+    assert must in refusal("run", f"experiment=./{path}.yaml")
+    assert must in refusal("ablate", f"ablation=./{path}.yaml", "experiment=fedoras_digits")
+    for command in (["status"], ["report"], ["resume", "run"], ["export", "run"]):
+        assert f"--results {path[:20]}" in refusal(*command, "--results", path)
+    for command in (["report"], ["export", "run"]):
+        assert f"--out {path[:20]}" in refusal(*command, "--out", path)
+
+
+def test_data_of_a_path_that_no_file_system_holds(refused: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDLOOM_DATA", f"/{LONG}")
+    assert refused(preset=CIFAR).endswith(": file name too long")
