@@ -57,7 +57,7 @@ def _ended(
     config: RunConfig, make_executor: MakeExecutor, watcher: Watcher, resume: Resume | None, label: Label | None
 ) -> tuple[Kind, str]:
     try:
-        with blaming_own(RunFailedError, InterruptedRunError, OwnershipLostError):
+        with blaming_own(RunFailedError, InterruptedRunError, MirrorError, OwnershipLostError):
             if resume is None:
                 start_run(config, make_executor, watcher, label)
             else:

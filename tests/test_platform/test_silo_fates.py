@@ -37,7 +37,8 @@ from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import Weights, subspace_id
 from fedloom.platform.spaces.space_config import SpaceConfig
-from fedloom.tiers.devices import DeviceTable, write_device_table
+from fedloom.tiers.device_files import write_device_table
+from fedloom.tiers.devices import DeviceTable
 
 SILOS = (0, 1, 2)
 SHARED = "supernet"

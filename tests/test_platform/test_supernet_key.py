@@ -18,7 +18,8 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.runs.supernets import supernet_key
 from fedloom.platform.settings import settings_of
-from fedloom.tiers.devices import generate_device_table, write_device_table
+from fedloom.tiers.device_files import write_device_table
+from fedloom.tiers.devices import generate_device_table
 
 PRESETS = {"fedoras": "fedoras_digits", "superfednas": "superfednas_digits"}
 
