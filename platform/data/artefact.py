@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 import numpy as np
@@ -97,9 +97,16 @@ def write_artefact(folder: Path, manifest: str, fields: Fields, arrays: Mapping[
         os.fsync(file.fileno())
 
 
+class _Writer:
+    """A file that NumPy does not write to by itself, as it says of a full disk only how many values it has written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.write = file.write
+
+
 def _write_array(path: Path, array: AnyArray) -> Fields:
     with naming(path), path.open("wb") as file:
-        np.save(file, array, allow_pickle=False)
+        np.save(_Writer(file), array, allow_pickle=False)
         file.flush()
         os.fsync(file.fileno())
     return {

@@ -1,8 +1,11 @@
 """Data that is damaged, foreign or missing, and results that cannot be written: the file or folder is named."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -115,3 +118,24 @@ def test_an_option_or_a_preset_that_no_file_system_holds(path: str, refusal: Ref
 def test_data_of_a_path_that_no_file_system_holds(refused: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_DATA", f"/{LONG}")
     assert refused(preset=CIFAR).endswith(": file name too long")
+
+
+def test_a_full_disk_is_told_with_the_file(
+    tmp_path: Path,
+    call: Callable[..., int],
+    quick: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    full = partial(OSError, 28, "No space left on device")
+    run = ["run", *quick, f"results={tmp_path / 'results'}"]
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", Mock(side_effect=full()))
+        assert call(*run, f"data.cache={tmp_path / 'cache'}") == 4
+    assert re.fullmatch(r"fedloom: .*/train_x.npy: no space left on device\n", capfd.readouterr().err)
+    assert call("prepare", *quick) == 0
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", Mock(side_effect=[*[None] * 40, *(full() for _ in range(1000))]))
+        assert call(*run) == 4
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(rf"fedloom: {tmp_path}/results/.*: no space left on device", last), last
