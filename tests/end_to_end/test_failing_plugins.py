@@ -106,6 +106,10 @@ METHODS = {
     "no list": (made("lambda *_: None"), "its stages are None: give a list of one or more"),
     "no stages": (made("lambda *_: []"), r"its stages are \[\]: give a list of one or more"),
     "no stage": (made("lambda *_: [3]"), "its stage int has no name, begin, rounds_left, plan, merge, end"),
+    "parameters of a member": (
+        made().replace("def plan(self, state)", "def plan(self)"),
+        r"its stage Own: plan cannot be called with \(state\): too many positional arguments",
+    ),
     "one name for two": (made("lambda *_: [Own(), Own()]"), "its stages are called own, own: give each a name of its"),
     "fails": (made("lambda *_: [Own().nothing]"), r"fails: AttributeError: .*\(line \d+ of fail"),
 }
@@ -259,6 +263,8 @@ def test_what_fails_at_the_server_ends_the_run_in_a_line_that_names_it(
         ("plan", "raise RuntimeError('no\\nway')", "own, round 0: RuntimeError: no way (line {line} of {file})"),
         ("plan", "return state.nothing", "own, round 0: AttributeError: 'RunState' object has no attribute 'nothing'"),
         ("plan", "return None", "own, round 0: the stage's plan gives None: give a Plan"),
+        ("plan", "return Plan([3], 'nothing')", "own, round 0: the stage's plan has 3 among its assignments: give Ass"),
+        ("plan", "return Plan([], 'weights')", "own, round 0: the stage's plan names the bag 'weights'; there are not"),
         ("begin", "return None", "own, round 0: the stage's begin gives None: give a RunState"),
         ("rounds_left", "return None", "own, round 0: the stage's rounds_left gives None: give an int"),
         ("merge", "return state", "own, round 0: the stage's merge gives RunState("),

@@ -30,7 +30,18 @@ def test_a_packed_result_is_unpacked_to_the_same_sums_and_reports(weights: list[
     result = ChunkResult(sums_of(*weights), reports)
     back = unpack(pack(result))
     assert back.reports == reports
+    assert (back.sums.updates, back.sums.weigh_nothing) == (len(weights), False)
     assert torch.equal(back.sums.finish(OLD).weights["w"], sums_of(*weights).finish(OLD).weights["w"])
+
+
+def test_updates_that_weigh_nothing_are_counted_across() -> None:
+    weightless = ChunkResult()
+    weightless.sums.add(Update({"w": torch.ones(2)}, {"w": Slice("w")}, {"w": 0.0}))
+    back = unpack(pack(weightless)).sums
+    assert (back.updates, back.weigh_nothing) == (1, True)
+    back.merge(sums_of(1.0))
+    assert not back.weigh_nothing
+    assert not WeightedSums().weigh_nothing
 
 
 def test_unpacked_sums_can_be_merged_into_others() -> None:
