@@ -68,11 +68,15 @@ def cache_root(config: DataConfig) -> Path:
 
 
 def check_cache(config: DataConfig) -> None:
-    """Makes the cache folder if it does not exist; a one-line ValueError if it cannot be written."""
+    """Raises a one-line ValueError if the cache folder, which need not exist, cannot be written."""
     root = cache_root(config)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        if not os.access(root, os.W_OK | os.X_OK):
+        existing = root.absolute()
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(root))
+        if not os.access(existing, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))
     except OSError as error:
         raise ValueError(

@@ -233,10 +233,10 @@ def check_unowned(folder: Path, what: str) -> None:
 
 
 @contextmanager
-def one_at_a_time(path: Path) -> Iterator[None]:
-    """Waits until no other process is in such a block with this path, where the file system has locks."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Waits until no other process is in such a block with this folder, where the file system has locks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)

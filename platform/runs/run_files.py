@@ -40,7 +40,7 @@ def whole_or_nothing(paths: RunPaths) -> Iterator[None]:
     """Removes all files of a new run if the block fails: a full disk leaves no run that cannot be resumed."""
     try:
         yield
-    except BaseException:
+    except (Exception, KeyboardInterrupt):
         remove_run(paths)
         raise
 

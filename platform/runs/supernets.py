@@ -145,7 +145,7 @@ def store_supernet(root: Path, key: str, state: RunState, run_id: str, config: R
 
     If several runs finish at the same time, the first one wins. Raises OSError for disk errors.
     """
-    with one_at_a_time(root / FOLDER / f".{key}.lock"):
+    with one_at_a_time(root / FOLDER):
         _store(root, key, state, run_id, config)
 
 

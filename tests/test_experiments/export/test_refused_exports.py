@@ -17,6 +17,7 @@ from fedloom.platform.clients.scoring import scored_subnet
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
+from fedloom.platform.results.manifest import manifest_path
 from fedloom.platform.results.paths import list_runs
 
 
@@ -64,7 +65,7 @@ def test_a_run_without_a_model_says_where_it_stands(
 ) -> None:
     results = shutil.copytree(runs["none"].results, tmp_path / "results")
     (paths,) = list_runs(results)
-    for file in [*paths.models.iterdir(), paths.checkpoint / "state.json"]:
+    for file in [*paths.models.iterdir(), paths.checkpoint / "state.json", manifest_path(paths)]:
         file.unlink()
     for words in (["--architecture", "smallest"], ["--model", "supernet"], ["--tier", "tier1"]):
         line = refused([paths.run_id, *words, "--results", str(results), "--out", str(out)], capsys)
