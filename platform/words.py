@@ -42,7 +42,7 @@ def in_words(error: OSError) -> str:
         return said(error, 2 * MOST_SAID)
     what = os.strerror(error.errno)
     named = (f for f in (error.filename, error.filename2) if isinstance(f, str | bytes | os.PathLike))
-    files = " to ".join(shown(os.fsdecode(f), most=2 * MOST) for f in named)
+    files = " to ".join(shown(os.fsdecode(f), most=4 * MOST) for f in named)
     return f"{files}: {what[:1].lower()}{what[1:]}" if files else what
 
 

@@ -29,7 +29,7 @@ class SpaceConfig:
     depthwise_link: Annotated[bool | None, "cnn: whether stages are linked by a depthwise convolution"] = None
     operators: Annotated[list[str] | None, NOT_EMPTY, "the operators to choose from"] = None
     stage_widths: Annotated[list[int] | None, CHANNELS, "channels per stage"] = None
-    depths: Annotated[list[int] | None, Range(least=0, most=1000), "largest number of extra blocks per stage"] = None
+    depths: Annotated[list[int] | None, Range(least=0, most=100), "largest number of extra blocks per stage"] = None
     expansions: Annotated[
         list[float] | None, Range(above=0, most=1000), "widths of a block, as shares of its stage's"
     ] = None
@@ -42,10 +42,10 @@ class SpaceConfig:
     dropout: Annotated[float | None, Range(least=0, below=1), "dropout probability"] = None
     tied: Annotated[bool | None, "whether embedding and output share their weights"] = None
     cells: Annotated[int | None, UP_TO_A_THOUSAND, "number of cells"] = None
-    nodes: Annotated[int | None, UP_TO_A_THOUSAND, "number of intermediate nodes per cell"] = None
+    nodes: Annotated[int | None, Range(least=1, most=100), "number of intermediate nodes per cell"] = None
     stem_multiplier: Annotated[int | None, UP_TO_A_THOUSAND, "channels of the stem as a multiple of the cells'"] = None
     affine: Annotated[bool | None, "whether batch norms have scale and shift"] = None
-    modules: Annotated[int | None, UP_TO_A_THOUSAND, "number of modules per block to choose from"] = None
+    modules: Annotated[int | None, Range(least=1, most=100), "number of modules per block to choose from"] = None
     options: Annotated[dict[str, Any], "options of a user's own space, by name"] = field(default_factory=dict)
 
 
