@@ -158,6 +158,8 @@ class Setting:
     default: Any
     allowed: Allowed | None = None
     help: str = ""
+    several: bool | None = None
+    """Whether its values are lists or mappings; None if both they and single values are."""
 
 
 def settings_of(config: Any, prefix: str = "") -> Iterator[Setting]:
@@ -167,7 +169,7 @@ def settings_of(config: Any, prefix: str = "") -> Iterator[Setting]:
         if is_dataclass(value) and not isinstance(value, type):
             yield from settings_of(value, f"{prefix}{name}.")
         else:
-            yield Setting(f"{prefix}{name}", known.kind, value, known.allowed, known.help)
+            yield Setting(f"{prefix}{name}", known.kind, value, known.allowed, known.help, known.several)
 
 
 def described(key: str, annotation: Any, default: Any) -> Setting:
@@ -175,7 +177,13 @@ def described(key: str, annotation: Any, default: Any) -> Setting:
     kind, marks = _taken_apart(annotation)
     allowed = next((m for m in marks if isinstance(m, Allowed)), None)
     text = next((m for m in marks if isinstance(m, str)), "")
-    return Setting(key, _type_name(kind), default, allowed, text)
+    return Setting(key, _type_name(kind), default, allowed, text, _is_several(kind))
+
+
+def _is_several(kind: Any) -> bool | None:
+    kinds = [k for k in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)) if k is not NoneType]
+    found = {(get_origin(k) or k) in (list, tuple, dict) for k in kinds if k is not Any}
+    return found.pop() if len(found) == 1 and Any not in kinds else None
 
 
 def check_settings(config: Any, prefix: str = "") -> None:
@@ -184,6 +192,10 @@ def check_settings(config: Any, prefix: str = "") -> None:
     Options of code that is chosen by name are left to `chosen`: their ranges stand beside that code.
     """
     for setting in settings_of(config, prefix):
+        given = setting.default
+        is_other = setting.several is not None and isinstance(given, list | tuple | Mapping) != setting.several
+        if is_other and given is not None:  # Hydra takes any other value for a list: key=${other.key}
+            raise ValueError(f"{setting.key}={shown(given)}: must be {_noun(setting.kind)}")
         if not (isinstance(setting.default, Mapping) and setting.allowed is None):
             check_value(setting, setting.default)
 

@@ -145,7 +145,7 @@ def _check_form(override: str) -> None:
         raise ValueError(f"{shown(override, repr)} is not of the form key=value")
     if key.lstrip("+").partition(".")[0] == "hydra":
         raise ValueError(_unknown(key, []))
-    if value in ("", "null") and (problem := _not_there(key, value)):
+    if problem := _not_there(key, value):
         raise ValueError(problem)
     if _LONG_NUMBER.search(value):
         raise ValueError(f"{shown(override)}: a number of too many digits")
@@ -153,7 +153,7 @@ def _check_form(override: str) -> None:
 
 def _not_there(key: str, value: str) -> str:
     """That there is no such preset or method, and which there are; empty for other keys, and if there is."""
-    own = is_import_path(value) or value.endswith(ENDINGS)
+    own = value.endswith(ENDINGS) if f"{key}=" == PRESET else is_import_path(value)
     for choice, kind, there in (("experiment", "preset", experiments()), ("method", "method", [*METHODS])):
         if key == choice and value not in there and not own:
             return f"{key}={shown(value)}: no such {kind}{nearest(value, there)}; there are {_some(value, there)}"
