@@ -17,14 +17,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fedloom.experiments.catalogue import known_keys
 from fedloom.experiments.chaos.attack import arguments, attack
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.presets import experiments
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.runs.run import planned_stages
-from fedloom.platform.settings import OneOf, Range, Setting
+from fedloom.platform.settings import OneOf, Range, Setting, settings_of
 
 WRONG = ("tracebacks", "many_lines", "hangs", "written", "exits")
 HANG_S = 20
@@ -40,7 +39,7 @@ EXPENSIVE = ("num_clients", "paths", "samples", "rounds", "count", "image_size",
 @cache
 def settings(choice: str) -> tuple[Setting, ...]:
     """All keys of a preset or method."""
-    return tuple(known_keys([choice]))
+    return tuple(settings_of(compose_config([choice])))
 
 
 def edges(setting: Setting) -> list[str]:
