@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -310,7 +311,11 @@ def family_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_ray_cluster")
-def test_ctrl_c_ends_everything_and_the_run_can_be_resumed(tiny_overrides: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_everything_and_the_run_can_be_resumed(
+    tiny_overrides: list[str], tmp_path: Path, how: signal.Signals
+) -> None:
+    """So does SIGTERM, by which Slurm, Kubernetes and docker stop a run."""
     results = tmp_path / "results"
     more = ["executor.actors=1", "method.finetune.rounds=1", "method.rand_init.rounds=0"]
     process = subprocess.Popen(
@@ -324,7 +329,10 @@ def test_ctrl_c_ends_everything_and_the_run_can_be_resumed(tiny_overrides: list[
         family = family_of(process)
         assert len(family) > 4, "Ray's processes were not found"
         pressed = time.monotonic()
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group in the foreground
+        if how == signal.SIGINT:
+            os.killpg(process.pid, how)  # as a terminal does: to the whole group in the foreground
+        else:
+            process.send_signal(how)
         _, error = process.communicate(timeout=15)
         _, left = psutil.wait_procs(family, timeout=max(0.1, 15 - (time.monotonic() - pressed)))
     finally:
@@ -335,6 +343,7 @@ def test_ctrl_c_ends_everything_and_the_run_can_be_resumed(tiny_overrides: list[
     assert not left, f"left behind: {left}"
     text = error.decode()
     assert "Traceback" not in text
+    assert "***" not in text  # the head of a stack dump
     assert f"fedloom resume {run_id}" in text
     resume = fedloom("resume", run_id, "executor.kind=serial", "--results", str(results))
     resumed = subprocess.run(resume, capture_output=True, text=True, timeout=120)
@@ -344,3 +353,23 @@ def test_ctrl_c_ends_everything_and_the_run_can_be_resumed(tiny_overrides: list[
     assert not rounds.duplicated(["stage", "round"]).any()
     assert read_table(results, "runs")["status"].tolist() == ["done"]
     assert not list(results.rglob("*.tmp"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_ray_cluster")
+def test_a_killed_driver_leaves_nothing_behind(tiny_overrides: list[str], tmp_path: Path) -> None:
+    arguments = [*tiny_overrides, "executor.actors=1", f"results={tmp_path / 'results'}"]
+    process = subprocess.Popen(fedloom("run", *arguments), stdout=subprocess.DEVNULL, start_new_session=True)
+    family: list[psutil.Process] = []
+    try:
+        wait_for_round(tmp_path / "results", 1, process)
+        family = family_of(process)
+        assert len(family) > 4, "Ray's processes were not found"
+        process.kill()
+        process.wait()
+        _, left = psutil.wait_procs(family, timeout=30)
+        assert not left, f"left behind: {left}"
+    finally:
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
