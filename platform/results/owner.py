@@ -149,7 +149,7 @@ class Owner:
 
     def __init__(self, kept: Kept, what: str, *, fresh: bool = False) -> None:
         """Raises OwnedError, naming the owner, if another process has it; nobody else can know a `fresh` folder."""
-        self._kept, self._what, self._fresh = kept, what, fresh
+        self._kept, self._what, self._fresh, self._released = kept, what, fresh, False
         pid = os.getpid()
         self._lease = Lease(uuid4().hex, platform.node()[:64], this_place(), pid, started_ticks(pid) or 0)
         self._claim()
@@ -158,7 +158,9 @@ class Owner:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises OwnershipLostError if another process has taken over, as after a suspension of this machine."""
+        """Raises OwnershipLostError if another process has taken over, as after a suspension, and after `release`."""
+        if self._released:
+            raise OwnershipLostError(f"{self._what} is not this process's any more")
         there = self._kept.read()
         if there is not None and there.token != self._lease.token:
             raise OwnershipLostError(f"{self._what} was taken over by {there} while this process did not answer")
@@ -170,6 +172,7 @@ class Owner:
         with suppress(OSError, OwnershipLostError):
             self.check()
             self._kept.write(None)
+        self._released = True
 
     def _claim(self) -> None:
         if not self._kept.lock():

@@ -213,5 +213,5 @@ def test_gains_that_cannot_be_are_refused_in_one_line(make_config: Make, refused
         assert refused(make_config(GainConfig(clients=clients))) == (
             f"method.gains.clients={clients}: must be at least 2, or null"
         )
-    assert refused(make_config(GainConfig(epochs=-1))) == "method.gains.epochs=-1: must be 0 or more"
+    assert refused(make_config(GainConfig(epochs=-1))) == "method.gains.epochs=-1: must be between 0 and 100000"
     assert refused(make_config(GainConfig(lr=0.0))) == "method.gains.lr=0.0: must be greater than 0"
