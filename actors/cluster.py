@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import ray
 from ray.exceptions import RayError
 
-from fedloom.actors.address import resolve_address
+from fedloom.actors.address import check_listening, resolve_address
 from fedloom.actors.watcher import records_folder, unwatch, watched
 from fedloom.platform.federation.config import RayConfig
 
@@ -29,6 +29,7 @@ def connected(config: RayConfig) -> Iterator[None]:
         ConnectionError: the cluster does not answer or could not be started.
     """
     address = resolve_address(config.address)
+    check_listening(address)
     on_sigterm = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
     try:
         if address == "local":

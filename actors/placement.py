@@ -128,6 +128,14 @@ def free_resources() -> dict[str, float]:
     return resources
 
 
+def whole_resources() -> dict[str, float]:
+    """The resources that `free_resources` would find if nothing else ran."""
+    if get_current_placement_group() is not None:
+        return free_resources()
+    whole: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return whole
+
+
 def nodes_to_fill() -> int:
     """Number of nodes over which `free_resources` may be spread, each with a rest too small for an actor.
 

@@ -305,7 +305,7 @@ def _member(job: Job) -> Member:
 
 def _who(assignment: Assignment) -> str:
     client = "the server's data" if assignment.client_id is None else f"client {assignment.client_id}"
-    return f"{client} ({assignment.tier}, {assignment.stage} round {assignment.round}, {_what(assignment)})"
+    return f"{client} ({assignment.tier}, {assignment.stage} round {assignment.round + 1}, {_what(assignment)})"
 
 
 def _what(assignment: Assignment) -> str:

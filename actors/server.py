@@ -8,13 +8,14 @@ import ray
 import torch
 
 from fedloom.actors.client import WATCH
-from fedloom.actors.placement import free_resources, groups_of_run, nodes_to_fill
 from fedloom.actors.pool import ActorPool
+from fedloom.actors.waiting import groups_in_line
 from fedloom.actors.wire import accept_shared_memory
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World
 from fedloom.platform.runs.ending import Resume, RunEnd, run_to_end
+from fedloom.platform.runs.logs import CONSOLE
 from fedloom.platform.runs.plugin_sources import named_modules
 from fedloom.platform.runs.run import Watcher
 
@@ -22,10 +23,9 @@ from fedloom.platform.runs.run import Watcher
 def make_pool(world: World) -> ActorPool:
     """The client actors of a run, in this process's placement group or else on the cluster's free resources."""
     executor = world.config.executor
-    groups = groups_of_run(executor, world.tiers, free_resources(), world.num_clients, nodes_to_fill())
     return ActorPool(
         replace(world.spec, plugins=tuple(named_modules(asdict(world.config)))),
-        groups,
+        groups_in_line(world, CONSOLE.info),  # another run may have been faster since the driver looked
         resident=executor.resident,
         actor_attempts=executor.failures.actor_attempts,
         client_timeout_s=executor.client_timeout_s,

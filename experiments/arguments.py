@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def build_parser(handlers: Mapping[str, Handler]) -> argparse.ArgumentParser:
     """Builds the argument parser; `handlers` maps each command's name to the function that executes it."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="fedloom", description=DESCRIPTION, formatter_class=formatter)
+    parser.add_argument("--version", action="version", version=f"fedloom {_version()}", help="show the version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     made = {name: _command(commands, name, handlers[name], *texts) for name, texts in COMMANDS.items()}
     for name, add in ADD.items():
@@ -30,6 +32,13 @@ def build_parser(handlers: Mapping[str, Handler]) -> argparse.ArgumentParser:
             "--results", type=_results, default=Path("results"), help="results folder or URL (default: results)"
         )
     return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("fedloom")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 MANY = ("overrides", "given", "words", "runs")
@@ -56,6 +65,8 @@ RUN_HELP = """Runs an experiment: a preset, with any configuration value changed
   fedloom run experiment=fedoras_digits executor.kind=serial
   fedloom run experiment=fedoras_cifar10 data.alpha=0.1 method.train.weighting=fedavg seed=3
   fedloom run experiment=./mine.yaml method.train.server=my_rules:lion     presets and code of your own
+
+  fedloom run experiment=fedoras_digits name=baseline tags=[paper]         afterwards: fedloom report baseline
 
 `fedloom keys` lists all configuration keys, `fedloom plugins` what can be chosen by name.
 """
@@ -159,7 +170,7 @@ def _add_submit(submit: argparse.ArgumentParser) -> None:
 
 
 def _add_export(export: argparse.ArgumentParser) -> None:
-    export.add_argument("run", metavar="RUN", help="run id, or its beginning")
+    export.add_argument("run", metavar="RUN", help=RUN_WORDS)
     export.add_argument("--tier", help="the model of this tier")
     export.add_argument("--target", metavar="MEASURE=LIMIT", help="the model of a searched target, such as macs=1e9")
     export.add_argument("--architecture", metavar="TEXT", help="smallest, largest, d=1,0,2,1 e=.14 or 3-1-8-0")
@@ -186,9 +197,22 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     _overrides(run, "experiment=NAME (or a YAML file of your own) and whatever differs from it")
 
 
+RESUME_HELP = """Continues a run from its last checkpoint, to the same results; of a run that is done it says so.
+
+  fedloom resume RUN                                     RUN: an id, its beginning, a name, or the tag of one run
+  fedloom resume RUN executor.actors=8 ray.address=HEAD:6379
+  fedloom resume RUN name=baseline tags=[paper,cifar]
+
+What is computed cannot change. These keys may: name, tags, executor.kind, executor.actors, executor.client_timeout_s,
+executor.failures.*, ray.*, checkpoint.*, data.root, data.cache, data.download, reuse_supernet, tensorboard.
+"""
+
+RUN_WORDS = "run id, its beginning, or the run's name or tag"
+
+
 def _add_resume(resume: argparse.ArgumentParser) -> None:
-    resume.add_argument("run", help="run id, or its beginning")
-    _overrides(resume, "executor.*, ray.*, checkpoint.* and where the data is may differ")
+    resume.add_argument("run", metavar="RUN", help=RUN_WORDS)
+    _overrides(resume, "one of the keys above")
     _may_change(resume)
 
 
@@ -210,13 +234,22 @@ def _add_plugins(plugins: argparse.ArgumentParser) -> None:
     plugins.add_argument("words", nargs="*", metavar="WORD", help="what to look for, such as server or data")
 
 
+def _add_tables(tables: argparse.ArgumentParser) -> None:
+    tables.add_argument("words", nargs="*", metavar="TABLE", help="runs, rounds, clients, ...; all if none is given")
+
+
 def _add_report(report: argparse.ArgumentParser) -> None:
-    report.add_argument("runs", nargs="*", metavar="RUN", help="run ids, or an ablation's id (default: the latest run)")
+    report.add_argument(
+        "runs", nargs="*", metavar="RUN", help="ids, names or tags; or an ablation (default: the latest run)"
+    )
     report.add_argument("--out", type=Path, help="folder for the files (default: RESULTS/reports/RUN)")
+    report.add_argument(
+        "--follow", action="store_true", help="write it again every 30 s until the runs end; the page follows by itself"
+    )
 
 
 def _add_search(search: argparse.ArgumentParser) -> None:
-    search.add_argument("run", help="run id of a superfednas run, or its beginning")
+    search.add_argument("run", metavar="RUN", help=f"{RUN_WORDS}; a run of superfednas")
     search.add_argument("--macs", type=float, action="append", default=[], help="at most so many MACs; may be repeated")
     search.add_argument(
         "--latency-s", type=float, action="append", default=[], help="at most so many seconds on this machine"
@@ -230,13 +263,13 @@ def _add_status(status: argparse.ArgumentParser) -> None:
         "--clean", action="store_true", help="end the processes that dead runs left behind on this machine"
     )
     status.add_argument(
-        "runs", nargs="*", metavar="RUN", help="run ids or their beginnings, or an ablation's (default: the newest 50)"
+        "runs", nargs="*", metavar="RUN", help="ids, their beginnings, names or tags (default: the newest 50)"
     )
     status.add_argument("--all", action="store_true", help="all runs and ablations, not only the newest 50 of each")
 
 
 def _add_verify(verify: argparse.ArgumentParser) -> None:
-    verify.add_argument("runs", nargs="+", metavar="RUN", help="run ids or their beginnings")
+    verify.add_argument("runs", nargs="+", metavar="RUN", help="ids, their beginnings, names or tags")
 
 
 def _command(commands: Any, name: str, handler: Handler, text: str, description: str = "") -> argparse.ArgumentParser:
@@ -245,7 +278,9 @@ def _command(commands: Any, name: str, handler: Handler, text: str, description:
     command: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=description, formatter_class=formatter
     )
-    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    printed = command.add_mutually_exclusive_group()
+    printed.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    printed.add_argument("--quiet", action="store_true", help="print nothing but errors")
     command.set_defaults(command=handler)
     return command
 
@@ -260,11 +295,12 @@ def _presets(command: str) -> str:
 
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "run": ("run an experiment to its end", RUN_HELP),
-    "resume": ("continue a run from its last checkpoint",),
+    "resume": ("continue a run from its last checkpoint", RESUME_HELP),
     "ablate": ("vary configuration values over seeds, with Ray Tune", ABLATE_HELP),
     "describe": ("a space's size, costs and tiers",),
     "keys": ("every configuration key with its type, default, range and meaning", KEYS_HELP),
     "plugins": ("what can be chosen by name, and where code of your own goes", PLUGINS_HELP),
+    "tables": ("the columns of the result tables: type, unit and meaning",),
     "prepare": ("prepare a data set and its partition",),
     "report": ("tables, plots and one HTML page of runs, or of an ablation",),
     "search": ("the best subnets of a trained supernet for new targets",),
@@ -282,6 +318,7 @@ ADD: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "describe": _add_describe,
     "keys": _add_keys,
     "plugins": _add_plugins,
+    "tables": _add_tables,
     "prepare": _add_prepare,
     "report": _add_report,
     "search": _add_search,

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prefer_huge_pages()
     args = parse(build_parser(HANDLERS), arguments)
     signal.signal(signal.SIGTERM, _interrupt)
-    logging.basicConfig(level=logging.WARNING, format="fedloom: %(message)s")
+    if args.quiet:
+        stop_printing()
+    logging.basicConfig(level=logging.ERROR if args.quiet else logging.WARNING, format="fedloom: %(message)s")
     try:
         _check_paths(args)
         with blaming_own(), naming(getattr(args, "out", None) or getattr(args, "results", None) or "."):
@@ -78,6 +81,9 @@ class _WhileRead:
     def round(self, progress: Any) -> None:
         while_read(self._view.round, progress)
 
+    def waiting(self, message: str) -> None:
+        while_read(self._view.waiting, message)
+
     def end(self, end: Any, results: str) -> None:
         while_read(self._view.end, end, results)
 
@@ -110,10 +116,19 @@ def _run(args: argparse.Namespace) -> int:
 def _resume(args: argparse.Namespace) -> int:
     from fedloom.experiments.runs.configuration import change_stored, stored_config
 
-    run_id, config = stored_config(args.results, args.run)
+    run_id, stored = stored_config(args.results, args.run)
+    config = change_stored(stored, args.overrides)
+    from fedloom.experiments.runs.finished import is_finished, leave_finished
+
+    if is_finished(config, run_id):
+        from fedloom.experiments.show import RunView
+
+        leave_finished(config, run_id)
+        RunView(as_json=args.json).finished(run_id, config.results)
+        return OK
     from fedloom.platform.runs.ending import Resume
 
-    return _execute(args, change_stored(config, args.overrides), Resume(run_id, args.changed_plugins))
+    return _execute(args, config, Resume(run_id, args.changed_plugins))
 
 
 def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
@@ -123,7 +138,7 @@ def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
     from fedloom.experiments.runs.launch import launch
     from fedloom.experiments.show import RunView
 
-    view = _WhileRead(RunView(quiet=args.json))
+    view = _WhileRead(RunView(as_json=args.json))
     with naming(config.results):
         end = launch(config, view, resume)
     view.end(end, config.results)
@@ -173,6 +188,13 @@ def _plugins(args: argparse.Namespace) -> int:
     return OK
 
 
+def _tables(args: argparse.Namespace) -> int:
+    from fedloom.experiments.columns import described_tables, show_tables
+
+    show_tables(described_tables(args.words), as_json=args.json)
+    return OK
+
+
 def _prepare(args: argparse.Namespace) -> int:
     from fedloom.experiments.prepare import prepare
     from fedloom.experiments.terminal.output import show_facts
@@ -190,14 +212,29 @@ def _report(args: argparse.Namespace) -> int:
     results = _here(args, args.runs or None, tensors=False)
     ablation = of_ablation.chosen_ablation(results, args.runs)
     if ablation is not None:
-        files = of_ablation.write_ablation_report(results, ablation, args.out)
+        files = _written(args, lambda: of_ablation.write_ablation_report(results, ablation, args.out))
         figures = of_ablation.ablation_json(results, ablation) if args.json else {}
         show_report(files, of_ablation.ablation_table(results, ablation), figures, as_json=args.json)
         return OK
-    files = write_report(results, args.runs or None, args.out)
+    files = _written(args, lambda: write_report(results, args.runs or None, args.out))
     figures = report_json(results, files.run_ids) if args.json else {}
     show_report(files, summary_table(results, files.run_ids), figures, as_json=args.json)
     return OK
+
+
+def _written(args: argparse.Namespace, write: Callable[[], Any]) -> Any:
+    """The report; with --follow written anew until what it is about has ended, for the page that loads itself again."""
+    from fedloom.experiments.report.pages.content import REFRESH_S
+
+    files = write()
+    if args.follow and files.is_live and not args.json:
+        sys.stdout.write(f"{files.html}: to be opened in a browser; written anew every {REFRESH_S} s until the end\n")
+        sys.stdout.flush()
+    while args.follow and files.is_live:
+        time.sleep(REFRESH_S)
+        _here(args, args.runs or None, tensors=False)
+        files = write()
+    return files
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -252,10 +289,10 @@ def _search(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from fedloom.experiments.verify import show_verified, verified
-    from fedloom.platform.results.paths import find_run
+    from fedloom.platform.results.paths import find_runs
 
     results = _here(args, args.runs, tensors=True)
-    found = [verified(find_run(results, run)) for run in args.runs]
+    found = [verified(run) for run in dict.fromkeys(run for given in args.runs for run in find_runs(results, given))]
     show_verified(found, as_json=args.json)
     return OK if all(run.whole for run in found) else CONFIGURATION
 
@@ -280,6 +317,7 @@ HANDLERS: Mapping[str, Handler] = {
     "describe": _describe,
     "keys": _keys,
     "plugins": _plugins,
+    "tables": _tables,
     "prepare": _prepare,
     "report": _report,
     "search": _search,

@@ -1,17 +1,18 @@
 """`fedloom status`: how runs and ablations stand, from their status files."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
-from rich.table import Column, Table
+from rich.console import Console, Group
+from rich.table import Table
 
-from fedloom.experiments.store.ablations import FOLDER, Ablation, ablation_ids, find_ablation, is_ablation
+from fedloom.experiments.store.ablations import FOLDER, Ablation, ablation_ids, meant_ablation
 from fedloom.experiments.store.trials import STATUS, counted, trial_states
 from fedloom.experiments.terminal.output import console, write_json
-from fedloom.platform.results.paths import RunPaths, find_run, list_runs
+from fedloom.experiments.terminal.run_list import ListedRun, place_of, run_lines, shortened
+from fedloom.platform.results.names import read_names
+from fedloom.platform.results.paths import RunPaths, find_runs, list_runs
 from fedloom.platform.results.status import Status, read_status
 
 MOST = 50
@@ -20,10 +21,11 @@ LONGEST_MESSAGE = 70
 
 
 def show_status(results: Path, given: Sequence[str], *, as_json: bool, everything: bool = False) -> None:
-    """Prints one line per run, and one per trial of every ablation, of those that are named by id or its beginning.
+    """Prints one line per run, and one per trial of every ablation, of those that are named.
 
-    Without names it prints one line per ablation and per run outside ablations: of the newest `MOST` of each, or of all
-    with `everything`. It reads the status files of what it shows. Raises ValueError for a name that does not exist.
+    They are named by an id, its beginning, a run's name or a tag. Without names it prints one line per ablation and per
+    run outside ablations: of the newest `MOST` of each, or of all with `everything`. It reads the status files and the
+    names of what it shows. Raises ValueError for a name that does not exist.
     """
     if given:
         _show_named(results, given, as_json)
@@ -32,35 +34,34 @@ def show_status(results: Path, given: Sequence[str], *, as_json: bool, everythin
 
 
 def _show_named(results: Path, given: Sequence[str], as_json: bool) -> None:
-    ablations = [find_ablation(results, g) for g in given if is_ablation(results, g)]
-    runs = [find_run(results, g) for g in given if not is_ablation(results, g)]
-    found = {paths.run_id: asdict(read_status(paths.status)) for paths in runs}
+    meant = {word: meant_ablation(results, word) for word in given}
+    ablations = [ablation for ablation in meant.values() if ablation is not None]
+    runs = [paths for word, ablation in meant.items() if ablation is None for paths in find_runs(results, word)]
+    found = [_listed(paths, read_status(paths.status)) for paths in dict.fromkeys(runs)]
     if as_json:
         values = [_ablation_as_dict(results, ablation) for ablation in ablations]
-        write_json({"runs": _run_rows(found), "ablations": values})
+        write_json({"runs": [run.as_dict() for run in found], "ablations": values})
         return
     screen = console()
     for ablation in ablations:
         screen.print(_ablation_table(results, ablation))
-    if found:
-        screen.print(_runs_table(found))
+    _print_runs(screen, found, whole=True)
 
 
 def _show_newest(results: Path, newest: slice, as_json: bool) -> None:
     ablations = ablation_ids(results)
     runs = _runs_outside(results, set(ablations))
     states = {name: _driver_status(results, name) for name in ablations[newest]}
-    found = {paths.run_id: _known(paths) for paths in runs[newest]}
+    found = [_known(paths) for paths in runs[newest]]
     earlier = {"runs": len(runs) - len(found), "ablations": len(ablations) - len(states)}
     if as_json:
         values = [_progress_as_dict(*each) for each in states.items()]
-        write_json({"runs": _run_rows(found), "ablations": values, "earlier": earlier})
+        write_json({"runs": [run.as_dict() for run in found], "ablations": values, "earlier": earlier})
         return
     screen = console()
     for name, status in states.items():
         screen.print(_progress_line(name, status))
-    if found:
-        screen.print(_runs_table(found))
+    _print_runs(screen, found, whole=False)
     if not found and not states:
         screen.print(f"no runs under {results}")
     if any(earlier.values()):
@@ -76,25 +77,21 @@ def _runs_outside(results: Path, ablations: set[str]) -> list[RunPaths]:
     return [paths for paths in list_runs(results) if paths.run_id.rpartition("-")[0] not in ablations]
 
 
-def _known(paths: RunPaths) -> dict[str, Any]:
-    """The status of a run as values; if it cannot be read, the run is listed all the same, as unknown."""
+def _listed(paths: RunPaths, status: Status | ValueError) -> ListedRun:
+    return ListedRun(paths.run_id, read_names(paths.artifacts), status)
+
+
+def _known(paths: RunPaths) -> ListedRun:
+    """The run; if its status cannot be read, it is listed all the same, as unknown."""
     try:
-        return asdict(read_status(paths.status))
+        return _listed(paths, read_status(paths.status))
     except ValueError as error:
-        return {**dict.fromkeys(field.name for field in fields(Status)), "state": "unknown", "message": str(error)}
+        return _listed(paths, error)
 
 
-def _run_rows(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{"run_id": run_id, **status} for run_id, status in found.items()]
-
-
-def _runs_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
-    # An id is there to be copied: what is too wide for the terminal folds in the message.
-    table = Table(Column("run", no_wrap=True), "state", "stage", "round", "message", box=None)
-    for run_id, status in found.items():
-        at = "" if status["round"] is None else f"{status['round']}/{status['rounds_total']}"
-        table.add_row(run_id, status["state"], status["stage"], at, status["message"])
-    return table
+def _print_runs(screen: Console, runs: Sequence[ListedRun], *, whole: bool) -> None:
+    for line in run_lines(runs, screen.width if screen.is_terminal else None, whole=whole) if runs else ():
+        screen.print(line)
 
 
 # -- ablations ---------------------------------------------------------------------------------------------------------
@@ -128,9 +125,8 @@ def _ablation_table(results: Path, ablation: Ablation) -> Group:
     states = trial_states(results, ablation)
     table = Table("trial", "setting", "state", "stage", "round", "message", box=None)
     for s in states:
-        stage, at = (s.status.stage, f"{s.status.round}/{s.status.rounds_total}") if s.status else ("", "")
-        message = s.message if len(s.message) <= LONGEST_MESSAGE else f"{s.message[:LONGEST_MESSAGE]}..."
-        table.add_row(f"{s.trial.index:04}", s.trial.label(), s.state, stage, at, message)
+        stage, at = (s.status.stage, place_of(s.status)) if s.status else ("", "")
+        table.add_row(f"{s.trial.index:04}", s.trial.label(), s.state, stage, at, shortened(s.message, LONGEST_MESSAGE))
     state = _state_of(_driver_status(results, ablation.ablation_id))
     line = f"ablation {ablation.ablation_id} {state}: {counted(states)}"
     return Group(line, table, f"a trial's run is {ablation.ablation_id}-TRIAL")

@@ -32,6 +32,7 @@ from fedloom.platform.words import shown
 PREFIX = "ablation."
 NOT_AXES = {
     "seed": "an ablation has several seeds; give ablation.seeds=[1,2]",
+    "name": "its trials are known by their ids; give tags=[WORD], or nothing",
     "results": "all trials of an ablation lie in one results folder; give results=FOLDER",
 }
 """Configuration keys that no axis may vary, and the advice for each."""

@@ -138,8 +138,9 @@ def _sorted_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[st
     own = [a for a in arguments if a.startswith(PREFIX)]
     rest = [a for a in arguments if not a.startswith((PREFIX, "ablation="))]
     for argument in rest:
-        if argument.partition("=")[0].lstrip("+") == "seed":
-            raise ValueError(f"{argument}: {NOT_AXES['seed']}")
+        key = argument.partition("=")[0].lstrip("+")
+        if key in ("seed", "name"):
+            raise ValueError(f"{argument}: {NOT_AXES[key]}")
     return names[0], own, rest
 
 

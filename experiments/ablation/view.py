@@ -10,7 +10,8 @@ from rich.table import Table
 
 from fedloom.experiments.store.ablations import Ablation, Trial
 from fedloom.experiments.store.trials import WAITING, End, TrialState
-from fedloom.experiments.terminal.output import as_time, console
+from fedloom.experiments.terminal.output import console
+from fedloom.platform.runs.progress import as_time
 
 MOST_LINES = 40
 """Maximum number of trials in the live table; running trials come first."""

@@ -12,11 +12,14 @@ import pandas as pd
 
 from fedloom.experiments.analysis.kinds import kind_of
 from fedloom.experiments.analysis.seeds import SEEDS, seeds_of
-from fedloom.experiments.analysis.tables import Tables, configuration
+from fedloom.experiments.analysis.tables import Tables, configuration, name_of
 
 DATA_PLACES = ("data.root", "data.cache", "data.download")
-FREE = ("seed", "seeds", "results", "reuse_supernet", "tensorboard", "executor", "ray", "checkpoint", *DATA_PLACES)
-"""Keys and key prefixes that do not affect what is trained: seeds, and where and how it is computed."""
+FREE = (
+    "name", "tags", "seed", "seeds", "results", "reuse_supernet", "tensorboard", "executor", "ray", "checkpoint",
+    *DATA_PLACES
+)  # fmt: skip
+"""Keys and key prefixes that do not affect what is trained: names, seeds, and where and how it is computed."""
 
 NOT_SET = "(not set)"
 """Value of a key that the configuration of a run does not have, for instance because its version is older."""
@@ -33,7 +36,8 @@ class Setting:
     """Runs of one experiment that differ only in seeds.
 
     Attributes:
-        name: the experiment, and the keys and values that distinguish the setting from the experiment's others.
+        name: the experiment, and what distinguishes the setting from the experiment's others: the name that its runs
+            were given, or the keys and values in which it differs.
         run_ids: the runs, in the order in which they were requested.
         seeds: all seeds of each of these runs, as JSON text.
         kind: what its method produces, one of the constants of `kinds`.
@@ -94,6 +98,9 @@ def _settings(
     firsts = [group[0] for group in groups]
     keys = differing([values[run_id] for run_id in firsts])
     names = names_apart([values[run_id] for run_id in firsts], firsts, experiment)
+    given: list[str | None] = [_given_name(tables, group) for group in groups] if len(groups) > 1 else [None]
+    told_apart = [own is not None and given.count(own) == 1 for own in given]
+    names = [f"{experiment}, {own}" if is_own else n for n, own, is_own in zip(names, given, told_apart, strict=True)]
     for name, group in zip(names, groups, strict=True):
         yield Setting(
             name=name,
@@ -104,6 +111,12 @@ def _settings(
             config=configuration(tables, group[0]),
             differences={key: values[group[0]].get(key, NOT_SET) for key in keys},
         )
+
+
+def _given_name(tables: Tables, group: Sequence[str]) -> str | None:
+    """The name that all runs of a setting were given."""
+    names = {name_of(tables, run_id) for run_id in group}
+    return names.pop() if len(names) == 1 else None
 
 
 def alike(values: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, str] | None = None) -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.platform.results.paths import RunPaths, find_run, list_runs
+from fedloom.platform.results.paths import RunPaths, find_runs, list_runs
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.tables import TABLES, read_runs
 
@@ -65,7 +65,7 @@ def load(
     experiment: str | None = None,
     tables: Iterable[str] = ALL_TABLES,
 ) -> Tables:
-    """Loads the tables of these runs (ids or unambiguous prefixes), or of all runs; only of `experiment` if given.
+    """Loads the tables of these runs (ids, their beginnings, names, tags), or of all; only of `experiment` if given.
 
     Results at a URL (s3://bucket/path) are downloaded first, as far as they have changed. Only the named `tables` and
     the table `runs` are read, and of `clients` only `CLIENT_COLUMNS`. Raises ValueError for an unknown run, experiment
@@ -102,7 +102,7 @@ def _find(results: Path, run_ids: Sequence[str] | None, experiment: str | None) 
     if run_ids is None:
         paths = tuple(_all_runs(results))
     else:
-        paths = tuple(dict.fromkeys(find_run(results, run_id) for run_id in _ids(run_ids) or ()))
+        paths = tuple(dict.fromkeys(path for given in _ids(run_ids) or () for path in find_runs(results, given)))
     if experiment is None:
         return paths
     own = tuple(p for p in paths if p.experiment == experiment)
@@ -137,6 +137,12 @@ def requires(tables: Tables, *names: str) -> None:
     missing = [name for name in names if name not in tables.read]
     if missing:
         raise ValueError(f"this needs the table {missing[0]!r}, which was not read: name it in load(..., tables=...)")
+
+
+def name_of(tables: Tables, run_id: str) -> str | None:
+    """The name that the run was given; None if it has none."""
+    names = tables.runs.loc[tables.runs["run_id"] == run_id, "name"].dropna()
+    return str(names.iloc[0]) if len(names) else None
 
 
 def configuration(tables: Tables, run_id: str) -> dict[str, Any]:

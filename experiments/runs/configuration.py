@@ -25,6 +25,7 @@ from fedloom.platform.plugins import PluginError, is_import_path, nearest
 from fedloom.platform.results.checkpoint import check_same_config
 from fedloom.platform.results.files import check_name
 from fedloom.platform.results.manifest import check_files
+from fedloom.platform.results.names import check_names, read_names
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.tables import read_table
@@ -88,6 +89,8 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
 def stored_config(results: str | Path, run_id: str) -> tuple[str, RunConfig]:
     """A run's full id and its stored configuration, with `results` as given; downloads a run at a URL first.
 
+    `run_id` is an id, its beginning, a name or a tag of one run.
+
     Raises ValueError for an unknown run and for a configuration that is unreadable or differs from the recorded one.
     """
     root = fetch(results, [run_id])
@@ -103,6 +106,8 @@ def stored_config(results: str | Path, run_id: str) -> tuple[str, RunConfig]:
         check_same_config(json.loads(recorded.iloc[-1]), values)
     config = config_from_dict(values)
     config.results = str(results)
+    names = read_names(paths.artifacts)  # may have changed since the run started
+    config.name, config.tags = names.name, list(names.tags)
     return paths.run_id, config
 
 
@@ -212,6 +217,7 @@ def check_config(config: RunConfig) -> None:
         choice = name if known else "NAME"
         raise ValueError(f"method.name={name}: a method is chosen by method={choice}, which brings its own keys")
     check_name("experiment", config.experiment)
+    check_names(config.name, config.tags)
     check_data(config.data)
     if config.executor.resident and config.executor.chunk_size != 1:
         raise ValueError(f"executor.chunk_size={config.executor.chunk_size}: resident clients take chunks of 1")

@@ -9,14 +9,14 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedloom.actors.cluster import connected
-from fedloom.actors.placement import free_resources, groups_of_run, nodes_to_fill
 from fedloom.actors.server import RemoteServer
+from fedloom.actors.waiting import groups_in_line
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import RunCosts, load_costs
-from fedloom.platform.federation.loop import RoundProgress
+from fedloom.platform.federation.loop import AT_ONCE, RoundProgress
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.mirror import mirror_run
 from fedloom.platform.results.paths import RunPaths, run_paths
@@ -28,6 +28,7 @@ from fedloom.platform.runs.run_files import COSTS
 
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.2
+LONGEST_CAUSE = 120
 
 
 class View(Protocol):
@@ -39,6 +40,10 @@ class View(Protocol):
 
     def round(self, progress: RoundProgress) -> None:
         """A round is finished and stored on disk."""
+        ...
+
+    def waiting(self, message: str) -> None:
+        """The run does not start yet."""
         ...
 
 
@@ -58,7 +63,7 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
     planned_stages(world)
     with connected(config.ray):
         # Raises if the cluster is too small, before the server writes the run's first files.
-        groups_of_run(config.executor, world.tiers, free_resources(), world.num_clients, nodes_to_fill())
+        groups_in_line(world, view.waiting)
         return _through_server(config, view, resume)
 
 
@@ -85,9 +90,15 @@ def _through_server(config: RunConfig, view: View, resume: Resume | None) -> Run
         end = _interrupt(server, ending, shown)
         _write_interrupted(config, end)
     except RayError as error:
-        cause = " ".join(str(error).split())[:600]
-        end = RunEnd(shown.run_id, "infrastructure", f"the server actor ended: {cause}")
+        end = RunEnd(shown.run_id, "infrastructure", _lost_server(error))
     return end
+
+
+def _lost_server(error: RayError) -> str:
+    """One short line; Ray's own text is many, about its logs, and says no more about the cause."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    sentence = first.partition(". ")[0].rstrip(".:")[:LONGEST_CAUSE]
+    return f"the run's server process is gone ({sentence}): Ray was stopped, or the process or its node died"
 
 
 def _where_results_are(results: str) -> dict[str, Any]:
@@ -133,7 +144,7 @@ def _interrupt(server: Any, ending: Any, shown: _Shown) -> RunEnd:
             return end
         message = f"the present round did not end within {STOP_TIMEOUT_S:g} s and is lost"
     except (KeyboardInterrupt, RayError):
-        message = "interrupted at once; the round in progress is lost"
+        message = AT_ONCE
     # Otherwise its heartbeat would continue to report that the run is alive.
     ray.kill(server)
     return RunEnd(shown.run_id, "interrupted", message)

@@ -10,6 +10,7 @@ from typing import Any
 
 from fedloom.experiments.store.differences import differences, with_differences
 from fedloom.platform.results.files import check_name, write_atomically
+from fedloom.platform.results.paths import list_runs
 
 FOLDER = "ablations"
 PLAN = "ablation.json"
@@ -91,10 +92,10 @@ def short(value: Any) -> str:
 
 
 def new_ablation_id(root: Path, name: str) -> str:
-    """A new id that is unused under `root`, short enough as a prefix of run ids of 40 characters."""
+    """A new id that is unused under `root`: UTC time, the ablation's name, and a random suffix."""
     check_name("ablation", name)
     while True:
-        found = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name[:12]}-{os.urandom(3).hex()}"
+        found = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}-{os.urandom(3).hex()}"
         if not (root / FOLDER / found).exists():
             return found
 
@@ -158,6 +159,18 @@ def find_ablation(root: Path, given: str) -> Ablation:
     raise ValueError(f"ablation {given!r} could be any of {', '.join(matching[-10:])}: give more of its id")
 
 
-def is_ablation(root: Path, given: str) -> bool:
-    """Whether there is an ablation whose id starts with the given text."""
-    return bool(ablation_ids(root, given))
+def meant_ablation(root: Path, given: str) -> Ablation | None:
+    """The ablation that `given` means: its id, or the beginning of its id; None if it means runs.
+
+    Raises ValueError if several ablations, or an ablation and runs of no ablation, begin so.
+    """
+    beginning = ablation_ids(root, given)
+    if not beginning or given in beginning:
+        return read_ablation(root / FOLDER / given) if beginning else None
+    # The ids of an ablation's trials begin with its own id.
+    ids = [run.run_id for run in list_runs(root) if run.run_id.startswith(given)]
+    runs = [run_id for run_id in ids if run_id.rpartition("-")[0] not in beginning]
+    if runs:
+        candidates = [*(f"ablation {name}" for name in beginning), *(f"run {run_id}" for run_id in runs)]
+        raise ValueError(f"{given!r} could be any of {', '.join(candidates[-10:])}: give more of the id")
+    return find_ablation(root, given)

@@ -13,25 +13,13 @@ LOG_WIDTH = 110
 
 
 def console(quiet: bool = False) -> Console:
-    """A console for the terminal, or for a log file with a width of `LOG_WIDTH` characters."""
-    found = Console(highlight=False, soft_wrap=True, quiet=quiet)
-    return found if found.is_terminal else Console(highlight=False, soft_wrap=True, quiet=quiet, width=LOG_WIDTH)
+    """A console for the terminal, or for a log file with a width of `LOG_WIDTH` characters.
 
-
-def as_bytes(size_bytes: float) -> str:
-    """Formats a size, such as 3.2 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.3g} TB"
-
-
-def as_time(seconds: float) -> str:
-    """Formats a duration, such as 2:05."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    Text is printed as it is: brackets in a value or a message are no markup.
+    """
+    settings: dict[str, Any] = {"highlight": False, "soft_wrap": True, "quiet": quiet, "markup": False, "emoji": False}
+    found = Console(**settings)
+    return found if found.is_terminal else Console(**settings, width=LOG_WIDTH)
 
 
 def where(results: str | Path) -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.results.names import Names
 from fedloom.platform.settings import (
     NOT_EMPTY,
     ONE_OR_MORE,
@@ -173,6 +174,9 @@ class RayConfig:
         int | None, Range(least=SMALLEST_STORE_BYTES), "object store size in bytes; null: a fifth of the free memory"
     ] = None
     dashboard: Annotated[bool, "Ray's dashboard"] = False
+    wait_s: Annotated[
+        float, ZERO_OR_MORE, "seconds that a run waits for other runs on the cluster to free the CPUs that it needs"
+    ] = 300.0
 
 
 @dataclass
@@ -186,7 +190,11 @@ class CheckpointConfig:
 class RunConfig:
     """Everything that determines a run."""
 
-    experiment: Annotated[str, NOT_EMPTY, "the experiment's name, with which the run's id begins"] = "custom"
+    experiment: Annotated[str, NOT_EMPTY, "the experiment's name, which is part of the run's id"] = "custom"
+    name: Annotated[str | None, NOT_EMPTY, "a name for this run, by which commands find it; null: none"] = None
+    tags: Annotated[list[str], NOT_EMPTY, "words by which commands find this run and others with the same tag"] = field(
+        default_factory=list
+    )
     seed: Annotated[int, ZERO_OR_MORE, "the run's seed, for all purposes without a seed of their own in seeds"] = 1
     results: Annotated[
         str, PATH, "a folder, or the URL of one on a filesystem that pyarrow reads: s3://bucket/path, gs://bucket/path"
@@ -209,6 +217,11 @@ class RunConfig:
     ray: RayConfig = field(default_factory=RayConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     seeds: SeedsConfig = field(default_factory=SeedsConfig)
+
+    @property
+    def names(self) -> Names:
+        """The run's name and tags."""
+        return Names(self.name, tuple(self.tags))
 
     def seed_for(self, purpose: str) -> int:
         """The seed of partition, initialisation, selection, training or search."""

@@ -19,6 +19,7 @@ from fedloom.platform.clients.execution import (
     make_chunks,
 )
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, FailuresConfig
+from fedloom.platform.federation.forecast import Forecast
 from fedloom.platform.federation.recorder import Record, Recorder
 from fedloom.platform.federation.stage import Merged, Plan, Review, RoundResult, Row, Stage
 from fedloom.platform.federation.state import CLIENT, RunState
@@ -39,12 +40,19 @@ class InterruptedRunError(RuntimeError):
     """The run was stopped on request; its checkpoint holds every finished round."""
 
 
+AT_ONCE = "the round in progress was not finished and is lost"
+"""The message of a run that a KeyboardInterrupt has ended, which brings none."""
+
+
 @dataclass(frozen=True)
 class Validated:
-    """A stage's mean accuracy on validation data, and the number of rounds after which it was measured."""
+    """A stage's mean accuracy on validation data.
+
+    `rounds` is the number of rounds after which it was measured; None in a stage that trains nothing.
+    """
 
     accuracy: float
-    rounds: int
+    rounds: int | None
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,8 @@ class RoundProgress:
     """A finished round as reported to `watch`, after it is safely on disk.
 
     `metric` is the clients' accuracy on the split `metric_of` of their data, in training stages the training data.
-    `validated` is None unless the stage was scored on validation data.
+    `validated` is None unless the stage was scored on validation data. `left_s` estimates the seconds that the run will
+    still take, `stage_left_s` those of the stage; None if that is not known.
     """
 
     stage: str
@@ -67,6 +76,8 @@ class RoundProgress:
     wall_s: float
     metric_of: str = "train"
     validated: Validated | None = None
+    left_s: float | None = None
+    stage_left_s: float | None = None
 
 
 class Loop:
@@ -91,6 +102,7 @@ class Loop:
         self.execution, self.checkpoint, self.deadline_s = execution, checkpoint, deadline_s
         self.watch, self.should_stop, self.ending = watch, should_stop, ending
         self._unsaved: RunState | None = None
+        self._forecast = Forecast(stages)
 
     def run(self, state: RunState) -> RunState:
         """Runs from any state to the end of the last stage; all results are on disk when it returns.
@@ -112,7 +124,7 @@ class Loop:
                     state = answered("begin", stage.begin(state), RunState)
             while (left := self._rounds_left(stage, state)) > 0:
                 state = self._round(stage, state, left)
-            with stage_work(stage.name, state.round):
+            with stage_work(stage.name, None):
                 ended = answered("end", stage.end(state), Merged)
             place, first = {"stage": stage.name, "round": state.round}, partial(self.ending, state)
             state = replace(ended.state, stage=state.stage + 1, round=0)
@@ -125,6 +137,7 @@ class Loop:
         started = time.perf_counter()
         self.status.write(stage=stage.name, round=state.round, rounds_total=state.round + left)
         with stage_work(stage.name, state.round):
+            self._forecast.begins(state)
             plan = checked_plan(answered("plan", stage.plan(state), Plan), state)
         result = self._execute(plan, state)
         clients = [r for r in result.reports if r.client_id is not None]
@@ -146,15 +159,27 @@ class Loop:
         save = stop or after.round % self.checkpoint.every == 0
         # Until these rows are on disk the previous checkpoint stays: resuming from a later one would duplicate rows.
         self._unsaved = None
-        progress = replace(
-            progress_of(row, left), metric_of=split_of(clients), validated=validated(merged.rows, state.round)
-        )
+        progress = self._progress(row, clients, merged, after, left)
         self._record(merged, [*client_rows, ("rounds", row)], after if save else None, progress)
         self._unsaved = None if save else after
         if stop:
             self.recorder.wait()
-            raise InterruptedRunError(f"stopped after round {state.round} of {stage.name}")
+            raise InterruptedRunError(f"stopped after round {state.round + 1} of {stage.name}")
         return after
+
+    def _progress(
+        self, row: Mapping[str, Any], clients: Sequence[Report], merged: Merged, after: RunState, left: int
+    ) -> RoundProgress:
+        with stage_work(row["stage"], row["round"]):
+            self._forecast.finished(after, row["wall_s"])
+            to_come = self._forecast.left(left - 1)
+        return replace(
+            progress_of(row, left),
+            metric_of=split_of(clients),
+            validated=validated(merged.rows, row["round"], trained=any(report.steps for report in clients)),
+            left_s=to_come.run_s,
+            stage_left_s=to_come.stage_s,
+        )
 
     def _rounds_left(self, stage: Stage, state: RunState) -> int:
         with stage_work(stage.name, state.round):
@@ -206,30 +231,35 @@ class Loop:
         # The failed round's rows are written for inspection; a resumed run replaces them.
         self.recorder.submit(Record(rows))
         self.recorder.wait()
-        first = server or failed[0]
-        who = "the server's own work" if first.client_id is None else f"client {first.client_id} ({first.tier})"
-        policy = self.execution.failures
+        if server is not None:
+            raise RunFailedError(f"{stage}, round {round_ + 1}: the server's own work failed: {server.error}")
+        first, policy = failed[0], self.execution.failures
         raise RunFailedError(
-            f"{stage}, round {round_}: {who} failed: {first.error} [{len(failed)} of {len(reports)} failed; policy "
-            f"{policy.policy}, at most {policy.max_share:.0%}; their rows and tracebacks are in the table clients]"
+            f"{stage}, round {round_ + 1}: client {first.client_id} ({first.tier}) failed: {first.error} "
+            f"[{len(failed)} of {len(clients)} clients failed; policy {policy.policy}, at most {policy.max_share:.0%}; "
+            "their rows and tracebacks are in the table clients]"
         )
 
 
 @contextmanager
-def stage_work(stage: str, round_: int) -> Iterator[None]:
-    """Turns errors of a stage and of a user's code into a RunFailedError; other errors are fedloom's own mistakes."""
+def stage_work(stage: str, round_: int | None) -> Iterator[None]:
+    """Turns errors of a stage and of a user's code into a RunFailedError; other errors are fedloom's own mistakes.
+
+    `round_` counts from 0; None is the stage's end.
+    """
+    place = f"{stage}, at its end" if round_ is None else f"{stage}, round {round_ + 1}"
     try:
         yield
     except ValueError as error:
         logger.info("the server's work failed", exc_info=True)
-        raise RunFailedError(f"{stage}, round {round_}: {error}") from error
+        raise RunFailedError(f"{place}: {error}") from error
     except NOT_CAUGHT:
         raise
     except BaseException as error:
         if not place_in_own(error):
             raise
         logger.info("the user's own code failed", exc_info=True)
-        raise RunFailedError(f"{stage}, round {round_}: {in_one_line(error)}") from error
+        raise RunFailedError(f"{place}: {in_one_line(error)}") from error
 
 
 def answered(member: str, answer: T, kind: type[T]) -> T:
@@ -287,7 +317,7 @@ def split_of(clients: Sequence[Report]) -> str:
     return next(splits, "train")
 
 
-def validated(rows: Sequence[Row], round_: int) -> Validated | None:
+def validated(rows: Sequence[Row], round_: int, *, trained: bool = True) -> Validated | None:
     """The mean of the latest validation accuracies in a stage's rows: the server's if any, otherwise the clients'."""
     # The server scores the weights before the round's training, clients score their own models after it.
     # Costs are measured without data and have no split.
@@ -301,7 +331,7 @@ def validated(rows: Sequence[Row], round_: int) -> Validated | None:
     latest = max(place for place, _, _ in found)
     own = [(central, value) for place, central, value in found if place == latest and not math.isnan(value)]
     values = [value for central, value in own if central] or [value for _, value in own]
-    return Validated(sum(values) / len(values), latest) if values else None
+    return Validated(sum(values) / len(values), latest if trained else None) if values else None
 
 
 def merge_chunks(results: Iterable[ChunkResult], beat: Callable[[], None] = lambda: None) -> RoundResult:

@@ -1,7 +1,8 @@
-"""Planning of a round: its cohort, the clients' budgets, device dropout, and the assignments."""
+"""Planning of a round: its cohort, the clients' budgets, device dropout, the assignments, and expected costs."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from fedloom.platform.federation.history import History
     from fedloom.platform.federation.world import World
     from fedloom.platform.plugins import Chosen
+    from fedloom.tiers.costs import CostTable
+
+
+TRAINING = 3.0
+"""A training step costs its forward pass and about twice as much backwards."""
 
 
 def choose_cohort(
@@ -76,3 +82,25 @@ def training_budget(world: World, client_id: int, stage: str, round_: int) -> fl
     rng = stream(world.config.seed_for("selection"), "budget", stage, round_, client_id)
     share, table = world.budget.factor(round_, rng), world.cost_table
     return max(world.tier(client_id).upper * share, table.cost(world.space.cheapest(table)))
+
+
+def expected_macs(world: World, table: CostTable | None = None, lower: float = 0.0, upper: float = math.inf) -> float:
+    """MACs of a middling architecture, of those whose cost in `table` is between the bounds if that counts MACs."""
+    macs = world.macs_table
+    least, most = macs.smallest, macs.largest if math.isfinite(macs.largest) else macs.smallest
+    if table is None or table.measure != macs.measure:
+        return (least + most) / 2
+    return (min(max(lower, least), most) + max(min(upper, most), least)) / 2
+
+
+def num_samples(world: World, split: str) -> int:
+    """All clients' samples of a split together."""
+    return len(world.data.partition.all_indices(split))
+
+
+def evaluation_macs(world: World, models: int) -> float:
+    """MACs of a final evaluation, a guess, because test data may not even be counted before it.
+
+    Validation data, the test set and the clients' test data are together about half as many samples as are trained on.
+    """
+    return models * num_samples(world, "train") / 2 * expected_macs(world)

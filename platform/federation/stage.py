@@ -81,6 +81,14 @@ class Stage(Protocol):
         """Whether its assignments and their costs are known without training, so that a dry run can count them."""
         return False
 
+    def macs_left(self, state: RunState) -> float | None:  # noqa: ARG002
+        """The MACs that are expected from this state on, from which the time left is estimated; None if unknown.
+
+        They are those of forward passes, and `TRAINING` times those where clients train. For a stage to come, the state
+        is an earlier stage's (with round 0), without what `begin` will add to it.
+        """
+        return None
+
     @abstractmethod
     def rounds_left(self, state: RunState) -> int:
         """The number of remaining rounds, as far as it is known; 0 ends the stage."""

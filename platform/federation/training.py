@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,14 @@ import torch
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
 from fedloom.platform.clients.local_rules import STATE, local_rule, place_of
 from fedloom.platform.federation.history import packed, unpacked, with_reports
-from fedloom.platform.federation.planning import assign, choose_cohort, for_server, in_plan_order
+from fedloom.platform.federation.planning import (
+    TRAINING,
+    assign,
+    choose_cohort,
+    expected_macs,
+    for_server,
+    in_plan_order,
+)
 from fedloom.platform.federation.stage import KeptModel, Merged, Plan, Review, RoundResult, Stage, evaluation_rows
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import (
@@ -118,6 +126,7 @@ class Slots:
         beside: further tasks of the server in a round, in parallel to the clients.
         after: the method's update of the state after averaging, given the round's plan and result.
         keep: the models that are stored when the stage ends.
+        macs: MACs of a sample's forward pass that clients are expected to train; by default the space's middle.
         parameters: the names of the bag's trained tensors; by default the space's parameters.
         tier: the tier whose model is trained, for rows of `evaluations`.
         data: JSON values added to the initial state.
@@ -130,6 +139,7 @@ class Slots:
     beside: Callable[[RunState], Sequence[Task]] = lambda _state: ()
     after: Callable[[RunState, Plan, RoundResult], RunState] = lambda state, _plan, _result: state
     keep: Callable[[RunState], Sequence[KeptModel]] = lambda _state: ()
+    macs: Callable[[RunState], float] | None = None
     parameters: frozenset[str] | None = None
     tier: str | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -177,6 +187,19 @@ class TrainingStage(Stage):
         """The remaining rounds; 0 without weights or without an eligible client."""
         possible = self.bag in state.bags and len(self.eligible) > 0
         return self.config.rounds - state.round if possible else 0
+
+    def macs_left(self, state: RunState) -> float:
+        """Those of training the remaining rounds' clients."""
+        macs = expected_macs(self.world) if self.slots.macs is None else self.slots.macs(state)
+        return (self.config.rounds - state.round) * self._samples_of_a_round * TRAINING * macs
+
+    @cached_property
+    def _samples_of_a_round(self) -> float:
+        """The number of samples that pass through a round's clients, on average."""
+        if not len(self.eligible):
+            return 0.0
+        clients = min(cohort_size(self.config, len(self.eligible)), len(self.eligible))
+        return clients * self.config.epochs * float(self.world.data.sizes("train")[self.eligible].mean())
 
     @property
     def countable(self) -> bool:

@@ -20,8 +20,9 @@ ARGUMENTS = {
     "plan": ("state",),
     "merge": ("state", "plan", "result"),
     "end": ("state",),
+    "macs_left": ("state",),
 }
-"""What the loop calls a stage's members with."""
+"""What the loop calls a stage's members with; a stage need not have `macs_left`."""
 
 _PLACES: Mapping[str, tuple[str, ...]] = {
     "tiered": ("fedoras", "fedavg"),
@@ -112,6 +113,8 @@ def _checked_stages(stages: Any, blame: str) -> list[Stage]:
 def _check_members(stage: Any, blame: str) -> None:
     """Raises PluginError for a member that cannot be called as the loop calls it."""
     for member, arguments in ARGUMENTS.items():
+        if not hasattr(stage, member):
+            continue
         try:
             signature(getattr(stage, member)).bind(*arguments)
         except ValueError:  # a builtin without a signature

@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fedloom.platform.results.files import check_name
+from fedloom.platform.results.names import ARTIFACTS, NO_NAMES, named_runs
 
-LONGEST_RUN_ID = 40
-ARTIFACTS = "artifacts"
+LONGEST_RUN_ID = 140
+"""An experiment's or an ablation's name has up to 100 characters; time, random suffix and trial's number follow."""
 _EXPERIMENT, _RUN = "experiment=", "run_id="
 
 
@@ -60,14 +61,14 @@ def run_paths(root: Path, experiment: str, run_id: str) -> RunPaths:
 
 
 def new_run_id(root: Path, experiment: str) -> str:
-    """An unused run id: UTC time, the experiment's first letters, and a random suffix.
+    """An unused run id: UTC time, the experiment's name, and a random suffix.
 
-    It has at most 40 characters, and ids sort by time. The suffix comes from the operating system, not from a seeded
-    stream, so that two runs of the same seed started in the same second differ.
+    Ids sort by time. The suffix comes from the operating system, not from a seeded stream, so that two runs of the same
+    seed started in the same second differ.
     """
     check_name("experiment", experiment)
     while True:
-        run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{experiment[:16]}-{os.urandom(3).hex()}"
+        run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{experiment}-{os.urandom(3).hex()}"
         if not is_used(root, run_id):
             return run_id
 
@@ -102,21 +103,43 @@ def runs_called(root: Path, run_id: str) -> list[RunPaths]:
     return [RunPaths(Path(root), experiment, run_id) for experiment in dict.fromkeys(found)]
 
 
-def find_run(root: Path, run_id_or_prefix: str) -> RunPaths:
-    """The run with this id, or the only run whose id begins with it.
+def find_run(root: Path, given: str) -> RunPaths:
+    """The only run that `given` means: an id, the beginning of an id, a name, or a tag.
 
     Raises ValueError listing the known runs if there is none, or the candidates if there are several.
     """
-    matching = runs_called(root, run_id_or_prefix)
+    matching = find_runs(root, given)
+    if len(matching) > 1:
+        raise ValueError(f"tag {given!r} is that of {_latest(matching)}: give the id of one of them")
+    return matching[0]
+
+
+def find_runs(root: Path, given: str) -> list[RunPaths]:
+    """The only run with this id, or whose id begins so; else the only run with this name; else all with this tag.
+
+    Names are read only if no id begins so. Raises ValueError under the conditions of `find_run`, except for the tag of
+    several runs.
+    """
+    matching = runs_called(root, given)
     if len(matching) == 1:
-        return matching[0]
+        return matching
     runs = list_runs(root)
-    matching = matching or [run for run in runs if run.run_id.startswith(run_id_or_prefix)]
-    if len(matching) == 1:
-        return matching[0]
-    if not matching:
-        raise ValueError(f"no run {run_id_or_prefix!r} under {root}; known runs: {_latest(runs)}")
-    raise ValueError(f"run {run_id_or_prefix!r} could be any of {_latest(matching)}: give more of its id")
+    matching = matching or [run for run in runs if run.run_id.startswith(given)]
+    if len(matching) > 1:
+        raise ValueError(f"run {given!r} could be any of {_latest(matching)}: give more of its id")
+    return matching or _named(root, runs, given)
+
+
+def _named(root: Path, runs: list[RunPaths], given: str) -> list[RunPaths]:
+    names = named_runs(root)
+    if called := [run for run in runs if names.get(run.run_id, NO_NAMES).name == given]:
+        if len(called) > 1:
+            raise ValueError(f"{given!r} is the name of {_latest(called)}: give the id of one of them")
+        return called
+    tagged = [run for run in runs if given in names.get(run.run_id, NO_NAMES).tags]
+    if not tagged:
+        raise ValueError(f"no run {given!r} under {root}; known runs: {_latest(runs)}")
+    return tagged
 
 
 def _experiments(root: Path) -> Iterator[tuple[str, Path]]:

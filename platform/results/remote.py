@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.platform.results.files import check_writable
+from fedloom.platform.results.names import ARTIFACTS, NAMES, NO_NAMES, Names, parse_names
 from fedloom.platform.results.order import is_tensors, rank
-from fedloom.platform.results.paths import ARTIFACTS, RunPaths
+from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import TABLES
 from fedloom.platform.results.target import RemoteFile, Target, is_remote, local_root, open_target, unusable
@@ -42,7 +43,7 @@ def check_results(results: str) -> Path:
 def fetch(
     results: str | Path, run_ids: Sequence[str] | None = None, *, tensors: bool = True, ablations: bool = False
 ) -> Path:
-    """Downloads runs (with these ids or prefixes of ids, or all) and returns the local results folder.
+    """Downloads runs (with these ids, prefixes of ids, names or tags, or all) and returns the local results folder.
 
     `ablations` downloads these, too; do not use it while one is running, because only its driver may write them. Only
     changed files are downloaded, each atomically; without `tensors`, none of checkpoints and models, which reading
@@ -109,31 +110,32 @@ class _Wanted(NamedTuple):
 def _fetch_runs(target: Target, root: Path, run_ids: Sequence[str] | None, tensors: bool) -> None:
     """Repeats until no file changes in between, because a run that continues elsewhere replaces and deletes files."""
     settled: dict[str, bool] = {}
+    names: dict[str, Names] = {}
     for _ in range(_PASSES):
         busy = False
-        for run_id, files in _by_run(target.list(_places(target, run_ids))).items():
-            if run_ids is not None and not any(run_id.startswith(given) for given in run_ids):
-                continue
+        there = _by_run(target.list(_places(target, run_ids)))
+        for run_id in there if run_ids is None else _meant(target, there, run_ids, names):
             if run_id not in settled:
-                settled[run_id] = _stays(target, root, run_id, files)
+                settled[run_id] = _stays(target, root, run_id, there[run_id])
             if not settled[run_id]:
-                busy |= _fetch_run(target, root, run_id, files, tensors)
+                busy |= _fetch_run(target, root, run_id, there[run_id], tensors)
         if not busy:
             return
 
 
-def _places(target: Target, run_ids: Sequence[str] | None) -> Sequence[str]:
+def _places(target: Target, given: Sequence[str] | None) -> Sequence[str]:
     """The folders in which the files of these runs lie: their own if they are few, else all of the results.
 
     A listing takes a request per thousand files, and there may be thousands of runs.
     """
-    if run_ids is None:
+    if given is None:
         return ("",)
-    names = [name for name in target.folders(ARTIFACTS) if any(name.startswith(given) for given in run_ids)]
-    if run_ids and not 0 < len(names) <= _MOST_ALONE:
-        return ("",)  # runs without artefacts are among all files only
+    ids = [run_id for run_id in target.folders(ARTIFACTS) if run_id.startswith(tuple(given))]
+    # Runs without artefacts are among all files only, and so are those that are meant by a name or a tag.
+    if len(ids) > _MOST_ALONE or not all(any(run_id.startswith(word) for run_id in ids) for word in given):
+        return ("",)
     try:
-        return [place for name in names for place in _places_of(target, name)]
+        return [place for run_id in ids for place in _places_of(target, run_id)]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return ("",)  # killed before its configuration was written, or damaged
 
@@ -142,6 +144,27 @@ def _places_of(target: Target, run_id: str) -> list[str]:
     experiment = json.loads(target.read(f"{ARTIFACTS}/{run_id}/config.json"))["experiment"]
     here = RunPaths(Path(), experiment, run_id)
     return [place.as_posix() for place in (here.artifacts, *(here.table(table) for table in TABLES))]
+
+
+def _meant(
+    target: Target, there: Mapping[str, Mapping[str, RemoteFile]], given: Sequence[str], known: dict[str, Names]
+) -> list[str]:
+    """The runs whose ids begin with a word, and those with a name or tag that begins no id; reads names only once."""
+    others = [word for word in given if not any(run_id.startswith(word) for run_id in there)]
+    for run_id, files in there.items() if others else ():
+        name = f"{ARTIFACTS}/{run_id}/{NAMES}"
+        if run_id not in known:
+            known[run_id] = _names_there(target, name) if name in files else NO_NAMES
+    return [
+        run_id for run_id in there if run_id.startswith(tuple(given)) or any(known[run_id].has(word) for word in others)
+    ]
+
+
+def _names_there(target: Target, name: str) -> Names:
+    try:
+        return parse_names(target.read(name))
+    except FileNotFoundError:  # taken away since it was listed
+        return NO_NAMES
 
 
 def _by_run(files: Mapping[str, RemoteFile]) -> dict[str, dict[str, RemoteFile]]:

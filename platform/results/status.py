@@ -42,6 +42,11 @@ class Status:
     started: int = 0
     place: str = ""
 
+    @property
+    def round_shown(self) -> int:
+        """The round in progress, or the last one, counted from 1 as in everything that people read."""
+        return min(self.round + 1, self.rounds_total)
+
 
 class StatusFile:
     """Writes the status of the current process's run; thread-safe."""

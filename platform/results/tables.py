@@ -17,7 +17,7 @@ from fedloom.platform.results.paths import RunPaths, runs_called
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Value = int | float | str | bool | datetime
 Row = dict[str, Value]
@@ -37,14 +37,12 @@ def _schema(columns: str) -> pa.Schema:
     return pa.schema(fields, metadata={SCHEMA_VERSION_KEY: str(SCHEMA_VERSION)})
 
 
-# Architectures are text such as "3-1-8-0"; `schedules`, `seeds`, `tiers`, `config`, `versions`, `setting` (the values
-# that an ablation varies in this trial) and `traits` (the properties that the method declares) are JSON text.
-# `supernet` is a shared supernet's key, `supernet_run_id` the run that trained it, `node` where a client's work ran.
+# What every column means, and its unit, is said in `columns`.
 TABLES: dict[str, pa.Schema] = {
     "runs": _schema(
         "method:str space:str dataset:str seeds:str tiers:str config:str versions:str source_hash:str "
         "partition_hash:str status:str started:time ended:time error:str ablation:str trial:int setting:str "
-        "supernet:str supernet_run_id:str traits:str"
+        "supernet:str supernet_run_id:str traits:str name:str tags:str"
     ),
     "rounds": _schema(
         "stage:str round:int clients_planned:int clients_ok:int clients_failed:int loss:float metric:float "
@@ -58,7 +56,7 @@ TABLES: dict[str, pa.Schema] = {
     ),
     "candidates": _schema(
         "stage:str round:int tier:str generation:int architecture:str macs:int parameters:int loss:float "
-        "metric:float feasible:bool on_front:bool"
+        "metric:float feasible:bool on_front:bool winner:bool"
     ),
     "evaluations": _schema(
         "stage:str round:int model:str tier:str architecture:str client_id:int split:str metric:str value:float "

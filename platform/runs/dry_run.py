@@ -16,6 +16,7 @@ from fedloom.platform.clients.execution import (
     SharedWeights,
 )
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.forecast import macs_left
 from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
@@ -66,6 +67,9 @@ class DryStage(Stage):
 
     def rounds_left(self, state: RunState) -> int:
         return self.stage.rounds_left(state)
+
+    def macs_left(self, state: RunState) -> float | None:
+        return macs_left(self.stage, state)
 
     def plan(self, state: RunState) -> Plan:
         """The clients' assignments of the plan."""

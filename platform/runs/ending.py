@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.loop import InterruptedRunError, RunFailedError
+from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, RunFailedError
 from fedloom.platform.plugins import PluginError, blaming_own
 from fedloom.platform.results.mirror import MirrorError
 from fedloom.platform.results.owner import OwnershipLostError
@@ -71,5 +71,5 @@ def _ended(
     except RunFailedError as error:
         return "failed", str(error)
     except (InterruptedRunError, KeyboardInterrupt) as error:
-        return "interrupted", str(error)
+        return "interrupted", str(error) or AT_ONCE
     return "done", ""

@@ -1,9 +1,16 @@
-"""A run's log file, independent of the console's log level."""
+"""A run's log files, independent of the console and of its log level."""
 
 import logging
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from fedloom.platform.federation.loop import RoundProgress
+from fedloom.platform.runs.progress import round_line
+
+CONSOLE = logging.getLogger("fedloom.console")
+"""The lines that the console shows, which go to a file beside the run, wherever it is watched from."""
 
 
 class _LogFile(logging.FileHandler):
@@ -28,19 +35,43 @@ class _LogFile(logging.FileHandler):
                 sys.stderr.write(f"fedloom: the log {self.baseFilename} cannot be written ({reason})\n")
 
 
-def log_to(path: Path) -> logging.Handler:
-    """Writes fedloom's log records of level warning and above to a file, until `close_log`."""
-    handler = _LogFile(path, delay=True)
+def log_to(folder: Path) -> Sequence[logging.Handler]:
+    """Writes fedloom's records of level warning and above to `server.log`, and `CONSOLE` to `console.log`.
+
+    Both go on until `close_log`; neither fails on a full disk.
+    """
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    handler.setLevel(logging.WARNING)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger("fedloom").addHandler(handler)
+        folder.mkdir(parents=True, exist_ok=True)
+    CONSOLE.setLevel(logging.INFO)
+    CONSOLE.propagate = False
+    server = _handler(folder / "server.log", logging.WARNING, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("fedloom").addHandler(server)
+    console = _handler(folder / "console.log", logging.INFO, "%(asctime)s %(message)s")
+    CONSOLE.addHandler(console)
+    return server, console
+
+
+def _handler(path: Path, level: int, form: str) -> logging.Handler:
+    handler = _LogFile(path, delay=True)
+    handler.setLevel(level)
+    handler.setFormatter(logging.Formatter(form))
     return handler
 
 
-def close_log(handler: logging.Handler) -> None:
-    """Removes the handler and closes the file."""
-    logging.getLogger("fedloom").removeHandler(handler)
-    with suppress(OSError):
-        handler.close()
+def and_logged(watch: Callable[[RoundProgress], None]) -> Callable[[RoundProgress], None]:
+    """The watcher of rounds, of which `CONSOLE` gets the lines as well."""
+
+    def told(progress: RoundProgress) -> None:
+        CONSOLE.info("%s", round_line(progress))
+        watch(progress)
+
+    return told
+
+
+def close_log(handlers: Sequence[logging.Handler]) -> None:
+    """Removes the handlers and closes their files."""
+    for handler in handlers:
+        for logger in (logging.getLogger("fedloom"), CONSOLE):
+            logger.removeHandler(handler)
+        with suppress(OSError):
+            handler.close()

@@ -14,7 +14,7 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import load_costs
 from fedloom.platform.federation.event_files import FOLDER as EVENTS
 from fedloom.platform.federation.event_files import EventFiles, Events, NoEvents, check_event_files
-from fedloom.platform.federation.loop import InterruptedRunError, Loop, RoundProgress, RunFailedError
+from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, Loop, RoundProgress, RunFailedError
 from fedloom.platform.federation.recorder import Recorder, restored_state, save_state
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
@@ -23,13 +23,14 @@ from fedloom.platform.methods.registry import build_stages, shared_training
 from fedloom.platform.results.checkpoint import Saved, check_same_config, load_checkpoint, stored_bags
 from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.mirror import mirrored
+from fedloom.platform.results.names import write_names
 from fedloom.platform.results.owner import OwnershipLostError, check_unowned, owned
 from fedloom.platform.results.paths import RunPaths, new_run_id, run_paths
 from fedloom.platform.results.remote import check_results, fetch, fetch_folder, is_remote, local_root, mirror_folder
 from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.dry_run import dry_executor, dry_stages
-from fedloom.platform.runs.logs import close_log, log_to
+from fedloom.platform.runs.logs import CONSOLE, and_logged, close_log, log_to
 from fedloom.platform.runs.run_files import (
     COSTS,
     keep_changed,
@@ -97,7 +98,7 @@ def start_run(
     writer = RunWriter.create(root, config.experiment, run_id)
     with ExitStack() as held:
         with whole_or_nothing(writer.paths):
-            check = held.enter_context(_owned(config, writer.paths, fresh=True))
+            check = held.enter_context(owned_run(config, writer.paths, fresh=True))
             sources = sources_of(config)
             write_new_run(writer.paths, config, world, sources)
             beginning = _beginning(world, writer)
@@ -107,10 +108,6 @@ def start_run(
         with mirrored(config.results, writer.paths, check):
             _go(world, stages, writer, beginning, make_executor, watcher or Watcher(), check)
     return run_id
-
-
-def _owned(config: RunConfig, paths: RunPaths, *, fresh: bool = False) -> AbstractContextManager[Callable[[], None]]:
-    return owned(paths.artifacts, f"run {paths.run_id}", config.results, paths.root, fresh=fresh)
 
 
 @dataclass(frozen=True)
@@ -189,11 +186,16 @@ def resume_run(
         paths.artifacts.mkdir(parents=True, exist_ok=True)
     elif not paths.artifacts.is_dir():
         raise ValueError(f"there is no run {run_id!r} of experiment {config.experiment!r} under {paths.root} to resume")
-    with _owned(config, paths) as check:
+    with owned_run(config, paths) as check:
         fetch(config.results, [run_id])
         check_files(paths)
         _resume(config, paths, make_executor, watcher or Watcher(), label or Label(), check, changed_plugins)
     return run_id
+
+
+def owned_run(config: RunConfig, paths: RunPaths, *, fresh: bool = False) -> AbstractContextManager[Callable[[], None]]:
+    """Owns a run, and its copy at the results' URL, for the duration of the block (see `owned`)."""
+    return owned(paths.artifacts, f"run {paths.run_id}", config.results, paths.root, fresh=fresh)
 
 
 def check_run_unowned(paths: RunPaths) -> None:
@@ -231,7 +233,8 @@ def _resume(
         writer.update_run(**row, started=datetime.now(UTC))
     if changed:
         keep_changed(writer, sources, changed)
-    writer.update_run(**beginning.row, status="running", ended=None, error=None)
+    write_names(paths.artifacts, config.names)
+    writer.update_run(**beginning.row, **config.names.columns(), status="running", ended=None, error=None)
     with mirrored(config.results, writer.paths, check):
         _go(world, stages, writer, beginning, make_executor, watcher, check)
 
@@ -256,6 +259,8 @@ FREE_ON_RESUME = (
     "data.download",
     "reuse_supernet",
     "tensorboard",
+    "name",
+    "tags",
 )
 """The keys that may change when a run is resumed, because they do not affect its results."""
 
@@ -286,12 +291,11 @@ def _go(
     config = world.config
     status = StatusFile(writer.paths.status, check)
     status.write("running", message="starting workers")
-    row = writer.run_row
-    taken = str(row.get("supernet_run_id") or "")
-    watcher.started(writer.paths.run_id, taken if taken != writer.paths.run_id else "")
+    _tell_start(writer, watcher)
     executor: Executor | None = None
     heartbeat = Heartbeat(status)
-    log = log_to(writer.paths.logs / "server.log")
+    log = log_to(writer.paths.logs)
+    CONSOLE.info("run %s", writer.paths.run_id)
     recorder = Recorder(writer, asdict(config), beginning.saved, _events(config, writer), check)
     try:
         executor = dry_executor(world) if config.dry_run else make_executor(world)
@@ -304,13 +308,13 @@ def _go(
             execution=config.executor,
             checkpoint=config.checkpoint,
             deadline_s=config.devices.deadline_s,
-            watch=watcher.round,
+            watch=and_logged(watcher.round),
             should_stop=watcher.should_stop,
             ending=beginning.ending,
         )
         loop.run(beginning.state)
     except (InterruptedRunError, KeyboardInterrupt) as error:
-        _finish_broken(recorder, status, "interrupted", str(error))
+        _finish_broken(recorder, status, "interrupted", str(error) or AT_ONCE)
         raise
     except OwnershipLostError:
         raise  # the new owner's files are not ours to write
@@ -324,6 +328,11 @@ def _go(
         if executor is not None:
             executor.close()
         close_log(log)
+
+
+def _tell_start(writer: RunWriter, watcher: Watcher) -> None:
+    taken = str(writer.run_row.get("supernet_run_id") or "")
+    watcher.started(writer.paths.run_id, taken if taken != writer.paths.run_id else "")
 
 
 def _events(config: RunConfig, writer: RunWriter) -> Events:
@@ -350,6 +359,7 @@ def _finish(recorder: Recorder, status: StatusFile, state: WrittenState, message
         written = state
     finally:
         status.write(written, message=message)
+        CONSOLE.info("%s", f"{written}: {message}" if message else written)
 
 
 __all__ = ["InterruptedRunError", "RunFailedError", "Watcher", "resume_run", "start_run"]

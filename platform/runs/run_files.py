@@ -15,6 +15,7 @@ from fedloom.platform.federation.costs import RunCosts, store_costs
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import method_of
 from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.names import write_names
 from fedloom.platform.results.paths import RunPaths, remove_run
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.plugin_sources import FOLDER as PLUGINS
@@ -46,8 +47,9 @@ def whole_or_nothing(paths: RunPaths) -> Iterator[None]:
 
 
 def write_new_run(paths: RunPaths, config: RunConfig, world: World, sources: PluginSources) -> None:
-    """Writes what resuming a run needs: its configuration, costs, and plug-ins' sources."""
+    """Writes what resuming a run needs: its configuration, names, costs, and plug-ins' sources."""
     write_atomically(paths.config, json.dumps(asdict(config), indent=1).encode())
+    write_names(paths.artifacts, config.names)
     store_costs(paths.artifacts / COSTS, RunCosts(world.cost_table, world.macs_table))
     sources.copy_to(paths.artifacts / PLUGINS)
 
@@ -77,12 +79,13 @@ def keep_changed(writer: RunWriter, sources: PluginSources, changed: Sequence[st
     writer.update_run(source_hash=source_hash(sources))
 
 
-def run_row(config: RunConfig, world: World, sources: PluginSources) -> dict[str, str]:
+def run_row(config: RunConfig, world: World, sources: PluginSources) -> dict[str, str | None]:
     """The columns of the run's row that are known before its first round."""
     seeds = {p: config.seed_for(p) for p in asdict(config.seeds)}
     sizes = np.bincount(world.tier_of_client, minlength=len(world.tiers))
     tiers = [{"tier": t.name, "upper": t.upper, "clients": int(n)} for t, n in zip(world.tiers, sizes, strict=True)]
     return {
+        **config.names.columns(),
         "method": config.method.name,
         "space": config.space.name,
         "dataset": config.data.dataset,

@@ -36,6 +36,8 @@ KEY_LENGTH = 32
 
 WITHOUT_BEARING = (
     "experiment",
+    "name",
+    "tags",
     "results",
     "dry_run",
     "reuse_supernet",

@@ -1,5 +1,6 @@
 """The configuration of a search, and the registry of searchers."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -108,6 +109,16 @@ def build_searcher(problem: SearchProblem, key: str = "method.search") -> Search
     if not is_import_path(config.searcher):
         return searcher
     return OwnSearcher(config.searcher, searcher, problem.options, problem.table, problem.interval)
+
+
+def generations_left(problem: SearchProblem, scored: int) -> int:
+    """The number of generations in which the rest of the budget is scored; a user's own searcher may need others."""
+    config, left = problem.config, problem.budget - scored
+    first = config.offspring if config.searcher == "random" else config.population
+    later = config.population if config.searcher == "evolution" else config.offspring
+    if scored == 0:
+        return 1 + math.ceil(max(0, left - first) / later)
+    return math.ceil(max(0, left) / later)
 
 
 def try_searcher(problem: SearchProblem, key: str = "method.search") -> None:

@@ -74,6 +74,8 @@ class Own(Stage):
         return state.with_bag("nothing", {})
     def rounds_left(self, state):
         return 1 - state.round
+    def macs_left(self, state):
+        return 1.0
     def plan(self, state):
         return Plan([], "nothing")
     def merge(self, state, plan, result):
@@ -110,6 +112,7 @@ METHODS = {
         made().replace("def plan(self, state)", "def plan(self)"),
         r"its stage Own: plan cannot be called with \(state\): too many positional arguments",
     ),
+    "no function": (made().replace("1.0", "1.0\n    macs_left = 2"), "its stage Own: macs_left cannot be called with"),
     "one name for two": (made("lambda *_: [Own(), Own()]"), "its stages are called own, own: give each a name of its"),
     "fails": (made("lambda *_: [Own().nothing]"), r"fails: AttributeError: .*\(line \d+ of fail"),
 }
@@ -208,7 +211,7 @@ def test_what_fails_on_a_client_is_a_failed_row_that_names_it(
     module = written(beside, code)
     run_id, said = failed(capfd, *FEDAVG, f"{key}={module}:mine")
     expected = message.format(path=f"{module}:mine", file=f"{module}.py")
-    assert re.search(rf"^fedavg, round 0: client \d \(tier1\) failed: {re.escape(expected)}", said), said
+    assert re.search(rf"^fedavg, round 1: client \d \(tier1\) failed: {re.escape(expected)}", said), said
     rows = read_table(Path("failed"), "clients", run_id=run_id)
     assert rows["status"].tolist() == ["failed"] * 4
     assert rows["error"].str.startswith(expected).all()
@@ -232,17 +235,17 @@ AT_THE_SERVER = {
     "selection": (
         "method.train.selection",
         "def mine(choice):\n    return [len(choice.history) // 4 * 99, *range(1, choice.size)]\n",
-        "fedavg, round 1: selection rule '{path}' gives client 99, which is not eligible in this round",
+        "fedavg, round 2: selection rule '{path}' gives client 99, which is not eligible in this round",
     ),
     "server rule": (
         "method.train.server",
         "def mine(step):\n    return step.mean * (float('nan') if step.mean.dim() == 4 else 1)\n",
-        "fedavg, round 0: server rule '{path}' gave values for fixed.patches.weight that are not finite",
+        "fedavg, round 1: server rule '{path}' gave values for fixed.patches.weight that are not finite",
     ),
     "searcher": (
         "method.search.searcher",
         TWICE,
-        "search/tier1, round 3: searcher '{path}' fails: KeyError: 'third' (line 9 of {file})",
+        "search/tier1, round 4: searcher '{path}' fails: KeyError: 'third' (line 9 of {file})",
     ),
 }
 
@@ -260,14 +263,15 @@ def test_what_fails_at_the_server_ends_the_run_in_a_line_that_names_it(
 @pytest.mark.parametrize(
     ("member", "body", "message"),
     [
-        ("plan", "raise RuntimeError('no\\nway')", "own, round 0: RuntimeError: no way (line {line} of {file})"),
-        ("plan", "return state.nothing", "own, round 0: AttributeError: 'RunState' object has no attribute 'nothing'"),
-        ("plan", "return None", "own, round 0: the stage's plan gives None: give a Plan"),
-        ("plan", "return Plan([3], 'nothing')", "own, round 0: the stage's plan has 3 among its assignments: give Ass"),
-        ("plan", "return Plan([], 'weights')", "own, round 0: the stage's plan names the bag 'weights'; there are not"),
-        ("begin", "return None", "own, round 0: the stage's begin gives None: give a RunState"),
-        ("rounds_left", "return None", "own, round 0: the stage's rounds_left gives None: give an int"),
-        ("merge", "return state", "own, round 0: the stage's merge gives RunState("),
+        ("plan", "raise RuntimeError('no\\nway')", "own, round 1: RuntimeError: no way (line {line} of {file})"),
+        ("plan", "return state.nothing", "own, round 1: AttributeError: 'RunState' object has no attribute 'nothing'"),
+        ("plan", "return None", "own, round 1: the stage's plan gives None: give a Plan"),
+        ("plan", "return Plan([3], 'nothing')", "own, round 1: the stage's plan has 3 among its assignments: give Ass"),
+        ("plan", "return Plan([], 'weights')", "own, round 1: the stage's plan names the bag 'weights'; there are not"),
+        ("begin", "return None", "own, round 1: the stage's begin gives None: give a RunState"),
+        ("rounds_left", "return None", "own, round 1: the stage's rounds_left gives None: give an int"),
+        ("macs_left", "return 'many'", "own, round 1: macs_left of stage 'own' gives 'many': give a number from 0"),
+        ("merge", "return state", "own, round 1: the stage's merge gives RunState("),
     ],
 )
 def test_what_a_stage_of_ones_own_does_wrong_is_said(
@@ -363,7 +367,8 @@ def test_whatever_a_stage_of_ones_own_raises_fails_the_run(
     stage = f"{STAGE}    def {member}({arguments}):\n{indent(statements, ' ' * 8)}\n"
     module = written(beside, made().replace(STAGE, stage))
     _, said = failed(capfd, f"method={module}:METHOD", *SMALL, *SPACE)
-    assert re.search(rf"^own, round \d: {message}.* \(line \d+ of {module}.py\)$", said), said
+    place = "at its end" if member == "end" else "round 1"
+    assert re.search(rf"^own, {place}: {message}.* \(line \d+ of {module}.py\)$", said), said
 
 
 def test_an_interruption_in_ones_own_code_interrupts(beside: Path) -> None:
@@ -388,6 +393,6 @@ def test_a_round_in_which_nothing_weighs_anything_fails(beside: Path, capfd: pyt
     module = written(beside, WEIGHTS.format("float(work.samples == 1000)"))
     _, said = failed(capfd, *FEDAVG, f"method.train.weighting={module}:mine")
     assert said == (
-        f"fedavg, round 0: all weights of all 4 updates are 0, so that the round trains nothing: weighting rule "
+        f"fedavg, round 1: all weights of all 4 updates are 0, so that the round trains nothing: weighting rule "
         f"'{module}:mine' must weigh what is trained above 0"
     )

@@ -150,7 +150,7 @@ def first_round(config: RunConfig) -> Any:
 
 def test_policy_stop_ends_the_run_and_keeps_the_clients_traceback(tiny_config: Config, ray_cluster: None) -> None:
     config = failing(tiny_config, "stop")
-    with pytest.raises(RunFailedError, match=r"supernet, round 0: client \d+ \(tier\d\) failed: LookupError: the batt"):
+    with pytest.raises(RunFailedError, match=r"supernet, round 1: client \d+ \(tier\d\) failed: LookupError: the batt"):
         run_with(config, lambda _: Raises())
     rows = first_round(config)
     assert sorted(rows["status"]) == ["failed", "ok", "ok", "ok"]
@@ -179,7 +179,7 @@ def test_policy_tolerate_leaves_the_client_out_and_gives_what_serial_gives(
 
 def test_policy_tolerate_has_a_limit(tiny_config: Config, ray_cluster: None) -> None:
     config = failing(tiny_config, "tolerate", max_share=0.2)
-    with pytest.raises(RunFailedError, match=r"1 of \d+ failed; policy tolerate, at most 20%"):
+    with pytest.raises(RunFailedError, match=r"1 of \d+ clients failed; policy tolerate, at most 20%"):
         run_with(config, lambda _: Raises())
 
 
@@ -203,7 +203,7 @@ def test_an_actor_that_dies_of_the_same_client_each_time_fails_that_client(
     assert sorted(rows["status"]) == ["failed", "ok", "ok", "ok"]
     row = rows[rows["status"] == "failed"].iloc[0]
     assert "the client actor ended 2 times" in row["error"]
-    assert f"client {row['client_id']} ({row['tier']}, supernet round 0, KillsItsActor)" in row["error"]
+    assert f"client {row['client_id']} ({row['tier']}, supernet round 1, KillsItsActor)" in row["error"]
     assert f"node {os.uname().nodename} (pid " in row["error"], "the node is not named"
     assert re.search(r"died|crash|SIGKILL|connection", row["error"]), "Ray's cause is not named"
     assert read_table(Path(config.results), "runs")["status"].tolist() == ["done"]

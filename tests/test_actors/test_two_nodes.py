@@ -206,7 +206,7 @@ def test_two_nodes_give_the_bits_of_one_process_and_a_node_lost_in_a_round_chang
     assert_same_run(results, serial, on_one_from_then)
     lost = [r.message for r in caplog.records if "a client actor on node" in r.message]
     assert len(lost) == 1
-    assert "supernet round 1" in lost[0]
+    assert "supernet round 2" in lost[0]
     clients = read_table(results, "clients", run_id=on_one_from_then)
     place = {(s, r): set(rows["node"]) for (s, r), rows in clients.groupby(["stage", "round"])}
     assert (len(place[("supernet", 0)]), len(place[("supernet", 1)])) == (2, 1)

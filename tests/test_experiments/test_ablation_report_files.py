@@ -97,7 +97,7 @@ def test_an_unfinished_ablation_says_how_its_trials_stand_and_refreshes(
     trials = rows_of(files.markdown.read_text(), "Trials")
     assert [trials[i][4] for i in (0, 1, 3, 17)] == ["done", "failed", "running", "waiting"]
     assert "loss is not finite in layer_2" in trials[1][6]
-    assert trials[3][6:] == ["in supernet, round 5 of 10", "5"]
+    assert trials[3][6:] == ["in supernet, round 6 of 10", "5"]
     assert trials[17][6:] == ["–", "0"]
     assert "stages_by_axis.pdf" in {path.name for path in files.plots}
 

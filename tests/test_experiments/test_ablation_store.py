@@ -24,15 +24,16 @@ from fedloom.experiments.store.ablations import (
     Trial,
     ablation_ids,
     find_ablation,
-    is_ablation,
+    meant_ablation,
     new_ablation_id,
     read_ablation,
     short,
     write_ablation,
 )
 from fedloom.experiments.store.trials import FINAL, End, read_ends, trial_states, write_ends
+from fedloom.platform.results.files import check_name
 from fedloom.platform.results.owner import owned
-from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.paths import LONGEST_RUN_ID, RunPaths
 from fedloom.platform.results.status import StatusFile, read_status
 
 ID = "20260101-000000-mine-abcdef"
@@ -183,17 +184,37 @@ def test_an_ablation_is_found_by_the_beginning_of_its_id(tmp_path: Path) -> None
         find_ablation(tmp_path, "2099")
     with pytest.raises(ValueError, match="known ablations: none"):
         find_ablation(tmp_path / "nowhere", "2099")
-    assert is_ablation(tmp_path, "20260101")
-    assert not is_ablation(tmp_path, "2099")
+    assert meant_ablation(tmp_path, "2099") is None
     assert not ablation_ids(tmp_path / "nowhere")
+
+
+def test_what_may_be_an_ablation_or_a_run_is_refused_with_both(tmp_path: Path) -> None:
+    ablation_id, run_id = "20260101-000000-alpha-aaaaaa", "20260101-000001-tiny-bbbbbb"
+    write_ablation(tmp_path, make_ablation(ablation_id=ablation_id))
+    for name in (f"{ablation_id}-0000", run_id):
+        (tmp_path / "rounds" / "experiment=tiny" / f"run_id={name}").mkdir(parents=True)
+    for word in (ablation_id, "20260101-000000", ablation_id[:-1]):
+        found = meant_ablation(tmp_path, word)
+        assert found is not None, "its trials begin with its id, but they are no other meaning"
+        assert found.ablation_id == ablation_id
+    for word in (f"{ablation_id}-0000", f"{ablation_id}-", run_id, "20260101-000001", "2099"):
+        assert meant_ablation(tmp_path, word) is None
+    with pytest.raises(ValueError, match=f"'2026' could be any of ablation {ablation_id}, run {run_id}: give more of"):
+        meant_ablation(tmp_path, "2026")
+    (tmp_path / "artifacts" / run_id).mkdir(parents=True)
+    (tmp_path / "artifacts" / run_id / "names.json").write_text('{"name": "best", "tags": ["2026"]}')
+    assert meant_ablation(tmp_path, "best") is None
+    with pytest.raises(ValueError, match="'2026' could be any of"):
+        meant_ablation(tmp_path, "2026")  # what begins ids means them, whatever names there are
 
 
 def test_ids_are_new_and_short_enough_to_begin_run_ids(tmp_path: Path) -> None:
     ids = {new_ablation_id(tmp_path, "distribution_averaging") for _ in range(20)}
     assert len(ids) == 20
     for ablation_id in ids:
-        assert re.fullmatch(r"\d{8}-\d{6}-distribution-[0-9a-f]{6}", ablation_id)
-        assert len(f"{ablation_id}-9999") == 40
+        assert re.fullmatch(r"\d{8}-\d{6}-distribution_averaging-[0-9a-f]{6}", ablation_id)
+    longest = f"{new_ablation_id(tmp_path, 'n' * 100)}-99999"
+    assert check_name("run id", longest, LONGEST_RUN_ID) == longest
     assert not list(tmp_path.iterdir())
 
 

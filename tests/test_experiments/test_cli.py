@@ -1,18 +1,23 @@
 """The command line: help at once, exit codes, and what it prints."""
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from ray.exceptions import RayError
 
 from fedloom.experiments import cli
-from fedloom.experiments.arguments import build_parser, parse
+from fedloom.experiments.arguments import RESUME_HELP, build_parser, parse
 from fedloom.experiments.cli import HANDLERS, main
+from fedloom.experiments.runs.launch import _lost_server
 from fedloom.experiments.runs.presets import experiments
-from fedloom.experiments.show import round_line
+from fedloom.experiments.show import RunView
 from fedloom.experiments.terminal.exit_codes import (
     CLIENTS_FAILED,
     CONFIGURATION,
@@ -21,10 +26,13 @@ from fedloom.experiments.terminal.exit_codes import (
     OK,
     of_run_end,
 )
-from fedloom.experiments.terminal.output import as_bytes, as_time, show_facts
+from fedloom.experiments.terminal.output import show_facts
 from fedloom.platform.federation.loop import RoundProgress, Validated
+from fedloom.platform.runs.ending import RunEnd
+from fedloom.platform.runs.progress import as_bytes, as_time, round_line
+from fedloom.platform.runs.run import FREE_ON_RESUME
 
-COMMANDS = ("run", "resume", "search", "describe", "prepare", "report", "export", "status")
+COMMANDS = ("run", "resume", "search", "describe", "prepare", "tables", "report", "export", "status")
 
 EVERY_HELP = """
 import contextlib, io, json, sys
@@ -90,6 +98,51 @@ def test_a_path_is_folded_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert path in "".join(line[3:].strip() for line in capsys.readouterr().out.replace("pt2 ", "    ", 1).splitlines())
 
 
+def test_resume_says_which_keys_may_change() -> None:
+    known = {key.removesuffix(".*") for key in re.findall(r"[a-z_]+(?:\.[a-z_*]+)*", RESUME_HELP.partition("may: ")[2])}
+    assert known == set(FREE_ON_RESUME)
+
+
+def shell(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "fedloom.experiments.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_version_is_the_packages() -> None:
+    done = shell("--version")
+    assert (done.returncode, done.stdout) == (OK, f"fedloom {metadata.version('fedloom')}\n")
+
+
+def test_quiet_prints_nothing_but_errors() -> None:
+    assert shell("tables").stdout
+    done = shell("tables", "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (OK, "", "")
+    wrong = shell("tables", "walks", "--quiet")
+    assert (wrong.returncode, wrong.stdout) == (CONFIGURATION, "")
+    assert wrong.stderr.startswith("fedloom: there is no table 'walks'")
+
+
+def test_a_run_that_ends_without_a_message_leaves_no_empty_place_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    RunView().end(RunEnd("one", "interrupted"), "results")
+    RunView().end(RunEnd("one", "interrupted", "stopped after round 3 of supernet"), "results")
+    RunView().end(RunEnd("one", "infrastructure", "a disk is full"), "results")
+    assert capsys.readouterr().err.splitlines() == [
+        "fedloom: run interrupted; continue with: fedloom resume one",
+        "fedloom: run interrupted: stopped after round 3 of supernet; continue with: fedloom resume one",
+        "fedloom: run stopped: a disk is full; continue with: fedloom resume one",
+    ]
+
+
+def test_a_lost_server_is_one_short_line() -> None:
+    text = "The actor died unexpectedly before finishing this task. More.\n\tclass_name: ServerActor\n" + 600 * "x"
+    line = _lost_server(RayError(text))
+    assert "\n" not in line
+    assert line == (
+        "the run's server process is gone (The actor died unexpectedly before finishing this task): Ray was stopped, "
+        "or the process or its node died"
+    )
+
+
 def test_exit_codes_are_distinct_and_as_documented() -> None:
     kinds = {"done": OK, "refused": CONFIGURATION, "failed": CLIENTS_FAILED}
     kinds |= {"infrastructure": INFRASTRUCTURE, "interrupted": INTERRUPTED}
@@ -132,10 +185,12 @@ def test_every_command_prints_json_on_request() -> None:
 def test_a_round_is_one_line() -> None:
     progress = RoundProgress("supernet", 1, 4, 0.5, 0.25, 9, 10, 3_200_000, 12, 65.0)
     expected = (
-        "supernet              2/4  clients 9/10  loss 0.5000  train accuracy 0.2500  down 3.2 MB up 12 B  65.00 s  "
-        "left 2:10"
+        "supernet              2/4  clients 9/10  loss 0.5000  train accuracy 0.2500  down 3.2 MB up 12 B  65.00 s"
     )
     assert round_line(progress) == expected
+    assert round_line(replace(progress, left_s=754.0, stage_left_s=130.0)) == f"{expected}  left 12:34"
+    assert round_line(replace(progress, stage_left_s=130.0)) == f"{expected}  left 2:10 in this stage"
+    assert round_line(replace(progress, left_s=0.0, stage_left_s=0.0)) == expected
 
 
 def test_a_line_says_of_what_its_accuracies_are() -> None:
@@ -143,6 +198,8 @@ def test_a_line_says_of_what_its_accuracies_are() -> None:
     assert "loss 0.5000  test accuracy 0.2500  1.00 s" in round_line(progress)
     scored = RoundProgress("spider", 3, 4, None, 0.9968, 9, 9, 0, 0, 1.0, validated=Validated(0.875, 4))
     assert "train accuracy 0.9968  validation 0.8750 after 4  1.00 s" in round_line(scored)
+    untrained = replace(progress, validated=Validated(0.875, None))
+    assert "test accuracy 0.2500  validation 0.8750  1.00 s" in round_line(untrained)
 
 
 @pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (999, "999 B"), (1_500, "1.5 kB"), (2.5e12, "2.5 TB")])

@@ -7,6 +7,7 @@ import sys
 from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,13 +16,16 @@ from rich.console import Console
 
 from fedloom.experiments.analysis.bounds import upper_bounds
 from fedloom.experiments.analysis.tables import load
+from fedloom.experiments.cli import main
 from fedloom.experiments.report.pages.content import Content, RunFacts
+from fedloom.experiments.report.pages.files import ReportFiles
 from fedloom.experiments.report.pages.html import html_page
 from fedloom.experiments.report.pages.markdown import markdown_page
 from fedloom.experiments.report.pages.runs import summary_table, write_report
 from fedloom.experiments.report.pages.values import report_json
-from fedloom.experiments.report.parts.block import Block
+from fedloom.experiments.report.parts.block import Block, rich_block
 from fedloom.experiments.report.parts.picture import Picture
+from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.writer import RunWriter
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
@@ -100,7 +104,7 @@ def add_tier(writer: RunWriter, tier: str, rng: np.random.Generator) -> None:
 
 
 def text_of(renderable: object, width: int = 80) -> str:
-    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=width, record=True, soft_wrap=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(renderable)
     return console.export_text()
 
@@ -111,13 +115,22 @@ def colours(path: Path) -> int:
         return len(np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0))
 
 
+def pictures(files: ReportFiles) -> list[str]:
+    return [p.name for p in files.plots if p.suffix == ".png"]
+
+
 def test_a_report_is_complete_and_self_contained(tmp_path: Path) -> None:
     write_run(tmp_path, "r1").close()
     files = write_report(tmp_path)
     assert files.folder == tmp_path / "reports" / "r1"
-    assert [p.name for p in files.plots] == ["convergence.png", "pareto.png", "communication.png", "clients.png"]
+    assert pictures(files) == ["convergence.png", "pareto.png", "communication.png", "clients.png"]
     for plot in files.plots:
-        assert colours(plot) > 50, f"{plot.name} is empty"
+        if plot.suffix == ".pdf":
+            assert plot.read_bytes().startswith(b"%PDF"), plot.name
+        else:
+            assert colours(plot) > 50, f"{plot.name} is empty"
+    assert [p.name for p in files.plots if p.suffix == ".pdf"] == [n.replace("png", "pdf") for n in pictures(files)]
+    assert r"\begin{tabular}" in files.latex.read_text()
     page = Page(files.html.read_text())
     assert len(page.references) == 4
     assert all(r.startswith("data:image/png;base64,") for r in page.references)
@@ -132,7 +145,7 @@ def test_a_report_is_complete_and_self_contained(tmp_path: Path) -> None:
     assert "200" in whole  # tier2's upper bound, from the configuration
     text = files.markdown.read_text()
     assert "| tier1 | 5-0 | 100 | 55 | 7 | 50.0 |" in text
-    assert all(f"({p.name})" in text for p in files.plots)
+    assert all(f"({name})" in text for name in pictures(files))
     assert not list(files.folder.glob(".*"))
 
 
@@ -153,7 +166,7 @@ def test_an_unfinished_run_is_reported_with_what_is_missing(tmp_path: Path, stag
     writer.commit()
     writer.flush()
     files = write_report(tmp_path, ["r1"], tmp_path / "out")
-    assert len(files.plots) == plots
+    assert len(pictures(files)) == plots
     said = " ".join(files.missing)
     assert "status is running" in said
     assert ("No finished round" in said) == (stages == "none")
@@ -165,6 +178,53 @@ def test_an_unfinished_run_is_reported_with_what_is_missing(tmp_path: Path, stag
     writer.close()
 
 
+def test_the_page_of_a_run_at_work_loads_itself_again_until_it_is_done(tmp_path: Path) -> None:
+    writer = write_run(tmp_path, "r1", stages="supernet")
+    writer.commit()
+    writer.flush()
+    status = StatusFile(writer.paths.status)
+    status.write("running", stage="supernet", round=5, rounds_total=9)
+    files = write_report(tmp_path)
+    assert files.is_live
+    assert '<meta http-equiv="refresh" content="30">' in files.html.read_text()
+    assert "in supernet, round 6 of 9" in " ".join(files.missing)
+    status.write("done")
+    files = write_report(tmp_path)
+    assert not files.is_live
+    assert "refresh" not in files.html.read_text()
+    writer.close()
+
+
+def test_following_a_run_writes_its_report_until_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = write_run(tmp_path, "r1", stages="supernet")
+    writer.close()
+    status = StatusFile(writer.paths.status)
+    status.write("running", stage="supernet", round=5, rounds_total=9)
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 2:
+            status.write("done")
+
+    monkeypatch.setattr("fedloom.experiments.cli.time", SimpleNamespace(sleep=nap))
+    with pytest.raises(SystemExit) as ending:
+        main(["report", "r1", "--follow", "--results", str(tmp_path)])
+    assert (ending.value.code, naps) == (0, [30, 30])
+    assert "report.html: to be opened in a browser; written anew every 30 s" in capsys.readouterr().out
+    assert "refresh" not in (tmp_path / "reports" / "r1" / "report.html").read_text()
+
+
+def test_an_interval_is_never_broken_over_lines() -> None:
+    block = Block("t", (), ("setting", "accuracy"), (("a ± b", "69.0 ± 1.3"),), labels=1)
+    page = html_page(Content("t", (), (), (block,), ()))
+    assert "<td>69.0&nbsp;±&nbsp;1.3</td>" in page
+    assert '<td class="text">a&nbsp;±&nbsp;b</td>' in page
+    assert "td { white-space: nowrap; }" in page
+
+
 def test_a_plain_fedavg_run_without_evaluation_is_reported(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path, "fedavg", "r1")
     config = {"tiers": {"count": 4, "upper_bounds": None, "cost": "macs"}, "method": {"name": "fedavg"}}
@@ -174,7 +234,7 @@ def test_a_plain_fedavg_run_without_evaluation_is_reported(tmp_path: Path) -> No
     writer.add("clients", **place, client_id=0, architecture="0-0", status="ok", tier="tier4")
     writer.close()
     files = write_report(tmp_path)
-    assert [p.name for p in files.plots] == ["convergence.png", "communication.png"]
+    assert pictures(files) == ["convergence.png", "communication.png"]
     (row,) = report_json(tmp_path)["per_tier"]
     assert (row["tier"], row["architecture"], row["test_rand_init"]) == ("tier1", "0-0", None)
 
@@ -198,6 +258,15 @@ def test_the_summary_fits_a_narrow_terminal(tmp_path: Path) -> None:
     assert "…" not in shown
     lines = [line.split() for line in shown.splitlines()]
     assert next(line for line in lines if line[:1] == ["tier3"])[1:5] == ["300", "55", "7", "50.0"]
+
+
+def test_nothing_in_a_table_is_cut_however_narrow_the_terminal_is() -> None:
+    name = "superfednas_cifar10_small, 20261122-113000-superfednas_cifar10_small-a1b2c3"
+    block = Block("t", (), ("setting", "method", "a", "b"), ((name, "SuperFed", "1.5 ± 0.1", "2.5 ± 0.2"),), labels=2)
+    for width in (40, 80, 120):
+        lines = [line.split() for line in text_of(rich_block(block), width).splitlines()]
+        assert [*name.split(), "SuperFed", "1.5", "2.5"] in lines
+        assert ["±", "0.1", "±", "0.2"] in lines
 
 
 def test_the_summary_does_without_matplotlib(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from fedloom.experiments.report.pages.runs import summary_table, write_report
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results import tables
+from fedloom.platform.results.names import Names, write_names
 from fedloom.platform.results.paths import RunPaths, find_run, is_used
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.tables import TABLES, read_table
@@ -84,7 +85,7 @@ def add_copies(root: Path, run_id: str, number: int) -> None:
 
 
 def ask(root: Path) -> dict[str, Callable[[], object]]:
-    """What is asked about a run, by its id and by the beginning of its id."""
+    """What is asked about a run, by its id, by the beginning of its id, and by its name."""
     return {
         "found": lambda: find_run(root, "g0001"),
         "used": lambda: is_used(root, "g0001"),
@@ -94,6 +95,7 @@ def ask(root: Path) -> dict[str, Callable[[], object]]:
         "a summary": lambda: summary_table(root, "g0001"),
         "status": lambda: standing.show_status(root, ["g0001"], as_json=True),
         "by its beginning": lambda: load(root, ["g0001"[:5]]),
+        "by its name": lambda: standing.show_status(root, ["best"], as_json=True),
         "newest": lambda: standing.show_status(root, [], as_json=False),
         "latest": lambda: summary_table(root),
     }
@@ -104,7 +106,8 @@ def test_what_is_asked_about_a_run_costs_the_same_among_many(
     what: str, tmp_path: Path, accesses: Callable[[Callable[[], object]], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(standing, "MOST", 2)
-    write_runs(tmp_path, 2)
+    named = RunPaths(tmp_path, EXPERIMENT, write_runs(tmp_path, 2)[-1]).artifacts
+    write_names(named, Names("best"))
     alone = accesses(ask(tmp_path)[what])
     add_copies(tmp_path, "g0000", 30)
     assert accesses(ask(tmp_path)[what]) == alone

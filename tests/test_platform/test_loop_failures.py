@@ -144,7 +144,7 @@ def test_policy_stop_ends_the_run_and_leaves_the_rows(setting: Setting) -> None:
     with pytest.raises(RunFailedError) as caught:
         setting.loop(Counting(four(c2=Add(fails_in=(1,)))), **failing("stop")).run(RunState())
     message = str(caught.value)
-    assert message.startswith("train, round 1: client 2 (tier1) failed: OSError: the battery is empty")
+    assert message.startswith("train, round 2: client 2 (tier1) failed: OSError: the battery is empty")
     assert "\n" not in message
     clients = setting.table("clients")
     assert list(zip(clients["round"], clients["client_id"], clients["status"], strict=True)) == [
@@ -194,21 +194,21 @@ def test_policy_tolerate_goes_on_without_the_failed_client(setting: Setting) -> 
 
 
 def test_policy_tolerate_has_a_limit(setting: Setting) -> None:
-    stage = Counting(four(c1=Add(fails_in=(1,)), c2=Add(fails_in=(1,))))
-    with pytest.raises(RunFailedError, match=r"client 1 .*2 of 4 failed; policy tolerate, at most 25%"):
+    stage = Counting({**four(c1=Add(fails_in=(1,)), c2=Add(fails_in=(1,))), None: Add()})  # the server is no client
+    with pytest.raises(RunFailedError, match=r"client 1 .*2 of 4 clients failed; policy tolerate, at most 25%"):
         setting.loop(stage, **failing("tolerate")).run(RunState())
     assert setting.table("clients")["status"].tolist().count("failed") == 2
 
 
 def test_the_servers_own_work_must_not_fail(setting: Setting) -> None:
     stage = Counting({0: Add(), None: Add(fails_in=(0,))})
-    with pytest.raises(RunFailedError, match="round 0: the server's own work failed: OSError: the battery is empty"):
+    with pytest.raises(RunFailedError, match="round 1: the server's own work failed: OSError: the battery is empty"):
         setting.loop(stage, **failing("tolerate", max_share=1.0)).run(RunState())
 
 
 def test_a_review_that_fails_takes_its_round_along(setting: Setting) -> None:
     stage = Counting(review=Add(fails_in=(1,)))
-    with pytest.raises(RunFailedError, match="round 1: the server's own work failed: OSError: the battery is empty"):
+    with pytest.raises(RunFailedError, match="round 2: the server's own work failed: OSError: the battery is empty"):
         setting.loop(stage, checkpoint=CheckpointConfig(every=100), **failing("tolerate", max_share=1.0)).run(
             RunState()
         )
@@ -254,7 +254,7 @@ class Refusing(Counting):
 
 
 def test_a_value_that_a_stage_cannot_work_with_is_a_failure_not_a_refusal(setting: Setting) -> None:
-    with pytest.raises(RunFailedError, match=r"^train, round 1: no such value$"):
+    with pytest.raises(RunFailedError, match=r"^train, round 2: no such value$"):
         setting.loop(Refusing()).run(RunState())
 
 
@@ -264,7 +264,7 @@ def test_a_value_that_a_stage_cannot_work_with_is_a_failure_not_a_refusal(settin
 @pytest.mark.parametrize("every", [1, 2, 100])
 def test_a_stopped_run_has_every_finished_round_in_its_checkpoint(setting: Setting, every: int) -> None:
     rounds = iter([False, False, True])
-    with pytest.raises(InterruptedRunError, match="stopped after round 2 of train"):
+    with pytest.raises(InterruptedRunError, match="stopped after round 3 of train"):
         setting.loop(
             Counting(rounds=5), checkpoint=CheckpointConfig(every=every), should_stop=lambda: next(rounds)
         ).run(RunState())

@@ -48,6 +48,10 @@ def test_validation_is_the_latest_of_a_round(rows: Any, expected: Validated | No
     assert validated(rows, 5) == expected
 
 
+def test_validation_where_nobody_trained_is_after_no_number_of_rounds() -> None:
+    assert validated([row(0.25)], 0, trained=False) == Validated(0.25, None)
+
+
 def test_a_run_tells_of_validation_after_its_last_round(tiny_config: Callable[..., RunConfig]) -> None:
     told: list[RoundProgress] = []
     config = tiny_config()
@@ -56,4 +60,6 @@ def test_a_run_tells_of_validation_after_its_last_round(tiny_config: Callable[..
     of_training = [p for p in told if p.stage == "supernet"]
     assert [p.validated and p.validated.rounds for p in of_training] == [0, None, 3]
     assert {p.metric_of for p in of_training} == {"train"}
-    assert {p.metric_of for p in told if p.stage == "evaluation"} == {"test"}
+    scored = [p for p in told if p.stage == "evaluation"]
+    assert {p.metric_of for p in scored} == {"test"}
+    assert all(p.validated is not None and p.validated.rounds is None for p in scored)

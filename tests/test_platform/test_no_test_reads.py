@@ -100,7 +100,7 @@ def on_test(task: Any) -> Any:
 def test_a_search_that_reads_test_data_fails(tiny_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_search, "ScoreSubnets", on_test(ScoreSubnets))
     message = refused(tiny_config())
-    assert message.startswith("search/tier1, round 0: the server's own work failed: TestReadError")
+    assert message.startswith("search/tier1, round 1: the server's own work failed: TestReadError")
 
 
 def test_a_federated_search_that_reads_test_data_fails(tiny_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_a_federated_search_that_reads_test_data_fails(tiny_config: Make, monkey
     config = federated(tiny_config)
     config.method.search.compare_with_central = False
     message = refused(config)
-    assert message.startswith("search/tier1, round 0: client ")
+    assert message.startswith("search/tier1, round 1: client ")
     assert "TestReadError" in message
 
 

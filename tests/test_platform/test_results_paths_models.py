@@ -1,13 +1,14 @@
 """Where runs lie, what they are called, and the models that they keep."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from fedloom.platform.results.models import ModelFile, list_models, load_model, save_model
-from fedloom.platform.results.paths import RunPaths, find_run, list_runs, new_run_id
+from fedloom.platform.results.paths import RunPaths, find_run, list_runs, new_run_id, run_paths
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
 
@@ -25,10 +26,14 @@ def test_everything_of_a_run_has_its_place(tmp_path: Path) -> None:
     assert paths.table("rounds").relative_to(tmp_path).as_posix() == "rounds/experiment=demo/run_id=r1"
 
 
-def test_new_ids_are_short_and_unused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = {new_run_id(tmp_path, "fedoras_cifar10_with_a_very_long_name") for _ in range(50)}
+def test_new_ids_hold_the_whole_name_of_the_experiment_and_are_unused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = "superfednas_cifar10_sandwich_overlap".ljust(100, "x")
+    ids = {new_run_id(tmp_path, longest) for _ in range(50)}
     assert len(ids) == 50
-    assert all(len(run_id) <= 40 for run_id in ids)
+    assert all(re.fullmatch(rf"\d{{8}}-\d{{6}}-{longest}-[0-9a-f]{{6}}", run_id) for run_id in ids)
+    assert all(run_paths(tmp_path, longest, f"{run_id}-12345").run_id for run_id in ids), "as long as a trial's id"
     for run_id in ids:
         RunWriter.create(tmp_path, "demo", run_id)
         break

@@ -22,13 +22,15 @@ from fedloom.platform.federation.config import (
     RunConfig,
     TiersConfig,
 )
-from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, RoundProgress, RunFailedError
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS
 from fedloom.platform.runs import run as run_module
+from fedloom.platform.runs.ending import run_to_end
+from fedloom.platform.runs.progress import round_line
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
 
 
@@ -157,6 +159,31 @@ def test_the_status_file_tells_how_it_ended(tiny_config: Callable[..., RunConfig
     (run,) = read(paths, "runs").to_dict("records")
     assert (run["status"], run["error"], run["method"], run["space"]) == ("done", None, "fedoras", "cnn_digits")
     assert run["ended"] >= run["started"]
+
+
+def test_a_run_that_a_signal_interrupts_says_what_is_lost(tiny_config: Callable[..., RunConfig]) -> None:
+    config = tiny_config()
+
+    def press_ctrl_c(_: RoundProgress) -> None:
+        raise KeyboardInterrupt
+
+    end = run_to_end(config, serial, Watcher(round=press_ctrl_c))
+    assert (end.kind, end.message) == ("interrupted", AT_ONCE)
+    (paths,) = list_runs(Path(config.results))
+    assert read_status(paths.status).message == AT_ONCE
+
+
+def test_the_consoles_lines_are_in_the_runs_log(tiny_config: Callable[..., RunConfig]) -> None:
+    config = tiny_config()
+    asked = iter([False, True])
+    told: list[RoundProgress] = []
+    run_to_end(config, serial, Watcher(round=told.append, should_stop=lambda: next(asked)))
+    (paths,) = list_runs(Path(config.results))
+    resume_run(config, paths.run_id, serial, Watcher(round=told.append))
+    lines = [line.partition(",")[2][4:] for line in (paths.logs / "console.log").read_text().splitlines()]
+    rounds = [round_line(progress) for progress in told]
+    begun = f"run {paths.run_id}"
+    assert lines == [begun, *rounds[:2], "interrupted: stopped after round 2 of supernet", begun, *rounds[2:], "done"]
 
 
 def test_a_failed_run_says_why_and_can_be_resumed(

@@ -324,7 +324,7 @@ def test_more_failures_than_are_tolerated_stop_the_run_in_the_evaluation_too(
     with monkeypatch.context() as patch:
         failing(ScoreOwn, lambda a: a.client_id != 0, patch)
         with pytest.raises(
-            RunFailedError, match=r"evaluation, round 0: client 1 \(tier1\) failed: OSError: bad sector"
+            RunFailedError, match=r"evaluation, round 1: client 1 \(tier1\) failed: OSError: bad sector"
         ):
             start_run(config, serial)
     assert rows_of(config, "evaluations", split="test").empty
@@ -349,9 +349,9 @@ def test_a_second_run_and_one_that_is_interrupted_where_it_measures_are_the_same
     ids: list[str] = []
     last_of_training = iter([False, True])
     watcher = Watcher(started=lambda run_id, _: ids.append(run_id), should_stop=lambda: next(last_of_training))
-    with pytest.raises(InterruptedRunError, match=r"stopped after round 1 of spider"):
+    with pytest.raises(InterruptedRunError, match=r"stopped after round 2 of spider"):
         start_run(broken, serial, watcher)
-    for place in ("round 0 of evaluation", "round 0 of gains"):
+    for place in ("round 1 of evaluation", "round 1 of gains"):
         with pytest.raises(InterruptedRunError, match=f"stopped after {place}"):
             resume_run(broken, ids[0], serial, Watcher(should_stop=lambda: True))
     resume_run(broken, ids[0], serial)

@@ -33,14 +33,17 @@ FREE = {
     "executor.kind",
     "executor.resident",
     "experiment",
+    "name",
     "ray.address",
     "ray.dashboard",
     "ray.num_cpus",
     "ray.num_gpus",
     "ray.object_store_memory_bytes",
+    "ray.wait_s",
     "results",
     "reuse_supernet",
     "seeds.search",
+    "tags",
     "tensorboard",
 }
 """Keys that may differ between runs that share a supernet, whatever the method."""

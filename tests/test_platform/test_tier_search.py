@@ -62,6 +62,7 @@ def test_central_search_scores_every_candidate_once_inside_its_tier(tiny_config:
         models = results["models"]
         assert set(models[models["tier"] == tier.name]["architecture"]) == {best["architecture"]}
         assert best["on_front"]
+        assert own[own["winner"]]["architecture"].tolist() == [best["architecture"]]
 
 
 def test_federated_search_sends_the_union_once_to_distinct_clients(tiny_config: Make, results_of: Any) -> None:

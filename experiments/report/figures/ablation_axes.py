@@ -53,8 +53,8 @@ def title_of(ablation: Ablation, *axes: str) -> str:
     return "\n".join([", ".join(axes), *([fill(f"at {given}", 44)] if given else [])])
 
 
-def values_legend(axes: Axes, title: str, handles: Sequence[Line2D | Patch], below: float = 0.17) -> None:
-    """Draws a legend below the panel, at this share of its height, where it covers no points."""
+def values_legend(axes: Axes, title: str, handles: Sequence[Line2D | Patch]) -> None:
+    """Draws a legend below the panel, where it covers no points."""
     longest = max(len(str(handle.get_label())) for handle in handles)
     columns = max(1, min(len(handles), 52 // (longest + 5)))
     axes.legend(
@@ -62,7 +62,7 @@ def values_legend(axes: Axes, title: str, handles: Sequence[Line2D | Patch], bel
         title=title,
         title_fontsize=9,
         loc="upper center",
-        bbox_to_anchor=(0.5, -below),
+        bbox_to_anchor=(0.5, -0.17),
         ncols=columns,
         **LEGEND,
     )
@@ -220,15 +220,19 @@ def tiers_figure(studied: Studied) -> Figure | None:
     if not found:
         return None
     figure = Figure(figsize=(1.2 + 4.4 * max(len(models), 1.5), 3.9 * len(found)), layout="constrained")
-    grid = figure.subplots(len(found), len(models), squeeze=False, sharey=True)
-    for line, (axis, rows) in zip(grid, found.items(), strict=True):
+    panels: list[Axes] = []
+    for part, (axis, rows) in zip(figure.subfigures(len(found), 1, squeeze=False)[:, 0], found.items(), strict=True):
+        line = part.subplots(1, len(models), squeeze=False)[0]
+        panels.extend(line)
         for axes, model in zip(line, models, strict=True):
             bars(axes, rows[rows["model"] == model], axis, values_of(ablation, axis), studied.names)
             title = f"{model_name(model)}: {title_of(ablation, axis)}"
             quiet(axes, title=title, ylabel="" if axes is not line[0] else "test accuracy (%)")
             axes.grid(False, axis="x")
-        values_legend(line[0], axis, bar_handles(values_of(ablation, axis)), below=0.08)
-    _bar_limit(list(grid.ravel()), list(found.values()))
+            axes.tick_params(labelleft=axes is line[0])
+        handles = bar_handles(values_of(ablation, axis))
+        part.legend(handles=handles, title=axis, loc="outside lower center", ncols=min(len(handles), 6), **LEGEND)
+    _bar_limit(panels, list(found.values()))
     return figure
 
 

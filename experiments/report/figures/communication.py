@@ -8,16 +8,25 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from fedloom.experiments.analysis.frames import is_own
 from fedloom.experiments.analysis.seeds import SEEDS
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.report.figures.settings import multiples, same_limits
-from fedloom.experiments.report.figures.style import BLUE, DASHED, INK, LEGEND, VERMILION, quiet, whole_numbers
+from fedloom.experiments.report.figures.style import BLUE, INK, LEGEND, VERMILION, quiet, tint, whole_numbers
 from fedloom.experiments.report.parts.numbers import si_scale, size
 from fedloom.experiments.report.parts.words import stage_name
+
+SIMILAR = 10.0
+"""Settings share an axis if none of them fills less than one part in so many of it."""
+
+DIRECTIONS: dict[str, tuple[str, Any, float]] = {
+    "bytes_down": (BLUE, "-", 3.6),
+    "bytes_up": (VERMILION, (0, (2.2, 1.6)), 2.0),
+}
+"""Colour, line style and width of both directions: dashes over a broad line, since often both are the same curve."""
+WORDS = {"bytes_down": "down (server to clients)", "bytes_up": "up (clients to server)"}
 
 
 def communication_figure(kinds: pd.DataFrame, rounds: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
@@ -37,11 +46,11 @@ def communication_figure(kinds: pd.DataFrame, rounds: pd.DataFrame, settings: Se
     for (left, right), setting in zip(panels, shown, strict=True):
         _bars(left, sums[setting.name], *scale)
         _cumulative(right, setting.rows(rounds), *whole_scale)
-    same_limits([left for left, _ in panels], x=True)
-    same_limits([right for _, right in panels], x=True, y=True)
+    same_limits([left for left, _ in panels], x=True, most=SIMILAR)
+    same_limits([right for _, right in panels], x=True, y=True, most=SIMILAR)
     handles = [
-        Patch(color=BLUE, label="down (server to clients)"),
-        Patch(color=VERMILION, label="up (clients to server)"),
+        Line2D([], [], color=colour, linestyle=line, linewidth=width, label=WORDS[column])
+        for column, (colour, line, width) in DIRECTIONS.items()
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, **LEGEND)
     return figure
@@ -77,12 +86,12 @@ def _title(axes: Axes, title: str) -> None:
 
 def _cumulative(axes: Axes, rounds: pd.DataFrame, scale: float, prefix: str) -> None:
     own, rest = _parts(rounds)
-    for rows, line, alpha in ((own, "-", 1.0), (rest, DASHED, 0.8)):
+    for rows, width, look in ((own, 1.0, str), (rest, 0.7, tint)):
         for _, run in rows.groupby("run_id", sort=False):
             x = np.arange(len(run) + 1)
-            for column, colour, width in (("bytes_down", BLUE, 2.6), ("bytes_up", VERMILION, 1.3)):
+            for column, (colour, line, size_pt) in DIRECTIONS.items():
                 y = np.concatenate([[0.0], np.cumsum(run[column].to_numpy(dtype=float))]) / scale
-                axes.plot(x, y, color=colour, linestyle=line, linewidth=width, alpha=alpha)
+                axes.plot(x, y, color=look(colour), linestyle=line, linewidth=width * size_pt)
     quiet(axes, xlabel="rounds of all stages", ylabel=f"{prefix}B")
     _title(axes, "Cumulative")
     whole_numbers(axes)
@@ -91,8 +100,8 @@ def _cumulative(axes: Axes, rounds: pd.DataFrame, scale: float, prefix: str) -> 
     _stage_marks(axes, own)
     if len(rest):
         handles = [
-            Line2D([], [], color=INK, label="method"),
-            Line2D([], [], color=INK, linestyle=DASHED, label="rand-init baseline alone"),
+            Line2D([], [], color=INK, linewidth=2.6, label="method"),
+            Line2D([], [], color=tint(INK), linewidth=1.8, label="rand-init baseline alone"),
         ]
         axes.legend(handles=handles, loc="upper left", fontsize=9, edgecolor="none", framealpha=1.0)
 

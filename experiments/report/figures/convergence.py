@@ -31,6 +31,9 @@ LONGEST_SHORT_NAME = 10
 """Length of tier names up to which the legend has seven columns; labels of subnets are longer."""
 
 
+SIMILAR = 3.0
+"""Stages share an axis if none of them fills less than one part in so many of it."""
+
 VALUES = {"metric": "accuracy (%)", "loss": "loss (cross-entropy)"}
 """The values to draw and the labels of their axes."""
 
@@ -38,8 +41,9 @@ VALUES = {"metric": "accuracy (%)", "loss": "loss (cross-entropy)"}
 def convergence_figure(convergence: pd.DataFrame, settings: Sequence[Setting], values: Sequence[str]) -> Figure | None:
     """Some of `VALUES` against rounds: a row per value, a column per stage, a colour per tier; None without rounds.
 
-    Several settings are stacked with the same axes. For several seeds the line is their mean and the band reaches from
-    the minimum to the maximum.
+    Several settings are stacked with the same axes. Stages have the same range where that flattens none of them:
+    fine-tuning moves little where training from fresh weights moves a lot. For several seeds the line is their mean and
+    the band reaches from the minimum to the maximum.
     """
     shown = [s for s in settings if len(s.rows(convergence))]
     if not shown:
@@ -50,12 +54,7 @@ def convergence_figure(convergence: pd.DataFrame, settings: Sequence[Setting], v
     width = 1.0 + 3.4 * max(len(kinds), 2)
     figure, parts = multiples(shown, (width, 0.4 + 2.9 * len(values)), (width, 0.3 + 2.5 * len(values)))
     grids = [_panels(part, s.rows(convergence), kinds, tiers, values) for part, s in zip(parts, shown, strict=True)]
-    drawn = np.array([[[axes.axison for axes in row] for row in grid] for grid in grids])
-    panels = np.array(grids)
-    for row in range(len(values)):
-        same_limits(panels[:, row][drawn[:, row]].tolist(), y=True)
-    for column in range(len(kinds)):
-        same_limits(panels[:, :, column][drawn[:, :, column]].tolist(), x=True)
+    _share_ranges(grids)
     _convergence_legend(figure, tiers, convergence)
     return figure
 
@@ -64,7 +63,7 @@ def _panels(
     part: Figure | SubFigure, rows: pd.DataFrame, kinds: Sequence[str], tiers: Sequence[str], values: Sequence[str]
 ) -> list[list[Axes]]:
     """The panels of one setting, a row per value and a column per kind of stage; empty for stages it does not have."""
-    grid = part.subplots(len(values), len(kinds), sharex="col", sharey="row", squeeze=False)
+    grid = part.subplots(len(values), len(kinds), sharex="col", squeeze=False)
     own = [kind for kind in kinds if rows["kind"].eq(kind).any()]
     for column, kind in enumerate(kinds):
         for line, value in enumerate(values):
@@ -75,9 +74,23 @@ def _panels(
             _curves(axes, rows[rows["kind"] == kind], value, tiers, 100.0 if value == "metric" else 1.0)
             title, xlabel = stage_name(kind) if line == 0 else "", "finished rounds" if line == len(values) - 1 else ""
             quiet(axes, title=title, xlabel=xlabel, ylabel=VALUES[value] if kind == own[0] else "")
-            axes.tick_params(labelleft=kind == own[0])
             whole_numbers(axes)
     return [list(line) for line in grid]
+
+
+def _share_ranges(grids: Sequence[Sequence[Sequence[Axes]]]) -> None:
+    """Gives settings the same ranges, and stages as well if their ranges are similar."""
+    panels = np.array(grids)  # (settings, values, stages)
+    drawn = np.array([[[axes.axison for axes in row] for row in grid] for grid in grids])
+    for column in range(panels.shape[2]):
+        same_limits(panels[:, :, column][drawn[:, :, column]].tolist(), x=True)
+    for row in range(panels.shape[1]):
+        for column in range(panels.shape[2]):
+            same_limits(panels[:, row, column][drawn[:, row, column]].tolist(), y=True)
+        if same_limits(panels[:, row][drawn[:, row]].tolist(), y=True, most=SIMILAR):
+            for line, is_drawn in zip(panels[:, row], drawn[:, row], strict=True):
+                for axes in line[is_drawn][1:]:
+                    axes.tick_params(labelleft=False)
 
 
 def _curves(axes: Axes, rows: pd.DataFrame, value: str, tiers: Sequence[str], scale: float) -> None:

@@ -1,7 +1,8 @@
 """How figures distinguish settings: colours and markers, legends, and small multiples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
+from math import inf
 from textwrap import fill
 
 from matplotlib.axes import Axes
@@ -73,13 +74,24 @@ def multiples(
     return figure, parts
 
 
-def same_limits(panels: Sequence[Axes], *, x: bool = False, y: bool = False) -> None:
-    """Gives all panels the same range, so that they can be compared."""
-    if x and panels:
-        ends = [end for axes in panels for end in axes.get_xlim()]
-        for axes in panels:
-            axes.set_xlim(min(ends), max(ends))
-    if y and panels:
-        ends = [end for axes in panels for end in axes.get_ylim()]
-        for axes in panels:
-            axes.set_ylim(min(ends), max(ends))
+def same_limits(panels: Sequence[Axes], *, x: bool = False, y: bool = False, most: float = inf) -> bool:
+    """Gives all panels the same range, so that they can be compared, and returns whether it did.
+
+    It does not where a panel's own range would fill less than one part in `most` of it, and so be flat.
+    """
+    shared = [_share([axes.get_xlim() for axes in panels], [axes.set_xlim for axes in panels], most)] if x else []
+    shared += [_share([axes.get_ylim() for axes in panels], [axes.set_ylim for axes in panels], most)] if y else []
+    return all(shared)
+
+
+def _share(
+    ranges: Sequence[tuple[float, float]], setters: Sequence[Callable[[float, float], object]], most: float
+) -> bool:
+    if not ranges:
+        return True
+    low, high = min(min(ends) for ends in ranges), max(max(ends) for ends in ranges)
+    if any(abs(end - begin) * most < high - low for begin, end in ranges):
+        return False
+    for set_range in setters:
+        set_range(low, high)
+    return True

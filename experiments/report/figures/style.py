@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -20,6 +20,12 @@ SERIES = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", INK)
 """Colours of lines without a natural order."""
 MARKERS = "osD^vPX<>*"
 DPI = 160
+
+
+def tint(colour: str) -> str:
+    """A lighter tone of a colour, for what is beside the point; unlike transparency it hides what it is drawn over."""
+    red, green, blue = ((1 + 1.2 * part) / 2.2 for part in to_rgb(colour))
+    return to_hex((red, green, blue))
 
 
 def tier_colours(tiers: Sequence[str]) -> dict[str, str]:
@@ -72,6 +78,11 @@ def pdf(figure: Figure) -> bytes:
     with rc_context({"pdf.fonttype": 42}):
         figure.savefig(buffer, format="pdf", metadata={"CreationDate": None})
     return buffer.getvalue()
+
+
+def images(figure: Figure) -> tuple[bytes, bytes]:
+    """The figure as PNG, for the page, and as PDF, for papers."""
+    return png(figure), pdf(figure)
 
 
 LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False}

@@ -21,17 +21,16 @@ from fedloom.experiments.analysis.ablation import (
 from fedloom.experiments.analysis.frames import METRIC
 from fedloom.experiments.analysis.labels import labels_of
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables
-from fedloom.experiments.report.pages.content import Content, RunFacts
+from fedloom.experiments.report.pages.content import REFRESH_S, Content, RunFacts
 from fedloom.experiments.report.pages.files import ReportFiles, write_content
-from fedloom.experiments.report.pages.latex import latex_tables
 from fedloom.experiments.report.pages.values import records
 from fedloom.experiments.report.parts.block import rich_block
 from fedloom.experiments.report.parts.picture import Picture
 from fedloom.experiments.report.tables.ablation import axis_blocks, points_block, subnet_names, trials_block
 from fedloom.experiments.report.tables.failures import failures_block
-from fedloom.experiments.store.ablations import FIGURES, Ablation, find_ablation, is_ablation, short
+from fedloom.experiments.store.ablations import FIGURES, Ablation, meant_ablation, short
 from fedloom.experiments.store.trials import FINAL, TrialState, trial_states
-from fedloom.platform.results.files import check_writable, write_atomically
+from fedloom.platform.results.files import check_writable
 from fedloom.platform.results.manifest import check_files
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from fedloom.experiments.report.figures.ablation_axes import Studied
 
 
-REFRESH_S = 30
-"""Seconds between two reloads of a page while trials run."""
 UNFINISHED = ("waiting", "running", "stalled")
 """States of trials that may continue without the user's intervention."""
 
@@ -49,17 +46,17 @@ UNFINISHED = ("waiting", "running", "stalled")
 def chosen_ablation(results: Path, given: Sequence[str]) -> str | None:
     """The id of the ablation that the report is about; None if it is about runs.
 
-    Raises ValueError for several ablations, or for an ablation together with runs.
+    Raises ValueError for several ablations, for an ablation together with runs, and for what may mean either.
     """
-    own = [name for name in given if is_ablation(results, name)]
+    own = [found for name in given if (found := meant_ablation(results, name)) is not None]
     if not own:
         return None
     if len(given) > 1:
         raise ValueError(
-            f"{' '.join(given)}: {own[0]} is an ablation, and a report is of one ablation or of runs; give the "
-            "ablation's id alone"
+            f"{' '.join(given)}: {own[0].ablation_id} is an ablation, and a report is of one ablation or of runs; give "
+            "the ablation's id alone"
         )
-    return find_ablation(results, own[0]).ablation_id
+    return own[0].ablation_id
 
 
 def write_ablation_report(results: Path, ablation_id: str, out: Path | None = None) -> ReportFiles:
@@ -74,10 +71,7 @@ def write_ablation_report(results: Path, ablation_id: str, out: Path | None = No
     folder = Path(results) / "reports" / ablation.ablation_id if out is None else Path(out)
     check_writable(folder)
     content = ablation_content(ablation, trial_states(Path(results), ablation), tables)
-    latex = folder / "tables.tex"
-    files = write_content(content, folder, [p.run_id for p in tables.paths], latex)
-    write_atomically(latex, latex_tables(content.blocks).encode(), durable=False)
-    return files
+    return write_content(content, folder, [p.run_id for p in tables.paths])
 
 
 def ablation_content(ablation: Ablation, states: Sequence[TrialState], tables: Tables) -> Content:
@@ -141,7 +135,7 @@ def _facts(ablation: Ablation) -> RunFacts:
 def _pictures(ablation: Ablation, frame: pd.DataFrame, names: Mapping[str, str], tables: Tables) -> Iterator[Picture]:
     # Imported here, because matplotlib takes a second to load and a summary does not need it.
     from fedloom.experiments.report.figures import ablation_axes, ablation_rounds
-    from fedloom.experiments.report.figures.style import pdf, png
+    from fedloom.experiments.report.figures.style import images
 
     makers: dict[str, Callable[[Studied], Figure | None]] = {
         "macs_by_axis": ablation_axes.macs_figure,
@@ -154,7 +148,7 @@ def _pictures(ablation: Ablation, frame: pd.DataFrame, names: Mapping[str, str],
         figure = makers[name](ablation_axes.Studied(ablation, frame, names))
         if figure is not None:
             title, caption = CAPTIONS[name]
-            yield Picture(name, title, f"{caption} {_held_caption(ablation)}", png(figure), pdf(figure))
+            yield Picture(name, title, f"{caption} {_held_caption(ablation)}", *images(figure))
 
 
 def _held_caption(ablation: Ablation) -> str:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from fedloom.experiments.report.parts.block import Block
 from fedloom.experiments.report.parts.picture import Picture
 
+REFRESH_S = 30
+"""Seconds between two reloads of a page while a run that it is about is running."""
+
 
 @dataclass(frozen=True)
 class RunFacts:

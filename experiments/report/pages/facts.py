@@ -23,6 +23,7 @@ def _facts(tables: Tables, paths: RunPaths, setting: str | None) -> RunFacts:
     found = tables.runs[tables.runs["run_id"] == paths.run_id].to_dict(orient="records")
     row: dict[str, Any] = {str(k): v for k, v in found[0].items()} if found else {}
     facts = [("experiment", paths.experiment), ("run", paths.run_id), ("status", state_of(tables, paths))]
+    facts += [(key, _words(row.get(key))) for key in ("name", "tags") if not is_absent(row.get(key))]
     facts += [("setting", setting)] if setting is not None else []
     names = ("method", "space", "dataset", "seeds", "versions", "source_hash", "partition_hash")
     facts += [(name.replace("_", " "), _plain(row.get(name))) for name in names]
@@ -30,6 +31,11 @@ def _facts(tables: Tables, paths: RunPaths, setting: str | None) -> RunFacts:
     if not is_absent(row.get("error")):
         facts.append(("error", str(row["error"])))
     return RunFacts(paths.run_id, tuple(facts), json.dumps(configuration(tables, paths.run_id), indent=1))
+
+
+def _words(text: Any) -> str:
+    """A text, or the texts of a JSON list."""
+    return ", ".join(json.loads(text)) if str(text).startswith("[") else str(text)
 
 
 def _time(value: Any) -> str:

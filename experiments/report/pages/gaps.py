@@ -87,7 +87,7 @@ def _progress(paths: RunPaths, state: str) -> str:
     status = status_of(paths)
     if status is None:
         return f"the run's status is {state}"
-    place = f" in {status.stage}, round {status.round + 1} of {status.rounds_total}" if status.stage else ""
+    place = f" in {status.stage}, round {status.round_shown} of {status.rounds_total}" if status.stage else ""
     cause = f": {status.message}" if status.message else ""
     return f"the run is {state}{place}{cause}; what follows is what it has written so far"
 

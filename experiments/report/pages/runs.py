@@ -15,8 +15,8 @@ from fedloom.experiments.analysis.labels import Labels, labels_of
 from fedloom.experiments.analysis.settings import Setting, settings_of
 from fedloom.experiments.analysis.subnets import subnet_summaries
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, latest_run, load
-from fedloom.experiments.report.pages.content import Content
-from fedloom.experiments.report.pages.facts import facts_of
+from fedloom.experiments.report.pages.content import REFRESH_S, Content
+from fedloom.experiments.report.pages.facts import facts_of, state_of
 from fedloom.experiments.report.pages.files import ReportFiles, write_content
 from fedloom.experiments.report.pages.gaps import missing_of, unknown_bounds
 from fedloom.experiments.report.pages.silo_pictures import silo_pictures
@@ -35,6 +35,9 @@ from fedloom.platform.results.files import check_writable
 from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.paths import RunPaths
 
+AT_WORK = ("running", "stalled")
+"""States of runs of which there may be more to report."""
+
 
 def load_chosen(results: Path, run_ids: Sequence[str] | None = None, tables: Iterable[str] = ALL_TABLES) -> Tables:
     """Loads the tables of these runs (ids or unambiguous prefixes), or of the latest run if none is given."""
@@ -42,10 +45,11 @@ def load_chosen(results: Path, run_ids: Sequence[str] | None = None, tables: Ite
 
 
 def write_report(results: Path, run_ids: Sequence[str] | None = None, out: Path | None = None) -> ReportFiles:
-    """Writes report.html, report.md and the plots of these runs (ids or unambiguous prefixes; default: the latest run).
+    """Writes report.html, report.md, tables.tex and the plots of these runs (default: the latest run).
 
-    The default of `out` is `results/reports/RUN`. Runs may be active, failed or without some stages; the report names
-    the missing parts. Raises ValueError for an unknown run, a damaged file, or a folder that cannot be written.
+    Runs are given by ids, their beginnings, names or tags. The default of `out` is `results/reports/RUN`. Runs may be
+    active, failed or without some stages; the report names the missing parts.
+    Raises ValueError for an unknown run, a damaged file, or a folder that cannot be written.
     """
     tables = load_chosen(results, run_ids)
     for paths in tables.paths:
@@ -70,6 +74,7 @@ def report_content(tables: Tables) -> Content:
     return Content(
         title=_title(settings),
         runs=facts_of(tables, settings),
+        refresh_s=REFRESH_S if any(state_of(tables, p) in AT_WORK for p in tables.paths) else None,
         missing=(*missing_of(tables), *unknown_bounds(tables, bounds)),
         blocks=tuple(block for block in _blocks(tables, settings, bounds, labels) if block.rows),
         pictures=(

@@ -55,7 +55,8 @@ OVER_RUNS = {
     "communication": "Bars are means over the runs; every run has its own curve.",
     "clients": "The clients of all runs are shown together.",
 }
-OVER_SETTINGS = "Each part is a setting, with the axes of the others."
+OVER_SETTINGS = "Each part is a setting, with the axes of the others"
+WHERE_SIMILAR = {"communication": " where they sent similar amounts"}
 
 
 def stage_pictures(tables: Tables, bounds: Bounds, labels: Labels) -> Iterator[Picture]:
@@ -98,7 +99,7 @@ def _pictures(frames: _Frames, settings: Sequence[Setting], bounds: Bounds, *, a
     from fedloom.experiments.report.figures.communication import communication_figure
     from fedloom.experiments.report.figures.convergence import convergence_figure
     from fedloom.experiments.report.figures.fronts import pareto_figure
-    from fedloom.experiments.report.figures.style import png
+    from fedloom.experiments.report.figures.style import images
 
     values = {"convergence": ("loss", "metric")} if alone else {"convergence": ("metric",), LOSS: ("loss",)}
     figures = {
@@ -109,7 +110,7 @@ def _pictures(frames: _Frames, settings: Sequence[Setting], bounds: Bounds, *, a
     }
     for name, figure in figures.items():
         if figure is not None:
-            yield Picture(name, _title(name, alone=alone), _caption(name, settings, alone=alone), png(figure))
+            yield Picture(name, _title(name, alone=alone), _caption(name, settings, alone=alone), *images(figure))
 
 
 def _title(name: str, *, alone: bool) -> str:
@@ -126,7 +127,7 @@ def _caption(name: str, settings: Sequence[Setting], *, alone: bool) -> str:
         lines.append(OVER_RUNS[key])
     if key != "pareto" and any(s.repeats_seeds for s in settings):
         lines.append(sentence(REPEATED))
-    return " ".join([*lines, *([] if alone else [OVER_SETTINGS])])
+    return " ".join([*lines, *([] if alone else [f"{OVER_SETTINGS}{WHERE_SIMILAR.get(key, '')}."])])
 
 
 def _labelled(frame: pd.DataFrame, labels: Labels) -> pd.DataFrame:

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+WIDEST = 10_000
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,13 @@ def rich_block(block: Block, *, stacked: bool = True, apart: str | None = None) 
     table = Table(title=Text(block.title), caption=caption, box=box.SIMPLE_HEAD)
     table.title_justify = table.caption_justify = "left"
     table.show_edge, table.padding = False, (0, 1, 0, 0)
+    rows = [[text.replace(" ± ", "\n± ") if stacked else text for text in row] for row in block.rows]
     for i, head in enumerate(block.heads):
         table.add_column(Text(head), justify="left" if i < block.labels else "right", no_wrap=True)
-    for row in block.rows:
+    for row in rows:
         if row[0] == apart:
             table.add_section()
-        table.add_row(*(Text(text.replace(" ± ", "\n± ") if stacked else text) for text in row))
+        table.add_row(*map(Text, row))
+    # Nothing is cut, neither ids nor numbers: a table may be wider than the terminal, which folds its lines.
+    table.width = Console(width=WIDEST).measure(table).maximum
     return table

@@ -68,7 +68,7 @@ def _said(state: TrialState) -> str:
         return state.message
     if status is None or not status.stage or state.state == "done":
         return ABSENT
-    return f"in {status.stage}, round {status.round} of {status.rounds_total}"
+    return f"in {status.stage}, round {status.round_shown} of {status.rounds_total}"
 
 
 def points_block(ablation: Ablation, frame: pd.DataFrame, names: Names, *, wide: bool) -> Block:

@@ -21,7 +21,7 @@ def failures_block(tables: Tables, settings: Sequence[Setting] = ()) -> Block:
     frame = failures(tables)
     rows = []
     for row in frame.head(MOST_CAUSES).to_dict(orient="records"):
-        first = f"client {row['client_id']}, {row['stage']}, round {row['round']}"
+        first = f"client {row['client_id']}, {row['stage']}, round {row['round'] + 1}"
         cells = (row["run_id"], stage_name(row["kind"]), row["status"], row["example"] or ABSENT, first)
         rows.append((*(str(c) for c in cells), str(row["count"])))
     of = [f"{_failed(s.rows(frame))} of {len(s.rows(tables.clients))} ({s.name})" for s in settings]

@@ -60,7 +60,7 @@ from fedloom.platform.methods.stages.evaluation import (
     everybody,
     kept_model,
 )
-from fedloom.platform.methods.stages.target_search import search_stages
+from fedloom.platform.methods.stages.target_search import search_stages, targets_of
 from fedloom.platform.methods.stages.tier_search import WINNERS
 from fedloom.platform.plugins import Slot
 from fedloom.platform.search.targets import TargetSearchConfig
@@ -290,6 +290,7 @@ def alone_stage(world: World, config: ElasticTrainingConfig, architecture: Archi
     slots = Slots(
         initial=from_generator(world, lambda g: world.space.initial_subnet_weights(architecture, g), bag),
         assign=to_all(lambda round_: Train(subnet, round_.local, rules.weighting, rule=rules.local)),
+        macs=lambda _state: world.macs_table.cost(architecture),
         score=lambda _state: [ScoreSubnet(subnet, ALONE, "validation")],
         keep=lambda state: [_kept(world, state, bag, architecture)],
     )
@@ -333,7 +334,9 @@ def stages(config: SuperFedNASConfig, world: World) -> list[Stage]:
         return _alone(world, config, family)
     sequence: list[Stage] = [supernet_stage(world, config.train, family), *search_stages(world, config.search)]
     jobs = [EvaluationJob("", SUPERNET, Subnet(member), SUPERNET, everybody(world)) for member in family]
-    return [*sequence, EvaluationStage(world, config.evaluation, lambda state: [*jobs, *_winners(world, state)])]
+    scored = len(jobs) + (len(targets_of(world, config.search)) if len(sequence) > 1 else 0)
+    final = EvaluationStage(world, config.evaluation, lambda state: [*jobs, *_winners(world, state)], scored)
+    return [*sequence, final]
 
 
 def _alone(world: World, config: SuperFedNASConfig, family: tuple[Architecture, ...]) -> list[Stage]:
@@ -344,7 +347,7 @@ def _alone(world: World, config: SuperFedNASConfig, family: tuple[Architecture, 
         EvaluationJob("", ALONE, Subnet(member, stand_alone=True), bag_of(member), everybody(world))
         for member in family
     ]
-    return [*training, EvaluationStage(world, config.evaluation, lambda _state: jobs)]
+    return [*training, EvaluationStage(world, config.evaluation, lambda _state: jobs, len(jobs))]
 
 
 def _winners(world: World, state: RunState) -> list[EvaluationJob]:

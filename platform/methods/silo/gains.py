@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+from fedloom.platform.federation.planning import TRAINING, expected_macs
 from fedloom.platform.federation.stage import Plan
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import SUPERNET
@@ -53,6 +54,11 @@ class GainStage(ClientEvaluation):
     def rounds_left(self, state: RunState) -> int:
         """One round per silo's architecture."""
         return len(self.silos) - state.round
+
+    def macs_left(self, state: RunState) -> float:
+        """Those of training every remaining architecture on every silo's data."""
+        samples = self.config.epochs * float(self.world.data.sizes("train")[list(self.silos)].sum())
+        return (len(self.silos) - state.round) * samples * TRAINING * expected_macs(self.world)
 
     def plan(self, state: RunState) -> Plan:
         """Trains the architecture of silo `state.round` on the data of every silo."""

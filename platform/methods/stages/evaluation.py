@@ -10,7 +10,7 @@ import numpy as np
 
 from fedloom.platform.clients.assignments import SERVER, Assignment, Task
 from fedloom.platform.clients.scoring import ScoreSubnet
-from fedloom.platform.federation.planning import assign, for_server, in_plan_order
+from fedloom.platform.federation.planning import assign, evaluation_macs, for_server, in_plan_order
 from fedloom.platform.federation.selection import Cohort
 from fedloom.platform.federation.stage import KeptModel, Merged, Plan, RoundResult, Row, Stage, evaluation_rows
 from fedloom.platform.federation.training import SUPERNET
@@ -75,13 +75,22 @@ class EvaluationStage(Stage):
     name = "evaluation"
 
     def __init__(
-        self, world: World, config: EvaluationConfig, jobs: Callable[[RunState], Sequence[EvaluationJob]]
+        self,
+        world: World,
+        config: EvaluationConfig,
+        jobs: Callable[[RunState], Sequence[EvaluationJob]],
+        models: int = 1,
     ) -> None:
-        self.world, self.config, self.jobs = world, config, jobs
+        """`models` is how many jobs to expect, for the time left: what the jobs are may depend on a search."""
+        self.world, self.config, self.jobs, self.models = world, config, jobs, models
 
     def rounds_left(self, state: RunState) -> int:
         """One round per model."""
         return len(self.jobs(state)) - state.round
+
+    def macs_left(self, state: RunState) -> float:
+        """Those of scoring the remaining models."""
+        return evaluation_macs(self.world, max(0, self.models - state.round))
 
     def plan(self, state: RunState) -> Plan:
         """The server scores the model on validation and test data, each client on its own test data."""
@@ -148,6 +157,10 @@ class ClientEvaluation(Stage):
     def rounds_left(self, state: RunState) -> int:
         """One round in total."""
         return 1 - state.round
+
+    def macs_left(self, state: RunState) -> float:
+        """Those of scoring every client's model on its own test data."""
+        return evaluation_macs(self.world, 1 - state.round)
 
     def plan(self, state: RunState) -> Plan:
         """The task for all clients, in plan order."""

@@ -9,7 +9,7 @@ from typing import Any
 from fedloom.platform.clients.assignments import SERVER, Report, Task
 from fedloom.platform.clients.latency import MeasureLatency
 from fedloom.platform.clients.scoring import ScoreSubnets
-from fedloom.platform.federation.planning import for_server
+from fedloom.platform.federation.planning import expected_macs, for_server, num_samples
 from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Row, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import SUPERNET
@@ -121,6 +121,13 @@ class Scoring:
         """One round of scores, and one of latencies, during which nothing else runs on the machine."""
         return 2 if any(t.measure == "latency_s" for t in self.targets) else 1
 
+    def macs_left(self, state: RunState, subnets: int) -> float:
+        """Those of scoring this many subnets; measuring latencies takes hardly any."""
+        if state.round > 0:
+            return 0.0
+        samples = self.config.validation_share * num_samples(self.world, "validation")
+        return subnets * samples * expected_macs(self.world)
+
     def plan(self, state: RunState, architectures: Sequence[Architecture]) -> Plan:
         """The server's tasks of the round."""
         tasks: list[Task] = [MeasureLatency(tuple(architectures), self.config.latency_repeats)]
@@ -186,6 +193,10 @@ class SampleStage(Stage):
         """One round, and one for latencies if needed."""
         return self.scoring.rounds - state.round
 
+    def macs_left(self, state: RunState) -> float:
+        """Those of scoring the samples."""
+        return self.scoring.macs_left(state, len(self.architectures))
+
     def plan(self, state: RunState) -> Plan:
         """The samples in groups, for the server's workers."""
         return self.scoring.plan(state, self.architectures)
@@ -237,6 +248,10 @@ class VerifyStage(Stage):
         """One round, and one for latencies if needed; none without a finalist."""
         anything = any(state.data[FINALISTS]["found"].values())
         return self.scoring.rounds - state.round if anything else 0
+
+    def macs_left(self, state: RunState) -> float:
+        """Those of scoring as many finalists as the targets may have."""
+        return self.scoring.macs_left(state, len(self.targets) * self.config.verify + self.config.front)
 
     def plan(self, state: RunState) -> Plan:
         """Every finalist once, even if several targets share it."""
@@ -316,4 +331,4 @@ def sample_rows(
         for s in samples
     ]
     front = {won.architecture} if won else {s.architecture for s in pareto_front(scored)}
-    return candidate_rows(world, tier, scored, front)
+    return candidate_rows(world, tier, scored, front, won.architecture if won else None)

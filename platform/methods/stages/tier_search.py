@@ -10,7 +10,14 @@ import numpy as np
 
 from fedloom.platform.clients.assignments import Assignment, Measurement, Report
 from fedloom.platform.clients.scoring import ScoreSubnets
-from fedloom.platform.federation.planning import assign, choose_cohort, for_server, in_plan_order
+from fedloom.platform.federation.planning import (
+    assign,
+    choose_cohort,
+    expected_macs,
+    for_server,
+    in_plan_order,
+    num_samples,
+)
 from fedloom.platform.federation.selection import Cohort
 from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Row, Stage
 from fedloom.platform.federation.state import RunState
@@ -19,7 +26,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.stages.candidates import candidate_rows
 from fedloom.platform.plugins import Chosen
 from fedloom.platform.search.base import Interval, Searcher, pareto_front, winner
-from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher, try_searcher
+from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher, generations_left, try_searcher
 from fedloom.platform.search.ranking import kendall_tau
 from fedloom.platform.settings import ONE_OR_MORE, UP_TO_A_MILLION, OneOf
 from fedloom.platform.spaces.genome import Genome
@@ -126,8 +133,27 @@ class TierSearchStage(Stage):
         return state.with_data(self.name, self._fresh().state())
 
     def rounds_left(self, state: RunState) -> int:
-        """1 while the searcher has candidates to score, then 0."""
-        return 1 if self._searcher(state).ask() else 0
+        """The expected rounds while the searcher has candidates to score, at least 1; then 0."""
+        searcher = self._searcher(state)
+        if not searcher.ask():
+            return 0
+        generations = max(1, generations_left(self._problem, len(searcher.history)))
+        if not self.federated:
+            return generations
+        return generations * self.config.scoring_rounds - len(state.data.get(self._pending, []))
+
+    def macs_left(self, state: RunState) -> float:
+        """Those of the models that are still to be scored."""
+        scored = len(self._searcher(state).history) if self.name in state.data else 0
+        everything = num_samples(self.world, "validation")
+        samples = self.config.validation_share * everything
+        if self.federated:
+            clients = self.config.scoring_rounds * self.config.clients_per_round
+            own = clients * everything / self.world.num_clients
+            samples = own + (samples if self.config.compare_with_central else 0.0)
+        interval = self.goal.interval
+        macs = expected_macs(self.world, self.goal.table, interval.lower, interval.upper)
+        return max(0, self.budget - scored) * samples * macs
 
     def plan(self, state: RunState) -> Plan:
         """The generation's candidates, for the server's workers or a cohort of clients."""
@@ -213,9 +239,10 @@ class TierSearchStage(Stage):
             # Valid for a small tier, or if sampling finds no new model, but fewer than configured.
             logger.warning("%s: the search asked for %d models and found %d", self.goal.name, self.budget, len(history))
         front = {s.architecture for s in pareto_front(history)}
-        rows = candidate_rows(self.world, self.goal.name, history, front)
-        if feasible:
-            winners = {**state.data.get(WINNERS, {}), self.goal.name: architecture_id(winner(feasible).architecture)}
+        won = winner(feasible).architecture if feasible else None
+        rows = candidate_rows(self.world, self.goal.name, history, front, won)
+        if won is not None:
+            winners = {**state.data.get(WINNERS, {}), self.goal.name: architecture_id(won)}
             state = state.with_data(WINNERS, winners)
         # The rows hold the history from here on; without removal every later checkpoint would contain it.
         return Merged(state.without_data(self.name, self._pending, f"{self.name}/central"), rows)

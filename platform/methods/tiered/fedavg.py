@@ -54,10 +54,11 @@ def stages(config: FedAvgConfig, world: World) -> list[Stage]:
         initial=from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), MODEL),
         assign=to_all(client),
         score=lambda _state: [ScoreSubnet(subnet, MODEL, "validation")],
+        macs=lambda _state: world.macs_table.cost(subnet.architecture),
     )
     training = TrainingStage(world, config.train, rules, slots, name=MODEL, bag=MODEL)
     job = EvaluationJob("", MODEL, subnet, MODEL, everybody(world), kept=MODEL)
-    evaluation = EvaluationStage(world, config.evaluation, lambda _state: [job])
+    evaluation = EvaluationStage(world, config.evaluation, lambda _state: [job], models=1)
     return [training, evaluation] if config.evaluate else [training]
 
 

@@ -24,7 +24,7 @@ from fedloom.platform.clients.subspace import UNITS, CommunicationBudget, sample
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import Trained
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.planning import training_budget
+from fedloom.platform.federation.planning import expected_macs, training_budget
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import (
@@ -244,11 +244,18 @@ def tier_stage(world: World, config: TrainingConfig, tier: int, model: str, key:
     def client(round_: Round) -> Train:
         return Train(subnet(round_.state), round_.local, rules.weighting, rule=rules.local)
 
+    def macs(state: RunState) -> float:
+        architecture, bounds = winner_of(state, name), world.tiers[tier]
+        if architecture is None:  # not searched yet
+            return expected_macs(world, world.cost_table, bounds.lower, bounds.upper)
+        return world.macs_table.cost(architecture)
+
     slots = Slots(
         initial=initial,
         assign=to_all(client),
         eligible=world.eligible_by_tier[tier],
         score=lambda state: [ScoreSubnet(subnet(state), model, "validation")],
+        macs=macs,
         tier=name,
     )
     return TrainingStage(world, config, rules, slots, name=f"{model}/{name}", bag=bag_name(name, model))
@@ -287,7 +294,8 @@ def stages(config: FedorASConfig, world: World) -> list[Stage]:
     if config.rand_init.rounds:
         sequence += [tier_stage(world, config.rand_init, tier, "rand_init", "method.rand_init") for tier in tiers]
         models.append("rand_init")
-    sequence.append(EvaluationStage(world, config.evaluation, lambda state: tier_jobs(world, state, models)))
+    scored = len(models) * len(tiers)
+    sequence.append(EvaluationStage(world, config.evaluation, lambda state: tier_jobs(world, state, models), scored))
     return sequence
 
 

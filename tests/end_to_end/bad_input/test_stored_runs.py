@@ -70,7 +70,10 @@ def test_a_stored_configuration_that_is_gone_or_damaged(copied: Path, resume_ref
 
 @pytest.mark.parametrize("damage", ["tensors cut short", "tensors missing", "state cut short", "a bit flipped"])
 def test_a_damaged_checkpoint_is_refused(copied: Path, resume_refused: Refuse, damage: str) -> None:
-    folder = list_runs(copied)[0].checkpoint
+    paths = list_runs(copied)[0]
+    status = json.loads(paths.status.read_text())
+    paths.status.write_text(json.dumps({**status, "state": "interrupted"}))  # of a run that is done nothing is read
+    folder = paths.checkpoint
     state, tensors = folder / "state.json", sorted(folder.glob("supernet-*.safetensors"))[0]
     content = tensors.read_bytes()
     if damage == "tensors cut short":

@@ -218,4 +218,4 @@ def test_run_ids_are_planned_unique_and_valid(ready_made: Mapping[str, Ablation]
         for trial in ablation.trials:
             assert trial.run_id == f"{ablation.ablation_id}-{trial.index:04d}"
             assert check_name("run id", trial.run_id, LONGEST_RUN_ID) == trial.run_id
-    assert max(map(len, ids)) == LONGEST_RUN_ID == 40
+    assert any("distribution_averaging" in run_id for run_id in ids), "names are whole"

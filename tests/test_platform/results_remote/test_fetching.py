@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fedloom.platform.results.mirror import mirrored
-from fedloom.platform.results.paths import run_paths
+from fedloom.platform.results.names import NO_NAMES, Names, write_names
+from fedloom.platform.results.paths import list_runs, run_paths
 from fedloom.platform.results.remote import fetch, fetch_folder, local_root, mirror_folder
 from fedloom.platform.results.tables import TABLES, read_table
 from fedloom.platform.results.target import RemoteFile, Target
@@ -106,6 +107,26 @@ def test_a_named_run_is_fetched_without_listing_the_others(
     there = {p.relative_to(bucket).as_posix() for p in bucket.rglob("*") if p.is_file()}
     assert set(listed) == {name for name in there if "r2" not in name}
     assert len(read_table(root, "rounds", run_id="r1")) == 1
+
+
+def test_runs_are_fetched_by_their_names_also_beside_one_that_is_meant_by_its_id(
+    url: str, machine: Machine, small_run: Any, bucket: Path
+) -> None:
+    called = {"r1": NO_NAMES, "r2": Names("best"), "r3": Names("r1", ("paper",)), "r4": Names("other")}
+    for run_id, names in called.items():
+        paths = small_run(run_id).paths
+        write_names(paths.artifacts, names)
+        with mirrored(url, paths):
+            pass
+        put(bucket / f"artifacts/{run_id}/config.json", json.dumps({"experiment": "e"}))
+    for place, words, expected in (
+        ("b", ["r1"], ["r1"]),  # an id, although it is the name of another
+        ("c", ["r1", "best"], ["r1", "r2"]),
+        ("d", ["paper", "best"], ["r2", "r3"]),
+        ("f", ["none"], []),
+    ):
+        machine(place)
+        assert [run.run_id for run in list_runs(fetch(url, words))] == expected
 
 
 def test_a_file_that_disappears_while_it_is_fetched_is_looked_for_again(

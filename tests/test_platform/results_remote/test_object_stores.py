@@ -65,7 +65,7 @@ def test_a_run_on_s3_goes_on_on_another_machine(
 
     config = elastic_config(results=s3_url)
     whole = stable_rows(copied.root, copied.run_id)  # of the same configuration, never interrupted
-    with pytest.raises(RuntimeError, match="stopped after round 0"):
+    with pytest.raises(RuntimeError, match="stopped after round 1"):
         start_run(config, serial, Watcher(should_stop=interrupt), Label(run_id="mine"))
     machine("b")
     resume_run(config, "mine", serial)

@@ -1,0 +1,42 @@
+"""Resuming a run that is done: nothing is computed, and at most its name and tags change."""
+
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.results.manifest import Manifest
+from fedloom.platform.results.mirror import mirror_run
+from fedloom.platform.results.names import Names, read_names, write_names
+from fedloom.platform.results.parts import TableParts
+from fedloom.platform.results.paths import RunPaths, run_paths
+from fedloom.platform.results.remote import local_root
+from fedloom.platform.results.status import read_status
+from fedloom.platform.results.tables import TABLES
+from fedloom.platform.runs.run import owned_run
+
+
+def is_finished(config: RunConfig, run_id: str) -> bool:
+    """Whether the run is done, so that there is nothing to resume."""
+    paths = _paths(config, run_id)
+    return paths.status.exists() and read_status(paths.status).state == "done"
+
+
+def leave_finished(config: RunConfig, run_id: str) -> None:
+    """Gives a run that is done the configuration's name and tags, and completes its copy at the results' URL.
+
+    Raises OwnedError if another process does so at this moment.
+    """
+    paths = _paths(config, run_id)
+    with owned_run(config, paths):
+        if config.names != read_names(paths.artifacts):
+            _rename(paths, config.names)
+        mirror_run(config.results, paths)
+
+
+def _rename(paths: RunPaths, names: Names) -> None:
+    manifest = Manifest.of_run(paths)
+    rows = TableParts(paths.table("runs"), TABLES["runs"], 1, manifest)
+    rows.replace([{**rows.read_last().to_pylist()[0], **names.columns()}])
+    manifest.settle()
+    write_names(paths.artifacts, names)
+
+
+def _paths(config: RunConfig, run_id: str) -> RunPaths:
+    return run_paths(local_root(config.results), config.experiment, run_id)

@@ -1,0 +1,124 @@
+"""How long a run will still take: the MACs that its stages expect, at the rate that was measured so far."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fedloom.platform.federation.stage import Stage
+    from fedloom.platform.federation.state import RunState
+
+
+MOST_MACS = 1e100
+"""More is a mistake, and could not be added up."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """Seconds that the current stage and the whole run will still take; None if a stage does not tell its MACs."""
+
+    stage_s: float
+    run_s: float | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds, expected MACs and number of finished rounds."""
+
+    seconds: float = 0.0
+    macs: float = 0.0
+    rounds: int = 0
+
+    def __add__(self, other: Measured) -> Measured:
+        return Measured(self.seconds + other.seconds, self.macs + other.macs, self.rounds + other.rounds)
+
+
+NOTHING = Measured()
+
+
+def macs_left(stage: Stage, state: RunState) -> float | None:
+    """What the stage expects; None as well for a user's stage that is written without `Stage`.
+
+    Raises ValueError if a user's stage expects what is no number.
+    """
+    tell = getattr(stage, "macs_left", None)
+    told: Any = None if tell is None else tell(state)
+    if told is None:
+        return None
+    if not isinstance(told, int | float | np.number) or not 0 <= told < MOST_MACS:
+        raise ValueError(f"macs_left of stage {stage.name!r} gives {told!r:.60}: give a number from 0, or None")
+    return float(told)
+
+
+def kind_of(stage: Stage) -> str:
+    """The kind of a stage: `search/tier1` and `search/tier2` are of one kind."""
+    return stage.name.partition("/")[0]
+
+
+class Forecast:
+    """Estimates the time left from finished rounds: the MACs left times the seconds per MAC of that kind of stage.
+
+    A kind that has not run yet is expected to run at the rate of all others together. MACs are those that a stage
+    expects, of a middling network where clients will draw theirs: the error cancels where the kind was measured.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        self._of_kind: dict[str, Measured] = {}
+        self._of_stage: dict[int, Measured] = {}
+        self._warm_up: str | None = None
+        self._place = (-1, -1)
+        self._macs: float | None = None
+        self._later: list[tuple[Stage, float | None]] = []
+
+    def begins(self, before: RunState) -> None:
+        """Takes down what is left before a round; what later stages expect changes with the current stage alone."""
+        if self._place[0] != before.stage:
+            later = self._stages[before.stage + 1 :]
+            self._later = [(stage, macs_left(stage, replace(before, round=0))) for stage in later]
+        if self._place != (before.stage, before.round):
+            self._macs = macs_left(self._stages[before.stage], before)
+
+    def finished(self, after: RunState, seconds: float) -> None:
+        """Takes down how long the round took."""
+        stage = self._stages[after.stage]
+        had, has = self._macs, macs_left(stage, after)
+        macs = max(0.0, had - has) if had is not None and has is not None else 0.0
+        kind, measured = kind_of(stage), Measured(seconds, macs, 1)
+        # The first round of a process also starts its workers and builds their networks: the second one tells more.
+        if self._warm_up == kind:
+            self._of_kind.clear()
+            self._of_stage.clear()
+        self._warm_up = kind if self._warm_up is None else ""
+        self._of_kind[kind] = self._of_kind.get(kind, NOTHING) + measured
+        self._of_stage[after.stage] = self._of_stage.get(after.stage, NOTHING) + measured
+        self._place, self._macs = (after.stage, after.round), has
+
+    def left(self, rounds_left: int) -> Left:
+        """The time left after the round that has finished, when its stage has `rounds_left` to come."""
+        number, _ = self._place
+        stage_s = self._stage_s(number, rounds_left)
+        to_come = [self._seconds(stage, macs) for stage, macs in self._later]
+        known = [seconds for seconds in to_come if seconds is not None]
+        is_known = len(known) == len(to_come) and (not to_come or self._macs is not None)
+        return Left(stage_s, stage_s + math.fsum(known) if is_known else None)
+
+    def _stage_s(self, number: int, rounds_left: int) -> float:
+        expected_s = self._seconds(self._stages[number], self._macs)
+        if expected_s is not None:
+            return expected_s if rounds_left > 0 else 0.0
+        own = self._of_stage[number]
+        return rounds_left * own.seconds / own.rounds
+
+    def _seconds(self, stage: Stage, macs: float | None) -> float | None:
+        own = self._of_kind.get(kind_of(stage), NOTHING)
+        measured = own if own.macs > 0 else sum(self._of_kind.values(), start=NOTHING)
+        if macs is None or measured.macs == 0:
+            return None
+        return macs * measured.seconds / measured.macs

@@ -1,0 +1,88 @@
+"""Two runs on one cluster: the second waits in line, is told so, and is refused with what helps."""
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from fedloom.actors import waiting
+from fedloom.actors.address import check_listening
+from fedloom.actors.cluster import connected
+from fedloom.actors.waiting import Resources, wait_for_room
+from fedloom.platform.federation.config import RayConfig
+
+WHOLE = {"CPU": 2.0, "memory": 1e9}
+
+
+def two_cpus(resources: Resources) -> float:
+    if resources.get("CPU", 0.0) < 2:
+        raise ValueError(f"the cluster has {resources.get('CPU', 0.0):g} free")
+    return resources["CPU"]
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that goes by what was slept."""
+    lengths: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(lengths), sleep=lengths.append)
+    monkeypatch.setattr(waiting, "time", clock)
+    return lengths
+
+
+def test_room_is_taken_at_once_without_a_word(slept: list[float]) -> None:
+    told: list[str] = []
+    assert wait_for_room(two_cpus, lambda: WHOLE, lambda: WHOLE, 300.0, told.append) == 2.0
+    assert (told, slept) == ([], [])
+
+
+def test_a_run_waits_until_others_have_ended_and_says_so(slept: list[float]) -> None:
+    told: list[str] = []
+    frees: Iterator[Resources] = iter([{"CPU": 0.0}, {}, {"CPU": 1.0}, {"CPU": 2.0}])
+    assert wait_for_room(two_cpus, lambda: next(frees), lambda: WHOLE, 300.0, told.append) == 2.0
+    assert told == ["waiting for other runs on this cluster: 0 of 2 CPUs are free; for up to 300 s (ray.wait_s)"]
+    assert slept == [1.0, 1.0, 1.0]
+
+
+def test_after_the_limit_it_is_refused_with_what_helps(slept: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"hold this cluster: 0 of 2 CPUs are free after 2\.5 s; start") as refusal:
+        wait_for_room(two_cpus, dict, lambda: WHOLE, 2.5, lambda _: None)
+    assert slept == [1.0, 1.0, 0.5]
+    assert "ray.wait_s=3600" in str(refusal.value)
+    assert "ray.address=local" in str(refusal.value)
+    assert "executor.actors" not in str(refusal.value)
+
+
+def test_what_the_whole_cluster_cannot_hold_is_refused_at_once(slept: list[float]) -> None:
+    told: list[str] = []
+    with pytest.raises(ValueError, match="the cluster has 1 free"):
+        wait_for_room(two_cpus, dict, lambda: {"CPU": 1.0}, 300.0, told.append)
+    assert (told, slept) == ([], [])
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_where_nothing_listens_is_refused_in_one_line(scheme: str) -> None:
+    address = f"{scheme}127.0.0.1:{free_port()}"
+    with pytest.raises(ConnectionError, match=f"^no Ray at '{address}': connection refused; .*ray.address=local$"):
+        check_listening(address)
+
+
+def test_connecting_says_so_once_and_asks_for_no_token() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ConnectionError) as refusal, connected(RayConfig(address=address)):
+        pass
+    assert str(refusal.value).count("no Ray at") == 1
+    assert "token" not in str(refusal.value)
+
+
+def test_an_address_where_something_listens_is_left_to_ray() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        check_listening(f"127.0.0.1:{server.getsockname()[1]}")
+    for other in ("local", "auto", "nowhere", "host:port", "[::1"):
+        check_listening(other)

@@ -1,0 +1,65 @@
+"""Axes that panels share, and curves that coincide."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from fedloom.experiments.analysis.seeds import SEEDS
+from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.report.figures.communication import communication_figure
+from fedloom.experiments.report.figures.convergence import convergence_figure
+from fedloom.experiments.report.figures.settings import same_limits
+from fedloom.experiments.report.figures.style import tint
+
+
+def setting(run_id: str, name: str = "demo") -> Setting:
+    return Setting(name, "demo", (run_id,), ("1",), "tiers", {}, {})
+
+
+def test_panels_share_a_range_unless_one_would_be_flat() -> None:
+    left, right = Figure().subplots(1, 2)
+    left.set_ylim(0.0, 1.0)
+    right.set_ylim(0.5, 0.9)
+    assert same_limits([left, right], y=True, most=3.0)
+    assert left.get_ylim() == right.get_ylim() == (0.0, 1.0)
+    right.set_ylim(0.5, 0.8)
+    assert not same_limits([left, right], y=True, most=3.0)
+    assert right.get_ylim() == (0.5, 0.8)
+    assert same_limits([left, right], y=True), "settings are there to be compared, however flat"
+    assert right.get_ylim() == (0.0, 1.0)
+    assert same_limits([], x=True, y=True)
+
+
+def curves(kind: str, losses: list[float]) -> pd.DataFrame:
+    rows = {"rounds_done": range(1, len(losses) + 1), "loss": losses, "metric": np.linspace(0.2, 0.9, len(losses))}
+    return pd.DataFrame(rows).assign(run_id="r1", kind=kind, tier="", series="train", **{SEEDS: "1"})
+
+
+def test_a_stage_that_moves_little_has_an_axis_of_its_own() -> None:
+    frame = pd.concat([curves("supernet", [2.3, 1.0, 0.2]), curves("fine_tuned", [0.2, 0.15, 0.1])])
+    figure = convergence_figure(frame, [setting("r1")], ("loss", "metric"))
+    assert figure is not None
+    losses, accuracies = figure.axes[:2], figure.axes[2:]
+    assert losses[1].get_ylim()[1] < 0.25 < 2.0 < losses[0].get_ylim()[1]
+    assert losses[1].yaxis.get_tick_params()["labelleft"], "an own axis has its numbers"
+    assert accuracies[0].get_ylim() == accuracies[1].get_ylim()
+    assert not accuracies[1].yaxis.get_tick_params()["labelleft"]
+
+
+def test_curves_of_both_directions_are_seen_where_they_coincide() -> None:
+    rounds = pd.DataFrame(
+        {"run_id": "r1", "kind": "supernet", "stage": "supernet", "bytes_down": [5, 5], "bytes_up": [5, 5]}
+    )
+    kinds = pd.DataFrame({"run_id": ["r1"], "kind": ["supernet"], "bytes_down": [10], "bytes_up": [10]})
+    figure = communication_figure(kinds, rounds, [setting("r1")])
+    assert figure is not None
+    down, up = figure.axes[1].lines[:2]
+    assert down.get_ydata() == pytest.approx(up.get_ydata())
+    assert down.get_linewidth() > up.get_linewidth(), "the upper one leaves the lower one's edges"
+    assert (down.is_dashed(), up.is_dashed()) == (False, True)
+
+
+def test_a_tint_is_lighter_and_hides_what_is_below() -> None:
+    assert tint("#000000") == "#747474"
+    assert tint("#ffffff") == "#ffffff"
