@@ -137,7 +137,7 @@ def test_a_damaged_supernet_is_told_of_and_replaced(
     else:
         file.write_bytes(b"{" if damage == "origin" else content)
     second = run(config)
-    warnings = [r.message for r in caplog.records if "supernet" in r.message]
+    warnings = [r.message for r in caplog.records if r.levelname == "WARNING" and "supernet" in r.message]
     assert len(warnings) == 1
     assert warnings[0].startswith(f"supernet {key} cannot be used: {folder}")
     assert "\n" not in warnings[0]
@@ -157,7 +157,7 @@ def test_a_full_disk_for_the_supernet_fails_no_run(
     config = tiny_config(reuse_supernet=True)
     run_id = run(config)
     assert read_table(Path(config.results), "runs", run_id=run_id)["status"].tolist() == ["done"]
-    assert [r.message for r in caplog.records if "supernet" in r.message] == [
+    assert [r.message for r in caplog.records if r.levelname == "WARNING" and "supernet" in r.message] == [
         "the supernet could not be left for later runs: [Errno 28] No space left on device"
     ]
     assert list((Path(config.results) / "supernets").iterdir()) == []
