@@ -128,8 +128,8 @@ class ActorSet:
         return member.about is not None and member.about.node_id not in alive
 
     def close(self) -> None:
-        """Ends all actors."""
-        for member in self.members:
+        """Ends all actors, unless they have ended with Ray, which `ray.kill` would start again."""
+        for member in self.members if ray.is_initialized() else ():
             ray.kill(member.actor)
         self.members.clear()
         self.idle.clear()

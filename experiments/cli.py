@@ -1,6 +1,7 @@
 """The `fedloom` command: one function per subcommand."""
 
 import argparse
+import atexit
 import json
 import logging
 import os
@@ -53,7 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = INFRASTRUCTURE
     except KeyboardInterrupt:
         code = INTERRUPTED
+    # Registered last and so called first: a second Ctrl-C while Ray ends would print a traceback.
+    atexit.register(_leave_in_peace)
     sys.exit(code)
+
+
+def _leave_in_peace() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _interrupt(_signal: int, _frame: Any) -> None:
