@@ -3,17 +3,15 @@
 import ast
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fedloom.experiments.report.pages.runs import write_report
-from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.models import save_model
 from fedloom.platform.results.paths import find_run, run_paths
 from fedloom.platform.runs.run import Label, start_run
+from fedloom.platform.runs.serial import make_serial
 
 ROOT = Path(__file__).resolve().parent.parent
 EXECUTING = {
@@ -70,12 +68,8 @@ def test_names_cannot_leave_their_folder(
             find_run(tmp_path, name)
     config = tiny_config()
     with pytest.raises(ValueError, match="cannot be a file name"):
-        start_run(config, serial, label=Label(run_id=name or "/"))
+        start_run(config, make_serial, label=Label(run_id=name or "/"))
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def serial(world: Any) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
 
 
 def test_secrets_are_written_nowhere(
@@ -85,7 +79,7 @@ def test_secrets_are_written_nowhere(
     for name in ("AWS_SECRET_ACCESS_KEY", "RAY_AUTH_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(name, secret)
     config = tiny_config()
-    run_id = start_run(config, serial)
+    run_id = start_run(config, make_serial)
     write_report(Path(config.results), [run_id])
     files = [p for p in Path(config.results).rglob("*") if p.is_file()]
     assert len(files) > 20

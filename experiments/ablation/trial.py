@@ -14,8 +14,7 @@ from fedloom.actors.server import make_pool
 from fedloom.actors.wire import accept_shared_memory
 from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.trials import UNSENT
-from fedloom.platform.clients.execution import Executor, SerialExecutor
-from fedloom.platform.clients.worker import Worker
+from fedloom.platform.clients.execution import Executor
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World
@@ -28,6 +27,7 @@ from fedloom.platform.results.target import local_root
 from fedloom.platform.runs.ending import Resume, run_to_end
 from fedloom.platform.runs.run import Label, Watcher
 from fedloom.platform.runs.run_files import COSTS
+from fedloom.platform.runs.serial import make_serial
 
 STEP_S = 1.0
 """Seconds that Tune waits for a round before it checks whether to stop the trial."""
@@ -147,7 +147,7 @@ class RunThread:
 
     def _executor(self, world: World) -> Executor:
         if self.config.executor.kind == "serial":
-            return SerialExecutor(Worker(world.spec))
+            return make_serial(world)
         return make_pool(world)
 
     def _paths(self, run_id: str) -> RunPaths:

@@ -69,9 +69,8 @@ def platform(case_name: str, actors: int, memory: bool) -> dict[str, Any]:
     from fedloom.actors.cluster import connected
     from fedloom.actors.server import make_pool
     from fedloom.experiments.benchmarks.cases import CASES, run_config
-    from fedloom.platform.clients.execution import SerialExecutor
-    from fedloom.platform.clients.worker import Worker
     from fedloom.platform.runs.run import Watcher, start_run
+    from fedloom.platform.runs.serial import make_serial
 
     watch = Stopwatch(os.getpid() if memory else None)
     watcher = Watcher(watch.started, watch.round)
@@ -81,7 +80,7 @@ def platform(case_name: str, actors: int, memory: bool) -> dict[str, Any]:
             with connected(config.ray):
                 start_run(config, make_pool, watcher)
         else:
-            start_run(config, lambda world: SerialExecutor(Worker(world.spec)), watcher)
+            start_run(config, make_serial, watcher)
         assert list(Path(results).iterdir()), "the run wrote its tables"
     if memory:
         return {"bytes_5": watch.bytes_after[5], "bytes_50": watch.bytes_after[50]}

@@ -19,10 +19,8 @@ from fedloom.experiments.chaos.interrupted import Template, interrupted
 from fedloom.experiments.chaos.victims import SERIAL, TINY, frames, reference, same
 from fedloom.experiments.report.pages.runs import write_report
 from fedloom.experiments.runs.configuration import stored_config
-from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.world import World
 from fedloom.platform.runs.run import resume_run
+from fedloom.platform.runs.serial import make_serial
 
 DAMAGES = ("flip", "digit", "cut", "empty", "remove", "exchange")
 WRONG = ("silent", "tracebacks", "many_lines")
@@ -101,11 +99,7 @@ def _reported(root: Path, template: Template) -> None:
 
 def _resumed(root: Path, template: Template) -> None:
     run_id, config = stored_config(root, template.run_id)
-    resume_run(config, run_id, _serial)
-
-
-def _serial(world: World) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
+    resume_run(config, run_id, make_serial)
 
 
 if __name__ == "__main__":

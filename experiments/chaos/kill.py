@@ -117,10 +117,11 @@ def main() -> None:
         ends = [] if first.code == 0 else attempt.resumed(run_id)
         run_id = run_id or (ends[-1].run_id if ends else "")
         done = first.code == 0 or (bool(ends) and ends[-1].code == 0)
+        identical = done and same(frames(attempt.results, run_id), expected)
         told = first.rounds + sum(end.rounds for end in ends)
         counts = Counter(
             {
-                "differ": int(done and not same(frames(attempt.results, run_id), expected)),
+                "differ": int(done and not identical),
                 "orphans": len(left),
                 "rounds_twice": max(0, told - rounds),
                 "rounds_lost": max(0, told - rounds - 1),
@@ -128,7 +129,7 @@ def main() -> None:
                 "not_resumed": int(not done),
                 "hangs": sum(end.code == 124 for end in (first, *ends)),
                 f"struck {attempt.victim} by {attempt.blow}": 1,
-                "identical": int(done and same(frames(attempt.results, run_id), expected)),
+                "identical": int(identical),
             }
         )
         if not any(counts[what] for what in WRONG):

@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from fedloom.experiments.runs.configuration import compose_config
-from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.arrays import Arrays
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import Watcher, start_run
+from fedloom.platform.runs.serial import make_serial
 
 SETTLED = 20
 """Rounds after which memory is taken for settled."""
@@ -40,7 +39,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         config = compose_config(overrides(args.clients, args.rounds, args.cohort, folder))
-        start_run(config, lambda world: SerialExecutor(Worker(world.spec)), Watcher(round=watch))
+        start_run(config, make_serial, Watcher(round=watch))
         rounds, clients = (read_table(Path(folder), table) for table in ("rounds", "clients"))
     planned = int(rounds["clients_planned"].sum())
     grown = memory[-1] / memory[min(SETTLED, len(memory) - 1)]

@@ -15,9 +15,9 @@ from fedloom.experiments.export.formats import INPUT, OUTPUT, Encoded
 from fedloom.experiments.export.selection import Chosen
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.federation.world import World
+from fedloom.platform.results.files import content_hash
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.results.tensor_files import content_hash
 from fedloom.platform.runs.run import what_is_computed
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.slices import Architecture, architecture_id, bytes_of

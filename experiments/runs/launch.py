@@ -11,13 +11,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from fedloom.actors.cluster import connected
 from fedloom.actors.server import RemoteServer
 from fedloom.actors.waiting import groups_in_line
-from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import RunCosts, load_costs
 from fedloom.platform.federation.loop import AT_ONCE, RoundProgress
-from fedloom.platform.federation.world import World
 from fedloom.platform.results.mirror import mirror_run
 from fedloom.platform.results.paths import RunPaths, run_paths
 from fedloom.platform.results.remote import check_results, local_root
@@ -25,6 +22,7 @@ from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.runs.ending import Resume, RunEnd, run_to_end
 from fedloom.platform.runs.run import Watcher, check_run_unowned, planned_stages
 from fedloom.platform.runs.run_files import COSTS
+from fedloom.platform.runs.serial import make_serial
 
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.2
@@ -55,7 +53,7 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
     """
     check_results(config.results)
     if config.executor.kind == "serial" or config.dry_run:
-        return run_to_end(config, _make_serial, Watcher(view.started, view.round), resume)
+        return run_to_end(config, make_serial, Watcher(view.started, view.round), resume)
     # These checks take about a second and raise their errors before Ray is started.
     if resume is not None:
         check_run_unowned(run_paths(local_root(config.results), config.experiment, resume.run_id))
@@ -71,10 +69,6 @@ def _stored_costs(config: RunConfig, resume: Resume | None) -> RunCosts | None:
     if resume is None:
         return None
     return load_costs(run_paths(local_root(config.results), config.experiment, resume.run_id).artifacts / COSTS)
-
-
-def _make_serial(world: World) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
 
 
 def _through_server(config: RunConfig, view: View, resume: Resume | None) -> RunEnd:

@@ -9,8 +9,6 @@ from rich.table import Table
 
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.experiments.terminal.output import console, write_json
-from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import load_costs
@@ -23,6 +21,7 @@ from fedloom.platform.results.models import list_models, load_model
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run_files import COSTS
+from fedloom.platform.runs.serial import make_serial
 from fedloom.platform.search.targets import Sample, TargetSearchConfig
 from fedloom.platform.spaces.slices import Weights, architecture_id, parse_architecture
 
@@ -56,9 +55,8 @@ def search_trained(trained: Trained, macs: Sequence[float], latency_s: Sequence[
     if not macs and not latency_s:
         raise ValueError("give at least one target: --macs 1e9 or --latency-s 0.02")
     config = replace(trained.config, macs=list(macs), latency_s=list(latency_s), front=0, predictor="mlp")
-    executor = SerialExecutor(Worker(trained.world.spec))
     samples = trained.samples if len(trained.samples) >= config.samples else ()
-    return search_supernet(trained.world, config, trained.weights, samples, executor)
+    return search_supernet(trained.world, config, trained.weights, samples, make_serial(trained.world))
 
 
 def load_trained(results: Path, run: str) -> Trained:

@@ -1,5 +1,6 @@
 """Atomic file writes: readers, also after a crash, find either the old or the new content."""
 
+import hashlib
 import os
 import re
 import tempfile
@@ -21,6 +22,11 @@ def check_name(kind: str, name: str, longest: int = 100) -> str:
             "starting with a letter or digit and not digits alone"
         )
     return name
+
+
+def content_hash(content: bytes) -> str:
+    """SHA-256 of the content, as 64 hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def temporary_path(path: Path) -> Path:

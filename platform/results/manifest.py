@@ -8,18 +8,18 @@ A file that is replaced is listed with its old and its new content before, so th
 """
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.files import content_hash, write_atomically
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.sealed import ADVICE, sealed_json, unsealed
 
 FILE = "manifest.json"
-_CHUNK_BYTES = 1 << 20
 _TRIES = 20
 _TRY_AGAIN_S = 0.05
 
@@ -46,17 +46,13 @@ Replacing = Callable[[Path, Seal], AbstractContextManager[None]]
 
 def seal_of(path: Path) -> Seal:
     """The seal of a file."""
-    digest, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
-        while content := file.read(_CHUNK_BYTES):
-            digest.update(content)
-            size += len(content)
-    return Seal(size, digest.hexdigest())
+        return Seal(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def seal_of_bytes(content: bytes) -> Seal:
     """The seal of a content."""
-    return Seal(len(content), hashlib.sha256(content).hexdigest())
+    return Seal(len(content), content_hash(content))
 
 
 def manifest_path(paths: RunPaths) -> Path:
@@ -153,7 +149,7 @@ def sealed_files(paths: RunPaths) -> list[Path]:
     """The files of a run that its manifest lists."""
     own = [paths.config, *paths.artifacts.glob("costs.json"), *paths.artifacts.glob("plugins*/**/*")]
     cards = paths.models.glob("*.json")
-    parts = paths.root.glob(f"*/experiment={paths.experiment}/run_id={paths.run_id}/part-*.parquet")
+    parts = (part for folder in paths.tables() for part in folder.glob("part-*.parquet"))
     return sorted(path for path in (*own, *cards, *parts) if path.is_file() and not path.name.startswith("."))
 
 

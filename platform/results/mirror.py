@@ -9,9 +9,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from fedloom.platform.results.manifest import decoded, either, encoded, manifest_path
+from fedloom.platform.results.manifest import Seals, decoded, either, encoded, manifest_path
 from fedloom.platform.results.order import is_rows, rank
-from fedloom.platform.results.owner import OwnershipLostError
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tables import TABLES
 from fedloom.platform.results.target import Target, is_remote, open_target
@@ -84,7 +83,7 @@ class Mirror:
         try:
             self.turn()
             self._failure = None
-        except (OSError, OwnershipLostError) as error:
+        except Exception as error:  # noqa: BLE001 - of a thread's unexpected error nobody would hear
             self._failure = error
             again = "" if self._closing.is_set() else f": trying again in {self._interval_s:g} s"
             logger.warning("run %s was not copied to %s (%s)%s", self._paths.run_id, self._target.url, error, again)
@@ -110,10 +109,16 @@ class Mirror:
         name = manifest_path(self._paths).relative_to(self._paths.root).as_posix()
         if name not in files or files[name].file is None or not self._there:
             return
-        here = files[name].content()
-        there = self._target.read(name) if name in (self._there or ()) else encoded({})
-        path = manifest_path(self._paths)
-        self._target.write(name, encoded(either(decoded(there, path), decoded(here, path))))
+        here = decoded(files[name].content(), manifest_path(self._paths))
+        there = self._listed_there(name) if name in self._there else {}
+        self._target.write(name, encoded(either(there, here)))
+
+    def _listed_there(self, name: str) -> dict[str, Seals]:
+        try:
+            return decoded(self._target.read(name), manifest_path(self._paths))
+        except ValueError:
+            logger.warning("%s was damaged at %s: it is written anew", name, self._target.url)
+            return {}
 
     def _hold(self, held: ExitStack) -> dict[str, "_Held"]:
         """The run's files of one instant; changed ones are opened.

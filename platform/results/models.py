@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fedloom.platform.results.files import check_name, remove_temporaries, write_atomically
+from fedloom.platform.results.files import check_name, content_hash, remove_temporaries, write_atomically
 from fedloom.platform.results.manifest import Replacing, seal_of_bytes
 from fedloom.platform.results.paths import RunPaths
-from fedloom.platform.results.tensor_files import content_hash, damaged, from_bytes, read_checked, to_bytes
+from fedloom.platform.results.tensor_files import damaged, from_bytes, read_checked, to_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
-from fedloom.platform.results.processes import is_process, started_ticks, this_place
+from fedloom.platform.results.processes import is_process, this_place, this_process
 from fedloom.platform.results.target import Target, is_remote, open_target
 
 logger = logging.getLogger(__name__)
@@ -150,8 +150,7 @@ class Owner:
     def __init__(self, kept: Kept, what: str, *, fresh: bool = False) -> None:
         """Raises OwnedError, naming the owner, if another process has it; nobody else can know a `fresh` folder."""
         self._kept, self._what, self._fresh, self._released = kept, what, fresh, False
-        pid = os.getpid()
-        self._lease = Lease(uuid4().hex, platform.node()[:64], this_place(), pid, started_ticks(pid) or 0)
+        self._lease = Lease(uuid4().hex, platform.node()[:64], this_place(), *this_process())
         self._claim()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beats, name="owner", daemon=True)

@@ -52,6 +52,10 @@ class RunPaths:
         """The folder of this run's rows of one table."""
         return self.root / table / f"{_EXPERIMENT}{self.experiment}" / f"{_RUN}{self.run_id}"
 
+    def tables(self) -> list[Path]:
+        """The folders of this run's rows of all tables that it has rows of."""
+        return sorted(self.root.glob(f"*/{_EXPERIMENT}{self.experiment}/{_RUN}{self.run_id}"))
+
 
 def run_paths(root: Path, experiment: str, run_id: str) -> RunPaths:
     """The paths of a run; ValueError if experiment or run id cannot be a file name."""
@@ -80,7 +84,7 @@ def is_used(root: Path, run_id: str) -> bool:
 
 def remove_run(paths: RunPaths) -> None:
     """Deletes all files of a run, of its tables, too."""
-    for folder in (paths.artifacts, *paths.root.glob(f"*/experiment={paths.experiment}/run_id={paths.run_id}")):
+    for folder in (paths.artifacts, *paths.tables()):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,10 +1,11 @@
 """JSON files that carry the hash of their own content, so that a changed byte is noticed."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from fedloom.platform.results.files import content_hash
 
 HASH = "sha256"
 
@@ -17,7 +18,7 @@ def sealed_json(values: Mapping[str, Any]) -> bytes:
 def sealed_text(text: str) -> bytes:
     """The text of a JSON object, with its hash inserted."""
     body = text[1:].encode()
-    return b'{"%s": "%s"%s' % (HASH.encode(), _hash(body).encode(), b", " + body if body != b"}" else body)
+    return b'{"%s": "%s"%s' % (HASH.encode(), content_hash(body).encode(), b", " + body if body != b"}" else body)
 
 
 def unsealed(content: bytes, path: Path) -> dict[str, Any]:
@@ -29,13 +30,9 @@ def unsealed(content: bytes, path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged (it is not a whole sealed file): {ADVICE}") from error
     head = b'{"%s": "%s"' % (HASH.encode(), str(found).encode())
     body = content[len(head) :].removeprefix(b", ")
-    if not content.startswith(head) or _hash(body) != found:
+    if not content.startswith(head) or content_hash(body) != found:
         raise ValueError(f"{path} is damaged (its content is not what was written): {ADVICE}")
     return dict(values)
 
 
 ADVICE = "restore it from a copy, or start a new run"
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

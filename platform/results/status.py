@@ -1,7 +1,6 @@
 """The status file of a run: running, stalled, dead, failed, interrupted or done."""
 
 import json
-import os
 import platform
 import threading
 import time
@@ -13,7 +12,7 @@ from typing import Literal, get_args
 
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.results.owner import OwnershipLostError
-from fedloom.platform.results.processes import is_process, started_ticks, this_place
+from fedloom.platform.results.processes import is_process, started_ticks, this_place, this_process
 
 WrittenState = Literal["running", "done", "failed", "interrupted"]
 State = Literal["running", "done", "failed", "interrupted", "stalled", "dead"]
@@ -55,9 +54,8 @@ class StatusFile:
         """`check` is called before every write; it raises an error if the run is no longer ours to write."""
         self._path, self._check = path, check
         self._lock = threading.Lock()
-        pid = os.getpid()
-        process = (started_ticks(pid) or 0, this_place())
-        self._status = Status("running", pid, platform.node(), "", 0, 0, 0.0, "", *process)
+        pid, started = this_process()
+        self._status = Status("running", pid, platform.node(), "", 0, 0, 0.0, "", started, this_place())
         self._next_beat_s = 0.0
 
     def write(

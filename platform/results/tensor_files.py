@@ -1,6 +1,5 @@
 """Named tensors as safetensors bytes, the format of checkpoints and models."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,8 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+
+from fedloom.platform.results.files import content_hash
 
 _ORDER = "order"
 
@@ -36,11 +37,6 @@ def from_bytes(content: bytes, origin: Path) -> dict[str, Tensor]:
         raise ValueError(damaged(origin, "it is not a whole safetensors file")) from error
     order = json.loads(header.get("__metadata__", {}).get(_ORDER, json.dumps(sorted(tensors))))
     return {name: tensors[name] for name in order}
-
-
-def content_hash(content: bytes) -> str:
-    """SHA-256 of the content, as 64 hexadecimal digits."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def read_checked(path: Path, sha256: str) -> bytes:

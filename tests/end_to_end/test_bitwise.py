@@ -19,12 +19,11 @@ from fedloom.actors.client import About
 from fedloom.actors.placement import plan_groups, resident_group
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
-from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import start_run
+from fedloom.platform.runs.serial import make_serial
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -59,14 +58,10 @@ def run_serially(tmp_path_factory: pytest.TempPathFactory) -> Serially:
         alike = repr(replace(config, results="", executor=executor))
         if alike not in known:
             results = str(tmp_path_factory.mktemp("serial"))
-            known[alike] = (results, start_run(replace(config, results=results, executor=executor), serial))
+            known[alike] = (results, start_run(replace(config, results=results, executor=executor), make_serial))
         return known[alike]
 
     return run
-
-
-def serial(world: World) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
 
 
 @pytest.mark.parametrize(

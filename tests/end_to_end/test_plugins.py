@@ -19,9 +19,7 @@ from fedloom.actors.address import LOOPBACK_SWITCH
 from fedloom.experiments.ablation.plan import override_text
 from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import compose_config
-from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.local_rules import STATE
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.recorder import restored_state
@@ -32,6 +30,7 @@ from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
+from fedloom.platform.runs.serial import make_serial
 
 PLUGINS = Path(__file__).resolve().parent.parent / "plugins"
 LINES = {
@@ -268,10 +267,6 @@ def test_an_option_reaches_the_plug_in(run: Run, name: str, key: str, value: flo
 # -- what SCAFFOLD's clients keep --------------------------------------------------------------------------------------
 
 
-def serial(world: World) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
-
-
 @pytest.mark.parametrize(
     ("name", "stage"), [("scaffold", "fedavg"), ("fedoras", "supernet"), ("superfednas", "supernet")]
 )
@@ -281,9 +276,9 @@ def test_clients_that_took_part_keep_their_variate_and_nobody_else(
     config, seen = compose_config(overrides({**ALL, **RUNS[name]})), list[str]()
     stops = Watcher(started=lambda run_id, _: seen.append(run_id), should_stop=lambda: True)
     with pytest.raises(InterruptedRunError):
-        start_run(config, serial, stops)
+        start_run(config, make_serial, stops)
     with pytest.raises(InterruptedRunError):
-        resume_run(config, seen[0], serial, stops)
+        resume_run(config, seen[0], make_serial, stops)
     checkpoint = load_checkpoint(find_run(RESULTS, seen[0]).checkpoint)
     state = restored_state(checkpoint.data, checkpoint.bags)
     shared = state.weights(stage)
@@ -298,7 +293,7 @@ def test_clients_that_took_part_keep_their_variate_and_nobody_else(
     some = [bool(kept.any()) for c in took_part.index for kept in (state.client_state(c) or {}).values()]
     assert np.mean(some) > 0.5, "variates are not zero"
     assert any(name.startswith("control/") and bool(tensor.any()) for name, tensor in shared.items())
-    resume_run(config, seen[0], serial)
+    resume_run(config, seen[0], make_serial)
     assert_same_run((RESULTS, run(RUNS[name])), (RESULTS, seen[0]), empty=EMPTY.get(name, ("candidates",)))
     last = load_checkpoint(find_run(RESULTS, seen[0]).checkpoint)
     assert restored_state(last.data, last.bags).client_state(int(took_part.index[0])) is None, "of this stage alone"

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.state import RunState
@@ -24,6 +23,7 @@ from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import resume_run, start_run
+from fedloom.platform.runs.serial import make_serial
 from fedloom.platform.runs.supernets import load_supernet, store_supernet, stored_supernet, supernet_key
 
 Tiny = Callable[..., RunConfig]
@@ -41,12 +41,8 @@ OTHER_SEARCH = {
 }
 
 
-def on_serial(world: World) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
-
-
 def run(config: RunConfig) -> str:
-    return start_run(config, on_serial)
+    return start_run(config, make_serial)
 
 
 def key_of(config: RunConfig) -> str:
@@ -207,14 +203,14 @@ def test_a_kill_while_storing_leaves_nothing_and_the_resumed_run_stores(
     origin = killed_run(config, tiny_overrides, "storing")
     assert stored_supernet(results, key) is None
     assert load_supernet(results, key) is None
-    resume_run(config, origin, on_serial)
+    resume_run(config, origin, make_serial)
     assert stored_supernet(results, key) == origin
     assert used(results, origin) == (key, origin)
 
     # Killed before its first round is over, and before any worker was there.
     second = killed_run(config, tiny_overrides, "starting")
     assert used(results, second) == (key, origin)
-    resume_run(config, second, on_serial)
+    resume_run(config, second, make_serial)
     assert trained(results, second) == []
     assert used(results, second) == (key, origin)
     assert_same_later(rows_of, results, origin, second)
@@ -234,7 +230,7 @@ def interrupted_run(config: RunConfig) -> str:
 def test_a_run_that_was_interrupted_in_training_stores_its_supernet(tiny_config: Tiny) -> None:
     config = tiny_config(reuse_supernet=True)
     run_id = interrupted_run(config)
-    resume_run(config, run_id, on_serial)
+    resume_run(config, run_id, make_serial)
     assert stored_supernet(Path(config.results), key_of(config)) == run_id
 
 
@@ -247,7 +243,7 @@ def test_a_supernet_that_was_not_trained_with_one_key_throughout_is_not_stored(
     if change == "source":
         monkeypatch.setattr("fedloom.platform.runs.supernets.source_hash", lambda: "another")
     resumed = replace(config, reuse_supernet=change == "source")
-    resume_run(resumed, run_id, on_serial)
+    resume_run(resumed, run_id, make_serial)
     assert used(Path(config.results), run_id) == (None, None)
     assert not (Path(config.results) / "supernets").exists()
 
@@ -308,7 +304,7 @@ def test_a_run_killed_before_its_row_was_written_begins_once_more(
         with pytest.raises(SystemExit):
             run(config)
     (broken,) = {p.name for p in (results / "artifacts").iterdir()} - {leader, undisturbed}
-    resume_run(config, broken, on_serial)
+    resume_run(config, broken, make_serial)
     assert used(results, broken) == used(results, undisturbed) == (key_of(config), leader)
     assert trained(results, broken) == []
     assert_same_later(rows_of, results, undisturbed, broken)

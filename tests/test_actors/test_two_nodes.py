@@ -43,6 +43,7 @@ from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
 from fedloom.platform.runs.run import start_run
+from fedloom.platform.runs.serial import make_serial
 from fedloom.platform.spaces.slices import Slice, Weights
 
 pytestmark = pytest.mark.ray
@@ -189,7 +190,7 @@ def test_two_nodes_give_the_bits_of_one_process_and_a_node_lost_in_a_round_chang
 ) -> None:
     config = tiny_config()
     results = Path(config.results)
-    serial = start_run(config, lambda world: SerialExecutor(Worker(world.spec)))
+    serial = start_run(config, make_serial)
     on_two = start_run(config, make_pool)
     assert_same_run(results, serial, on_two)
     nodes = {f"{os.uname().nodename}/{node['NodeID'][:8]}" for node in ray.nodes() if node["Alive"]}

@@ -9,11 +9,10 @@ import pytest
 from fedloom.experiments import analysis
 from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import stored_config
-from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.remote import local_root
 from fedloom.platform.runs.run import start_run
+from fedloom.platform.runs.serial import make_serial
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -31,7 +30,7 @@ def test_commands_read_results_at_a_url(
 ) -> None:
     url = f"file://{tmp_path}/bucket/results"
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "a"))
-    run_id = start_run(tiny_config(results=url), lambda world: SerialExecutor(Worker(world.spec)))
+    run_id = start_run(tiny_config(results=url), make_serial)
     there = {p: p.stat().st_mtime_ns for p in (tmp_path / "bucket").rglob("*")}
 
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "b"))
@@ -58,7 +57,7 @@ def test_resuming_names_the_url_again(
 ) -> None:
     url = f"file://{tmp_path}/bucket/results"
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "a"))
-    run_id = start_run(tiny_config(results=url), lambda world: SerialExecutor(Worker(world.spec)))
+    run_id = start_run(tiny_config(results=url), make_serial)
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "b"))
     out = said(capsys, "resume", run_id, "executor.kind=serial", "--results", url)
     assert f"fedloom report {run_id} --results {url}" in out

@@ -26,6 +26,7 @@ from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
 from fedloom.platform.runs.run import start_run
+from fedloom.platform.runs.serial import make_serial
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.spaces.space_config import SpaceConfig
 
@@ -148,7 +149,7 @@ class Results:
     """A run of a configuration, written to disk, and its tables."""
 
     def __init__(self, config: RunConfig) -> None:
-        start_run(config, lambda world: SerialExecutor(Worker(world.spec)))
+        start_run(config, make_serial)
         self.world = build_world(config)
         (self.paths,) = list_runs(Path(config.results))
 

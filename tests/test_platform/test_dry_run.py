@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 
 from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import CheckpointConfig, DevicesConfig, RunConfig
@@ -23,6 +22,7 @@ from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import list_runs, run_paths
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
+from fedloom.platform.runs.serial import make_serial
 from fedloom.platform.spaces.slices import architecture_id
 
 Make = Callable[..., RunConfig]
@@ -48,14 +48,10 @@ SPREAD = 2
 """By how much clients may differ in how often tracking gave them the largest or the smallest subnet."""
 
 
-def serial(world: World) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
-
-
 def run(config: RunConfig, folder: Path) -> dict[str, pd.DataFrame]:
     """A run in a results folder of its own; its tables."""
     config = replace(config, results=str(folder))
-    run_id = start_run(config, serial)
+    run_id = start_run(config, make_serial)
     return tables(folder, config.experiment, run_id)
 
 
@@ -223,12 +219,14 @@ def test_the_counters_survive_a_resume(elastic_config: Make, tmp_path: Path) -> 
     asked = itertools.count(1)
     with pytest.raises(InterruptedRunError):
         start_run(
-            broken, serial, Watcher(started=lambda run_id, _: ids.append(run_id), should_stop=lambda: next(asked) == 17)
+            broken,
+            make_serial,
+            Watcher(started=lambda run_id, _: ids.append(run_id), should_stop=lambda: next(asked) == 17),
         )
     (paths,) = list_runs(tmp_path / "broken")
     served = load_checkpoint(paths.checkpoint).data
     assert "served" in str(served)
-    resume_run(broken, ids[0], serial)
+    resume_run(broken, ids[0], make_serial)
     resumed = tables(tmp_path / "broken", config.experiment, ids[0])
     assert figures(resumed["clients"], FIGURES, {"supernet"}) == figures(whole["clients"], FIGURES, {"supernet"})
     assert figures(resumed["rounds"], SUMS, {"supernet"}) == figures(whole["rounds"], SUMS, {"supernet"})

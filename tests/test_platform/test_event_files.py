@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.event_files import EventFiles, final_scores, scalars
 from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress
-from fedloom.platform.federation.world import World
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
+from fedloom.platform.runs.serial import make_serial
 
 event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
 
@@ -55,10 +53,6 @@ def read_events(folder: Path) -> tuple[Curves, dict[str, str]]:
     return {tag: curve for tag, curve in curves.items() if curve}, texts
 
 
-def on_serial(world: World) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
-
-
 def folder_of(config: RunConfig, run_id: str) -> Path:
     return Path(config.results) / "artifacts" / run_id / "tensorboard"
 
@@ -83,7 +77,7 @@ def expected_curves(config: RunConfig, run_id: str) -> Curves:
 
 def test_a_run_writes_its_rounds_and_final_scores(tiny_config: Tiny) -> None:
     config = tiny_config(tensorboard=True)
-    run_id = start_run(config, on_serial)
+    run_id = start_run(config, make_serial)
     curves, texts = read_events(folder_of(config, run_id))
     assert curves == expected_curves(config, run_id)
     assert list(curves["supernet/lr"]) == [0, 1]
@@ -95,7 +89,7 @@ def test_a_run_writes_its_rounds_and_final_scores(tiny_config: Tiny) -> None:
 
 def test_without_the_option_there_are_none(tiny_config: Tiny) -> None:
     config = tiny_config()
-    assert not folder_of(config, start_run(config, on_serial)).exists()
+    assert not folder_of(config, start_run(config, make_serial)).exists()
 
 
 def stop_after(rounds: int) -> Watcher:
@@ -109,14 +103,14 @@ def test_a_resumed_run_continues_without_doubled_or_missing_steps(tiny_config: T
     config = tiny_config(tensorboard=True)
     config.checkpoint.every = every
     with pytest.raises(InterruptedRunError):
-        start_run(config, on_serial, stop_after(3))
+        start_run(config, make_serial, stop_after(3))
     run_id = list_runs(Path(config.results))[-1].run_id
 
     # As after a kill in the middle: rounds were told of, and the checkpoint is older.
     failing = Watcher(round=raise_at("search/tier1"))
     with pytest.raises(LookupError):
-        resume_run(config, run_id, on_serial, failing)
-    resume_run(config, run_id, on_serial)
+        resume_run(config, run_id, make_serial, failing)
+    resume_run(config, run_id, make_serial)
     assert len(list(folder_of(config, run_id).iterdir())) >= 2
     curves, _ = read_events(folder_of(config, run_id))
     assert curves == expected_curves(config, run_id)
@@ -136,7 +130,7 @@ def test_missing_package_is_refused_before_anything_is_written(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     config = tiny_config(tensorboard=True)
     with pytest.raises(ValueError, match=r"^tensorboard=true needs the package tensorboardX: install it, or set tens"):
-        start_run(config, on_serial)
+        start_run(config, make_serial)
     assert not Path(config.results).exists()
 
 
@@ -159,7 +153,7 @@ def test_a_disk_that_refuses_stops_no_run(
     else:
         monkeypatch.setattr(EventsWriter, "write_event", full_after_two)
     config = tiny_config(tensorboard=True)
-    run_id = start_run(config, on_serial)
+    run_id = start_run(config, make_serial)
     assert read_table(Path(config.results), "runs", run_id=run_id)["status"].tolist() == ["done"]
     warnings = [r.message for r in caplog.records if "TensorBoard" in r.message]
     assert warnings == ["no more TensorBoard events of this run are written: [Errno 28] No space left on device"]

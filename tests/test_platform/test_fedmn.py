@@ -36,6 +36,7 @@ from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import start_run
+from fedloom.platform.runs.serial import make_serial
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.kept import KeptSpace
 from fedloom.platform.spaces.slices import bytes_of, parse_subspace
@@ -271,7 +272,7 @@ def test_the_final_choice_is_without_noise_and_may_be_nothing(world: World) -> N
 
 
 def run(config: RunConfig) -> tuple[Path, str]:
-    run_id = start_run(config, lambda world: SerialExecutor(Worker(world.spec)))
+    run_id = start_run(config, make_serial)
     return Path(config.results), run_id
 
 

@@ -13,19 +13,13 @@ import pytest
 
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.experiments.verify import verified
-from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.world import World
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.runs.logs import close_log, log_to
 from fedloom.platform.runs.run import resume_run, start_run
+from fedloom.platform.runs.serial import make_serial
 
 WRITES = ("write", "pwrite", "mkdir")
-
-
-def serial(world: World) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
 
 
 class Disk:
@@ -64,20 +58,20 @@ def test_a_full_disk_leaves_no_run_or_one_that_ends_the_same(
 ) -> None:
     whole = elastic_config_in(tmp_path / "whole")
     disk = Disk(monkeypatch, tmp_path)
-    run_id = start_run(whole, serial)
+    run_id = start_run(whole, make_serial)
     expected, changes = stable_rows(tmp_path / "whole", run_id), disk.done
     assert changes > 60
     begun = 0
     for moment in range(0, changes, 4):
         config = replace(whole, results=str(tmp_path / f"full-{moment}"))
         with disk.full_after(moment), pytest.raises(OSError, match="No space left"):
-            start_run(config, serial)
+            start_run(config, make_serial)
         runs = list_runs(Path(config.results))
         assert [p.run_id for p in runs] == [p.name for p in Path(config.results).glob("artifacts/*")]
         for paths in runs:
             begun += 1
             assert verified(paths).whole
-            resume_run(stored_config(config.results, paths.run_id)[1], paths.run_id, serial)
+            resume_run(stored_config(config.results, paths.run_id)[1], paths.run_id, make_serial)
             assert_same_rows(stable_rows(Path(config.results), paths.run_id), expected)
     assert begun > 5
 

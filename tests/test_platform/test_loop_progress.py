@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from fedloom.platform.clients.assignments import Measurement, Report
-from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress, Validated, split_of, validated
 from fedloom.platform.runs.run import Watcher, start_run
+from fedloom.platform.runs.serial import make_serial
 
 
 def report(steps: int, *splits: str | None) -> Report:
@@ -56,7 +55,7 @@ def test_a_run_tells_of_validation_after_its_last_round(tiny_config: Callable[..
     told: list[RoundProgress] = []
     config = tiny_config()
     config.method.train = replace(config.method.train, rounds=3, evaluate_every=2)
-    start_run(config, lambda world: SerialExecutor(Worker(world.spec)), Watcher(round=told.append))
+    start_run(config, make_serial, Watcher(round=told.append))
     of_training = [p for p in told if p.stage == "supernet"]
     assert [p.validated and p.validated.rounds for p in of_training] == [0, None, 3]
     assert {p.metric_of for p in of_training} == {"train"}

@@ -11,11 +11,8 @@ import pytest
 from fedloom.experiments.report.pages.runs import write_report
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.experiments.verify import verified
-from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
-from fedloom.platform.federation.world import World
 from fedloom.platform.results.journal import journal_line, read_journals
 from fedloom.platform.results.manifest import (
     ANY,
@@ -30,13 +27,10 @@ from fedloom.platform.results.manifest import (
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.sealed import sealed_json, unsealed
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
+from fedloom.platform.runs.serial import make_serial
 
 UNCHECKED = ("status.json", ".owner")
 """What belongs to no result: a damaged status has a refusal of its own."""
-
-
-def serial(world: World) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +39,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, elastic_config_in: Callabl
     config = elastic_config_in(tmp_path_factory.mktemp("stopped") / "results", train={"rounds": 3})
     asked = iter([False, True])
     with pytest.raises(InterruptedRunError):
-        start_run(config, serial, Watcher(should_stop=lambda: next(asked)))
+        start_run(config, make_serial, Watcher(should_stop=lambda: next(asked)))
     return config
 
 
@@ -75,7 +69,7 @@ def refused(paths: RunPaths) -> str:
 
 def resumed(paths: RunPaths) -> None:
     run_id, config = stored_config(paths.root, paths.run_id)
-    resume_run(config, run_id, serial)
+    resume_run(config, run_id, make_serial)
 
 
 def test_an_untouched_run_is_whole_and_can_be_resumed(copy: RunPaths) -> None:

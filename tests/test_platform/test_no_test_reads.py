@@ -26,6 +26,7 @@ from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS
 from fedloom.platform.runs.run import start_run
+from fedloom.platform.runs.serial import make_serial
 
 Make = Callable[..., RunConfig]
 
@@ -36,10 +37,6 @@ def federated(make: Make, results: Path | None = None) -> RunConfig:
     config.method.search = replace(config.method.search, scoring="federated")
     config.method.finetune.evaluate_every = 1
     return config
-
-
-def serial(world: World) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
 
 
 # -- by watching ------------------------------------------------------------------------------------------------------
@@ -88,7 +85,7 @@ def test_test_data_is_read_in_the_final_evaluation_alone(
 
 def refused(config: RunConfig) -> str:
     with pytest.raises(RunFailedError) as caught:
-        start_run(config, serial)
+        start_run(config, make_serial)
     return str(caught.value)
 
 
@@ -183,7 +180,7 @@ def runs_that_differ_on_test_data_alone(folder: Path) -> tuple[RunPaths, RunPath
 def test_another_test_set_changes_the_final_figures_and_not_one_bit_before(tiny_config: Make, tmp_path: Path) -> None:
     first = federated(tiny_config, tmp_path / "first")
     first.data.cache = str(tmp_path / "cache")
-    start_run(first, serial)
+    start_run(first, make_serial)
     # The same data set under the same names; only its test samples are others now.
     second = federated(tiny_config, tmp_path / "second")
     second.data.cache = str(tmp_path / "changed")
@@ -192,7 +189,7 @@ def test_another_test_set_changes_the_final_figures_and_not_one_bit_before(tiny_
     for name in ("test_x", "test_y"):
         array = np.load(folder / f"{name}.npy")
         np.save(folder / f"{name}.npy", array[::-1] if name == "test_y" else 16 - array)
-    start_run(second, serial)
+    start_run(second, make_serial)
     one, two = runs_that_differ_on_test_data_alone(tmp_path)
     assert measured_on_test(one) != measured_on_test(two)
 
@@ -203,7 +200,7 @@ def test_other_test_samples_of_the_clients_own_change_their_figures_and_nothing_
     first, second = (federated(tiny_config, tmp_path / name) for name in ("first", "second"))
     for config, cache in ((first, "cache"), (second, "changed")):
         config.data.cache, config.data.test_share = str(tmp_path / cache), 0.2
-    start_run(first, serial)
+    start_run(first, make_serial)
     shutil.copytree(tmp_path / "cache", tmp_path / "changed")
     (folder,) = (tmp_path / "changed").glob("digits-*")
     (partition,) = (tmp_path / "changed" / "partitions").iterdir()
@@ -212,7 +209,7 @@ def test_other_test_samples_of_the_clients_own_change_their_figures_and_nothing_
     x = np.load(folder / "train_x.npy")
     x[held_out] = 16 - x[held_out]
     np.save(folder / "train_x.npy", x)
-    start_run(second, serial)
+    start_run(second, make_serial)
     one, two = runs_that_differ_on_test_data_alone(tmp_path)
     assert measured_on_test(one, of_clients=True) != measured_on_test(two, of_clients=True)
     assert measured_on_test(one, of_clients=False) == measured_on_test(two, of_clients=False)

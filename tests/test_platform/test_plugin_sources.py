@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
-from fedloom.platform.federation.world import World
 from fedloom.platform.plugins import place_in_own, raised_by_own
 from fedloom.platform.results.files import check_name
 from fedloom.platform.results.paths import run_paths
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.plugin_sources import UnknownSourceError, named_modules, plugin_sources, sources_of
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
+from fedloom.platform.runs.serial import make_serial
 from fedloom.platform.runs.source import source_hash
 from fedloom.platform.runs.supernets import supernet_key
 
@@ -167,12 +165,8 @@ def interrupted(write: Write, tiny_config: Callable[..., RunConfig]) -> tuple[Ru
     run_ids: list[str] = []
     stops = Watcher(started=lambda run_id, _: run_ids.append(run_id), should_stop=lambda: True)
     with pytest.raises(InterruptedRunError):
-        start_run(config, serial, stops)
+        start_run(config, make_serial, stops)
     return config, run_ids[0]
-
-
-def serial(world: World) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
 
 
 def recorded(config: RunConfig, run_id: str) -> str:
@@ -192,20 +186,20 @@ def test_changed_code_is_refused_on_resume_unless_it_is_meant(interrupted: tuple
     before = (artifacts / "status.json").read_text()
     file = write("own_powers.py", "POWER = 2\n")
     with pytest.raises(ValueError, match=r"code of run .* has changed .*: own_powers; its copy is in .*/plugins: rest"):
-        resume_run(config, run_id, serial)
+        resume_run(config, run_id, make_serial)
     assert (artifacts / "status.json").read_text() == before
     file.write_text("POWER = 1\n")
     stops = Watcher(should_stop=lambda: True)
     with pytest.raises(InterruptedRunError):
-        resume_run(config, run_id, serial, stops)
+        resume_run(config, run_id, make_serial, stops)
     assert recorded(config, run_id) == source_hash(plugin_sources(asdict(config)))
     file.write_text("POWER = 2\n")
     with pytest.raises(InterruptedRunError):
-        resume_run(config, run_id, serial, stops, changed_plugins=True)
+        resume_run(config, run_id, make_serial, stops, changed_plugins=True)
     assert (artifacts / "plugins-2" / "own_powers.py").read_text() == "POWER = 2\n"
     assert (artifacts / "plugins" / "own_powers.py").read_text() == "POWER = 1\n"
     assert recorded(config, run_id) == source_hash(plugin_sources(asdict(config)))
-    resume_run(config, run_id, serial)  # what it was last at work with counts
+    resume_run(config, run_id, make_serial)  # what it was last at work with counts
     assert json.loads((artifacts / "status.json").read_text())["state"] == "done"
 
 
@@ -214,7 +208,7 @@ def test_it_is_said_whose_supernet_a_run_begins_with(tiny_config: Callable[..., 
     watcher = Watcher(started=lambda run_id, taken: told.append((run_id, taken)))
     config = tiny_config(reuse_supernet=True)
     for seed in (None, 7):
-        start_run(replace(config, seeds=replace(config.seeds, search=seed)), serial, watcher)
+        start_run(replace(config, seeds=replace(config.seeds, search=seed)), make_serial, watcher)
     assert [taken for _, taken in told] == ["", told[0][0]]
 
 

@@ -32,6 +32,7 @@ from fedloom.platform.runs import run as run_module
 from fedloom.platform.runs.ending import run_to_end
 from fedloom.platform.runs.progress import round_line
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
+from fedloom.platform.runs.serial import make_serial
 
 
 def read(paths: RunPaths, table: str) -> pd.DataFrame:
@@ -41,10 +42,6 @@ def read(paths: RunPaths, table: str) -> pd.DataFrame:
 
 
 # -- a whole run, killed anywhere and resumed -------------------------------------------------------------------------
-
-
-def serial(world: World) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
 
 
 def restless(make: Callable[..., RunConfig]) -> RunConfig:
@@ -99,7 +96,7 @@ def test_a_run_resumed_from_any_point_ends_in_the_same_bits(
         return save(*arguments)
 
     monkeypatch.setattr(recorder_module, "save_checkpoint", killed_before_saving)
-    run_id = start_run(config, serial, Watcher(round=lambda _: snapshot()))
+    run_id = start_run(config, make_serial, Watcher(round=lambda _: snapshot()))
     monkeypatch.setattr(recorder_module, "save_checkpoint", save)
     expected, bags = contents(root), final_bags(root)
     statuses = {row["status"] for row in expected["clients"]}
@@ -107,7 +104,7 @@ def test_a_run_resumed_from_any_point_ends_in_the_same_bits(
     assert len(expected["rounds"]) >= 12
     assert len(snapshots) > len(expected["rounds"])
     for copy in snapshots:
-        resume_run(replace(config, results=str(copy)), run_id, serial)
+        resume_run(replace(config, results=str(copy)), run_id, make_serial)
         assert contents(copy) == expected, copy.name
         resumed = final_bags(copy)
         assert resumed.keys() == bags.keys()
@@ -122,7 +119,7 @@ def test_the_same_configuration_gives_the_same_bits_whatever_the_checkpoints(
     first = restless(tiny_config)
     second = replace(first, results=str(tmp_path / "other"), checkpoint=CheckpointConfig(every=3))
     for config in (first, second):
-        start_run(config, serial)
+        start_run(config, make_serial)
     one, two = (contents(Path(c.results)) for c in (first, second))
     for table in TABLES:
         if table != "runs":
@@ -131,10 +128,10 @@ def test_the_same_configuration_gives_the_same_bits_whatever_the_checkpoints(
 
 def test_a_finished_run_is_not_run_again(tiny_config: Callable[..., RunConfig]) -> None:
     config = tiny_config()
-    run_id = start_run(config, serial)
+    run_id = start_run(config, make_serial)
     before = contents(Path(config.results))
     rounds: list[RoundProgress] = []
-    resume_run(config, run_id, serial, Watcher(round=rounds.append))
+    resume_run(config, run_id, make_serial, Watcher(round=rounds.append))
     assert rounds == []
     assert contents(Path(config.results)) == before
 
@@ -148,13 +145,13 @@ def test_the_status_file_tells_how_it_ended(tiny_config: Callable[..., RunConfig
     asked = iter([False, True])
     with pytest.raises(InterruptedRunError):
         start_run(
-            config, serial, Watcher(started=lambda run_id, _: ids.append(run_id), should_stop=lambda: next(asked))
+            config, make_serial, Watcher(started=lambda run_id, _: ids.append(run_id), should_stop=lambda: next(asked))
         )
     (paths,) = list_runs(Path(config.results))
     assert paths.run_id == ids[0]
     assert read_status(paths.status).state == "interrupted"
     assert read(paths, "runs")["status"].tolist() == ["interrupted"]
-    resume_run(config, ids[0], serial)
+    resume_run(config, ids[0], make_serial)
     assert read_status(paths.status).state == "done"
     (run,) = read(paths, "runs").to_dict("records")
     assert (run["status"], run["error"], run["method"], run["space"]) == ("done", None, "fedoras", "cnn_digits")
@@ -167,7 +164,7 @@ def test_a_run_that_a_signal_interrupts_says_what_is_lost(tiny_config: Callable[
     def press_ctrl_c(_: RoundProgress) -> None:
         raise KeyboardInterrupt
 
-    end = run_to_end(config, serial, Watcher(round=press_ctrl_c))
+    end = run_to_end(config, make_serial, Watcher(round=press_ctrl_c))
     assert (end.kind, end.message) == ("interrupted", AT_ONCE)
     (paths,) = list_runs(Path(config.results))
     assert read_status(paths.status).message == AT_ONCE
@@ -177,9 +174,9 @@ def test_the_consoles_lines_are_in_the_runs_log(tiny_config: Callable[..., RunCo
     config = tiny_config()
     asked = iter([False, True])
     told: list[RoundProgress] = []
-    run_to_end(config, serial, Watcher(round=told.append, should_stop=lambda: next(asked)))
+    run_to_end(config, make_serial, Watcher(round=told.append, should_stop=lambda: next(asked)))
     (paths,) = list_runs(Path(config.results))
-    resume_run(config, paths.run_id, serial, Watcher(round=told.append))
+    resume_run(config, paths.run_id, make_serial, Watcher(round=told.append))
     lines = [line.partition(",")[2][4:] for line in (paths.logs / "console.log").read_text().splitlines()]
     rounds = [round_line(progress) for progress in told]
     begun = f"run {paths.run_id}"
@@ -191,7 +188,7 @@ def test_a_failed_run_says_why_and_can_be_resumed(
 ) -> None:
     config = tiny_config()
     clean = replace(config, results=str(Path(config.results).with_name("clean")))
-    start_run(clean, serial)
+    start_run(clean, make_serial)
     client_data = Worker.client_data
 
     def broken(self: Worker, client_id: int, split: str) -> Any:
@@ -202,7 +199,7 @@ def test_a_failed_run_says_why_and_can_be_resumed(
     with monkeypatch.context() as patch:
         patch.setattr(Worker, "client_data", broken)
         with pytest.raises(RunFailedError, match=r"client 3 \(tier\d\) failed: OSError: bad sector"):
-            start_run(config, serial)
+            start_run(config, make_serial)
     (paths,) = list_runs(Path(config.results))
     assert read_status(paths.status).state == "failed"
     (run,) = read(paths, "runs").to_dict("records")
@@ -210,7 +207,7 @@ def test_a_failed_run_says_why_and_can_be_resumed(
     assert "bad sector" in run["error"]
     failed = read(paths, "clients")
     assert failed[failed["status"] == "failed"]["client_id"].tolist() == [3]
-    resume_run(config, paths.run_id, serial)
+    resume_run(config, paths.run_id, make_serial)
     left, right = contents(Path(config.results)), contents(Path(clean.results))
     for table in TABLES:
         if table != "runs":

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.clients.assignments import Assignment
-from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.training import SGD, LocalSGD
 from fedloom.platform.clients.worker import Worker
@@ -26,6 +25,7 @@ from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import start_run
+from fedloom.platform.runs.serial import make_serial
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import subspace_id
@@ -57,7 +57,7 @@ def spider_config(tiny_config: Make) -> Callable[..., RunConfig]:
 
 
 def run(config: RunConfig) -> tuple[Path, str]:
-    run_id = start_run(config, lambda world: SerialExecutor(Worker(world.spec)))
+    run_id = start_run(config, make_serial)
     return Path(config.results), run_id
 
 

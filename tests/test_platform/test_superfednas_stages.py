@@ -11,7 +11,6 @@ import torch
 
 from fedloom.platform.averaging.average import average
 from fedloom.platform.averaging.shares import SharesConfig
-from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
@@ -27,6 +26,7 @@ from fedloom.platform.methods.stages.evaluation import EvaluationConfig
 from fedloom.platform.results.models import load_model
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.runs.run import start_run
+from fedloom.platform.runs.serial import make_serial
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.slices import Architecture, architecture_id, extract, parse_architecture
 
@@ -280,7 +280,7 @@ def test_what_cannot_run_is_refused_in_one_line(
 ) -> None:
     config = elastic_config(method=method, train=train)
     with pytest.raises(ValueError, match=message) as caught:
-        start_run(config, lambda world: SerialExecutor(Worker(world.spec)))
+        start_run(config, make_serial)
     assert "\n" not in str(caught.value)
     assert not list_runs(Path(config.results)), "nothing is written"
 

@@ -22,6 +22,7 @@ from fedloom.platform.results.models import load_model
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import start_run
+from fedloom.platform.runs.serial import make_serial
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.targets import (
     Sample,
@@ -50,7 +51,7 @@ TRAINED = {"rounds": 3, "epochs": 6, "lr": 0.1}
 
 
 def run(config: RunConfig) -> Path:
-    start_run(config, lambda world: SerialExecutor(Worker(world.spec)))
+    start_run(config, make_serial)
     return Path(config.results)
 
 

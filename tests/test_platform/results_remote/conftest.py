@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 
 from fedloom.platform.clients.execution import SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.remote import local_root
@@ -17,6 +16,7 @@ from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.target import Target, open_target
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import start_run
+from fedloom.platform.runs.serial import make_serial
 
 Serial = Callable[[World], SerialExecutor]
 Rows = dict[str, pd.DataFrame]
@@ -65,7 +65,7 @@ def url(bucket: Path) -> str:
 @pytest.fixture(scope="session")
 def serial() -> Serial:
     """Trains clients in this process."""
-    return lambda world: SerialExecutor(Worker(world.spec))
+    return make_serial
 
 
 @dataclass(frozen=True)

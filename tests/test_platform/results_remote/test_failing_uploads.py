@@ -12,7 +12,8 @@ from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.results import mirror as mirror_module
-from fedloom.platform.results.mirror import Mirror, MirrorError, mirrored
+from fedloom.platform.results.manifest import Manifest, manifest_path
+from fedloom.platform.results.mirror import Mirror, MirrorError, mirror_run, mirrored
 from fedloom.platform.results.order import rank
 from fedloom.platform.results.remote import local_root
 from fedloom.platform.results.tables import read_table
@@ -132,3 +133,28 @@ def test_what_is_copied_last_is_the_status() -> None:
     ]
     expected = [names[8], names[7], names[6], names[5], names[4], names[3], names[2], names[1], names[0]]
     assert sorted(names, key=rank) == expected
+
+
+def test_a_manifest_that_was_damaged_there_is_written_anew(
+    url: str, machine: Machine, small_run: Any, bucket: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = small_run()
+    Manifest(writer.paths).begin()
+    mirror_run(url, writer.paths)
+    name = manifest_path(writer.paths).relative_to(writer.paths.root)
+    (bucket / name).write_bytes(b"{}")
+    with caplog.at_level(logging.WARNING):
+        mirror_run(url, writer.paths)
+    assert "was damaged" in caplog.text
+    assert (bucket / name).read_bytes() == manifest_path(writer.paths).read_bytes()
+
+
+def test_an_unexpected_error_of_the_mirror_is_said(
+    url: str, machine: Machine, small_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Mirror) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Mirror, "turn", fail)
+    with pytest.raises(MirrorError, match=r"could not be copied .*a bug"):
+        mirror_run(url, small_run().paths)
