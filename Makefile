@@ -20,13 +20,13 @@ demo: install
 
 # In minutes, for every change. Two tests at a time, each with a cluster of its own if it needs one.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not ray and not slow" -n 2 --dist loadfile
-	$(BIN)/pytest -m "ray and not slow" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not ray and not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m "ray and not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 # Everything: also kill schedules, every preset, browsers, clusters with authentication.
 test-all: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not ray" -n 2 --dist loadfile
-	$(BIN)/pytest -m ray -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not ray" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m ray -n 2 --dist loadfile --no-loadscope-reorder
 
 # Attacks on what actors/README.md promises; SECONDS limits each, and the next call continues.
 CHAOS := $(BIN)/python -m fedloom.experiments.chaos
@@ -43,7 +43,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p fedloom
-	$(BIN)/pytest -q tests/test_repository.py
+	$(BIN)/pytest -q -m "not slow" tests/test_repository.py
 
 clean:
 	rm -rf $(VENV) results chaos build *.egg-info .mypy_cache .ruff_cache .pytest_cache

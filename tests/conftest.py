@@ -1,6 +1,7 @@
 """What all tests share: a cache of their own, one thread, and a federation so small that a whole run takes a second."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["FEDLOOM_CACHE"]
     else:
         os.environ["FEDLOOM_CACHE"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard() -> None:
+    """A shell has what it starts in the background ignore SIGINT, and its children, which tests interrupt, as well."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,10 +1,12 @@
-"""Kills processes of a run at random moments, resumes it, and compares the result with an undisturbed run.
+"""Kills processes of a command at random moments, goes on with it, and compares the result with an undisturbed one.
 
     python -m fedloom.experiments.chaos.kill --times 100
 
-Each attempt ends one process (driver, server, client actor, raylet, GCS, watcher) or the whole process group, by
-SIGKILL, SIGTERM, two SIGINTs, or SIGSTOP followed by SIGKILL. Counts: tables that differ, orphans (processes alive 30 s
-after the run's end), rounds done twice beyond the one in progress, tracebacks shown, and runs that could not resume.
+Each attempt takes a command (mostly `run`, else `ablate`, `search`, `export` or `report`) and ends one of
+its processes (driver, server, client actor, raylet, GCS, watcher) or the whole process group, by SIGKILL, SIGTERM, two
+SIGINTs, or SIGSTOP followed by SIGKILL. Counts: results that differ, orphans (processes alive 30 s after the command's
+end), rounds done twice beyond the one in progress, tracebacks shown, and commands that could not go on. CHAOS_SUBJECTS
+names the commands to take (run,ablate,...).
 """
 
 import os
@@ -14,34 +16,35 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from fedloom.experiments.chaos.attack import arguments, attack
-from fedloom.experiments.chaos.victims import RAY, SERIAL, TINY, Ended, called, ended, frames, reference, same, start
+from fedloom.experiments.chaos.subjects import Expected, Subject, subjects, undisturbed
+from fedloom.experiments.chaos.victims import Ended, called, ended, start
 from fedloom.platform.results.processes import Process, descendants, is_process, started_ticks
 
 ORPHANS_S = 30.0
 VICTIMS = ("driver", "server", "client", "raylet", "gcs", "watcher", "group")
 NAMES = {"server": "ray::ServerActor", "client": "ray::ClientActor", "raylet": "raylet/raylet", "gcs": "gcs_server"}
 BLOWS = ("kill", "term", "interrupts", "stop")
+CHOSEN = [*7 * ["run"], "ablate", "search", "export", "report"]
 WRONG = ("differ", "orphans", "rounds_lost", "tracebacks", "not_resumed", "hangs")
 
 
 class Attempt:
-    """One run that is struck once, and resumed until it is done."""
+    """One command that is struck once, and goes on until it is done."""
 
-    def __init__(self, folder: Path, overrides: Sequence[str], seconds: float, rng: random.Random) -> None:
-        self.folder, self.overrides, self.rng = folder, overrides, rng
-        self.results = folder / "results"
+    def __init__(self, folder: Path, subject: Subject, seconds: float, rng: random.Random) -> None:
+        self.folder, self.subject, self.rng = folder, subject, rng
         self.delay_s = rng.uniform(1.0, seconds)
         self.victim, self.blow = rng.choice(VICTIMS), rng.choice(BLOWS)
 
     def strike(self) -> tuple[Ended, set[Process]]:
-        """Starts the run and strikes; gives its end and all processes that it had."""
+        """Starts the command and strikes; gives its end and all processes that it had."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        driver = start(["run", *self.overrides, f"results={self.results}"], self.folder, "first")
+        self.subject.start(self.folder)
+        driver = start(self.subject.first(self.folder), self.folder, "first")
         root = Process(driver.pid, started_ticks(driver.pid) or 0)
         known: set[Process] = set()
         end_s = time.monotonic() + self.delay_s
@@ -78,16 +81,13 @@ class Attempt:
             return False
         return NAMES.get(self.victim, "fedloom.actors.watcher") in line
 
-    def resumed(self, run_id: str, most: int = 4) -> list[Ended]:
-        """Resumes until the run is done; a run that never began is started again."""
+    def goes_on(self, most: int = 4) -> list[Ended]:
+        """Calls the command again until it is done."""
         ends: list[Ended] = []
-        executor = [o for o in self.overrides if o.startswith(("executor.", "ray."))]
-        again = ["resume", run_id, "--results", str(self.results), *executor]
-        command = again if run_id else ["run", *self.overrides, f"results={self.results}"]
         while len(ends) < most and not (ends and ends[-1].code == 0):
             if ends:
                 time.sleep(3.0)  # a server that still lives says so
-            ends.append(called(command, self.folder, f"again{len(ends)}"))
+            ends.append(called(self.subject.again(self.folder), self.folder, f"again{len(ends)}"))
         return ends
 
 
@@ -102,36 +102,44 @@ def orphans(known: set[Process]) -> list[Process]:
     return left
 
 
+def counted(attempt: Attempt, expected: Expected) -> Counter[str]:
+    """Strikes, goes on, and counts what came of it."""
+    first, known = attempt.strike()
+    left = orphans(known)
+    ends = [first] if first.code == 0 else [first, *attempt.goes_on()]
+    done = ends[-1].code == 0
+    identical = done and attempt.subject.alike(attempt.subject.outcome(attempt.folder, ends), expected.outcome)
+    twice = max(0, sum(end.rounds for end in ends) - expected.rounds)
+    return Counter(
+        {
+            "differ": int(done and not identical),
+            "orphans": len(left),
+            "rounds_twice": twice,
+            "rounds_lost": max(0, twice - 1),
+            "tracebacks": int(any(end.has_traceback for end in ends)),
+            "not_resumed": int(not done),
+            "hangs": sum(end.code == 124 for end in ends),
+            f"struck {attempt.victim} by {attempt.blow}": 1,
+            attempt.subject.name: 1,
+            "identical": int(identical),
+        }
+    )
+
+
 def main() -> None:
     """Strikes as often as asked."""
     args = arguments(__doc__)
-    overrides = [*TINY, *(SERIAL if os.environ.get("CHAOS_EXECUTOR") == "serial" else RAY)]
-    expected, seconds, rounds = reference(args.folder / "kill", overrides)
+    folder = args.folder / "kill"
+    known = subjects(folder)
+    chosen = os.environ["CHAOS_SUBJECTS"].split(",") if "CHAOS_SUBJECTS" in os.environ else CHOSEN
+    expected: dict[str, Expected] = {}
 
     def blow(number: int, rng: random.Random) -> Counter[str]:
-        attempt = Attempt(args.folder / "kill" / f"attempt-{number}", overrides, seconds, rng)
-        first, known = attempt.strike()
-        left = orphans(known)
-        runs = sorted(p.name for p in (attempt.results / "artifacts").glob("*"))
-        run_id = runs[0] if runs else ""
-        ends = [] if first.code == 0 else attempt.resumed(run_id)
-        run_id = run_id or (ends[-1].run_id if ends else "")
-        done = first.code == 0 or (bool(ends) and ends[-1].code == 0)
-        identical = done and same(frames(attempt.results, run_id), expected)
-        told = first.rounds + sum(end.rounds for end in ends)
-        counts = Counter(
-            {
-                "differ": int(done and not identical),
-                "orphans": len(left),
-                "rounds_twice": max(0, told - rounds),
-                "rounds_lost": max(0, told - rounds - 1),
-                "tracebacks": int(any(end.has_traceback for end in (first, *ends))),
-                "not_resumed": int(not done),
-                "hangs": sum(end.code == 124 for end in (first, *ends)),
-                f"struck {attempt.victim} by {attempt.blow}": 1,
-                "identical": int(identical),
-            }
-        )
+        subject = known[rng.choice(chosen)]
+        if subject.name not in expected:
+            expected[subject.name] = undisturbed(subject, folder / subject.name)
+        attempt = Attempt(folder / f"attempt-{number}", subject, expected[subject.name].seconds, rng)
+        counts = counted(attempt, expected[subject.name])
         if not any(counts[what] for what in WRONG):
             shutil.rmtree(attempt.folder, ignore_errors=True)
         return counts

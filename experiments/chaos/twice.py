@@ -10,7 +10,7 @@ from collections import Counter
 
 from fedloom.experiments.chaos.attack import arguments, attack
 from fedloom.experiments.chaos.interrupted import interrupted
-from fedloom.experiments.chaos.victims import SERIAL, TINY, ended, frames, reference, same, start
+from fedloom.experiments.chaos.victims import SERIAL, TINY, UNDISTURBED, ended, frames, reference, same, start
 
 WRONG = ("both", "neither", "differ", "tracebacks", "unexplained")
 
@@ -19,8 +19,8 @@ def main() -> None:
     """Makes as many pairs as asked."""
     args = arguments(__doc__)
     folder, overrides = args.folder / "twice", [*TINY, *SERIAL]
-    expected, _, _ = reference(folder, overrides)
-    template = interrupted(folder, overrides)
+    expected, _, _ = reference(args.folder / UNDISTURBED, overrides)
+    template = interrupted(args.folder / UNDISTURBED, overrides)
 
     def blow(number: int, rng: random.Random) -> Counter[str]:
         place = folder / f"attempt-{number}"

@@ -29,8 +29,27 @@ TINY = (
     "method.finetune.clients_per_round=4",
     "method.rand_init.clients_per_round=4",
 )
+TINY_ELASTIC = (
+    "experiment=superfednas_digits",
+    "space.stage_widths=[16,24]",
+    "space.stage_strides=[2,2]",
+    "space.depths=[1,1]",
+    "space.expansions=[0.5,1.0,1.5]",
+    "tiers.count=2",
+    "tiers.paths=500",
+    "method.train.rounds=4",
+    "method.train.epochs=1",
+    "method.train.clients_per_round=6",
+    "method.family=[smallest,largest]",
+    "method.search.samples=20",
+    "method.search.min_tau=-1",
+    "method.search.population=10",
+    "method.search.generations=3",
+)
 RAY = ("executor.kind=ray", "executor.actors=1", "ray.address=local", "ray.num_cpus=2")
 SERIAL = ("executor.kind=serial",)
+UNDISTURBED = "undisturbed"
+"""The folder of the runs that attacks on serial runs begin with and are compared with."""
 _ROUND = re.compile(r"^(\S+)\s+(\d+)/(\d+) ", re.MULTILINE)
 
 

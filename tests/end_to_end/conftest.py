@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +34,7 @@ TINY = [
     "ray.object_store_memory_bytes=200000000",
     "space.stem_channels=8",
     "tiers.count=2",
-    "tiers.paths=2000",
+    "tiers.paths=500",
     "executor.chunk_size=2",
     "method.train.rounds=3",
     "method.train.epochs=2",
@@ -44,8 +45,10 @@ TINY = [
     "method.search.budget=18",
     "method.finetune.rounds=2",
     "method.finetune.epochs=1",
+    "method.finetune.clients_per_round=4",
     "method.rand_init.rounds=2",
     "method.rand_init.epochs=1",
+    "method.rand_init.clients_per_round=4",
 ]
 
 
@@ -59,7 +62,7 @@ TINY_ELASTIC = [
     "space.expansions=[0.5,1.0,1.5]",
     "space.norm=batch",
     "tiers.count=2",
-    "tiers.paths=2000",
+    "tiers.paths=500",
     "executor.chunk_size=2",
     "method.train.rounds=4",
     "method.train.epochs=1",
@@ -232,13 +235,12 @@ def wait_for_dashboard(address: str, process: subprocess.Popen[bytes], log: Path
 
 
 def end_cluster(process: subprocess.Popen[bytes]) -> None:
-    """Ends `ray start` and what it started, by process id: other clusters on this machine are not ours."""
+    """Kills `ray start` and what it started, by process id: other clusters on this machine are not ours."""
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    process.terminate()
-    _, alive = psutil.wait_procs(family, timeout=15)
-    for left in alive:
-        left.kill()
-    psutil.wait_procs(alive, timeout=5)
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family, timeout=15)
 
 
 @pytest.fixture(scope="module")

@@ -157,14 +157,14 @@ def rows(somebody: Somebody) -> dict[str, pd.DataFrame]:
 
 
 def test_trials_that_fill_the_machine_run_in_turn(somebody: Somebody, alive: Callable[[], list[str]]) -> None:
-    rates = somebody.write("rates.yaml", "axes: {lr: {key: method.train.lr, values: [0.1, 0.05]}}\nseeds: [1, 2]\n")
+    rates = somebody.write("rates.yaml", "axes: {lr: {key: method.train.lr, values: [0.1, 0.05]}}\nseeds: [1]\n")
     code, said = somebody.ablate(rates, *TINY, "executor.actors=2", "method.train.rounds=1")
     assert code == 0, said
-    assert "4 trials, 4 to run, up to 1 at once" in said
+    assert "2 trials, 2 to run, up to 1 at once" in said
     runs = read_table(somebody.results, "runs").sort_values("started")
-    assert runs["status"].tolist() == ["done"] * 4
+    assert runs["status"].tolist() == ["done"] * 2
     assert (runs["started"].iloc[1:].to_numpy() >= runs["ended"].iloc[:-1].to_numpy()).all()
-    assert sorted(runs["setting"]) == ['{"lr": 0.05}'] * 2 + ['{"lr": 0.1}'] * 2
+    assert sorted(runs["setting"]) == ['{"lr": 0.05}', '{"lr": 0.1}']
     assert set(runs["ablation"]) == {somebody.the_ablation().ablation_id}
     clients = read_table(somebody.results, "clients")
     assert set(clients["status"]) == {"ok"}
@@ -227,7 +227,7 @@ def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], wit
 def test_failed_and_killed_trials_leave_the_others_alone_and_are_retried(
     somebody: Somebody, alive: Callable[[], list[str]]
 ) -> None:
-    process = somebody.begin(somebody.write("rates.yaml", RATES), *SERIAL, "method.train.rounds=40")
+    process = somebody.begin(somebody.write("rates.yaml", RATES), *SERIAL, "method.train.rounds=15")
     pid = _kill_first_trial(somebody, process)
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 4, out + err  # a process died, beside the runs that failed

@@ -26,6 +26,12 @@ def attack(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
     return figures
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the attacks that are compared with the same undisturbed run."""
+    return tmp_path_factory.mktemp("chaos")
+
+
 def test_an_attack_continues_where_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     struck: list[int] = []
 
@@ -46,13 +52,13 @@ def test_an_attack_continues_where_it_ended(tmp_path: Path, capsys: pytest.Captu
     assert (lines[2]["times"], lines[2]["wrong"]) == (5, 1)
 
 
-def test_two_resumes_at_once(tmp_path: Path) -> None:
-    figures = attack("twice", tmp_path, "--times", "1")
+def test_two_resumes_at_once(shared: Path) -> None:
+    figures = attack("twice", shared, "--times", "1")
     assert figures["one went on"] >= 1
 
 
-def test_damaged_files(tmp_path: Path) -> None:
-    figures = attack("corrupt", tmp_path, "--times", "6")
+def test_damaged_files(shared: Path) -> None:
+    figures = attack("corrupt", shared, "--times", "6")
     assert figures["refused"] >= 2
 
 
@@ -62,10 +68,10 @@ def test_configurations(tmp_path: Path) -> None:
     assert figures["accepted"] > 0
 
 
-def test_full_disks(tmp_path: Path) -> None:
+def test_full_disks(shared: Path) -> None:
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
         pytest.skip("file systems cannot be made here")
-    figures = attack("disk", tmp_path, "--times", "1")
+    figures = attack("disk", shared, "--times", "1")
     assert figures["times"] == 1
 
 

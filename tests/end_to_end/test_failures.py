@@ -317,7 +317,7 @@ def test_ctrl_c_ends_everything_and_the_run_can_be_resumed(
 ) -> None:
     """So does SIGTERM, by which Slurm, Kubernetes and docker stop a run."""
     results = tmp_path / "results"
-    more = ["executor.actors=1", "method.finetune.rounds=1", "method.rand_init.rounds=0"]
+    more = ["executor.actors=1", "method.train.rounds=6", "method.finetune.rounds=1", "method.rand_init.rounds=0"]
     process = subprocess.Popen(
         fedloom("run", *tiny_overrides, *more, f"results={results}"),
         stdout=subprocess.DEVNULL,
