@@ -1,5 +1,6 @@
 """Finds the address of the Ray cluster, and whether anything listens there, without importing Ray."""
 
+import ipaddress
 import os
 import socket
 from urllib.parse import urlsplit
@@ -23,13 +24,10 @@ def check_listening(address: str, timeout_s: float = 5.0) -> None:
 
     Other addresses (`local`, names without a port) are left to Ray.
     """
-    try:
-        place = urlsplit(address if "://" in address else f"ray://{address}")
-        host, port = place.hostname, place.port
-    except ValueError:
+    place = _host_and_port(address)
+    if place is None:
         return
-    if host is None or port is None:
-        return
+    host, port = place
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError as error:
@@ -41,9 +39,55 @@ def check_listening(address: str, timeout_s: float = 5.0) -> None:
 
 
 def stay_on_loopback(address: str) -> None:
-    """Keeps a cluster that fedloom starts itself off the network; must be called before Ray is imported."""
-    if resolve_address(address) == "local":
+    """Keeps a cluster that fedloom starts itself off the network, and finds one that was started so.
+
+    Must be called before Ray is imported: without the switch Ray looks for a cluster of the loopback interface on the
+    network, silently and for minutes.
+    """
+    found = resolve_address(address)
+    if found == "local" or _is_on_loopback_only(found):
         os.environ.setdefault(LOOPBACK_SWITCH, "0")
+
+
+def _host_and_port(address: str) -> tuple[str, int] | None:
+    try:
+        place = urlsplit(address if "://" in address else f"ray://{address}")
+        return None if place.hostname is None or place.port is None else (place.hostname, place.port)
+    except ValueError:
+        return None
+
+
+def _is_on_loopback_only(address: str) -> bool:
+    """Whether the port is open on the loopback interface, and closed on the network's."""
+    host, port = _host_and_port(address) or ("", 0)
+    own = _network_address()
+    return _is_loopback(host) and _answers(host, port) and (own is None or not _answers(own, port))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _network_address() -> str | None:
+    """The address from which this machine would reach others; None without a network. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        own = str(probe.getsockname()[0])
+    return None if _is_loopback(own) else own
+
+
+def _answers(host: str, port: int, timeout_s: float = 2.0) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError:
+        return False
+    return True
 
 
 def _running_cluster() -> str | None:

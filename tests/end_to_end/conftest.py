@@ -252,8 +252,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     token_file.write_text(token)
     token_file.chmod(0o600)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    # The cluster is on the loopback interface, and Ray's clients look for it there only if told so.
-    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file), LOOPBACK_SWITCH: "0"}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
     # As somebody has it who activated the environment: a job's `python` is the one on the cluster's path.
     environment["PATH"] = f"{Path(RAY).parent}{os.pathsep}{environment['PATH']}"
     # Ray's sockets lie in it, and their paths are limited to about a hundred characters.
@@ -263,7 +262,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             start_command(ports, temporary),
-            env=environment,
+            env={**environment, LOOPBACK_SWITCH: "0"},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -95,7 +95,10 @@ def test_a_run_with_a_wrong_token_says_in_one_line_what_to_set(cluster: Any, wro
 
 def test_a_run_with_the_token_reaches_the_cluster(cluster: Any, tmp_path: Path) -> None:
     """What the next tests are compared with: the address is right, and only the token is not."""
-    code = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.cluster_resources()['CPU'])"
+    code = (
+        "import sys\nfrom fedloom.actors.address import stay_on_loopback\nstay_on_loopback(sys.argv[1])\n"
+        "import ray\nray.init(address=sys.argv[1], log_to_driver=False)\nprint(ray.cluster_resources()['CPU'])"
+    )
     command = [sys.executable, "-c", code, cluster.gcs]
     done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
