@@ -46,6 +46,11 @@ def in_words(error: OSError) -> str:
     return f"{files}: {what[:1].lower()}{what[1:]}" if files else what
 
 
+def why(error: Exception, path: Path | str) -> str:
+    """What is wrong, in one line; with the path if it is an error of writing that does not name its file."""
+    return in_words(_named(error, path)) if isinstance(error, OSError) else said(error)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory could not be allocated; torch says that with a RuntimeError."""
     return isinstance(error, MemoryError) or "can't allocate memory" in said(error)
@@ -57,6 +62,11 @@ def naming(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in DISK and error.filename is None:
-            error.filename = str(path)
+        _named(error, path)
         raise
+
+
+def _named(error: OSError, path: Path | str) -> OSError:
+    if error.errno in DISK and error.filename is None:
+        error.filename = str(path)
+    return error

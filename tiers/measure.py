@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
 
 MEASURES: Final = {"macs": "sum", "parameters": "sum", "activation_bytes": "max", "latency_s": "sum"}
 """The measures of cost tables and how the costs of parts are joined (`CostTable.reduce`)."""
@@ -50,6 +49,9 @@ def macs_of(module: nn.Module, x: Tensor) -> int:
     Only convolutions and matrix products count, as in `torch.utils.flop_counter`; normalisation, activation, pooling
     and additions count 0.
     """
+    # Imported here, because it loads a compiler that clients, which measure nothing, do not need.
+    from torch.utils.flop_counter import FlopCounterMode
+
     counter = FlopCounterMode(display=False)
     with counter:
         _forward_on_meta(module, x)

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from fedloom.platform.federation.stage import Row
+from fedloom.platform.words import why
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class EventFiles:
 
     def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
         """`step` is the number of rounds that the run has finished."""
-        self.step = step
+        self.step, self._folder = step, folder
         self._file: Any = None
         try:
             self._open(folder, config)
@@ -102,7 +103,7 @@ class EventFiles:
         self._file.write_event(Event(wall_time=time.time(), step=step, summary=summary))
 
     def _give_up(self, error: Exception) -> None:
-        logger.warning("no more TensorBoard events of this run are written: %s", error)
+        logger.warning("no more TensorBoard events of this run are written: %s", why(error, self._folder))
         self.close()
 
     def close(self) -> None:
@@ -112,7 +113,7 @@ class EventFiles:
             try:
                 file.close()
             except OSError as error:
-                logger.warning("the TensorBoard event file could not be closed: %s", error)
+                logger.warning("the TensorBoard event file could not be closed: %s", why(error, self._folder))
 
 
 def scalars(rows: Sequence[Row]) -> dict[str, float]:

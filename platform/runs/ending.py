@@ -5,7 +5,7 @@ from typing import Literal
 
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, RunFailedError
-from fedloom.platform.plugins import PluginError, blaming_own
+from fedloom.platform.plugins import blaming_own
 from fedloom.platform.results.mirror import MirrorError
 from fedloom.platform.results.owner import OwnershipLostError
 from fedloom.platform.runs.run import Label, MakeExecutor, Watcher, resume_run, start_run
@@ -45,11 +45,9 @@ def run_to_end(
         watcher.started(run_id, supernet_of)
 
     watched = replace(watcher, started=started)
-    try:
-        kind, message = _ended(config, make_executor, watched, resume, label)
-    except PluginError as error:
-        # Once it has begun, its rows and its checkpoint are there to be resumed.
-        kind, message = "failed" if run_ids else "refused", str(error)
+    kind, message = _ended(config, make_executor, watched, resume, label)
+    if kind == "refused" and run_ids:  # it has begun: its rows and its checkpoint are there to be resumed
+        kind = "failed"
     return RunEnd(run_ids[0] if run_ids else "", kind, message)
 
 
@@ -64,8 +62,6 @@ def _ended(
                 resume_run(config, resume.run_id, make_executor, watcher, label, changed_plugins=resume.changed)
     except (MirrorError, OwnershipLostError) as error:
         return "infrastructure", str(error)
-    except PluginError:
-        raise
     except ValueError as error:
         return "refused", str(error)
     except RunFailedError as error:

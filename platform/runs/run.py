@@ -42,6 +42,7 @@ from fedloom.platform.runs.run_files import (
     write_new_run,
 )
 from fedloom.platform.runs.supernets import FOLDER, keeper, load_supernet, supernet_key
+from fedloom.platform.words import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def _leaver(config: RunConfig, paths: RunPaths, key: str) -> Callable[[RunState]
         try:
             mirror_folder(config.results, f"{FOLDER}/{key}")
         except OSError as error:
-            logger.warning("the supernet could not be left for runs on other machines: %s", error)
+            logger.warning("the supernet could not be left for runs on other machines: %s", in_words(error))
 
     return leave
 

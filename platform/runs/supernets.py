@@ -27,6 +27,7 @@ from fedloom.platform.results.files import write_atomically
 from fedloom.platform.results.owner import one_at_a_time
 from fedloom.platform.runs.plugin_sources import UnknownSourceError, plugin_sources
 from fedloom.platform.runs.source import source_hash
+from fedloom.platform.words import why
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +185,7 @@ def keeper(root: Path, key: str, run_id: str, config: RunConfig) -> Callable[[Ru
         try:
             store_supernet(root, key, state, run_id, config)
         except OSError as error:
-            logger.warning("the supernet could not be left for later runs: %s", error)
+            logger.warning("the supernet could not be left for later runs: %s", why(error, root / FOLDER / key))
 
     return keep
 

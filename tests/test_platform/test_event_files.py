@@ -156,7 +156,8 @@ def test_a_disk_that_refuses_stops_no_run(
     run_id = start_run(config, make_serial)
     assert read_table(Path(config.results), "runs", run_id=run_id)["status"].tolist() == ["done"]
     warnings = [r.message for r in caplog.records if "TensorBoard" in r.message]
-    assert warnings == ["no more TensorBoard events of this run are written: [Errno 28] No space left on device"]
+    place = folder_of(config, run_id)
+    assert warnings == [f"no more TensorBoard events of this run are written: {place}: no space left on device"]
     if when == "writing":
         curves, _ = read_events(folder_of(config, run_id))
         assert {step for curve in curves.values() for step in curve} == {0, 1}

@@ -22,14 +22,14 @@ from fedloom.platform.federation.config import (
     RunConfig,
     TiersConfig,
 )
-from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, RoundProgress, RunFailedError
+from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, Loop, RoundProgress, RunFailedError
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.status import read_status
-from fedloom.platform.results.tables import TABLES, TIME_COLUMNS
+from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
 from fedloom.platform.runs import run as run_module
-from fedloom.platform.runs.ending import run_to_end
+from fedloom.platform.runs.ending import Resume, run_to_end
 from fedloom.platform.runs.progress import round_line
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
 from fedloom.platform.runs.serial import make_serial
@@ -168,6 +168,21 @@ def test_a_run_that_a_signal_interrupts_says_what_is_lost(tiny_config: Callable[
     assert (end.kind, end.message) == ("interrupted", AT_ONCE)
     (paths,) = list_runs(Path(config.results))
     assert read_status(paths.status).message == AT_ONCE
+
+
+def test_a_value_error_of_a_run_at_work_is_its_failure_not_the_configurations(
+    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("a row is too wide")
+
+    config = tiny_config()
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "run", broken)
+        end = run_to_end(config, make_serial, Watcher())
+    assert (end.kind, end.message) == ("failed", "a row is too wide")
+    assert read_table(Path(config.results), "runs", run_id=end.run_id)["status"].tolist() == ["failed"]
+    assert run_to_end(config, make_serial, Watcher(), Resume(end.run_id)).kind == "done"
 
 
 def test_the_consoles_lines_are_in_the_runs_log(tiny_config: Callable[..., RunConfig]) -> None:
