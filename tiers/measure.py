@@ -5,12 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+
+if TYPE_CHECKING:
+    from fedloom.tiers.shapes import ShapesOnly
 
 MEASURES: Final = {"macs": "sum", "parameters": "sum", "activation_bytes": "max", "latency_s": "sum"}
 """The measures of cost tables and how the costs of parts are joined (`CostTable.reduce`)."""
@@ -36,11 +39,22 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def _forward_on_meta(module: nn.Module, x: Tensor) -> None:
+def shapes_only() -> "ShapesOnly":
+    """A block in which operators on the meta device give shapes, without loading torch's compiler for it."""
+    # Imported here, because clients, which measure nothing, do not need what it loads.
+    from fedloom.tiers.shapes import ShapesOnly
+
+    return ShapesOnly()
+
+
+def _forward_on_meta(module: nn.Module, x: Tensor) -> int:
+    """Returns the multiply-accumulates."""
     # Only shapes are needed: meta tensors do no arithmetic, and the module's own tensors and buffers stay unchanged.
     tensors = {name: t.to("meta") for name, t in chain(module.named_parameters(), module.named_buffers())}
-    with torch.no_grad(), _evaluation_mode(module):
+    shapes = shapes_only()
+    with torch.no_grad(), _evaluation_mode(module), shapes:
         functional_call(module, tensors, (x[:1].to("meta"),))
+    return shapes.macs
 
 
 def macs_of(module: nn.Module, x: Tensor) -> int:
@@ -49,13 +63,7 @@ def macs_of(module: nn.Module, x: Tensor) -> int:
     Only convolutions and matrix products count, as in `torch.utils.flop_counter`; normalisation, activation, pooling
     and additions count 0.
     """
-    # Imported here, because it loads a compiler that clients, which measure nothing, do not need.
-    from torch.utils.flop_counter import FlopCounterMode
-
-    counter = FlopCounterMode(display=False)
-    with counter:
-        _forward_on_meta(module, x)
-    return int(counter.get_total_flops()) // 2
+    return _forward_on_meta(module, x)
 
 
 def parameters_of(module: nn.Module) -> int:

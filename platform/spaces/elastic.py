@@ -21,10 +21,10 @@ from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.elastic_names import parse_subnet
 from fedloom.platform.spaces.genome import ElasticGenome
 from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
-from fedloom.platform.spaces.measuring import Measure, measure_of, median_seconds, ready
+from fedloom.platform.spaces.measuring import Measure, measure_of, median_seconds, ready, zeros_on
 from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, leading
 from fedloom.tiers.costs import CostTable
-from fedloom.tiers.measure import MEASURES
+from fedloom.tiers.measure import MEASURES, shapes_only
 
 Contents = tuple[tuple[int, ...], ...]
 """Per stage the width index of every kept block."""
@@ -334,7 +334,7 @@ class ElasticSpace(SearchSpace):
             for block, width in itertools.product(range(parts.most), range(parts.widths)):
                 module = ready(partial(self.design.build_block, stage, block, width), device)
                 x = inputs[stage] if block == 0 else inputs[stage + 1]
-                blocks[stage, block, width] = float(of(module, _real(x, device)))
+                blocks[stage, block, width] = float(of(module, zeros_on(device, x)))
         join = sum if reduce == "sum" else max
         rows = [
             tuple(float(join(blocks[stage, b, w] for b, w in enumerate(content))) for content in parts.contents)
@@ -346,19 +346,15 @@ class ElasticSpace(SearchSpace):
     def _fixed_costs(self, of: Measure, device: str) -> list[float]:
         sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device="meta")
         parts = ((self.design.build_stem, sample), (self.design.build_head, self._stage_inputs[-1]))
-        return [float(of(ready(build, device), _real(x, device))) for build, x in parts]
+        return [float(of(ready(build, device), zeros_on(device, x))) for build, x in parts]
 
     @cached_property
     def _stage_inputs(self) -> list[Tensor]:
         """The input of each stage for one sample, and the last one's output, on the meta device."""
-        with torch.no_grad():
+        with torch.no_grad(), shapes_only():
             sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device="meta")
             inputs = [on_meta(self.design.build_stem).eval()(sample)]
             for stage in range(len(self.options)):
                 block = on_meta(partial(self.design.build_block, stage, 0, 0)).eval()
                 inputs.append(block(inputs[-1]))
         return inputs
-
-
-def _real(x: Tensor, device: str) -> Tensor:
-    return x if device == "meta" else torch.zeros(x.shape, dtype=x.dtype, device=device)

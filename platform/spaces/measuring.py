@@ -47,6 +47,11 @@ def cost_of(
         return float(of(ready(build, device), torch.zeros(input_shape, device=place, dtype=input_dtype)))
 
 
+def zeros_on(device: str, x: Tensor) -> Tensor:
+    """Zeros of the shape and type of a tensor."""
+    return x if device == "meta" and x.is_meta else torch.zeros(x.shape, dtype=x.dtype, device=device)
+
+
 def ready(build: Callable[[], nn.Module], device: str) -> nn.Module:
     """A module for measurement; initialised unless on the meta device, because kernels may be slower with NaN."""
     module = on_meta(build).eval()

@@ -13,11 +13,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.measuring import Measure, ready
+from fedloom.platform.spaces.measuring import Measure, ready, zeros_on
 from fedloom.platform.spaces.named_operators import NamedOperatorSpace, SpaceSizes
 from fedloom.platform.spaces.slices import Architecture, Subspace
 from fedloom.tiers.costs import CostTable
-from fedloom.tiers.measure import MEASURES, Latency, latency_s_of
+from fedloom.tiers.measure import MEASURES, Latency, latency_s_of, shapes_only
 
 T = TypeVar("T")
 
@@ -156,7 +156,7 @@ class OperatorChoiceSpace(NamedOperatorSpace):
     ) -> tuple[T, list[list[T]]]:
         """The costs of the fixed part and of each operator; an identity costs `nothing`."""
         sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device=device)
-        ends = [(torch.zeros_like(x, device=device), torch.zeros_like(y, device=device)) for x, y in self._layer_ends]
+        ends = [(zeros_on(device, x), zeros_on(device, y)) for x, y in self._layer_ends]
 
         def of_candidate(candidate: Candidate, x: Tensor) -> T:
             module = ready(candidate.build, device)
@@ -186,7 +186,7 @@ class OperatorChoiceSpace(NamedOperatorSpace):
             return first
 
         sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device="meta")
-        with torch.no_grad():
+        with torch.no_grad(), shapes_only():
             net.fixed(sample, [partial(through, layer) for layer in range(len(self.options))])  # type: ignore[operator]
         return [ends[layer] for layer in range(len(self.options))]
 
