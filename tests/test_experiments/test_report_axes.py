@@ -7,10 +7,14 @@ from matplotlib.figure import Figure
 
 from fedloom.experiments.analysis.seeds import SEEDS
 from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.report.figures import style
 from fedloom.experiments.report.figures.communication import communication_figure
 from fedloom.experiments.report.figures.convergence import convergence_figure
 from fedloom.experiments.report.figures.settings import same_limits
-from fedloom.experiments.report.figures.style import tint
+from fedloom.experiments.report.figures.style import pdf, tint
+
+REAL_FONTS = style.PDF_FONTS
+"""Before the other tests' fonts are rough."""
 
 
 def setting(run_id: str, name: str = "demo") -> Setting:
@@ -63,3 +67,12 @@ def test_curves_of_both_directions_are_seen_where_they_coincide() -> None:
 def test_a_tint_is_lighter_and_hides_what_is_below() -> None:
     assert tint("#000000") == "#747474"
     assert tint("#ffffff") == "#ffffff"
+
+
+def test_papers_get_fonts_that_conferences_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(style, "PDF_FONTS", REAL_FONTS)
+    figure = Figure()
+    figure.subplots().set_title("accuracy")
+    content = pdf(figure)
+    assert b"/Type3" not in content
+    assert b"/CIDFontType2" in content

@@ -20,6 +20,8 @@ SERIES = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", INK)
 """Colours of lines without a natural order."""
 MARKERS = "osD^vPX<>*"
 DPI = 160
+PDF_FONTS = 42
+"""Text embedded as TrueType, Type 42; conferences reject matplotlib's default, Type 3."""
 
 
 def tint(colour: str) -> str:
@@ -74,8 +76,7 @@ def png(figure: Figure) -> bytes:
 def pdf(figure: Figure) -> bytes:
     """The figure as a vector PDF for papers, with the same bytes for the same figure."""
     buffer = BytesIO()
-    # Type 42 fonts embed text as text; conferences reject the default, Type 3.
-    with rc_context({"pdf.fonttype": 42}):
+    with rc_context({"pdf.fonttype": PDF_FONTS}):
         figure.savefig(buffer, format="pdf", metadata={"CreationDate": None})
     return buffer.getvalue()
 
