@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,19 +120,19 @@ def searched(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Somebody
 
 
 @pytest.fixture(scope="module")
-def alive(cluster: Any) -> Iterator[Callable[[], list[str]]]:
+def alive(cluster: Any) -> Callable[[], list[str]]:
     """Asks Ray's state API for actors and placement groups that live."""
-    asks = (
-        "import sys\nfrom ray.util.state import list_actors, list_placement_groups\n"
-        "found = [a.name or a.class_name for a in list_actors(address=sys.argv[1]) if a.state != 'DEAD']\n"
-        "found += [p.placement_group_id for p in list_placement_groups(address=sys.argv[1]) if p.state != 'REMOVED']\n"
-        "print(found)"
-    )
+
+    def listed(kind: str) -> list[dict[str, Any]]:
+        request = urllib.request.Request(f"{cluster.dashboard}/api/v0/{kind}")
+        request.add_header("Authorization", f"Bearer {cluster.token}")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return list(json.load(answer)["data"]["result"]["result"])
 
     def ask() -> list[str]:
-        command = [sys.executable, "-c", asks, cluster.dashboard]
-        done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=60, check=True)
-        return list(json.loads(done.stdout.strip().replace("'", '"')))
+        actors = [a["name"] or a["class_name"] for a in listed("actors") if a["state"] != "DEAD"]
+        groups = [g["placement_group_id"] for g in listed("placement_groups") if g["state"] != "REMOVED"]
+        return actors + groups
 
     return ask
 

@@ -345,6 +345,9 @@ def test_ctrl_c_ends_everything_and_the_run_can_be_resumed(
     assert "Traceback" not in text
     assert "***" not in text  # the head of a stack dump
     assert f"fedloom resume {run_id}" in text
+    assert not list(results.rglob("*.tmp"))
+    if how == signal.SIGTERM:
+        return  # resumed like the other
     resume = fedloom("resume", run_id, "executor.kind=serial", "--results", str(results))
     resumed = subprocess.run(resume, capture_output=True, text=True, timeout=120)
     assert resumed.returncode == 0, resumed.stderr

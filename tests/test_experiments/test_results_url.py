@@ -10,7 +10,8 @@ from fedloom.experiments import analysis
 from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.results.remote import local_root
+from fedloom.platform.results.paths import find_run, list_runs
+from fedloom.platform.results.remote import fetch, local_root
 from fedloom.platform.runs.run import start_run
 from fedloom.platform.runs.serial import make_serial
 
@@ -47,6 +48,23 @@ def test_commands_read_results_at_a_url(
     found, config = stored_config(url, run_id[:15])
     assert (found, config.results) == (run_id, url)
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "bucket").rglob("*")} == there, "reading changes nothing"
+
+
+def test_runs_are_found_by_name_and_tag_at_a_url(
+    tmp_path: Path, tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/bucket/results"
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "a"))
+    named = start_run(tiny_config(results=url, name="first try", tags=["old"]), make_serial)
+    other = start_run(tiny_config(results=url, tags=["new"]), make_serial)
+    for machine, word, expected in (("b", "first try", named), ("c", "new", other), ("d", other[:-2], other)):
+        monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / machine))
+        root = fetch(url, [word])
+        assert [run.run_id for run in list_runs(root)] == [expected], "only what is meant is fetched"
+        assert find_run(root, word).run_id == expected
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "e"))
+    with pytest.raises(ValueError, match="no run 'nobody'"):
+        stored_config(url, "nobody")
 
 
 def test_resuming_names_the_url_again(

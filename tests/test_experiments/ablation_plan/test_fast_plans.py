@@ -31,7 +31,7 @@ axes:
 seeds: [1, 2]
 search: {kind: random, samples: SAMPLES}
 """
-DRAWS = 15
+DRAWS = 8
 CHOICES = """
 axes:
   how:
