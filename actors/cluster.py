@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
-from ray.exceptions import RayError
 
 from fedloom.actors.address import check_listening, resolve_address
 from fedloom.actors.watcher import records_folder, unwatch, watched
@@ -37,8 +36,10 @@ def connected(config: RayConfig) -> Iterator[None]:
                 _start_own(config)
         else:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, RayError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except ValueError:
+        raise
+    except Exception as error:  # Ray raises bare ones, too, as when a process of it dies while it starts
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         sentence = first_line.split(". ")[0].rstrip(".")
         raise ConnectionError(f"no Ray at {address!r}: {sentence}{_hint(address, str(error))}") from error
     # Ray's own handler ends the process with a dump of its stack, where Slurm or Kubernetes stop a run.

@@ -86,3 +86,23 @@ def test_an_address_where_something_listens_is_left_to_ray() -> None:
         check_listening(f"127.0.0.1:{server.getsockname()[1]}")
     for other in ("local", "auto", "nowhere", "host:port", "[::1"):
         check_listening(other)
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (Exception("The current node timed out during startup. This could happen because"), "timed out during startup"),
+        (TimeoutError(), "TimeoutError"),
+        (OSError(98, "Address already in use"), "Address already in use"),
+    ],
+)
+def test_ray_that_does_not_start_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, said: str
+) -> None:
+    def fail(**_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("ray.init", fail)
+    with pytest.raises(ConnectionError, match=said) as end, connected(RayConfig(address="local")):
+        pass
+    assert "\n" not in str(end.value)
