@@ -25,8 +25,8 @@ test: install
 
 # Everything: also kill schedules, every preset, browsers, clusters with authentication.
 test-all: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not ray" -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/pytest -m ray -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not ray" -n 2 --dist loadfile --no-loadscope-reorder --durations=20
+	$(BIN)/pytest -m ray -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 # Attacks on what actors/README.md promises; SECONDS limits each, and the next call continues.
 CHAOS := $(BIN)/python -m fedloom.experiments.chaos

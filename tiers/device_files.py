@@ -80,7 +80,7 @@ class _WrongTableError(ValueError):
 
 def _check_suffix(file: Path) -> None:
     if file.suffix not in (".parquet", ".csv"):
-        raise ValueError(f"{file}: a device table is a .parquet or a .csv file")
+        raise ValueError(f"{file}: a device table is a .parquet or a .csv file, or `generated`")
 
 
 def _read_csv(stream: BinaryIO) -> Any:

@@ -77,8 +77,7 @@ def test_full_disks(shared: Path) -> None:
 
 def test_load(tmp_path: Path) -> None:
     figures = attack("load", tmp_path, "--clients", "200", "--rounds", "10")
-    assert figures["status"]["dropped"] > 0
-    assert figures["status"]["timed_out"] > 0
+    assert min(figures["status"][fate] for fate in ("ok", "dropped", "timed_out")) > 0
 
 
 def test_killed_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
