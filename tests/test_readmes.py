@@ -285,6 +285,16 @@ def test_keys_that_are_named_are_there(beside: Path) -> None:
         assert {key for key in named if key not in known and ".options." not in key} == set(), readme
 
 
+def test_the_tests_that_hold_promises_exist() -> None:
+    """Those that actors/README.md names."""
+    promised = set(re.findall(r"`(test_\w+)`", (ROOT / "actors" / "README.md").read_text()))
+    defined = {
+        name for p in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", p.read_text())
+    }
+    assert len(promised) > 15
+    assert promised <= defined
+
+
 if __name__ == "__main__":
     for page in READMES:
         page.write_text(with_files(page.read_text()))

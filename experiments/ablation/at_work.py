@@ -25,11 +25,12 @@ from fedloom.experiments.store.trials import (
     write_ends,
 )
 from fedloom.experiments.terminal.reading import while_read
-from fedloom.platform.results.owner import OwnershipLostError, check_unowned, owned
+from fedloom.platform.results.owner import OwnedError, OwnershipLostError, check_unowned, owned
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.remote import mirror_folder
-from fedloom.platform.results.status import Heartbeat, StatusFile, read_status
+from fedloom.platform.results.status import Heartbeat, StatusFile
 from fedloom.platform.results.target import is_remote
+from fedloom.platform.runs.run import check_run_unowned
 
 logger = logging.getLogger(__name__)
 
@@ -97,18 +98,20 @@ def check_idle(ablation: Ablation, root: Path) -> None:
 def wait_for_old(root: Path, trials: Sequence[Trial]) -> None:
     """Waits for the trials' processes of an earlier driver, which end shortly after it.
 
-    Raises ValueError if one still runs after `OLD_PROCESSES_S`.
+    Raises OwnedError, a ValueError that says who owns it, if one of this machine still runs after `OLD_PROCESSES_S`;
+    those of other machines are watched by the trials themselves.
     """
     end_s = time.monotonic() + OLD_PROCESSES_S
-    while at_work := [t for t in trials if _state_of_run(root, t) == "running"]:
-        if time.monotonic() > end_s:
-            raise ValueError(f"run {at_work[0].run_id} is still running: stop it first, or wait a minute")
-        time.sleep(0.5)
-
-
-def _state_of_run(root: Path, trial: Trial) -> str:
-    path = RunPaths(root, trial.experiment, trial.run_id).status
-    return read_status(path).state if path.exists() else ""
+    for trial in trials:
+        paths = RunPaths(root, trial.experiment, trial.run_id)
+        while True:
+            try:
+                check_run_unowned(paths)
+                break
+            except OwnedError:
+                if time.monotonic() > end_s:
+                    raise
+            time.sleep(0.5)
 
 
 class RunningAblation:

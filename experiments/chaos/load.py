@@ -2,8 +2,8 @@
 
     python -m fedloom.experiments.chaos.load            10 000 registered clients, 200 rounds
 
-Prints the rows that are missing, how the training rounds' clients ended, and how the driver's memory grew from the 20th
-round of training to the last, and then in the evaluation, which is a round of all clients.
+Prints the rows that are missing, how the training rounds' clients ended, and how the driver's memory grew from a tenth
+of the training to its end, and then in the evaluation, which is a round of all clients.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import Watcher, start_run
 from fedloom.platform.runs.serial import make_serial
 
-SETTLED = 20
-"""Rounds after which memory is taken for settled."""
+SETTLED = 0.1
+"""The share of the rounds after which memory is taken for settled."""
 TRAINING = "fedavg"
 FATES = {"ok", "dropped", "timed_out"}
 """What becomes of the training rounds' clients."""
@@ -47,19 +47,20 @@ def main() -> None:
         rounds, clients = (read_table(Path(folder), table) for table in ("rounds", "clients"))
     planned = int(rounds["clients_planned"].sum())
     training, evaluation = memory[TRAINING], memory["evaluation"]
-    grown = training[-1] / training[min(SETTLED, len(training) - 1)]
+    grown = training[-1] / training[int(SETTLED * len(training))]
     status = clients.loc[clients["stage"] == TRAINING, "status"].value_counts().to_dict()
     figures = {
         "attack": "load",
         "rounds": len(rounds),
         "planned": planned,
         "missing": planned - len(clients),
+        "missing_rounds": args.rounds - len(training),
         "status": {str(name): int(count) for name, count in status.items()},
         "memory_grown": round(grown, 4),
         "by the evaluation": round(evaluation[-1] / training[-1], 4),
     }
     sys.stdout.write(json.dumps(figures) + "\n")
-    sys.exit(0 if figures["missing"] == 0 and grown < 1.05 and set(status) == FATES else 1)
+    sys.exit(0 if figures["missing"] == figures["missing_rounds"] == 0 and grown < 1.05 and set(status) == FATES else 1)
 
 
 def overrides(clients: int, rounds: int, cohort: int, results: str) -> list[str]:

@@ -135,7 +135,7 @@ def read_status(path: Path, stalled_after_s: float = 60.0) -> Status:
 def _running_state(status: Status, stalled_after_s: float) -> State:
     if _is_dead(status):
         return "dead"
-    return "stalled" if time.time() - status.heartbeat > stalled_after_s else "running"
+    return "stalled" if abs(time.time() - status.heartbeat) > stalled_after_s else "running"
 
 
 def _is_dead(status: Status) -> bool:

@@ -58,6 +58,8 @@ def test_stalled_and_dead_are_told_apart(tmp_path: Path) -> None:
     assert read_status(path).state == "dead"
     rewritten(path, place="elsewhere")  # process ids of another host mean nothing here
     assert read_status(path).state == "running"
+    rewritten(path, heartbeat=time.time() + 7200)  # a clock was set back
+    assert read_status(path).state == "stalled"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -96,3 +96,24 @@ def test_an_unknown_run(finished: Path, resume_refused: Refuse, refusal: Refuse)
     assert known in line
     for command in ("report", "status"):
         assert "no run '20990101-nobody'" in refusal(command, "20990101-nobody", "--results", str(finished))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("search", "--macs", "1e5"), ("export", "--tier", "tier1"), ("report",), ("resume",)],
+    ids=lambda command: command[0],
+)
+def test_every_command_refuses_a_run_with_a_changed_file(
+    copied: Path, refusal: Refuse, call: Callable[..., int], capfd: pytest.CaptureFixture[str], command: Sequence[str]
+) -> None:
+    (run,) = list_runs(copied)
+    costs = run.artifacts / "costs.json"
+    content = bytearray(costs.read_bytes())
+    content[len(content) // 2] ^= 1
+    costs.write_bytes(content)
+    name, *more = command
+    line = refusal(name, run.run_id, *more, "--results", str(copied))
+    assert "costs.json is not what its run wrote: expected " in line
+    assert ", found " in line
+    assert call("verify", run.run_id, "--results", str(copied)) == 2
+    assert "costs.json is not what its run wrote: expected " in capfd.readouterr().out
