@@ -12,9 +12,18 @@ import pytest
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("no_ray_cluster")]
 
 LISTENERS = """
+STRANGER = '''
+import sys
+from ray._raylet import GcsClient
+try:
+    GcsClient(address=sys.argv[1]).get_all_node_info(timeout=10)
+    print("let in")
+except Exception as error:
+    print(type(error).__name__)
+'''
 from fedloom.actors.address import stay_on_loopback
 stay_on_loopback("local")
-import json, os
+import json, os, subprocess, sys
 from pathlib import Path
 from fedloom.actors.cluster import connected
 from fedloom.platform.federation.config import RayConfig
@@ -47,7 +56,11 @@ with connected(config):
     me = psutil.Process()
     found = listening([me, *me.children(recursive=True)])
     resources = ray.cluster_resources()
-print(json.dumps({"addresses": found, "cpus": resources["CPU"], "store": resources["object_store_memory"]}))
+    stranger = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    asks = [sys.executable, "-c", STRANGER, ray.get_runtime_context().gcs_address]
+    said = subprocess.run(asks, env=stranger, capture_output=True, text=True).stdout.strip()
+store = resources["object_store_memory"]
+print(json.dumps({"stranger": said, "addresses": found, "cpus": resources["CPU"], "store": store}))
 """
 
 LOOPBACK = {
@@ -79,6 +92,7 @@ def test_our_own_cluster_listens_on_the_loopback_interface_only() -> None:
     assert isinstance(addresses, list)
     assert len(addresses) > 3, "Ray's sockets were not found"
     assert set(addresses) <= LOOPBACK
+    assert found["stranger"] == "AuthenticationError", "who holds no token is let in"
     assert found["cpus"] == 1.0
     assert found["store"] == 100_000_000.0
 
