@@ -32,12 +32,8 @@ test-all: install
 CHAOS := $(BIN)/python -m fedloom.experiments.chaos
 LIMIT := $(if $(SECONDS),--seconds $(SECONDS))
 chaos: install
-	$(CHAOS).twice --times 20 $(LIMIT)
-	$(CHAOS).corrupt --times 1000 $(LIMIT)
-	$(CHAOS).disk --times 50 $(LIMIT)
-	$(CHAOS).fuzz --times 10000 $(LIMIT)
-	$(CHAOS).load
-	$(CHAOS).kill --times 100 $(LIMIT)
+	@failed=0; for attack in "twice --times 20" "corrupt --times 1000" "disk --times 50" "fuzz --times 10000" \
+	    "kill --times 100"; do $(CHAOS).$$attack $(LIMIT) || failed=1; done; $(CHAOS).load || failed=1; exit $$failed
 
 check: install
 	$(BIN)/ruff check .
