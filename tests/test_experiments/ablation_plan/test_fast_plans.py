@@ -31,7 +31,7 @@ axes:
 seeds: [1, 2]
 search: {kind: random, samples: SAMPLES}
 """
-DRAWS = 8
+DRAWS = 15
 CHOICES = """
 axes:
   how:
