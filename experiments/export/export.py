@@ -1,6 +1,5 @@
 """`fedloom export`: writes a run's model to files that need neither the run nor fedloom."""
 
-import hashlib
 import json
 import os
 import tempfile
@@ -24,7 +23,7 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.costs import load_costs
 from fedloom.platform.federation.world import World
-from fedloom.platform.results.files import check_writable, sync_file, sync_folder
+from fedloom.platform.results.files import check_writable, content_hash, sync_file, sync_folder
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run_files import COSTS
@@ -144,7 +143,7 @@ def _file_name(label: str) -> str:
     """The label as a file name; a long label is shortened and made unique with a hash."""
     if len(label) <= LONGEST_NAME:
         return label
-    return f"{label[:80]}-{hashlib.sha256(label.encode()).hexdigest()[:16]}"
+    return f"{label[:80]}-{content_hash(label.encode())[:16]}"
 
 
 def _write(folder: Path, name: str, contents: Mapping[str, bytes]) -> dict[str, Path]:

@@ -1,6 +1,5 @@
 """A folder at a URL, on a filesystem that pyarrow supports: lists, uploads and downloads files atomically."""
 
-import hashlib
 import io
 import os
 import re
@@ -16,6 +15,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from fedloom.platform.data.config import DataConfig, cache_root
+from fedloom.platform.results.files import content_hash
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SECRETS = ("secret", "token", "account_key", "sas")
@@ -45,7 +45,7 @@ def local_root(results: str | Path) -> Path:
     """
     if not is_remote(results):
         return Path(results)
-    return cache_root(DataConfig()) / "results" / hashlib.sha256(_checked(str(results)).encode()).hexdigest()[:12]
+    return cache_root(DataConfig()) / "results" / content_hash(_checked(str(results)).encode())[:12]
 
 
 def _checked(url: str) -> str:

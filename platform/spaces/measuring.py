@@ -48,8 +48,8 @@ def cost_of(
 
 
 def zeros_on(device: str, x: Tensor) -> Tensor:
-    """Zeros of the shape and type of a tensor."""
-    return x if device == "meta" and x.is_meta else torch.zeros(x.shape, dtype=x.dtype, device=device)
+    """Zeros of the shape and type of a tensor of the meta device."""
+    return x if device == "meta" else torch.zeros(x.shape, dtype=x.dtype, device=device)
 
 
 def ready(build: Callable[[], nn.Module], device: str) -> nn.Module:

@@ -1,5 +1,6 @@
 """A federation small enough to be run many times, what two runs are compared by, and a cluster to submit jobs to."""
 
+import json
 import os
 import secrets
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import psutil
@@ -187,6 +189,13 @@ class Cluster:
     dashboard: str
     environment: dict[str, str]
     token: str = field(repr=False)
+
+    def ask(self, path: str, method: str = "GET") -> Any:
+        """What the dashboard answers to somebody who has the token."""
+        request = urllib.request.Request(f"{self.dashboard}/api/{path}", method=method)
+        request.add_header("Authorization", f"Bearer {self.token}")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
 
     def with_token(self, file: Path) -> dict[str, str]:
         """The environment of somebody who holds another token."""

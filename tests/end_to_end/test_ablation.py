@@ -1,13 +1,11 @@
 """Ablations on a cluster: in turn, refused, interrupted, killed, resumed; and what is left behind in Ray: nothing."""
 
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,10 +122,7 @@ def alive(cluster: Any) -> Callable[[], list[str]]:
     """Asks Ray's state API for actors and placement groups that live."""
 
     def listed(kind: str) -> list[dict[str, Any]]:
-        request = urllib.request.Request(f"{cluster.dashboard}/api/v0/{kind}")
-        request.add_header("Authorization", f"Bearer {cluster.token}")
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return list(json.load(answer)["data"]["result"]["result"])
+        return list(cluster.ask(f"v0/{kind}")["data"]["result"]["result"])
 
     def ask() -> list[str]:
         actors = [a["name"] or a["class_name"] for a in listed("actors") if a["state"] != "DEAD"]

@@ -94,7 +94,7 @@ def test_what_silos_keep_is_the_same_pooled_or_resident(
 ) -> None:
     config = tiny("executor.chunk_size=1")
     reference = run_serially(config)
-    for actors, resident in ((2, False), (2, True)) if family == "spider" else ((2, False),):
+    for actors, resident in ((1, False), (2, False), (2, True)) if family == "spider" else ((2, False),):
         executor = replace(config.executor, actors=actors, resident=resident)
         on_actors, _ = run_on_actors(replace(config, executor=executor))
         assert_same_run(reference, on_actors, empty=empty_tables)

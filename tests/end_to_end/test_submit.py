@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,13 +202,6 @@ def long_job(cluster: Any, project: Path, tmp_path: Path) -> Iterator[subprocess
     process.wait()
 
 
-def ask(cluster: Any, path: str, method: str = "GET") -> Any:
-    request = urllib.request.Request(f"{cluster.dashboard}/api/jobs/{path}", method=method)
-    request.add_header("Authorization", f"Bearer {cluster.token}")
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.load(answer)
-
-
 def test_after_ctrl_c_the_job_goes_on_and_a_line_says_how_to_end_it(
     cluster: Any, long_job: subprocess.Popen[str]
 ) -> None:
@@ -222,5 +214,5 @@ def test_after_ctrl_c_the_job_goes_on_and_a_line_says_how_to_end_it(
     found = re.search(r"`ray job stop --address (\S+) (\S+)`", line)
     assert found is not None, line
     assert found[1] == cluster.dashboard
-    assert ask(cluster, found[2])["status"] == "RUNNING"
-    assert ask(cluster, f"{found[2]}/stop", "POST")["stopped"]
+    assert cluster.ask(f"jobs/{found[2]}")["status"] == "RUNNING"
+    assert cluster.ask(f"jobs/{found[2]}/stop", "POST")["stopped"]
