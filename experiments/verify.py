@@ -1,5 +1,6 @@
 """Checks of everything that a run has stored, for `fedloom verify`."""
 
+import json
 from dataclasses import asdict, dataclass
 
 from fedloom.experiments.terminal.output import console, write_json
@@ -7,8 +8,10 @@ from fedloom.platform.results.checkpoint import STATE_FILE, load_checkpoint
 from fedloom.platform.results.journal import read_journals
 from fedloom.platform.results.manifest import manifest_path, problems
 from fedloom.platform.results.models import list_models, load_model
+from fedloom.platform.results.names import NAMES, Names, read_names
 from fedloom.platform.results.parts import count_rows
 from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.tables import read_runs
 from fedloom.platform.results.writer import ROW_TABLES
 
 
@@ -30,7 +33,7 @@ def verified(paths: RunPaths) -> Verified:
     """Checks a run's files against its manifest, the checkpoint, the models and the count of rows; changes nothing."""
     found: list[str] = []
     remarks = [] if manifest_path(paths).exists() else ["no manifest: an earlier version of fedloom wrote this run"]
-    for check in (_manifest, _checkpoint, _models):
+    for check in (_manifest, _checkpoint, _models, _names):
         try:
             found += check(paths)
         except ValueError as error:
@@ -73,6 +76,22 @@ def _models(paths: RunPaths) -> list[str]:
         except ValueError as error:
             found.append(str(error))
     return found
+
+
+def _names(paths: RunPaths) -> list[str]:
+    rows = read_runs([paths], "runs", ["name", "tags"]).to_dict("records")
+    name, tags = (rows[0][c] if rows and isinstance(rows[0][c], str) else None for c in ("name", "tags"))
+    stored, found = Names(name, tuple(json.loads(tags or "[]"))), read_names(paths.artifacts)
+    if stored == found:
+        return []
+    return [
+        f"{paths.artifacts / NAMES} says {_said(found)}, the run's row {_said(stored)}: `fedloom resume "
+        f"{paths.run_id}` with the name and tags that are meant sets both"
+    ]
+
+
+def _said(names: Names) -> str:
+    return f"name={names.name or 'null'} tags=[{','.join(names.tags)}]"
 
 
 def show_verified(runs: list[Verified], *, as_json: bool) -> None:

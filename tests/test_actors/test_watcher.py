@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.actors.watcher import clean, left_over
+from fedloom.experiments.cli import main
 from fedloom.experiments.leftovers import hint_at_leftovers
 from fedloom.platform.results.processes import Process, descendants, is_process, started_ticks, this_place
 
@@ -119,6 +120,24 @@ def test_what_is_left_after_the_watcher_was_killed_too_is_told_and_cleaned(
     assert started_ticks(before) is not None
     assert left_over(tmp_path) == []
     assert not list(tmp_path.glob("*.json"))
+
+
+def test_status_clean_ends_what_is_left_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fedloom.experiments.leftovers.records_folder", lambda: tmp_path)
+    with subprocess.Popen(["sleep", "600"]) as left:
+        content = {"place": this_place(), "driver": [2**22 + 1, 1], "processes": [[left.pid, started_ticks(left.pid)]]}
+        (tmp_path / "1-1.json").write_text(json.dumps(content))
+        with pytest.raises(SystemExit) as end:
+            main(["status", "--clean"])
+        assert end.value.code == 0
+        said = f"ended 1 processes that dead runs (drivers {2**22 + 1}) left behind: {left.pid}\n"
+        assert capsys.readouterr().out == said
+        assert left.wait(30) == -signal.SIGKILL
+    with pytest.raises(SystemExit):
+        main(["status", "--clean"])
+    assert capsys.readouterr().out == "no processes of dead runs are left on this machine\n"
 
 
 def command(pid: int) -> bytes:

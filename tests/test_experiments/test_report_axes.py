@@ -3,15 +3,18 @@
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from fedloom.experiments.analysis.seeds import SEEDS
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.report.figures import style
+from fedloom.experiments.report.figures.ablation_axes import values_legend
 from fedloom.experiments.report.figures.communication import communication_figure
 from fedloom.experiments.report.figures.convergence import convergence_figure
 from fedloom.experiments.report.figures.settings import same_limits
-from fedloom.experiments.report.figures.style import pdf, tint
+from fedloom.experiments.report.figures.style import pdf, png, tint
 
 REAL_FONTS = style.PDF_FONTS
 """Before the other tests' fonts are rough."""
@@ -62,6 +65,32 @@ def test_curves_of_both_directions_are_seen_where_they_coincide() -> None:
     assert down.get_ydata() == pytest.approx(up.get_ydata())
     assert down.get_linewidth() > up.get_linewidth(), "the upper one leaves the lower one's edges"
     assert (down.is_dashed(), up.is_dashed()) == (False, True)
+
+
+def centre(artist: Artist) -> float:
+    box = artist.get_window_extent()
+    return float(box.x0 + box.x1) / 2
+
+
+def test_legends_are_centred_below_their_panel_or_figure() -> None:
+    rounds = pd.DataFrame(
+        {"run_id": "r1", "kind": "supernet", "stage": "supernet", "bytes_down": [5, 5], "bytes_up": [5, 5]}
+    )
+    kinds = pd.DataFrame({"run_id": ["r1"], "kind": ["supernet"], "bytes_down": [10], "bytes_up": [10]})
+    figure = communication_figure(kinds, rounds, [setting("r1")])
+    assert figure is not None
+    png(figure)
+    assert centre(figure.legends[0]) == pytest.approx(figure.bbox.width / 2, abs=2)
+    panels = Figure(figsize=(9, 4), layout="constrained")
+    left, right = panels.subplots(1, 2)
+    for axes, label in ((left, "a"), (right, "a longer one")):
+        axes.set_ylabel("accuracy (%)")
+        values_legend(axes, "beta", [Line2D([], [], label=label)])
+    png(panels)
+    for axes in (left, right):
+        legend = axes.get_legend()
+        assert legend is not None
+        assert centre(legend) == pytest.approx(centre(axes.patch), abs=2)
 
 
 def test_a_tint_is_lighter_and_hides_what_is_below() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -167,10 +168,25 @@ def test_a_run_may_be_renamed_on_resume(results: Path, renamed: Callable[[Sequen
     assert call("verify", "final", "--results", str(folder)) == 0, "the manifest holds the new row"
 
 
+@pytest.mark.parametrize("content", ['{"name": "best", "tags": ["paper", "old"]}', "damaged", None])
+def test_names_that_were_changed_by_hand_are_noticed(
+    content: str | None, results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = find_run(results, "baseline").run_id
+    copy = Path(shutil.copytree(results, tmp_path / "copy"))
+    path = copy / "artifacts" / run / NAMES
+    path.unlink() if content is None else path.write_text(content)
+    assert call("verify", run, "--results", str(copy)) == 2
+    said = capsys.readouterr().out
+    assert "says name=best tags=[paper,old]" in said or "says name=null tags=[]" in said
+    assert "the run's row name=baseline tags=[paper,old]" in said
+    assert call("resume", run, "name=baseline", "tags=[paper,old]", "--results", str(copy)) == 0
+    assert call("verify", run, "--results", str(copy)) == 0
+
+
 @pytest.fixture
 def renamed(results: Path, tmp_path: Path) -> Callable[[Sequence[str]], Path]:
     """Resumes `baseline` in a copy of the results with other names."""
-    import shutil
 
     def rename(words: Sequence[str]) -> Path:
         copy = Path(shutil.copytree(results, tmp_path / "copy"))

@@ -64,6 +64,7 @@ def test_every_tier_gets_a_winner_that_was_verified(elastic_config: Make) -> Non
     candidates = read_table(results, "candidates")
     world = build_world(config)
     assert (candidates.tier == "samples").sum() == 30
+    assert not candidates.winner[candidates.tier == "samples"].any()
     for tier in world.tiers:
         own = candidates[candidates.tier == tier.name]
         assert len(own) == 3
@@ -71,6 +72,7 @@ def test_every_tier_gets_a_winner_that_was_verified(elastic_config: Make) -> Non
         won = own[own.on_front]
         assert len(won) == 1
         assert won.metric.item() == own.metric.max()
+        assert own.winner.equals(own.on_front)
     evaluations = read_table(results, "evaluations")
     searched = evaluations[(evaluations.model == SEARCHED) & (evaluations.metric == "accuracy")]
     assert sorted(set(searched.tier)) == ["tier1", "tier2"]

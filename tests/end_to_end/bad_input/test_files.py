@@ -70,6 +70,13 @@ def test_a_missing_data_set_says_where_it_was_looked_for(
     assert "FEDLOOM_DATA" in line
 
 
+def test_a_data_root_below_a_file(tmp_path: Path, refused: Refuse) -> None:
+    (tmp_path / "file").write_text("in the way")
+    root = tmp_path / "file" / "data"
+    line = refused(f"data.root={root}", preset=CIFAR)
+    assert f"cifar10 not found under {root}" in line
+
+
 @pytest.mark.parametrize("place", ["below a file", "in /proc"])
 def test_a_results_folder_that_cannot_be_written(
     tmp_path: Path, refusal: Refuse, serial: Sequence[str], place: str

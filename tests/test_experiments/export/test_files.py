@@ -150,6 +150,13 @@ def test_a_tier_s_other_model_is_named(runs: Any, out: Path) -> None:
     assert score["value"] == run.recorded(named.card["architecture"]["id"], "supernet_init")
 
 
+def test_the_readme_loads_the_files_that_fedoras_writes(runs: Any, out: Path) -> None:
+    run = runs["operators"]
+    exported = export(run.results, run.paths.run_id, Wanted(tier="tier1"), out, ["safetensors"])
+    readme = (Path(__file__).parents[3] / "experiments" / "README.md").read_text()
+    assert f"{exported.files['safetensors'].stem}.pt2" in readme
+
+
 def test_any_path_of_a_checkpointed_supernet_can_be_cut(runs: Any, out: Path) -> None:
     run = runs["operators"]
     card = export(run.results, run.paths.run_id, Wanted(architecture="2-1-0"), out, ["safetensors"]).card
