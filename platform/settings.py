@@ -160,6 +160,7 @@ class Setting:
     help: str = ""
     several: bool | None = None
     """Whether its values are lists or mappings; None if both they and single values are."""
+    type: Any = None
 
 
 def settings_of(config: Any, prefix: str = "") -> Iterator[Setting]:
@@ -169,7 +170,7 @@ def settings_of(config: Any, prefix: str = "") -> Iterator[Setting]:
         if is_dataclass(value) and not isinstance(value, type):
             yield from settings_of(value, f"{prefix}{name}.")
         else:
-            yield Setting(f"{prefix}{name}", known.kind, value, known.allowed, known.help, known.several)
+            yield replace(known, key=f"{prefix}{name}", default=value)
 
 
 def described(key: str, annotation: Any, default: Any) -> Setting:
@@ -177,13 +178,17 @@ def described(key: str, annotation: Any, default: Any) -> Setting:
     kind, marks = _taken_apart(annotation)
     allowed = next((m for m in marks if isinstance(m, Allowed)), None)
     text = next((m for m in marks if isinstance(m, str)), "")
-    return Setting(key, _type_name(kind), default, allowed, text, _is_several(kind))
+    return Setting(key, _type_name(kind), default, allowed, text, _is_several(kind), kind)
 
 
 def _is_several(kind: Any) -> bool | None:
-    kinds = [k for k in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)) if k is not NoneType]
+    kinds = [k for k in _alternatives(kind) if k is not NoneType]
     found = {(get_origin(k) or k) in (list, tuple, dict) for k in kinds if k is not Any}
     return found.pop() if len(found) == 1 and Any not in kinds else None
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def check_settings(config: Any, prefix: str = "") -> None:
@@ -194,10 +199,19 @@ def check_settings(config: Any, prefix: str = "") -> None:
     for setting in settings_of(config, prefix):
         given = setting.default
         is_other = setting.several is not None and isinstance(given, list | tuple | Mapping) != setting.several
-        if is_other and given is not None:  # Hydra takes any other value for a list: key=${other.key}
+        # Hydra takes any other value for a list (key=${other.key}), and lists of lists for lists of anything.
+        if given is not None and (is_other or not _holds_its_items(setting, given)):
             raise ValueError(f"{setting.key}={shown(given)}: must be {_noun(setting.kind)}")
         if not (isinstance(setting.default, Mapping) and setting.allowed is None):
             check_value(setting, setting.default)
+
+
+def _holds_its_items(setting: Setting, given: Any) -> bool:
+    """Whether what is in a list, or in a mapping, is of the types that belong there."""
+    kinds = [k for k in _alternatives(setting.type) if get_origin(k) in (list, dict)]
+    if not kinds or not isinstance(given, list | Mapping):
+        return True
+    return any(_is_of(given, kind) for kind in kinds)
 
 
 def check_value(setting: Setting, value: Any) -> None:
@@ -246,7 +260,7 @@ def converted(setting: Setting, annotation: Any, value: Any) -> Any:
     Raises ValueError for another type, or a value out of range.
     """
     kind, _ = _taken_apart(annotation)
-    allowed = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    allowed = _alternatives(kind)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) < sys.float_info.max else math.inf
     if not any(_is_of(value, k) for k in allowed):

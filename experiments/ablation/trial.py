@@ -66,8 +66,16 @@ class TrialActor(tune.Trainable):
 
     def setup(self, config: dict[str, Any], jobs: Mapping[int, Job] | None = None) -> None:
         assert jobs is not None, "given by tune.with_parameters"
+        self._jobs = jobs
         self._run = RunThread(jobs[config[TRIAL]])
         self._run.start()
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Goes on with another trial in the same process, which saves its start; the last one has told its end."""
+        self._run.join()
+        self._run = RunThread(self._jobs[new_config[TRIAL]])
+        self._run.start()
+        return True
 
     def step(self) -> dict[str, Any]:
         return self._run.news()
@@ -91,6 +99,10 @@ class RunThread:
     def start(self) -> None:
         """Starts the run."""
         self._thread.start()
+
+    def join(self) -> None:
+        """Waits until the run has ended."""
+        self._thread.join()
 
     def stop(self) -> None:
         """Asks the run to end after its current round, and waits up to `STOP_TIMEOUT_S`."""

@@ -70,6 +70,8 @@ def tune_trials(
             scheduler=_scheduler(scheduler),
             num_samples=len(work),
             max_concurrent_trials=concurrent,
+            # A trial that a scheduler stops may still be in a round; its process is not one to go on with.
+            reuse_actors=scheduler["kind"] == "none",
         ),
         run_config=tune.RunConfig(
             name=name,

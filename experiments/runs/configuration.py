@@ -20,6 +20,7 @@ from fedloom.experiments.runs.presets import CONF, DEFAULT_METHOD, PRESET, exper
 from fedloom.experiments.runs.restored import restored_run
 from fedloom.platform.data.checks import check as check_data
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.training_config import check_rule_names
 from fedloom.platform.methods.registry import METHODS, find_method
 from fedloom.platform.plugins import PluginError, is_import_path, nearest
 from fedloom.platform.results.checkpoint import check_same_config
@@ -219,6 +220,7 @@ def check_config(config: RunConfig) -> None:
     check_name("experiment", config.experiment)
     check_names(config.name, config.tags)
     check_data(config.data)
+    check_rule_names(config.method, "method")
     if config.executor.resident and config.executor.chunk_size != 1:
         raise ValueError(f"executor.chunk_size={config.executor.chunk_size}: resident clients take chunks of 1")
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any
 
 from fedloom.platform.averaging.server import SERVER_RULES
@@ -75,18 +75,18 @@ SLOTS: Mapping[str, Slot[Any]] = {
 }
 
 
-def rules_of(config: TrainingConfig, key: str, more: Mapping[str, tuple[Slot[Any], str]] | None = None) -> Rules:
+Named = Mapping[str, tuple[Slot[Any], str]]
+"""Slots and the choices in them, by the keys of the configuration."""
+
+
+def rules_of(config: TrainingConfig, key: str, more: Named | None = None) -> Rules:
     """The rules that a stage's configuration names; a user's own rules are tested on small inputs.
 
     `key` is the configuration key of the stage; `more` are further choices, which share the stage's options.
     Raises ValueError for a rule that does not exist or fails, and for invalid options.
     """
-    named = {name: (slot, getattr(config, name)) for name, slot in SLOTS.items()} | dict(more or {})
-    for name, (slot, choice) in named.items():
-        try:
-            slot.find(choice)
-        except ValueError as error:
-            raise type(error)(f"{key}.{name}: {error}") from error
+    named = _named(config) | dict(more or {})
+    _check_names(named, key)
     found = dict(zip(named, chosen([*named.values()], config.options, f"{key}.options"), strict=True))
     own = [found.pop(name) for name in SLOTS]
     rules = Rules(own[0], own[1], own[2], own[3], found)
@@ -96,6 +96,29 @@ def rules_of(config: TrainingConfig, key: str, more: Mapping[str, tuple[Slot[Any
 
         try_rules(rules.selection, rules.local, rules.weighting, rules.server, config.clients_per_round)
     return rules
+
+
+def _named(config: TrainingConfig) -> dict[str, tuple[Slot[Any], str]]:
+    return {name: (slot, getattr(config, name)) for name, slot in SLOTS.items()}
+
+
+def _check_names(named: Named, key: str) -> None:
+    for name, (slot, choice) in named.items():
+        try:
+            slot.find(choice)
+        except ValueError as error:
+            raise type(error)(f"{key}.{name}: {error}") from error
+
+
+def check_rule_names(config: object, key: str) -> None:
+    """Raises ValueError if a training stage within a method's configuration names a rule that does not exist.
+
+    It is for the moment before data is prepared, which may take minutes; a user's own rules are looked up later.
+    """
+    if isinstance(config, TrainingConfig):
+        _check_names({name: pair for name, pair in _named(config).items() if not is_import_path(pair[1])}, key)
+    for field_ in fields(config) if is_dataclass(config) else ():
+        check_rule_names(getattr(config, field_.name), f"{key}.{field_.name}")
 
 
 def cohort_size(config: TrainingConfig, num_clients: int) -> int:

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from fedloom.platform.plugins import PluginError, Slot, is_import_path
 from fedloom.platform.search.base import Interval, Searcher
 from fedloom.platform.search.evolution import EvolutionSearch
-from fedloom.platform.search.nsga2 import NSGA2Search
 from fedloom.platform.search.own import OwnSearcher, check_searcher
 from fedloom.platform.search.random_search import RandomSearch
 from fedloom.platform.settings import ONE_OR_MORE, PART, SHARE, UP_TO_A_MILLION, Brought, chosen
@@ -54,6 +53,8 @@ class SearchProblem:
 
 def nsga2(problem: SearchProblem) -> Searcher:
     """NSGA-II on accuracy and cost (FedorAS, stage 2)."""
+    from fedloom.platform.search.nsga2 import NSGA2Search  # loads pymoo
+
     p, config = problem, problem.config
     return NSGA2Search(
         p.options,

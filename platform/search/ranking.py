@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import kendalltau
 
 Values = Sequence[float] | NDArray[np.float64]
 
@@ -15,6 +14,8 @@ def kendall_tau(a: Values, b: Values) -> tuple[float, float]:
     Both are NaN if one scoring is constant.
     Raises ValueError unless both have the same number of finite values, at least two.
     """
+    from scipy.stats import kendalltau  # half a second, which only evaluations need
+
     x, y = _pairs(a, b)
     result = kendalltau(x, y)
     return float(result.statistic), float(result.pvalue)

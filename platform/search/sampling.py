@@ -6,7 +6,6 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr
 
 from fedloom.platform.search.base import Architecture, Interval
 from fedloom.tiers.costs import CostTable
@@ -135,6 +134,8 @@ class IntervalSampler:
         """Per partial cost, the approximate number of completions inside (up to a factor); 0 if there is none."""
         lower, upper = self.interval.lower - self._slack, self.interval.upper + self._slack
         if suffix.sums is None or suffix.cumulated is None:
+            from scipy.special import ndtr  # half a second, which only searches need
+
             possible = (partial + suffix.largest > lower) & (partial + suffix.smallest <= upper)
             scale = max(suffix.variance, np.finfo(float).tiny) ** 0.5
             share = ndtr((upper - partial - suffix.mean) / scale) - ndtr((lower - partial - suffix.mean) / scale)

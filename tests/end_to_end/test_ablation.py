@@ -53,8 +53,8 @@ figures: [tiers_by_axis]
 """
 RATES = """
 axes:
-  lr: {key: method.train.lr, values: [0.1, 1.0e+12]}
-seeds: [1, 2]
+  lr: {key: method.train.lr, values: [0.1, 0.05, 1.0e+12]}
+seeds: [1]
 attempts: 1
 """
 ROUNDS = """
@@ -228,7 +228,7 @@ def test_failed_and_killed_trials_leave_the_others_alone_and_are_retried(
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 4, out + err  # a process died, beside the runs that failed
     states = trial_states(somebody.results, somebody.the_ablation())
-    assert [s.state for s in states] == ["died", "done", "failed", "failed"], pid
+    assert [s.state for s in states] == ["died", "done", "failed"], pid
     assert "client" in states[2].message
     runs = read_table(somebody.results, "runs").set_index("trial")
     assert runs.loc[2, "error"]
@@ -237,7 +237,7 @@ def test_failed_and_killed_trials_leave_the_others_alone_and_are_retried(
     assert_nothing_left(alive)
     code, said = somebody.ablate("--retry-failed", somebody.the_ablation().ablation_id, f"--results={somebody.results}")
     assert code == 3, said
-    assert somebody.states() == ["done", "done", "failed", "failed"]
+    assert somebody.states() == ["done", "done", "failed"]
     again = read_table(somebody.results, "runs").set_index("trial")
     assert again.loc[1, "ended"] == runs.loc[1, "ended"]
     assert again.loc[0, "status"] == "done"

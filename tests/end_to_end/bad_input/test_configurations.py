@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +77,8 @@ CASES = {
         ["executor.resident=true", "executor.chunk_size=2"],
         r"executor.chunk_size=2: resident clients take chunks of 1",
     ),
+    "a list in a list": (["tags=[[paper]]"], r"tags=\[\['paper'\]\]: must be a list\[text\]"),
+    "a mapping in a list": (["space.stage_layers=[{a: 1}]"], r"space.stage_layers=.*: must be a list\[int\] or null"),
     "negative learning rate": (["method.train.lr=-1"], r"method.train.lr=-1.0: must be greater than 0"),
 }
 
@@ -90,6 +93,12 @@ def test_a_budget_that_only_bad_rounds_make_impossible_is_refused_at_start(refus
     """What fits on a good day but not in the worst round of the trace must not stop a run in the middle."""
     line = refused("method.train.communication.value=0.03", "tiers.budget.kind=schedule", "tiers.budget.factors=[1,0]")
     assert "tiers.budget.factors=[1.0, 0.0]: must be above 0 and at most 1" in line
+
+
+def test_an_unknown_rule_is_refused_before_data_is_prepared(refused: Refuse, tmp_path: Path) -> None:
+    line = refused("method.train.server=adam", f"data.cache={tmp_path / 'cache'}")
+    assert "method.train.server: unknown server rule 'adam'" in line
+    assert not (tmp_path / "cache").exists()
 
 
 def test_too_many_actors_are_refused_before_anything_is_written(refused: Refuse) -> None:
