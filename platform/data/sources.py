@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -44,7 +44,7 @@ A user's own function returns `Arrays`, or a mapping with the same fields.
 def digits(config: DataConfig) -> Source:
     """The 1797 handwritten digits of scikit-learn, 1x8x8."""
     del config
-    return DigitsSource.load()
+    return DigitsSource()
 
 
 def synthetic(config: DataConfig) -> Source:
@@ -198,36 +198,36 @@ def _download(dataset: str, root: Path) -> None:
         ) from error
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class DigitsSource(Source):
-    """The 1797 handwritten digits of scikit-learn, 1x8x8, values 0..16, with a fixed 80/20 split."""
+    """The 1797 handwritten digits of scikit-learn, 1x8x8, values 0..16, with a fixed 80/20 split.
 
-    x: ByteArray
-    y: IntArray
-    rows: dict[str, IntArray]
-    class_names: tuple[str, ...] = tuple(str(d) for d in range(10))
+    They are read only to be prepared: importing scikit-learn takes as long as torch.
+    """
+
+    class_names = tuple(str(d) for d in range(10))
     scale: float = 16
 
-    @classmethod
-    def load(cls) -> "DigitsSource":
-        """Loads scikit-learn's copy of the data set."""
+    @cached_property
+    def _samples(self) -> tuple[ByteArray, IntArray]:
         from sklearn.datasets import load_digits
 
         digits = load_digits()
-        x = digits.images.astype(np.uint8)[:, None]
-        y = digits.target.astype(np.int64)
+        return digits.images.astype(np.uint8)[:, None], digits.target.astype(np.int64)
+
+    @cached_property
+    def _rows(self) -> dict[str, IntArray]:
+        _, y = self._samples
         test = stratified_rows(y, round(DIGITS_TEST_SHARE * len(y)), stream(FIXED_SEED, "digits test split"))
-        train = np.setdiff1d(np.arange(len(y)), test)
-        return cls(x, y, {"train": train, "test": test})
+        return {"train": np.setdiff1d(np.arange(len(y)), test), "test": test}
 
     def identity(self) -> Fields:
         return {"layout": "scikit-learn digits", "test_share": DIGITS_TEST_SHARE}
 
     def labels(self, part: str) -> IntArray:
-        return self.y[self.rows[part]]
+        return self._samples[1][self._rows[part]]
 
     def inputs(self, part: str, rows: IntArray) -> ByteArray:
-        return self.x[self.rows[part][rows]]
+        return self._samples[0][self._rows[part][rows]]
 
 
 @dataclass(frozen=True, slots=True)
