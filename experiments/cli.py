@@ -116,9 +116,16 @@ def _here(args: argparse.Namespace, runs: Sequence[str] | None, *, tensors: bool
 
 
 def _run(args: argparse.Namespace) -> int:
+    _check_spelling(args.overrides)
     from fedloom.experiments.runs.configuration import compose_config
 
     return _execute(args, compose_config(args.overrides), None)
+
+
+def _check_spelling(overrides: Sequence[str]) -> None:
+    from fedloom.experiments.runs.spelling import check_spelling
+
+    check_spelling([override for override in overrides if not override.startswith("ablation")])
 
 
 def _resume(args: argparse.Namespace) -> int:
@@ -154,11 +161,13 @@ def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
 
 
 def _ablate(args: argparse.Namespace) -> int:
+    given = args.resume if args.resume is not None else args.retry_failed
+    if given is None:
+        _check_spelling(args.overrides)
     from fedloom.actors.address import stay_on_loopback
     from fedloom.experiments.ablation.plan import override_text, plan_ablation
     from fedloom.experiments.store.ablations import Ablation
 
-    given = args.resume if args.resume is not None else args.retry_failed
     ablation: Ablation
     if given is not None:
         from fedloom.experiments.ablation.plan import planned_ablation
@@ -175,6 +184,7 @@ def _ablate(args: argparse.Namespace) -> int:
 
 
 def _describe(args: argparse.Namespace) -> int:
+    _check_spelling([o for o in args.overrides if not o.startswith("space=")])  # short for space.name=
     from fedloom.experiments.describe import describe
     from fedloom.experiments.terminal.output import show_facts
 
@@ -204,6 +214,7 @@ def _tables(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
+    _check_spelling([o for o in args.overrides if not o.startswith("dataset=")])  # short for data.dataset=
     from fedloom.experiments.prepare import prepare
     from fedloom.experiments.terminal.output import show_facts
 

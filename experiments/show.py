@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 
-from fedloom.experiments.report.pages.files import ReportFiles
-from fedloom.experiments.report.pages.runs import summary_table
-from fedloom.experiments.report.pages.values import report_json
 from fedloom.experiments.terminal.output import console, where, write_json
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.runs.progress import round_line
 
 if TYPE_CHECKING:
+    from fedloom.experiments.report.pages.files import ReportFiles
+
     # A report needs no torch, which these import.
     from fedloom.platform.federation.loop import RoundProgress
     from fedloom.platform.runs.ending import RunEnd
@@ -76,14 +75,18 @@ def _write_end(run_id: str, kind: str, message: str, summary: Mapping[str, Any])
 
 
 def _summary(results: Path, run_id: str) -> dict[str, Any]:
+    from fedloom.experiments.report.pages.values import report_json  # a run begins without what its end needs
+
     return report_json(results, [run_id])
 
 
 def _print_summary(console: Console, results: Path, run_id: str) -> None:
+    from fedloom.experiments.report.pages.runs import summary_table  # a run begins without what its end needs
+
     console.print(summary_table(results, run_id))
 
 
-def show_report(files: ReportFiles, table: RenderableType, figures: dict[str, Any], as_json: bool) -> None:
+def show_report(files: "ReportFiles", table: RenderableType, figures: dict[str, Any], as_json: bool) -> None:
     """Prints the report's table and the paths of its files, or one JSON object."""
     if as_json:
         places = {"html": str(files.html), "markdown": str(files.markdown), "plots": [str(p) for p in files.plots]}

@@ -23,8 +23,9 @@ from fedloom.experiments.arguments import COMMANDS, build_parser, parse
 from fedloom.experiments.catalogue import known_code, known_keys
 from fedloom.experiments.cli import HANDLERS
 from fedloom.experiments.runs import configuration
-from fedloom.experiments.runs.configuration import FREE, change_stored, compose_config
+from fedloom.experiments.runs.configuration import change_stored, compose_config
 from fedloom.experiments.runs.presets import ablations, experiments
+from fedloom.experiments.runs.spelling import FREE
 from fedloom.platform.data.sources import DATASETS
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -15,14 +14,23 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedloom.experiments.runs.own_presets import ENDINGS, is_own, own_preset
-from fedloom.experiments.runs.presets import CONF, DEFAULT_METHOD, PRESET, experiments, method_in, of_method
+from fedloom.experiments.runs.own_presets import is_own, own_preset
+from fedloom.experiments.runs.presets import CONF, DEFAULT_METHOD, PRESET, method_in, of_method
 from fedloom.experiments.runs.restored import restored_run
+from fedloom.experiments.runs.spelling import (
+    METHOD,
+    MOST_NAMES,
+    check_spelling,
+    free_part,
+    not_there,
+    unknown,
+    unquoted,
+)
 from fedloom.platform.data.checks import check as check_data
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import check_rule_names
 from fedloom.platform.methods.registry import METHODS, find_method
-from fedloom.platform.plugins import PluginError, is_import_path, nearest
+from fedloom.platform.plugins import PluginError, is_import_path
 from fedloom.platform.results.checkpoint import check_same_config
 from fedloom.platform.results.files import check_name
 from fedloom.platform.results.manifest import check_files
@@ -34,9 +42,6 @@ from fedloom.platform.runs.run import FREE_ON_RESUME, free_on_resume
 from fedloom.platform.settings import check_settings
 from fedloom.platform.words import MOST_SAID, said, shown
 
-METHOD = "method="
-FREE = ("options", "cost_weights")
-"""Mappings of the configuration that accept arbitrary keys."""
 _LONG_NUMBER = re.compile(r"\d{400}")
 
 
@@ -45,9 +50,10 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
 
     Raises ValueError with one line for a key or value that is unknown or out of range.
     """
-    overrides = [_unquoted(override) for override in overrides]
+    overrides = [unquoted(override) for override in overrides]
     for override in overrides:
         _check_form(override)
+    check_spelling(overrides)
     try:
         config = cast(RunConfig, OmegaConf.to_object(composed_tree(overrides)))
     except (HydraException, OmegaConfBaseException) as error:
@@ -64,7 +70,7 @@ def composed_tree(overrides: Sequence[str]) -> DictConfig:
 
     Raises the errors of Hydra and OmegaConf, and ValueError for a new key outside the mappings that take any.
     """
-    overrides = [_unquoted(override) for override in overrides]
+    overrides = [unquoted(override) for override in overrides]
     composed = _compose(overrides)
     _check_added(overrides)
     return composed
@@ -150,40 +156,17 @@ def _check_form(override: str) -> None:
     if not equals or not key.lstrip("+") or key.startswith("~"):
         raise ValueError(f"{shown(override, repr)} is not of the form key=value")
     if key.lstrip("+").partition(".")[0] == "hydra":
-        raise ValueError(_unknown(key, []))
-    if problem := _not_there(key, value):
+        raise ValueError(unknown(key, []))
+    if problem := not_there(key, value):
         raise ValueError(problem)
     if _LONG_NUMBER.search(value):
         raise ValueError(f"{shown(override)}: a number of too many digits")
-
-
-def _not_there(key: str, value: str) -> str:
-    """That there is no such preset or method, and which there are; empty for other keys, and if there is."""
-    own = value.endswith(ENDINGS) if f"{key}=" == PRESET else is_import_path(value)
-    for choice, kind, there in (("experiment", "preset", experiments()), ("method", "method", [*METHODS])):
-        if key == choice and value not in there and not own:
-            return f"{key}={shown(value)}: no such {kind}{nearest(value, there)}; there are {_some(value, there)}"
-    return ""
-
-
-def _unquoted(override: str) -> str:
-    """Removes the quotes that a shell or an ablation leaves around the name of a preset or a method."""
-    key, _, value = override.partition("=")
-    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
-    return f"{key}={value[1:-1]}" if quoted and f"{key}=" in (PRESET, METHOD) else override
 
 
 def _addable(override: str) -> str:
     """Marks an override of a free mapping, such as the options of a plug-in, with Hydra's `++` for new keys."""
     free = free_part(override.partition("=")[0])
     return f"++{override}" if free and "=" in override and not override.startswith(("+", "~")) else override
-
-
-def free_part(key: str) -> str:
-    """The mapping in a key that takes keys of the user's own, as it is called; empty if there is none."""
-    parts = key.split(".")
-    places = [place for place, part in enumerate(parts) if part in FREE]
-    return ".".join(parts[: places[0] + 1]) if places else ""
 
 
 @cache
@@ -223,6 +206,8 @@ def check_config(config: RunConfig) -> None:
     check_rule_names(config.method, "method")
     if config.executor.resident and config.executor.chunk_size != 1:
         raise ValueError(f"executor.chunk_size={config.executor.chunk_size}: resident clients take chunks of 1")
+    if config.executor.resident and config.executor.stack_clients not in ("auto", "off", "1"):
+        raise ValueError(f"executor.stack_clients={config.executor.stack_clients}: resident clients are trained alone")
 
 
 def _check_added(overrides: Sequence[str]) -> None:
@@ -235,7 +220,7 @@ def _check_added(overrides: Sequence[str]) -> None:
     known = list(_keys(OmegaConf.to_container(defaults)))
     for key in added:
         if key not in (*known, "experiment", "method") and not takes_any(defaults, key):
-            raise ValueError(_unknown(free_part(key) or key, known))
+            raise ValueError(unknown(free_part(key) or key, known))
 
 
 def takes_any(defaults: DictConfig, key: str) -> bool:
@@ -244,15 +229,11 @@ def takes_any(defaults: DictConfig, key: str) -> bool:
     return bool(inside) and OmegaConf.get_type(OmegaConf.select(defaults, inside)) is dict
 
 
-def _unknown(key: str, known: list[str]) -> str:
-    return f"unknown configuration key {key!r}{nearest(key, known) or '; see fedloom run --help'}"
-
-
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line that says what was given and what is allowed."""
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
-        if problem := _not_there(key, value):
+        if problem := not_there(key, value):
             return problem
     if isinstance(error, OverrideParseException) and "=" in error.override:
         unread = shown(error.override.lstrip("+"))
@@ -269,7 +250,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         key = override.lstrip("+").partition("=")[0]
         inside = free_part(key) or key
         if inside not in (*known, "experiment", "method"):
-            return _unknown(inside, known)
+            return unknown(inside, known)
         if f"{key}=" not in (PRESET, METHOD) and (problem := _given_a_group(override, defaults)):
             return problem
     return _first_line(error)
@@ -290,8 +271,8 @@ def _problem_of(override: str) -> str:
         line = _first_line(error)
         key, _, problem = line.partition(": ")
         known = list(_keys(OmegaConf.to_container(_compose([own_preset(override).beginning]))))
-        unknown = problem.startswith("Key ") and key not in known and not free_part(key)
-        return _unknown(key, known) if unknown else line
+        is_new = problem.startswith("Key ") and key not in known and not free_part(key)
+        return unknown(key, known) if is_new else line
     return ""
 
 
@@ -305,24 +286,13 @@ def _clash(choices: list[str], problem: str) -> str:
     return f"{together} do not go together: the preset sets {key}, which {method} does not have; choose {which}"
 
 
-MOST_NAMES = 8
-
-
-def _some(given: str, names: list[str]) -> str:
-    """All names, or the most similar ones if there are more than `MOST_NAMES`."""
-    if len(names) <= MOST_NAMES:
-        return ", ".join(names)
-    like = sorted(get_close_matches(given, names, n=MOST_NAMES, cutoff=0.0))
-    return f"{', '.join(like)} and {len(names) - len(like)} more (fedloom run --help lists all)"
-
-
 def _choices(overrides: Sequence[str]) -> list[str]:
     return [override for override in overrides if override.startswith(("experiment=", "method="))]
 
 
 def defaults_tree(overrides: Sequence[str]) -> DictConfig:
     """What Hydra composes from the preset and the method among the overrides, without their other values."""
-    return _compose([_unquoted(choice) for choice in _choices(overrides)])
+    return _compose([unquoted(choice) for choice in _choices(overrides)])
 
 
 def _keys(values: Any, prefix: str = "") -> Iterator[str]:

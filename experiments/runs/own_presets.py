@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from fedloom.experiments.runs.presets import CHOICE, PRESET, experiments, method_in
+from fedloom.experiments.runs.spelling import ENDINGS
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.plugins import is_import_path, nearest
 from fedloom.platform.results.files import check_name
@@ -19,7 +20,6 @@ from fedloom.platform.words import in_words, shown
 
 GROUP = "own"
 """The folder of the group of presets in which a user's own appear."""
-ENDINGS = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)

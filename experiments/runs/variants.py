@@ -15,10 +15,10 @@ from fedloom.experiments.runs.configuration import (
     compose_config,
     composed_tree,
     defaults_tree,
-    free_part,
     takes_any,
 )
 from fedloom.experiments.runs.restored import SPECIAL, is_settled
+from fedloom.experiments.runs.spelling import free_part
 from fedloom.platform.federation.config import RunConfig
 
 GROUPS = ("experiment", "method")

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.runs.run import what_is_computed
 from fedloom.platform.settings import Setting, settings_of
 
-GOLDEN = Path(__file__).with_name("configuration_keys.txt")
+GOLDEN = CONF / "keys.txt"
 RECORD = "FEDLOOM_RECORD=1 .venv/bin/pytest tests/test_experiments/test_config.py -k public_surface"
 
 
