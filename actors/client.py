@@ -10,7 +10,7 @@ import ray
 import torch
 
 from fedloom.actors.wire import Arrays, PackedResult, accept_shared_memory, pack, to_tensors
-from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights, run_assignment
+from fedloom.platform.clients.execution import Chunk, SharedWeights, run_chunk
 from fedloom.platform.clients.worker import Worker, WorkerSpec
 from fedloom.platform.runs.plugin_sources import sources_of
 from fedloom.platform.runs.source import source_hash
@@ -94,14 +94,12 @@ class ClientActor:
         if self._weights is None or self._weights.version != version:
             arrays: Arrays = ray.get(weights_ref[0])
             self._weights = SharedWeights(to_tensors(arrays), version)
-        result = ChunkResult()
-        for position, assignment in enumerate(chunk.assignments):
-            self._at = (position, time.monotonic())
-            attempts = chunk.attempts_per_client
-            report = run_assignment(self.worker, assignment, self._weights, result.sums, attempts)
-            result.reports.append(report)
+        result = run_chunk(self.worker, chunk, self._weights, self._begins)
         self._at = None
         return pack(result)
+
+    def _begins(self, place: int) -> None:
+        self._at = (place, time.monotonic())
 
     @ray.method(concurrency_group=WATCH)
     def position(self) -> tuple[int, float] | None:

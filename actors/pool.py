@@ -279,6 +279,11 @@ class ActorPool:
 
     def _give_up_client(self, job: Job, waiting: Waiting, finished: Finished) -> None:
         left = job.left
+        if job.chunk.stack > 1 and len(left) > 1:  # one by one, who hangs is told apart
+            self.actors.replace(_member(job))
+            job.chunk, job.attempts = replace(job.chunk, stack=1), job.attempts - 1
+            waiting[_member(job).group.name].appendleft(job)
+            return
         place = left[job.position]
         assignment = job.chunk.assignments[place]
         member = _member(job)

@@ -93,6 +93,20 @@ class OneOf:
 
 
 @dataclass(frozen=True)
+class CountOr:
+    """A whole number of at least 1, or one of these words."""
+
+    words: tuple[str, ...]
+
+    def holds(self, text: str) -> bool:
+        """Whether a text is allowed."""
+        return text in self.words or (text.isascii() and text.isdigit() and int(text[:9]) >= 1 and len(text) < 7)
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.words)}, or a whole number from 1 to 999999"
+
+
+@dataclass(frozen=True)
 class Text:
     """Any text that is not empty."""
 
@@ -132,7 +146,7 @@ class Brought:
         return f"the name of {an(self.kind)}, or module:name"
 
 
-Allowed = Range | OneOf | Text | FilePath | Brought
+Allowed = Range | OneOf | CountOr | Text | FilePath | Brought
 """What can be said of the values of a setting."""
 
 NOT_EMPTY, PATH = Text(), FilePath()

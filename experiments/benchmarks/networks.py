@@ -40,9 +40,25 @@ class Logistic(nn.Module):
         return y
 
 
-def _space(name: str, build: Callable[[], nn.Module]) -> OperatorChoiceSpace:
+class TinyCnn(nn.Module):
+    """Two 3x3 convolutions (8, 16) with pooling and a linear layer, for 8x8 digits."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 8, 3, padding=1)
+        self.conv2 = nn.Conv2d(8, 16, 3, padding=1)
+        self.classifier = nn.Linear(16 * 4, num_classes)
+
+    def forward(self, x: Tensor, layers: Layers) -> Tensor:
+        x = torch.max_pool2d(torch.relu(self.conv1(x)), 2)
+        x = torch.max_pool2d(torch.relu(self.conv2(layers[0](x))), 2)
+        y: Tensor = self.classifier(x.flatten(1))
+        return y
+
+
+def _space(name: str, build: Callable[[], nn.Module], shape: tuple[int, ...] = (3, 32, 32)) -> OperatorChoiceSpace:
     only = [[Candidate("identity", nn.Identity)]]
-    return OperatorChoiceSpace(name=name, input_shape=(3, 32, 32), layers=only, build_fixed=build)
+    return OperatorChoiceSpace(name=name, input_shape=shape, layers=only, build_fixed=build)
 
 
 def cnn(config: SpaceConfig) -> OperatorChoiceSpace:
@@ -53,3 +69,8 @@ def cnn(config: SpaceConfig) -> OperatorChoiceSpace:
 def logistic(config: SpaceConfig) -> OperatorChoiceSpace:
     """Logistic regression as a space."""
     return _space("benchmark_logistic", lambda: Logistic(config.num_classes))
+
+
+def tiny(config: SpaceConfig) -> OperatorChoiceSpace:
+    """The tiny CNN as a space."""
+    return _space("benchmark_tiny", lambda: TinyCnn(config.num_classes), (1, 8, 8))

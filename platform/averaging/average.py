@@ -66,6 +66,8 @@ class TensorSum:
         """Starts a sum with the first update's region."""
         # Faster than zeros plus an addition: newly allocated memory is written once, not twice.
         total = tensor * weight if tensor.dtype.is_floating_point else tensor.clone()
+        # In one memory format whatever the client computed in: only such arrays travel without a copy.
+        total = total.contiguous()
         return cls(region, total, {region: Coverage(weight, 1)})
 
     def include(self, region: Region) -> None:

@@ -62,6 +62,10 @@ class Outcome:
     """The part of `macs` in passes without a backward pass (such as a search's scores during training)."""
     loss_norm: float | None = None
     """Root mean square of the samples' losses, if client selection needs it."""
+    wall_s: float | None = None
+    """Seconds of the work, if it was not done when the task was run."""
+    peak_memory_bytes: int | None = None
+    """Peak memory of the work, likewise."""
 
 
 class Task(Protocol):
@@ -123,6 +127,16 @@ class Report:
     measurements: tuple[Measurement, ...] = ()
     state: ClientState | None = None
     loss_norm: float | None = None
+
+
+def own_copy(state: ClientState) -> dict[str, torch.Tensor]:
+    """A copy of a client's state in main memory.
+
+    Within one process tensors are passed by reference: a task's in-place changes, and modules re-used for the next
+    client, must not affect the checkpoint or a second attempt.
+    """
+    whole = torch.contiguous_format
+    return {name: tensor.detach().cpu().clone(memory_format=whole) for name, tensor in state.items()}
 
 
 def client_of(assignment: Assignment) -> int:

@@ -7,15 +7,16 @@ and any number of workers.
 
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
 from fedloom.platform.averaging.average import Update, WeightedSums, first_not_finite
-from fedloom.platform.clients.assignments import Assignment, ClientState, Outcome, Report, TaskError
+from fedloom.platform.clients.assignments import Assignment, Outcome, Report, Task, TaskError, own_copy
 from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
+from fedloom.platform.clients.together import trained_together
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.plugins import NOT_CAUGHT, PluginError, place_in_own, raised_by_own
 from fedloom.platform.spaces.slices import Weights
@@ -29,6 +30,8 @@ class Chunk:
     tier: str
     assignments: tuple[Assignment, ...]
     attempts_per_client: int = 1
+    stack: int = 1
+    """The number of clients that are trained as one batch if their tasks allow it."""
 
 
 @dataclass
@@ -63,26 +66,41 @@ class Executor(Protocol):
         ...
 
 
-def make_chunks(assignments: Iterable[Assignment], size: int, attempts_per_client: int = 1) -> list[Chunk]:
-    """Splits the plan into chunks of at most `size` assignments, each of one tier."""
-    chunks: list[Chunk] = []
-    current: list[Assignment] = []
+def make_chunks(
+    assignments: Iterable[Assignment], size: int, attempts_per_client: int = 1, stack: int = 1
+) -> list[Chunk]:
+    """Splits the plan into chunks of at most `size` (at least `stack`) assignments, each of one tier."""
+    chunks: list[list[Assignment]] = []
     for assignment in assignments:
-        if current and (len(current) == size or current[0].tier != assignment.tier):
-            chunks.append(Chunk(current[0].tier, tuple(current), attempts_per_client))
-            current = []
-        current.append(assignment)
-    if current:
-        chunks.append(Chunk(current[0].tier, tuple(current), attempts_per_client))
-    return chunks
+        if not chunks or len(chunks[-1]) >= max(size, stack) or chunks[-1][0].tier != assignment.tier:
+            chunks.append([])
+        chunks[-1].append(assignment)
+    return [Chunk(chunk[0].tier, tuple(chunk), attempts_per_client, stack) for chunk in chunks]
 
 
-def run_chunk(worker: Worker, chunk: Chunk, weights: SharedWeights) -> ChunkResult:
-    """Executes a chunk's assignments in order and sums their updates."""
+def run_chunk(
+    worker: Worker, chunk: Chunk, weights: SharedWeights, begins: Callable[[int], None] = lambda _place: None
+) -> ChunkResult:
+    """Executes a chunk's assignments in order and sums their updates.
+
+    `begins` is told the place of every assignment before its work, and of the first one before the work of all that
+    are trained as one batch.
+    """
     result = ChunkResult()
-    for assignment in chunk.assignments:
-        result.reports.append(run_assignment(worker, assignment, weights, result.sums, chunk.attempts_per_client))
+    begins(0)
+    ready = _ready(worker, chunk, weights)
+    for place, assignment in enumerate(chunk.assignments):
+        begins(place)
+        given = replace(assignment, task=ready[place]) if place in ready else assignment
+        result.reports.append(run_assignment(worker, given, weights, result.sums, chunk.attempts_per_client))
     return result
+
+
+def _ready(worker: Worker, chunk: Chunk, weights: SharedWeights) -> Mapping[int, Task]:
+    """The tasks of a chunk's clients that were trained as one batch, by their place in the chunk."""
+    if chunk.stack == 1 or len(chunk.assignments) == 1:
+        return {}
+    return trained_together(worker, chunk.assignments, weights.tensors, chunk.stack)
 
 
 def run_assignment(
@@ -147,7 +165,7 @@ def _attempt(
     reset_peak_memory(worker.device)
     started = time.perf_counter()
     if assignment.state is not None:
-        assignment = replace(assignment, state=_own_copy(assignment.state))
+        assignment = replace(assignment, state=own_copy(assignment.state))
     if assignment.reads_test:
         with worker.data.reading_test():
             outcome = assignment.task.run(worker, assignment, weights.tensors)
@@ -174,20 +192,16 @@ def _attempt(
         loss=outcome.loss,
         metric=outcome.metric,
         loss_norm=outcome.loss_norm,
-        wall_s=worked - started,
+        wall_s=worked - started if outcome.wall_s is None else outcome.wall_s,
         overhead_s=time.perf_counter() - worked,
         simulated_s=simulated_s,
-        peak_memory_bytes=peak_memory_bytes(worker.device),
+        peak_memory_bytes=peak_memory_bytes(worker.device)
+        if outcome.peak_memory_bytes is None
+        else outcome.peak_memory_bytes,
         # An update that arrives after the deadline is ignored, and so are scores and state.
         measurements=() if late else outcome.measurements,
-        state=None if late or outcome.state is None else _own_copy(outcome.state),
+        state=None if late or outcome.state is None else own_copy(outcome.state),
     )
-
-
-def _own_copy(state: ClientState) -> dict[str, torch.Tensor]:
-    # Within one process tensors are passed by reference: a task's in-place changes, and modules re-used for the next
-    # client, must not affect the checkpoint or a second attempt.
-    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
 def _simulated_s(assignment: Assignment, outcome: Outcome) -> float:

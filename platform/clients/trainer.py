@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,13 @@ from fedloom.platform.clients.assignments import (
     ClientState,
     Measurement,
     Outcome,
+    Task,
     TaskError,
     client_of,
     places_of,
 )
-from fedloom.platform.clients.local_rules import PLAIN, STATE, LocalClient, local_rule
+from fedloom.platform.clients.local_rules import PLAIN, STATE, LocalClient, LocalRule, local_rule
+from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import GLOBAL, measurements_of, score_loaded
 from fedloom.platform.clients.training import (
     SGD,
@@ -130,7 +132,7 @@ def train_network(
     tensors = worker.load(network.module, weights, network.slices)
     parameters = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     chosen_rule = local_rule(rule)
-    client = _local_client(worker, assignment, network, weights, data, local, parameters)
+    client = local_client(worker, assignment, network, weights, len(data[1]), local, parameters)
     if correct is None:
         correct = chosen_rule.begin(client)
     on_device = {name: buffer.to(worker.device) for name, buffer in (momentum or {}).items()}
@@ -144,12 +146,16 @@ def train_network(
         )
     if not math.isfinite(figures.loss):
         raise TaskError(f"the training loss is {figures.loss}: the update was left out of the average")
-    with torch.no_grad():
-        chosen_rule.end(client)
     size = sum(t.numel() for t in parameters.values())
+    return TrainedNetwork(network, tensors, sgd.momentum, figures, size, *ended(chosen_rule, client))
+
+
+def ended(rule: LocalRule, client: LocalClient) -> tuple[Sent, dict[str, Tensor]]:
+    """Ends the local rule; returns what it sends with the model, and its state for the client."""
+    with torch.no_grad():
+        rule.end(client)
     state = {f"{STATE}{name}": tensor for name, tensor in client.state.items()}
-    sent = Sent(client.sent, client.sent_slices, client.sent_weights)
-    return TrainedNetwork(network, tensors, sgd.momentum, figures, size, sent, state)
+    return Sent(client.sent, client.sent_slices, client.sent_weights), state
 
 
 def received(worker: Worker, network: Network, weights: Weights) -> dict[str, Tensor]:
@@ -157,22 +163,23 @@ def received(worker: Worker, network: Network, weights: Weights) -> dict[str, Te
     return {name: tensor.to(worker.device) for name, tensor in extract(weights, network.slices).items()}
 
 
-def _local_client(
+def local_client(
     worker: Worker,
     assignment: Assignment,
     network: Network,
     weights: Weights,
-    data: Samples,
+    samples: int,
     local: LocalSGD,
     parameters: Mapping[str, Tensor],
 ) -> LocalClient:
+    """A client as its local rule sees it, with `parameters` at the received values."""
     kept = assignment.state or {}
     own = {name.removeprefix(STATE): t.to(worker.device) for name, t in kept.items() if name.startswith(STATE)}
     return LocalClient(
         client_id=client_of(assignment),
         round=assignment.round,
-        samples=len(data[1]),
-        steps=len(batch_sizes(len(data[1]), local)),
+        samples=samples,
+        steps=len(batch_sizes(samples, local)),
         local=local,
         parameters=parameters,
         slices=network.slices,
@@ -245,14 +252,23 @@ class Train:
     joined: bool = False
     scored: bool = False
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits of the client's samples that it trains on."""
+        return ("train", "validation") if self.joined else ("train",)
+
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """Trains the network; the update holds all of its tensors."""
         network = self.network.on(worker, assignment)
         data = client_samples(worker, assignment, joined=self.joined)
         trained = train_network(worker, assignment, network, weights, data, self.local, rule=self.rule)
-        update = update_of(trained, len(data[1]), self.weighting, self.share)
-        scores = validation_scores(worker, assignment, network) if self.scored and not self.joined else ()
-        return replace(trained_outcome(trained, len(data[1]), update), measurements=scores)
+        return self.outcome(worker, assignment, trained, len(data[1]))
+
+    def outcome(self, worker: Worker, assignment: Assignment, trained: TrainedNetwork, samples: int) -> Outcome:
+        """The outcome of a network that has been trained and is loaded in the worker's module."""
+        update = update_of(trained, samples, self.weighting, self.share)
+        scores = validation_scores(worker, assignment, trained.network) if self.scored and not self.joined else ()
+        return replace(trained_outcome(trained, samples, update), measurements=scores)
 
     def account(self, worker: Worker, assignment: Assignment) -> Outcome:
         """The costs of `run`, counted without training."""
@@ -268,6 +284,18 @@ class Train:
             architecture=cost.architecture,
             subspace=cost.subspace,
         )
+
+
+def common_subnet(tasks: Sequence[Task]) -> Subnet | None:
+    """The subnet that all tasks train in the same way but for the clients' shares; None if they differ in more."""
+    first = tasks[0] if tasks else None
+    if not isinstance(first, Train) or not isinstance(first.network, Subnet):
+        return None
+    return first.network if all(first is task or _alike(first, task) for task in tasks) else None
+
+
+def _alike(first: Train, other: Task) -> bool:
+    return isinstance(other, Train) and replace(first, share=other.share) == other
 
 
 def validation_scores(

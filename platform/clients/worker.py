@@ -2,6 +2,7 @@
 
 import platform
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fedloom.platform.clients.kernels import Kernels
 from fedloom.platform.clients.objectives import CLASSIFICATION, OBJECTIVES, Objective
-from fedloom.platform.clients.training import own_randomness
+from fedloom.platform.clients.training import Samples, own_randomness
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.plugins import Chosen
 from fedloom.platform.seeding import stream
@@ -41,6 +43,8 @@ class WorkerSpec:
     cost_table: CostTable
     macs_table: CostTable
     threads: int = 1
+    precision: str = "float32"
+    memory_format: str = "auto"
     objective: Chosen = CLASSIFICATION
     device: str = "cpu"
     node: str = ""
@@ -57,6 +61,7 @@ class Worker:
         self.device = torch.device(spec.device)
         self.node = spec.node or platform.node()
         self._subnets: OrderedDict[Architecture, nn.Module] = OrderedDict()
+        self.skeletons: dict[Architecture, nn.Module | None] = {}
         self._tensors: dict[int, dict[str, Tensor]] = {}
         self._draws: dict[int, bool] = {}
         self._loaded: object = None
@@ -72,6 +77,13 @@ class Worker:
     def space(self) -> SearchSpace:
         """The search space."""
         return build_space(self.spec.space)
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """How this worker's networks compute."""
+        wanted = self.spec.memory_format
+        last = self.space.channels_last if wanted == "auto" else wanted == "channels_last"
+        return Kernels(self.spec.precision, channels_last=last)
 
     @cached_property
     def data(self) -> FederatedData:
@@ -94,12 +106,13 @@ class Worker:
     @cached_property
     def supernet(self) -> nn.Module:
         """The supernet module; its tensors hold the weights that were loaded last."""
-        return self.space.build_supernet().to(self.device)
+        return self.kernels.prepared(self.space.build_supernet(), self.device)
 
     def subnet(self, architecture: Architecture) -> nn.Module:
         """A stand-alone module of the architecture, built at first use and then re-used."""
         if architecture not in self._subnets:
-            self._subnets[architecture] = self.space.build_subnet(architecture).to(self.device)
+            built = self.space.build_subnet(architecture)
+            self._subnets[architecture] = self.kernels.prepared(built, self.device)
             if len(self._subnets) > SUBNETS_KEPT:
                 _, dropped = self._subnets.popitem(last=False)
                 self._tensors.pop(id(dropped), None)
@@ -155,6 +168,11 @@ class Worker:
         """One client's samples on the device."""
         x, y = self.data.client(client_id, split)
         return x.to(self.device), y.to(self.device)
+
+    def clients_data(self, client_ids: Sequence[int], splits: Sequence[str]) -> tuple[Samples, list[int]]:
+        """The samples of several clients as they are stored, on the device, client after client, and their numbers."""
+        (x, y), sizes = self.data.clients(client_ids, splits)
+        return (x.to(self.device), y.to(self.device)), sizes
 
     def central_data(self, split: str, share: float = 1.0) -> tuple[Tensor, Tensor]:
         """The server's samples of a split, cached because a search scores all candidates on the same samples."""

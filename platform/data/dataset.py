@@ -122,13 +122,26 @@ class Dataset:
         labels (n, T), the next tokens, both int64; labels of padding are -100, which torch's losses ignore.
         Raises TestReadError for a guarded test part.
         """
+        x, y = self.stored(part, indices)
+        return self.normalised(x), y
+
+    def stored(self, part: str, indices: IntArray) -> tuple[Tensor, Tensor]:
+        """Inputs as they are stored, a quarter of the memory for images, and labels, both as in `tensors`.
+
+        Raises TestReadError for a guarded test part.
+        """
         self._guard.check(part)
         if self.kind == "tokens":
             return self._tokens(part, "x", indices), self._tokens(part, "y", indices)
-        x = torch.from_numpy(self._array(part, "x")[indices]).to(torch.float32)
-        y = torch.from_numpy(self._array(part, "y")[indices])
-        factor, shift = self._normalisation
-        return x.mul_(factor).sub_(shift), y
+        return torch.from_numpy(self._array(part, "x")[indices]), torch.from_numpy(self._array(part, "y")[indices])
+
+    def normalised(self, stored: Tensor, room: Tensor | None = None) -> Tensor:
+        """Inputs as networks take them, of inputs as they are stored, on any device; in `room` if it is given."""
+        if self.kind == "tokens":
+            return stored
+        factor, shift = (of.to(stored.device) for of in self._normalisation)
+        inputs = stored.to(torch.float32, copy=True) if room is None else room.copy_(stored)
+        return inputs.mul_(factor).sub_(shift)
 
     def _tokens(self, part: str, kind: str, indices: IntArray) -> Tensor:
         return torch.from_numpy(self._array(part, kind)[indices].astype(np.int64))

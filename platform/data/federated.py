@@ -1,5 +1,6 @@
 """Federated data: the clients' samples and the server's, with a lock on the test set."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,12 @@ class FederatedData:
     def client(self, client_id: int, split: str) -> tuple[Tensor, Tensor]:
         """The client's inputs and labels as returned by `Dataset.tensors`; possibly empty."""
         return self.dataset.tensors(self.partition.part(split), self.indices(client_id, split))
+
+    def clients(self, client_ids: Sequence[int], splits: Sequence[str]) -> tuple[tuple[Tensor, Tensor], list[int]]:
+        """Stored samples of several clients in splits of the same part, client after client, and their numbers."""
+        (part,) = {self.partition.part(split) for split in splits}
+        indices = [np.concatenate([self.indices(client_id, split) for split in splits]) for client_id in client_ids]
+        return self.dataset.stored(part, np.concatenate(indices)), [len(own) for own in indices]
 
     def central(self, split: str, share: float = 1.0, rng: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
         """All clients' samples of the split in client order; for "test" the data set's whole test part.

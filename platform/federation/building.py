@@ -65,6 +65,8 @@ def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
         cost_table=cost_table,
         macs_table=macs_table,
         threads=config.executor.threads,
+        precision=config.executor.precision,
+        memory_format=config.executor.memory_format,
         objective=objective,
     )
     return World(

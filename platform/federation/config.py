@@ -16,6 +16,7 @@ from fedloom.platform.settings import (
     UP_TO_A_THOUSAND,
     ZERO_OR_MORE,
     Brought,
+    CountOr,
     OneOf,
     Range,
 )
@@ -142,6 +143,11 @@ SMALLEST_STORE_BYTES = 75 * 2**20
 """The smallest object store that Ray starts with."""
 
 
+PRECISIONS = ("float32", "bfloat16")
+STACKING = ("auto", "off")
+MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
+
+
 @dataclass
 class ExecutorConfig:
     """Where clients' work is executed."""
@@ -155,6 +161,19 @@ class ExecutorConfig:
         Range(least=1, most=4096),
         "torch's threads per client; they affect floating-point rounding, so all executors use the same number",
     ] = 1
+    stack_clients: Annotated[
+        str,
+        CountOr(STACKING),
+        "clients that are trained as one batch where they train the same whole network; auto: many of small networks",
+    ] = "auto"
+    precision: Annotated[
+        str,
+        OneOf(PRECISIONS),
+        "that of convolutions and matrix products (autocast); weights, updates, sums and the optimiser are float32",
+    ] = "float32"
+    memory_format: Annotated[
+        str, OneOf(MEMORY_FORMATS), "of images and the kernels of convolutions; auto: the one that the space asks for"
+    ] = "auto"
     client_timeout_s: Annotated[
         float, Range(above=0, infinite=True), "seconds after which a client counts as failed and is left out"
     ] = 3600.0

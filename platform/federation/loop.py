@@ -210,9 +210,8 @@ class Loop:
     def _execute(self, plan: Plan, state: RunState) -> RoundResult:
         failures = self.execution.failures
         attempts = failures.attempts if failures.policy == "retry" else 1
-        chunks = make_chunks(
-            with_own_states(plan.assignments, state), plan.chunk_size or self.execution.chunk_size, attempts
-        )
+        size = plan.chunk_size or self.execution.chunk_size
+        chunks = make_chunks(with_own_states(plan.assignments, state), size, attempts, plan.stack)
         weights = SharedWeights(state.weights(plan.bag), state.version(plan.bag))
         results = self.executor.run(chunks, weights)
         self.recorder.start()

@@ -27,6 +27,8 @@ class Plan:
     """The schedules' values in this round, such as lr and beta."""
     chunk_size: int | None = None
     """Assignments per chunk if the stage overrides the configuration."""
+    stack: int = 1
+    """Clients of a chunk that are trained as one batch."""
 
 
 @dataclass(frozen=True)

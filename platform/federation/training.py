@@ -229,7 +229,10 @@ class TrainingStage(Stage):
         ]
         beside = [*self.slots.beside(state), *(self.slots.score(state) if self._is_due(index) else ())]
         assignments += [for_server(self.name, index, task) for task in beside]
-        return Plan(assignments, self.bag, {"lr": learning_rate(self.config, index), **given.schedules})
+        schedules = {"lr": learning_rate(self.config, index), **given.schedules}
+        from fedloom.platform.federation.stacking import clients_per_stack  # what only runs need
+
+        return Plan(assignments, self.bag, schedules, stack=clients_per_stack(world, given.tasks, local.batch_size))
 
     def _cohort(self, state: RunState) -> Cohort:
         size = cohort_size(self.config, len(self.eligible))

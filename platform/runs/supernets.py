@@ -49,7 +49,6 @@ WITHOUT_BEARING = (
     "data.download",
     "executor.kind",
     "executor.actors",
-    "executor.resident",
     "ray",
 )
 """The keys that do not affect training; all others are part of a supernet's key."""

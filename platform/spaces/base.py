@@ -36,6 +36,8 @@ class SearchSpace(Protocol):
     """Number of options per decision."""
     input_dtype: torch.dtype = torch.float32
     """Dtype of the inputs: floats for images, int64 for tokens."""
+    channels_last: bool = False
+    """Whether its networks of images compute faster with the channels last, on most machines."""
 
     # -- networks ---------------------------------------------------------------------------------------------------
 

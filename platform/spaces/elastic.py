@@ -131,6 +131,8 @@ class ElasticSupernet(nn.Module):
 class ElasticSpace(SearchSpace):
     """A search space of leading-channel slices."""
 
+    channels_last = True
+
     def __init__(self, design: ElasticDesign) -> None:
         self.design = design
         self.name = design.name

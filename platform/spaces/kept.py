@@ -38,6 +38,7 @@ class KeptSpace(NamedOperatorSpace):
     """
 
     sums_options = True
+    channels_last = True
 
     @abstractmethod
     def _parts(self, decision: int, option: int) -> Sequence[Part]:

@@ -96,6 +96,7 @@ class OperatorChoiceSpace(NamedOperatorSpace):
     """
 
     decision_kind = "layer"
+    channels_last = True
 
     def __init__(
         self,

@@ -84,6 +84,24 @@ def test_actors_give_the_bits_of_the_serial_executor(
     assert_same_run(reference, on_actors)
 
 
+KERNELS = {
+    "stacked": ["executor.stack_clients=3", "executor.memory_format=contiguous"],
+    "bfloat16": ["executor.stack_clients=off", "executor.precision=bfloat16"],
+    "stacked bfloat16": ["executor.stack_clients=2", "executor.precision=bfloat16"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_actors_give_the_bits_of_the_serial_executor_however_networks_compute(
+    tiny: Tiny, run_serially: Serially, assert_same_run: Same, kernels: str
+) -> None:
+    config = tiny(*KERNELS[kernels], "executor.actors=2", "executor.chunk_size=3", "method.train.rounds=1")
+    reference = run_serially(config)
+    on_actors, _ = run_on_actors(config)
+    assert_same_run(reference, on_actors)
+
+
 @pytest.mark.parametrize(
     "family",
     ["fedmn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spider", "milenas", "fedpnas"))],

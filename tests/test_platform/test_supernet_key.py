@@ -31,7 +31,6 @@ FREE = {
     "dry_run",  # has no key at all
     "executor.actors",
     "executor.kind",
-    "executor.resident",
     "experiment",
     "name",
     "ray.address",

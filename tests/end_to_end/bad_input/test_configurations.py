@@ -79,6 +79,12 @@ CASES = {
     ),
     "a list in a list": (["tags=[[paper]]"], r"tags=\[\['paper'\]\]: must be a list\[text\]"),
     "a mapping in a list": (["space.stage_layers=[{a: 1}]"], r"space.stage_layers=.*: must be a list\[int\] or null"),
+    "resident clients in stacks": (
+        ["executor.resident=true", "executor.stack_clients=4"],
+        r"executor.stack_clients=4: resident clients are trained alone",
+    ),
+    "no number of clients": (["executor.stack_clients=0"], r"stack_clients=0: must be auto, off, or a whole number"),
+    "unknown precision": (["executor.precision=float16"], r"precision=float16: must be one of float32, bfloat16"),
     "negative learning rate": (["method.train.lr=-1"], r"method.train.lr=-1.0: must be greater than 0"),
 }
 

@@ -1,0 +1,111 @@
+"""The time of a client's training step in every family of methods, by precision and memory format.
+
+    python -m fedloom.experiments.benchmarks.steps [--cases fedoras spider] [--repeats 3] [--old PYTHON] [--profile]
+
+Every variant trains clients of the preset's first stage in a separate process, on random data of CIFAR-10's shape, with
+the bookkeeping of an executor; the variants alternate. Prints the medians of milliseconds per step as ratios to
+contiguous float32, or to the revision that is installed for the Python of `--old`, and one JSON object on the last
+line. Only ratios within one call are meaningful. `--profile` prints torch's most expensive operators instead.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from statistics import median
+from typing import Any
+
+DATA = ["data.dataset=synthetic", "executor.kind=serial", "tiers.paths=2000"]
+CASES = {
+    "fedoras": ["experiment=fedoras_cifar10_small", *DATA],
+    "superfednas": ["experiment=superfednas_cifar10_small", *DATA],
+    "spider": ["experiment=spider_cifar10_small", *DATA],
+    "fedavg": ["method=fedavg", "space.name=cnn_cifar", *DATA, "data.num_clients=10", "data.train_samples=2000"],
+}
+CLIENTS = 3
+"""Clients per process, after one to warm up."""
+
+BASE = "float32 contiguous"
+VARIANTS = {
+    BASE: ["executor.memory_format=contiguous"],
+    "float32 auto": [],
+    "float32 channels_last": ["executor.memory_format=channels_last"],
+    "bfloat16 contiguous": ["executor.precision=bfloat16", "executor.memory_format=contiguous"],
+    "bfloat16 auto": ["executor.precision=bfloat16"],
+}
+OLD = "old"
+
+
+def main() -> None:
+    """Times or profiles the cases and prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--old", metavar="PYTHON", help="the Python of another revision, which is then the base")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measured(args.one, profile=args.profile)))
+        return
+    figures = {case: compared(case, args) for case in args.cases}
+    print(json.dumps(figures))
+
+
+def compared(case: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measures the variants of a case, alternating between them, and prints their ratios to the base."""
+    variants = {name: (sys.executable, VARIANTS[name]) for name in args.variants}
+    if args.old:
+        variants = {OLD: (args.old, []), **variants}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(1 if args.profile else args.repeats):
+        for name, (python, overrides) in variants.items():
+            command = [python, __file__, "--one", *CASES[case], *overrides, *(["--profile"] if args.profile else [])]
+            out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            if args.profile:
+                print(f"\n{case}, {name}\n{out}")
+            times[name] += json.loads(out.strip().splitlines()[-1])
+    medians = {name: median(of) for name, of in times.items()}
+    base = medians[OLD if args.old else args.variants[0]]
+    print(f"\n{case}: {'variant':<24} {'ms/step':>8} {'ratio':>6}")
+    for name, ms in medians.items():
+        print(f"{'':<{len(case)}}  {name:<24} {ms:>8.1f} {ms / base:>6.2f}", flush=True)
+    return {"ms": medians, "ratio": {name: ms / base for name, ms in medians.items()}}
+
+
+def measured(overrides: list[str], *, profile: bool) -> list[float]:
+    """Milliseconds per step of each client."""
+    import torch
+
+    from fedloom.experiments.runs.configuration import compose_config
+    from fedloom.platform.averaging.average import WeightedSums
+    from fedloom.platform.clients.execution import SharedWeights, run_assignment
+    from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.federation.building import build_world
+    from fedloom.platform.federation.state import RunState
+    from fedloom.platform.methods.registry import build_stages
+
+    torch.set_num_threads(1)
+    world = build_world(compose_config(overrides))
+    stage = build_stages(world)[0]
+    state = stage.begin(RunState())
+    plan = stage.plan(state)
+    worker, weights = Worker(world.spec), SharedWeights(state.bags[plan.bag].tensors, "v0")
+    clients = [a for a in plan.assignments if a.client_id is not None]
+    found = []
+    for number in range(CLIENTS + 1):
+        if profile and number == CLIENTS:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watch:
+                run_assignment(worker, clients[number % len(clients)], weights, WeightedSums())
+            print(watch.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=48))
+            break
+        report = run_assignment(worker, clients[number % len(clients)], weights, WeightedSums())
+        if report.status != "ok":
+            raise SystemExit(report.traceback or report.error)
+        found.append(1e3 * report.wall_s / report.steps)
+    return found[1:]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""How networks compute on a worker: the precision of their arithmetic, and the memory format of images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Plain data: part of what a run is, because rounding depends on it.
+
+    Attributes:
+        precision: that of convolutions and matrix products (torch's autocast); weights, gradients, the optimiser's
+            state, losses and averages are float32 in any case.
+        channels_last: whether images and the kernels of convolutions are stored with the channels last.
+    """
+
+    precision: str = "float32"
+    channels_last: bool = False
+
+    def prepared(self, module: nn.Module, device: torch.device) -> nn.Module:
+        """The module on the device, computing this way whenever it is called; its output is float32."""
+        module = module.to(device)
+        if self.channels_last:
+            module = module.to(memory_format=torch.channels_last)
+            module.register_forward_pre_hook(_with_channels_last)
+        if self.precision != "float32":
+            module.forward = _in_precision(module.forward, device, self.precision)
+        return module
+
+    def functional(self, module: nn.Module, device: torch.device) -> Callable[[Mapping[str, Tensor], Tensor], Tensor]:
+        """The forward pass of a module with tensors of any values, in this precision; its output is float32.
+
+        It computes in the contiguous format, the only one of torch's vectorised functions.
+        """
+        from torch.func import functional_call
+
+        def forward(tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+            outputs: Tensor = functional_call(module, dict(tensors), (x,))
+            return outputs
+
+        return forward if self.precision == "float32" else _in_precision(forward, device, self.precision)
+
+
+def _with_channels_last(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    x = inputs[0]
+    if isinstance(x, Tensor) and x.dim() == 4:
+        return x.contiguous(memory_format=torch.channels_last), *inputs[1:]
+    return inputs
+
+
+def _in_precision(forward: Callable[..., Any], device: torch.device, precision: str) -> Callable[..., Any]:
+    dtype = getattr(torch, precision)
+
+    def cast(*inputs: Any, **options: Any) -> Any:
+        with torch.autocast(device.type, dtype):
+            outputs = forward(*inputs, **options)
+        return outputs.float() if isinstance(outputs, Tensor) else outputs
+
+    return cast

@@ -1,0 +1,165 @@
+"""Training of a chunk's clients as one batch, where their tasks allow it; see `fedloom.platform.clients.stacked`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from fedloom.platform.clients.assignments import Assignment, Outcome, client_of, own_copy, places_of
+from fedloom.platform.clients.local_rules import LocalClient, LocalRule, local_rule
+from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
+from fedloom.platform.clients.networks import Network, Subnet
+from fedloom.platform.clients.stacked import (
+    OBJECTIVES,
+    Member,
+    Stack,
+    layers_stack,
+    needs_equal_batches,
+    stacked,
+    train_stack,
+)
+from fedloom.platform.clients.trainer import Train, TrainedNetwork, common_subnet, ended, local_client
+from fedloom.platform.clients.training import Samples, batch_sizes
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.initialisation import on_meta
+from fedloom.platform.spaces.slices import Slice, Weights, extract
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A task whose outcome is known, because its client was trained together with others."""
+
+    outcome: Outcome
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """Returns the outcome."""
+        del worker, assignment, weights
+        return self.outcome
+
+
+def trained_together(
+    worker: Worker, assignments: Sequence[Assignment], weights: Weights, most: int
+) -> dict[int, Ready]:
+    """The outcomes of a chunk's clients that could be trained as batches of up to `most` clients, by their place.
+
+    All others, and those whose training diverged, are left to be trained one by one, which also says what is wrong.
+    """
+    places = [i for i, a in enumerate(assignments) if a.client_id is not None and not a.dropped]
+    subnet = common_subnet([assignments[i].task for i in places]) if most > 1 else None
+    if subnet is None or type(worker.objective) not in OBJECTIVES:
+        return {}
+    module = skeleton(worker, subnet)
+    if module is None:
+        return {}
+    groups: dict[int, list[int]] = {}
+    for i in places:
+        size = worker.data.size(assignments[i].client_id or 0, "train") if needs_equal_batches(module) else 0
+        groups.setdefault(size, []).append(i)
+    found: dict[int, Ready] = {}
+    for group in groups.values():
+        for start in range(0, len(group), most):
+            part = group[start : start + most]
+            if len(part) > 1:
+                try:
+                    done = _trained(worker, module, [assignments[i] for i in part], weights)
+                except Exception:
+                    logger.debug("clients are trained one by one", exc_info=True)
+                    return found
+                found |= {i: Ready(outcome) for i, outcome in zip(part, done, strict=True) if outcome is not None}
+    return found
+
+
+def skeleton(worker: Worker, subnet: Subnet) -> nn.Module | None:
+    """The subnet without values, whose layers are called with the tensors of many clients; None if some cannot be."""
+    known, space = worker.skeletons, worker.space
+    if subnet.architecture not in known:
+        module = on_meta(lambda: space.build_subnet(subnet.architecture)).train()
+        known[subnet.architecture] = module if layers_stack(module) else None
+    return known[subnet.architecture]
+
+
+@dataclass
+class _Client:
+    """One client of a stack, with its place in it."""
+
+    assignment: Assignment
+    task: Train
+    start: int
+    samples: int
+    place: int = 0
+
+
+def _trained(
+    worker: Worker, module: nn.Module, assignments: Sequence[Assignment], weights: Weights
+) -> list[Outcome | None]:
+    """The outcomes of clients with the same task, in the order of the assignments."""
+    reset_peak_memory(worker.device)
+    started = time.perf_counter()
+    task = assignments[0].task
+    assert isinstance(task, Train), "the tasks are alike"
+    data, sizes = worker.clients_data([client_of(a) for a in assignments], task.splits)
+    starts = itertools.accumulate(sizes, initial=0)
+    clients = [_client(a, start, size) for a, start, size in zip(assignments, starts, sizes, strict=False)]
+    ordered = sorted(clients, key=lambda client: -len(batch_sizes(client.samples, task.local)))
+    for place, client in enumerate(ordered):
+        client.place = place
+    network = task.network.on(worker, assignments[0])
+    stack = _stack(worker, module, network, weights, data, len(clients))
+    begun = [_begin(worker, client, network, weights, stack) for client in ordered]
+    figures = train_stack(stack, task.local, worker.objective)
+    size = sum(t[0].numel() for t in stack.parameters.values())
+    outcomes: list[Outcome | None] = []
+    for client in clients:
+        k = client.place
+        if not math.isfinite(figures[k].loss):
+            outcomes.append(None)
+            continue
+        tensors = stack.of(k)
+        own = {name: tensors[name] for name in network.slices}
+        trained = TrainedNetwork(network, own, {}, figures[k], size, *ended(*begun[k]))
+        if task.scored:
+            worker.load(network.module, own, {name: Slice(name) for name in own})
+        outcomes.append(client.task.outcome(worker, client.assignment, trained, client.samples))
+    wall_s, peak = (time.perf_counter() - started) / len(clients), peak_memory_bytes(worker.device)
+    return [o and replace(o, wall_s=wall_s, peak_memory_bytes=peak) for o in outcomes]
+
+
+def _client(assignment: Assignment, start: int, samples: int) -> _Client:
+    task = assignment.task
+    assert isinstance(task, Train), "the tasks are alike"
+    if assignment.state is not None:
+        assignment = replace(assignment, state=own_copy(assignment.state))
+    return _Client(assignment, task, start, samples)
+
+
+def _stack(worker: Worker, module: nn.Module, network: Network, weights: Weights, data: Samples, clients: int) -> Stack:
+    """The received tensors of all clients, and the forward pass of one."""
+    received = {name: t.to(worker.device) for name, t in extract(weights, network.slices).items()}
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    own = stacked(received, clients)
+    forward = worker.kernels.functional(module, worker.device)
+    parameters = {name: t for name, t in own.items() if name in trained}
+    buffers = {name: t for name, t in own.items() if name not in trained}
+    return Stack(forward, parameters, buffers, data, worker.data.dataset.normalised)
+
+
+def _begin(
+    worker: Worker, client: _Client, network: Network, weights: Weights, stack: Stack
+) -> tuple[LocalRule, LocalClient]:
+    """Adds a client to the stack as its next member, and begins the local rule."""
+    parameters = {name: t[client.place] for name, t in stack.parameters.items()}
+    assignment = client.assignment
+    local = local_client(worker, assignment, network, weights, client.samples, client.task.local, parameters)
+    generator = torch_stream(worker.spec.training_seed, "batches", *places_of(assignment))
+    rule = local_rule(client.task.rule)
+    stack.members.append(Member(client.start, client.samples, generator, rule.begin(local)))
+    return rule, local

@@ -1,0 +1,48 @@
+"""How many of a round's clients are trained as one batch (`executor.stack_clients`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fedloom.platform.clients.stacked import layers_stack
+from fedloom.platform.clients.trainer import common_subnet
+from fedloom.platform.spaces.initialisation import on_meta
+
+if TYPE_CHECKING:
+    from fedloom.platform.clients.assignments import Task
+    from fedloom.platform.federation.world import World
+    from fedloom.platform.spaces.base import SearchSpace
+    from fedloom.platform.spaces.slices import Architecture
+
+MOST = 32
+"""Clients of a stack: more hardly make the products larger than a processor's caches like."""
+PARTS = 2
+"""A round's clients are divided into at least so many stacks, for as many actors to train at once."""
+MACS = 2e8
+"""MACs of a step of all clients of a stack, from which on nothing is gained."""
+
+
+def clients_per_stack(world: World, tasks: Sequence[Task], batch_size: int) -> int:
+    """The number of clients per stack; 1 if they train different networks, parts of a supernet, or large networks.
+
+    It depends on the configuration alone, never on the machine or the number of actors, because rounding depends on it.
+    """
+    wanted, resident = world.config.executor.stack_clients, world.config.executor.resident
+    subnet = None if wanted == "off" or resident else common_subnet(tasks)
+    if subnet is None:
+        return 1
+    if not _stacks(world.space, subnet.architecture):
+        return 1
+    if wanted != "auto":
+        return int(wanted)
+    macs = world.macs_table.cost(subnet.architecture)
+    return max(1, min(MOST, -(-len(tasks) // PARTS), int(MACS // (batch_size * macs))))
+
+
+def _stacks(space: SearchSpace, architecture: Architecture) -> bool:
+    known: dict[Architecture, bool] = vars(space).setdefault("_stacks", {})
+    if architecture not in known:
+        known[architecture] = layers_stack(on_meta(partial(space.build_subnet, architecture)))
+    return known[architecture]

@@ -1,0 +1,97 @@
+"""Precision and memory format of a worker's networks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedloom.platform.averaging.average import WeightedSums
+from fedloom.platform.clients.execution import SharedWeights, run_assignment
+from fedloom.platform.clients.kernels import Kernels
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.methods.registry import build_stages
+
+CPU = torch.device("cpu")
+
+
+class Looks(nn.Module):
+    """Notes the dtype and the memory format in which its convolution computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor, option: int = 0) -> torch.Tensor:
+        y: torch.Tensor = self.conv(x)
+        self.seen.append((y.dtype, y.is_contiguous(memory_format=torch.channels_last), option))
+        return y.mean((2, 3))
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_network_computes_as_asked_and_its_tensors_stay_float32(precision: str, channels_last: bool) -> None:
+    module = Looks()
+    assert Kernels(precision, channels_last).prepared(module, CPU) is module
+    y = module(torch.randn(2, 3, 8, 8), option=5)
+    y.sum().backward()
+    assert module.seen == [(getattr(torch, precision), channels_last, 5)]
+    weight = module.conv.weight
+    assert (y.dtype, weight.dtype) == (torch.float32, torch.float32)
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+    assert weight.is_contiguous(memory_format=torch.channels_last) == channels_last
+
+
+def test_texts_have_no_channels() -> None:
+    module = Kernels(channels_last=True).prepared(nn.Embedding(5, 2), CPU)
+    assert module(torch.tensor([[1, 2]])).shape == (1, 2, 2)
+
+
+@pytest.fixture
+def sums_of(tiny_config: Callable[..., RunConfig]) -> Callable[..., tuple[Worker, WeightedSums]]:
+    """The worker and the sums of one client's training under `executor` settings."""
+
+    def train(**executor: str) -> tuple[Worker, WeightedSums]:
+        config = tiny_config()
+        world = build_world(replace(config, executor=replace(config.executor, **executor)))
+        stage = build_stages(world)[0]
+        state = stage.begin(RunState())
+        plan = stage.plan(state)
+        worker, sums = Worker(world.spec), WeightedSums()
+        report = run_assignment(worker, plan.assignments[0], SharedWeights(state.weights(plan.bag), "v"), sums)
+        assert report.status == "ok", report.traceback
+        return worker, sums
+
+    return train
+
+
+def test_the_space_decides_and_the_configuration_may_overrule_it(sums_of: Any) -> None:
+    for wanted, last in (("auto", True), ("contiguous", False), ("channels_last", True)):
+        worker, sums = sums_of(memory_format=wanted)
+        assert worker.space.channels_last
+        assert worker.kernels.channels_last == last
+        kernels = [t for t in worker.tensors_of(worker.supernet).values() if t.dim() == 4 and t.shape[1] > 1]
+        assert all(t.is_contiguous(memory_format=torch.channels_last) for t in kernels) or not last
+        assert all(s.total.is_contiguous() for s in sums.tensors.values()), "what travels is in one format"
+
+
+def test_formats_differ_by_rounding_and_precisions_by_more(sums_of: Any) -> None:
+    totals = {
+        name: {n: s.total for n, s in sums_of(**executor)[1].tensors.items()}
+        for name, executor in {
+            "plain": {"memory_format": "contiguous"},
+            "last": {"memory_format": "channels_last"},
+            "half": {"memory_format": "contiguous", "precision": "bfloat16"},
+        }.items()
+    }
+    for name, total in totals["plain"].items():
+        torch.testing.assert_close(totals["last"][name], total, rtol=1e-3, atol=1e-2, msg=name)
+        assert totals["half"][name].dtype == total.dtype
+    assert any(not torch.equal(totals["half"][n], t) for n, t in totals["plain"].items())
