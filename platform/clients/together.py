@@ -27,6 +27,7 @@ from fedloom.platform.clients.stacked import (
 from fedloom.platform.clients.trainer import Train, TrainedNetwork, common_subnet, ended, local_client
 from fedloom.platform.clients.training import Samples, batch_sizes
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.plugins import NOT_CAUGHT, place_in_own
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.slices import Slice, Weights, extract
@@ -62,20 +63,38 @@ def trained_together(
         return {}
     groups: dict[int, list[int]] = {}
     for i in places:
-        size = worker.data.size(assignments[i].client_id or 0, "train") if needs_equal_batches(module) else 0
-        groups.setdefault(size, []).append(i)
+        groups.setdefault(_samples(worker, assignments[i]) if needs_equal_batches(module) else 0, []).append(i)
+    parts = [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
     found: dict[int, Ready] = {}
-    for group in groups.values():
-        for start in range(0, len(group), most):
-            part = group[start : start + most]
-            if len(part) > 1:
-                try:
-                    done = _trained(worker, module, [assignments[i] for i in part], weights)
-                except Exception:
-                    logger.debug("clients are trained one by one", exc_info=True)
-                    return found
-                found |= {i: Ready(outcome) for i, outcome in zip(part, done, strict=True) if outcome is not None}
+    for part in parts:
+        if len(part) > 1:
+            done = _tried(worker, module, [assignments[i] for i in part], weights)
+            found |= {i: Ready(outcome) for i, outcome in zip(part, done, strict=True) if outcome is not None}
     return found
+
+
+def _samples(worker: Worker, assignment: Assignment) -> int:
+    return sum(worker.data.size(client_of(assignment), split) for split in _task(assignment).splits)
+
+
+def _task(assignment: Assignment) -> Train:
+    assert isinstance(assignment.task, Train), "the tasks are alike"
+    return assignment.task
+
+
+def _tried(
+    worker: Worker, module: nn.Module, assignments: Sequence[Assignment], weights: Weights
+) -> Sequence[Outcome | None]:
+    """Like `_trained`, but no outcomes if anything goes wrong: one by one, who is to blame is told apart."""
+    try:
+        return _trained(worker, module, assignments, weights)
+    except NOT_CAUGHT:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not place_in_own(error):
+            raise  # it ends this process: Ray's, not the client's code, has called sys.exit
+        logger.debug("clients are trained one by one", exc_info=True)
+        return [None] * len(assignments)
 
 
 def skeleton(worker: Worker, subnet: Subnet) -> nn.Module | None:
@@ -104,8 +123,7 @@ def _trained(
     """The outcomes of clients with the same task, in the order of the assignments."""
     reset_peak_memory(worker.device)
     started = time.perf_counter()
-    task = assignments[0].task
-    assert isinstance(task, Train), "the tasks are alike"
+    task = _task(assignments[0])
     data, sizes = worker.clients_data([client_of(a) for a in assignments], task.splits)
     starts = itertools.accumulate(sizes, initial=0)
     clients = [_client(a, start, size) for a, start, size in zip(assignments, starts, sizes, strict=False)]
@@ -134,8 +152,7 @@ def _trained(
 
 
 def _client(assignment: Assignment, start: int, samples: int) -> _Client:
-    task = assignment.task
-    assert isinstance(task, Train), "the tasks are alike"
+    task = _task(assignment)
     if assignment.state is not None:
         assignment = replace(assignment, state=own_copy(assignment.state))
     return _Client(assignment, task, start, samples)

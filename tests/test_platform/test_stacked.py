@@ -1,5 +1,6 @@
 """Clients trained as one batch: what each computes is what it computes alone, up to rounding."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from fedloom.platform.clients import together
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
+from fedloom.platform.clients.local_rules import LocalClient
 from fedloom.platform.clients.stacked import layers_stack
 from fedloom.platform.clients.training import Samples
 from fedloom.platform.clients.worker import Worker
@@ -232,6 +234,25 @@ def test_a_dropped_client_takes_no_part(round_of: Any) -> None:
     alone, together_ = round_of("groups", "off", change=drop), round_of("groups", "6", change=drop)
     assert (together_.stacked, together_.result.reports[1].status) == (5, "dropped")
     assert_close(alone, together_)
+
+
+def picky(client: LocalClient) -> None:
+    """A local rule that fails for one client."""
+    if client.client_id == 2:
+        raise ValueError("not this one")
+
+
+def leaving(client: LocalClient) -> None:
+    """A local rule that ends the process for one client, or tries to."""
+    if client.client_id == 2:
+        sys.exit(3)
+
+
+@pytest.mark.parametrize(("rule", "said"), [("picky", "not this one"), ("leaving", "SystemExit")])
+def test_of_a_rule_that_fails_for_one_client_only_its_row_fails(round_of: Any, rule: str, said: str) -> None:
+    done = round_of("groups", "6", local_rule=f"{HERE}:{rule}")
+    assert [r.status for r in done.result.reports] == ["ok", "ok", "failed", "ok", "ok", "ok"]
+    assert said in done.result.reports[2].error
 
 
 def test_a_stack_s_time_and_memory_are_in_its_rows(round_of: Any) -> None:
