@@ -262,7 +262,8 @@ class ActorPool:
     def _hangs(self, job: Job) -> bool:
         """Whether the job's running client has exceeded the time limit."""
         now_s = time.monotonic()
-        late = now_s - job.at_work_since_s >= self.client_timeout_s
+        limit_s = self.client_timeout_s * min(job.chunk.stack, len(job.left))  # of all that are trained as one batch
+        late = now_s - job.at_work_since_s >= limit_s
         alone = len(job.left) == 1
         if not late and (alone or now_s - job.looked_s < LOOK_S):
             return False
@@ -275,7 +276,7 @@ class ActorPool:
         if at is not None:
             # Measured by the actor from the start of this client, without the chunk's earlier clients.
             job.position, job.at_work_since_s = at[0], now_s - at[1]
-        return now_s - job.at_work_since_s >= self.client_timeout_s
+        return now_s - job.at_work_since_s >= limit_s
 
     def _give_up_client(self, job: Job, waiting: Waiting, finished: Finished) -> None:
         left = job.left

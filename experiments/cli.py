@@ -162,8 +162,8 @@ def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
 
 def _ablate(args: argparse.Namespace) -> int:
     given = args.resume if args.resume is not None else args.retry_failed
-    if given is None:
-        _check_spelling(args.overrides)
+    if given is None:  # the method may be chosen in the ablation's file, which is not read yet
+        _check_spelling([o for o in args.overrides if not o.lstrip("+").startswith("method.")])
     from fedloom.actors.address import stay_on_loopback
     from fedloom.experiments.ablation.plan import override_text, plan_ablation
     from fedloom.experiments.store.ablations import Ablation

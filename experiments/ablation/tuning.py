@@ -19,6 +19,7 @@ from fedloom.experiments.ablation.needs import Bundles
 from fedloom.experiments.ablation.searcher import Pending, PlanSearcher
 from fedloom.experiments.ablation.trial import END, MESSAGE, STAGE_ROUND, TRIAL, Job, TrialActor
 from fedloom.experiments.store.trials import STOPPED, End
+from fedloom.platform.runs.plugin_sources import named_modules
 
 MOST_ROUNDS = 1_000_000_000
 NODE_SHARE = 0.001
@@ -70,8 +71,9 @@ def tune_trials(
             scheduler=_scheduler(scheduler),
             num_samples=len(work),
             max_concurrent_trials=concurrent,
-            # A trial that a scheduler stops may still be in a round; its process is not one to go on with.
-            reuse_actors=scheduler["kind"] == "none",
+            # A trial that a scheduler stops may still be in a round; its process is not one to go on with, and neither
+            # is one that has imported code of the user's own, which may change and may keep what an earlier trial left.
+            reuse_actors=scheduler["kind"] == "none" and not any(named_modules(w.job.config) for w in work),
         ),
         run_config=tune.RunConfig(
             name=name,

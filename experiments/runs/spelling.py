@@ -13,7 +13,7 @@ FREE = ("options", "cost_weights")
 """Mappings of the configuration that accept arbitrary keys."""
 ENDINGS = (".yaml", ".yml")
 """Endings of presets of the user's own."""
-TRUTH = ("true", "false", "yes", "no", "on", "off", "0", "1", "null")
+TRUTH = ("true", "false", "yes", "no", "y", "n", "on", "off", "0", "1", "null")
 """How a value that is true or false is given; Hydra takes any other number for true."""
 MOST_NAMES = 8
 KEYS = CONF / "keys.txt"
@@ -30,12 +30,18 @@ def check_spelling(overrides: Sequence[str]) -> None:
     if any(is_import_path(value) or value.endswith(ENDINGS) for _, value in chosen):
         return
     method = next((value for key, value in reversed(chosen) if key == METHOD), None)
-    known = keys_of(method or next((method_in(value) for _, value in chosen), DEFAULT_METHOD))
+    known = keys_of(method or next((method_in(value) for _, value in reversed(chosen)), DEFAULT_METHOD))
     for key, value in given:
+        head, _, last = key.rpartition(".")
+        key = head if last.isdigit() else key  # an entry of a list
         inside = free_part(key) or key
         if value and key and inside not in known and f"{key}=" not in (PRESET, METHOD) and key[0] not in "~":
             raise ValueError(unknown(inside, known))
-        if known.get(key, "").startswith("true or false") and "${" not in value and value.lower() not in TRUTH:
+        if (
+            known.get(key, "").startswith("true or false")
+            and "${" not in value
+            and value.strip(" '\"").lower() not in TRUTH
+        ):
             raise ValueError(f"{key}={shown(value)}: must be {known[key]}")
 
 

@@ -83,12 +83,11 @@ def run_chunk(
 ) -> ChunkResult:
     """Executes a chunk's assignments in order and sums their updates.
 
-    `begins` is told the place of every assignment before its work, and of the first one before the work of all that
-    are trained as one batch.
+    `begins` is told the place of every assignment before its work, and of the first one of those that are trained as
+    one batch before their work.
     """
     result = ChunkResult()
-    begins(0)
-    ready = _ready(worker, chunk, weights)
+    ready = _ready(worker, chunk, weights, begins)
     for place, assignment in enumerate(chunk.assignments):
         begins(place)
         given = replace(assignment, task=ready[place]) if place in ready else assignment
@@ -96,11 +95,11 @@ def run_chunk(
     return result
 
 
-def _ready(worker: Worker, chunk: Chunk, weights: SharedWeights) -> Mapping[int, Task]:
+def _ready(worker: Worker, chunk: Chunk, weights: SharedWeights, begins: Callable[[int], None]) -> Mapping[int, Task]:
     """The tasks of a chunk's clients that were trained as one batch, by their place in the chunk."""
     if chunk.stack == 1 or len(chunk.assignments) == 1:
         return {}
-    return trained_together(worker, chunk.assignments, weights.tensors, chunk.stack)
+    return trained_together(worker, chunk.assignments, weights.tensors, chunk.stack, begins)
 
 
 def run_assignment(

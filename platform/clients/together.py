@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -48,29 +48,42 @@ class Ready:
 
 
 def trained_together(
-    worker: Worker, assignments: Sequence[Assignment], weights: Weights, most: int
+    worker: Worker, assignments: Sequence[Assignment], weights: Weights, most: int, begins: Callable[[int], None]
 ) -> dict[int, Ready]:
     """The outcomes of a chunk's clients that could be trained as batches of up to `most` clients, by their place.
 
-    All others, and those whose training diverged, are left to be trained one by one, which also says what is wrong.
+    All others, and those whose training diverged, are left to be trained one by one, which also says what is wrong and
+    who is to blame. `begins` is told the place of the first client of each batch.
     """
+    found: dict[int, Ready] = {}
+    try:
+        for places in _parts(worker, assignments, most):
+            begins(places[0])
+            outcomes = _trained(worker, [assignments[i] for i in places], weights)
+            found |= {i: Ready(outcome) for i, outcome in zip(places, outcomes, strict=True) if outcome is not None}
+    except NOT_CAUGHT:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not place_in_own(error):
+            raise  # it ends this process: Ray's, not the client's code, has called sys.exit
+        logger.debug("clients are trained one by one", exc_info=True)
+    return found
+
+
+def _parts(worker: Worker, assignments: Sequence[Assignment], most: int) -> list[list[int]]:
+    """The places of clients that can be trained as one batch, at least two in each."""
     places = [i for i, a in enumerate(assignments) if a.client_id is not None and not a.dropped]
-    subnet = common_subnet([assignments[i].task for i in places]) if most > 1 else None
-    if subnet is None or type(worker.objective) not in OBJECTIVES:
-        return {}
+    subnet = common_subnet([assignments[i].task for i in places])
+    if subnet is None or type(worker.objective) not in OBJECTIVES or worker.data.dataset.kind == "tokens":
+        return []
     module = skeleton(worker, subnet)
     if module is None:
-        return {}
+        return []
     groups: dict[int, list[int]] = {}
     for i in places:
         groups.setdefault(_samples(worker, assignments[i]) if needs_equal_batches(module) else 0, []).append(i)
     parts = [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
-    found: dict[int, Ready] = {}
-    for part in parts:
-        if len(part) > 1:
-            done = _tried(worker, module, [assignments[i] for i in part], weights)
-            found |= {i: Ready(outcome) for i, outcome in zip(part, done, strict=True) if outcome is not None}
-    return found
+    return [part for part in parts if len(part) > 1]
 
 
 def _samples(worker: Worker, assignment: Assignment) -> int:
@@ -80,21 +93,6 @@ def _samples(worker: Worker, assignment: Assignment) -> int:
 def _task(assignment: Assignment) -> Train:
     assert isinstance(assignment.task, Train), "the tasks are alike"
     return assignment.task
-
-
-def _tried(
-    worker: Worker, module: nn.Module, assignments: Sequence[Assignment], weights: Weights
-) -> Sequence[Outcome | None]:
-    """Like `_trained`, but no outcomes if anything goes wrong: one by one, who is to blame is told apart."""
-    try:
-        return _trained(worker, module, assignments, weights)
-    except NOT_CAUGHT:
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and not place_in_own(error):
-            raise  # it ends this process: Ray's, not the client's code, has called sys.exit
-        logger.debug("clients are trained one by one", exc_info=True)
-        return [None] * len(assignments)
 
 
 def skeleton(worker: Worker, subnet: Subnet) -> nn.Module | None:
@@ -117,9 +115,7 @@ class _Client:
     place: int = 0
 
 
-def _trained(
-    worker: Worker, module: nn.Module, assignments: Sequence[Assignment], weights: Weights
-) -> list[Outcome | None]:
+def _trained(worker: Worker, assignments: Sequence[Assignment], weights: Weights) -> list[Outcome | None]:
     """The outcomes of clients with the same task, in the order of the assignments."""
     reset_peak_memory(worker.device)
     started = time.perf_counter()
@@ -130,7 +126,9 @@ def _trained(
     ordered = sorted(clients, key=lambda client: -len(batch_sizes(client.samples, task.local)))
     for place, client in enumerate(ordered):
         client.place = place
-    network = task.network.on(worker, assignments[0])
+    assert isinstance(task.network, Subnet), "other networks are not stacked"
+    network, module = task.network.on(worker, assignments[0]), skeleton(worker, task.network)
+    assert module is not None, "its layers stack"
     stack = _stack(worker, module, network, weights, data, len(clients))
     begun = [_begin(worker, client, network, weights, stack) for client in ordered]
     figures = train_stack(stack, task.local, worker.objective)

@@ -38,7 +38,7 @@ def clients_per_stack(world: World, tasks: Sequence[Task], batch_size: int) -> i
     if wanted != "auto":
         return int(wanted)
     macs = world.macs_table.cost(subnet.architecture)
-    return max(1, min(MOST, -(-len(tasks) // PARTS), int(MACS // (batch_size * macs))))
+    return max(1, min(MOST, -(-len(tasks) // PARTS), int(MACS // max(1.0, batch_size * macs))))
 
 
 def _stacks(space: SearchSpace, architecture: Architecture) -> bool:

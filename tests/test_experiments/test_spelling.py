@@ -45,7 +45,7 @@ def test_code_and_presets_of_one_s_own_may_bring_other_keys() -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "describe", "prepare", "ablate"])
-@pytest.mark.parametrize("mistake", ["experiment=fedoras_digitz", "method=fedavvg", "method.train.roundz=3"])
+@pytest.mark.parametrize("mistake", ["experiment=fedoras_digitz", "method=fedavvg", "data.alfa=3"])
 def test_a_typo_is_told_before_torch_is_loaded(command: str, mistake: str) -> None:
     given = ["ablation=beta_schedule"] if command == "ablate" else []
     done = subprocess.run(
@@ -56,6 +56,7 @@ def test_a_typo_is_told_before_torch_is_loaded(command: str, mistake: str) -> No
 
 
 def test_a_number_is_neither_true_nor_false() -> None:
+    check_spelling(["space.stage_widths.0=8", "dry_run='true'", "experiment=fedavg_digits", "experiment=spider_digits"])
     check_spelling(["executor.resident=1", "dry_run=False", "tensorboard=${dry_run}", "space.tied=null"])
     with pytest.raises(ValueError, match=r"^executor\.resident=2: must be true or false$"):
         check_spelling(["executor.resident=2"])
