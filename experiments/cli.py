@@ -122,10 +122,11 @@ def _run(args: argparse.Namespace) -> int:
     return _execute(args, compose_config(args.overrides), None)
 
 
-def _check_spelling(overrides: Sequence[str]) -> None:
+def _check_spelling(overrides: Sequence[str], but: tuple[str, ...] = ()) -> None:
+    """Checks overrides before anything slow is imported, but those that begin with `but`."""
     from fedloom.experiments.runs.spelling import check_spelling
 
-    check_spelling([override for override in overrides if not override.startswith("ablation")])
+    check_spelling([override for override in overrides if not override.lstrip("+").startswith(but)])
 
 
 def _resume(args: argparse.Namespace) -> int:
@@ -163,7 +164,7 @@ def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
 def _ablate(args: argparse.Namespace) -> int:
     given = args.resume if args.resume is not None else args.retry_failed
     if given is None:  # the method may be chosen in the ablation's file, which is not read yet
-        _check_spelling([o for o in args.overrides if not o.lstrip("+").startswith("method.")])
+        _check_spelling(args.overrides, but=("ablation", "method."))
     from fedloom.actors.address import stay_on_loopback
     from fedloom.experiments.ablation.plan import override_text, plan_ablation
     from fedloom.experiments.store.ablations import Ablation
@@ -184,7 +185,7 @@ def _ablate(args: argparse.Namespace) -> int:
 
 
 def _describe(args: argparse.Namespace) -> int:
-    _check_spelling([o for o in args.overrides if not o.startswith("space=")])  # short for space.name=
+    _check_spelling(args.overrides, but=("space=",))  # short for space.name=
     from fedloom.experiments.describe import describe
     from fedloom.experiments.terminal.output import show_facts
 
@@ -214,7 +215,7 @@ def _tables(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    _check_spelling([o for o in args.overrides if not o.startswith("dataset=")])  # short for data.dataset=
+    _check_spelling(args.overrides, but=("dataset=",))  # short for data.dataset=
     from fedloom.experiments.prepare import prepare
     from fedloom.experiments.terminal.output import show_facts
 

@@ -173,6 +173,11 @@ NOT_CAUGHT = (KeyboardInterrupt, GeneratorExit)
 """The exceptions that are no failures: somebody ends the run, or a generator is closed."""
 
 
+def ends_process(error: BaseException) -> bool:
+    """Whether an exception is no failure of what was tried: see `NOT_CAUGHT`; or Ray, not the user, calls sys.exit."""
+    return isinstance(error, NOT_CAUGHT) or not (isinstance(error, Exception) or place_in_own(error))
+
+
 @contextmanager
 def blaming_own(*spare: type[Exception]) -> Iterator[None]:
     """Turns what the user's own code raises in the block, wherever fedloom calls it, into a PluginError.

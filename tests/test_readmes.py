@@ -38,7 +38,7 @@ from fedloom.platform.spaces.registry import SPACES
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = ROOT / "tests" / "plugins"
 READMES = [ROOT / "README.md", *(ROOT / part / "README.md" for part in ("platform", "tiers", "actors", "experiments"))]
-MOST_LINES, WIDEST = 150, 120
+MOST_LINES = 150
 ALIASES = {"describe": ("space=", "space.name="), "prepare": ("dataset=", "data.dataset=")}
 """What two of the commands understand beside configuration keys."""
 SHOWN = re.compile(
@@ -117,12 +117,6 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_the_first_page_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
-
-
-@pytest.mark.parametrize("readme", READMES, ids=lambda readme: str(readme.relative_to(ROOT)))
-def test_lines_can_be_read_in_an_editor(readme: Path) -> None:
-    lines = enumerate(readme.read_text().splitlines(), 1)
-    assert [i for i, line in lines if len(line) > WIDEST and not line.startswith("|")] == []  # tables cannot be folded
 
 
 def headings(readme: Path) -> set[str]:

@@ -204,3 +204,10 @@ def test_importing_the_platform_does_not_import_ray() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert importlib.import_module("fedloom.tiers")
+
+
+@pytest.mark.parametrize("folder", [".", *sorted(MAY_IMPORT)])
+def test_lines_of_the_pages_can_be_read_in_an_editor(folder: str) -> None:
+    """As wide as the code; tables cannot be folded."""
+    lines = enumerate((ROOT / folder / "README.md").read_text().splitlines(), 1)
+    assert [i for i, line in lines if len(line) > 120 and not line.startswith("|")] == []

@@ -67,15 +67,17 @@ class TrialActor(tune.Trainable):
     def setup(self, config: dict[str, Any], jobs: Mapping[int, Job] | None = None) -> None:
         assert jobs is not None, "given by tune.with_parameters"
         self._jobs = jobs
-        self._run = RunThread(jobs[config[TRIAL]])
-        self._run.start()
+        self._start(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Goes on with another trial in the same process, which saves its start; the last one has told its end."""
         self._run.join()
-        self._run = RunThread(self._jobs[new_config[TRIAL]])
-        self._run.start()
+        self._start(new_config)
         return True
+
+    def _start(self, config: Mapping[str, Any]) -> None:
+        self._run = RunThread(self._jobs[config[TRIAL]])
+        self._run.start()
 
     def step(self) -> dict[str, Any]:
         return self._run.news()

@@ -22,7 +22,6 @@ from fedloom.experiments.runs.spelling import (
     MOST_NAMES,
     check_spelling,
     free_part,
-    not_there,
     unknown,
     unquoted,
 )
@@ -157,8 +156,6 @@ def _check_form(override: str) -> None:
         raise ValueError(f"{shown(override, repr)} is not of the form key=value")
     if key.lstrip("+").partition(".")[0] == "hydra":
         raise ValueError(unknown(key, []))
-    if problem := not_there(key, value):
-        raise ValueError(problem)
     if _LONG_NUMBER.search(value):
         raise ValueError(f"{shown(override)}: a number of too many digits")
 
@@ -231,10 +228,6 @@ def takes_any(defaults: DictConfig, key: str) -> bool:
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line that says what was given and what is allowed."""
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if problem := not_there(key, value):
-            return problem
     if isinstance(error, OverrideParseException) and "=" in error.override:
         unread = shown(error.override.lstrip("+"))
         return f"{unread} cannot be read ({_first_line(error)}): give key=value, a list as [1,2]"

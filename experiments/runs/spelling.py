@@ -24,7 +24,7 @@ def check_spelling(overrides: Sequence[str]) -> None:
     """Raises ValueError for a preset, a method or a key that does not exist; one with code of the user's own passes."""
     given = [(key.lstrip("+"), value) for key, _, value in (unquoted(o).partition("=") for o in overrides)]
     for key, value in given:
-        if problem := not_there(key, value):
+        if problem := _not_there(key, value):
             raise ValueError(problem)
     chosen = [(f"{key}=", value) for key, value in given if f"{key}=" in (PRESET, METHOD)]
     if any(is_import_path(value) or value.endswith(ENDINGS) for _, value in chosen):
@@ -35,7 +35,7 @@ def check_spelling(overrides: Sequence[str]) -> None:
         head, _, last = key.rpartition(".")
         key = head if last.isdigit() else key  # an entry of a list
         inside = free_part(key) or key
-        if value and key and inside not in known and f"{key}=" not in (PRESET, METHOD) and key[0] not in "~":
+        if value and key and inside not in known and f"{key}=" not in (PRESET, METHOD) and not key.startswith("~"):
             raise ValueError(unknown(inside, known))
         if (
             known.get(key, "").startswith("true or false")
@@ -58,11 +58,11 @@ def keys_of(method: str) -> dict[str, str]:
 @cache
 def methods() -> list[str]:
     """The names of the built-in methods."""
-    lines = KEYS.read_text().splitlines()
-    return list(dict.fromkeys(line[7:].partition(")")[0] for line in lines if line.startswith("method(")))
+    lines = [line for line in KEYS.read_text().splitlines() if line.startswith("method(")]
+    return list(dict.fromkeys(line.removeprefix("method(").partition(")")[0] for line in lines))
 
 
-def not_there(key: str, value: str) -> str:
+def _not_there(key: str, value: str) -> str:
     """That there is no such preset or method, and which there are; empty for other keys, and if there is."""
     own = value.endswith(ENDINGS) if f"{key}=" == PRESET else is_import_path(value)
     for choice, kind, there in (("experiment", "preset", experiments), ("method", "method", methods)):

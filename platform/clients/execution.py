@@ -7,18 +7,18 @@ and any number of workers.
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
 from fedloom.platform.averaging.average import Update, WeightedSums, first_not_finite
-from fedloom.platform.clients.assignments import Assignment, Outcome, Report, Task, TaskError, own_copy
+from fedloom.platform.clients.assignments import Assignment, Outcome, Report, TaskError, own_copy
 from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
 from fedloom.platform.clients.together import trained_together
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.plugins import NOT_CAUGHT, PluginError, place_in_own, raised_by_own
+from fedloom.platform.plugins import PluginError, ends_process, place_in_own, raised_by_own
 from fedloom.platform.spaces.slices import Weights
 from fedloom.tiers.clock import EVALUATION_FACTOR, client_time_s
 
@@ -87,19 +87,13 @@ def run_chunk(
     one batch before their work.
     """
     result = ChunkResult()
-    ready = _ready(worker, chunk, weights, begins)
+    stacked = chunk.stack > 1
+    ready = trained_together(worker, chunk.assignments, weights.tensors, chunk.stack, begins) if stacked else {}
     for place, assignment in enumerate(chunk.assignments):
         begins(place)
         given = replace(assignment, task=ready[place]) if place in ready else assignment
         result.reports.append(run_assignment(worker, given, weights, result.sums, chunk.attempts_per_client))
     return result
-
-
-def _ready(worker: Worker, chunk: Chunk, weights: SharedWeights, begins: Callable[[int], None]) -> Mapping[int, Task]:
-    """The tasks of a chunk's clients that were trained as one batch, by their place in the chunk."""
-    if chunk.stack == 1 or len(chunk.assignments) == 1:
-        return {}
-    return trained_together(worker, chunk.assignments, weights.tensors, chunk.stack, begins)
 
 
 def run_assignment(
@@ -130,11 +124,9 @@ def run_assignment(
         try:
             begun = base if attempt == 1 else replace(base, attempts=attempt)
             return _attempt(worker, assignment, weights, sums, begun)
-        except NOT_CAUGHT:
-            raise
         except BaseException as error:
-            if not isinstance(error, Exception) and not place_in_own(error):
-                raise  # it ends this process: Ray's, not the client's code, has called sys.exit
+            if ends_process(error):
+                raise
             wall_s = time.perf_counter() - started
             report = _failed(base, error, wall_s, attempt)
     return report

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ class Kernels:
 
         It computes in the contiguous format, the only one of torch's vectorised functions.
         """
-        from torch.func import functional_call
 
         def forward(tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
             outputs: Tensor = functional_call(module, dict(tensors), (x,))

@@ -10,9 +10,9 @@ the first ones, views of the stacked tensors.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -20,8 +20,20 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedloom.platform.clients.objectives import IGNORED, LastPosition, Objective, TopK
-from fedloom.platform.clients.training import SGD, Correction, LocalSGD, Samples, Trained, batch_indices, gradient_of
+from fedloom.platform.clients.training import (
+    SGD,
+    Correction,
+    LocalSGD,
+    Samples,
+    Seen,
+    Trained,
+    batch_indices,
+    gradient_of,
+)
 from fedloom.platform.data.augment import augmentation
+from fedloom.platform.spaces.base import SearchSpace, once
+from fedloom.platform.spaces.initialisation import on_meta
+from fedloom.platform.spaces.slices import Architecture, architecture_id
 
 TOGETHER = (
     *(nn.Conv1d, nn.Conv2d, nn.Linear, nn.ReLU, nn.ReLU6, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Flatten),
@@ -31,6 +43,16 @@ TOGETHER = (
 BY_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d)
 """Those that do not treat every sample alone: only batches of the same size are stacked."""
 OBJECTIVES = (Objective, LastPosition, TopK)
+
+
+def skeleton(space: SearchSpace, architecture: Architecture) -> nn.Module | None:
+    """A subnet without values, whose layers are called with the tensors of many clients; None if some cannot be."""
+
+    def build(space: SearchSpace) -> nn.Module | None:
+        module = on_meta(partial(space.build_subnet, architecture)).train()
+        return module if layers_stack(module) else None
+
+    return once(space, f"skeleton {architecture_id(architecture)}", build)
 
 
 def layers_stack(module: nn.Module) -> bool:
@@ -89,7 +111,7 @@ def train_stack(stack: Stack, local: LocalSGD, objective: Objective) -> list[Tra
     # One for all steps: the memory of a batch of many clients would be asked of the system anew at every step.
     inputs, most = stack.data[0], min(local.batch_size + 1, max(m.samples for m in members))
     room = inputs.new_empty((len(members) * most, *inputs.shape[1:]), dtype=torch.float32)
-    seen = [_Seen() for _ in members]
+    seen = [Seen(inputs.device, local.loss_norm) for _ in members]
     at_work, live, momentum = 0, cast("_Live", None), dict[str, Tensor]()
     while parts := _next(batches):
         if len(parts) != at_work:
@@ -100,11 +122,9 @@ def train_stack(stack: Stack, local: LocalSGD, objective: Objective) -> list[Tra
             for k, part in enumerate(parts):
                 x[k, : len(part)] = augment(x[k, : len(part)], members[k].generator)
         for k, found in enumerate(zip(*live.step(x, y, objective), strict=True)):
-            seen[k].add(*found, len(parts[k]))
+            seen[k].record(*found, len(parts[k]))
         momentum = live.momentum
-    return [
-        part.summed_up(m.samples * local.epochs, norm=local.loss_norm) for part, m in zip(seen, members, strict=True)
-    ]
+    return [part.summed_up(len(part.losses), m.samples * local.epochs) for part, m in zip(seen, members, strict=True)]
 
 
 def _next(batches: Sequence[Iterator[Tensor]]) -> list[Tensor]:
@@ -174,27 +194,3 @@ class _Live:
         shares = (self._clip_norm / (norms + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(shares.unsqueeze(1))
-
-
-@dataclass
-class _Seen:
-    """Losses and metrics of one client's batches."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    correct: list[Tensor] = field(default_factory=list)
-    squares: list[Tensor] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-
-    def add(self, loss: Tensor, correct: Tensor, squares: Tensor, count: int) -> None:
-        self.losses.append(loss)
-        self.correct.append(correct)
-        self.squares.append(squares)
-        self.counts.append(count)
-
-    def summed_up(self, samples: int, *, norm: bool) -> Trained:
-        counts = torch.tensor(self.counts, dtype=torch.float64)
-        total = counts.sum().item()
-        loss = torch.dot(torch.stack(self.losses).double().cpu(), counts).item() / total
-        accuracy = torch.stack(self.correct).sum().item() / total
-        root = math.sqrt(torch.stack(self.squares).sum().item() / total) if norm else None
-        return Trained(len(self.counts), samples, loss if math.isfinite(loss) else math.nan, accuracy, root)

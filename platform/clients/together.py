@@ -19,18 +19,17 @@ from fedloom.platform.clients.stacked import (
     OBJECTIVES,
     Member,
     Stack,
-    layers_stack,
     needs_equal_batches,
+    skeleton,
     stacked,
     train_stack,
 )
-from fedloom.platform.clients.trainer import Train, TrainedNetwork, common_subnet, ended, local_client
+from fedloom.platform.clients.trainer import Train, TrainedNetwork, common_subnet, ended, local_client, received
 from fedloom.platform.clients.training import Samples, batch_sizes
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.plugins import NOT_CAUGHT, place_in_own
+from fedloom.platform.plugins import ends_process
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.initialisation import on_meta
-from fedloom.platform.spaces.slices import Slice, Weights, extract
+from fedloom.platform.spaces.slices import Slice, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +60,9 @@ def trained_together(
             begins(places[0])
             outcomes = _trained(worker, [assignments[i] for i in places], weights)
             found |= {i: Ready(outcome) for i, outcome in zip(places, outcomes, strict=True) if outcome is not None}
-    except NOT_CAUGHT:
-        raise
     except BaseException as error:
-        if not isinstance(error, Exception) and not place_in_own(error):
-            raise  # it ends this process: Ray's, not the client's code, has called sys.exit
+        if ends_process(error):
+            raise
         logger.debug("clients are trained one by one", exc_info=True)
     return found
 
@@ -76,7 +73,7 @@ def _parts(worker: Worker, assignments: Sequence[Assignment], most: int) -> list
     subnet = common_subnet([assignments[i].task for i in places])
     if subnet is None or type(worker.objective) not in OBJECTIVES or worker.data.dataset.kind == "tokens":
         return []
-    module = skeleton(worker, subnet)
+    module = skeleton(worker.space, subnet.architecture)
     if module is None:
         return []
     groups: dict[int, list[int]] = {}
@@ -93,15 +90,6 @@ def _samples(worker: Worker, assignment: Assignment) -> int:
 def _task(assignment: Assignment) -> Train:
     assert isinstance(assignment.task, Train), "the tasks are alike"
     return assignment.task
-
-
-def skeleton(worker: Worker, subnet: Subnet) -> nn.Module | None:
-    """The subnet without values, whose layers are called with the tensors of many clients; None if some cannot be."""
-    known, space = worker.skeletons, worker.space
-    if subnet.architecture not in known:
-        module = on_meta(lambda: space.build_subnet(subnet.architecture)).train()
-        known[subnet.architecture] = module if layers_stack(module) else None
-    return known[subnet.architecture]
 
 
 @dataclass
@@ -127,7 +115,7 @@ def _trained(worker: Worker, assignments: Sequence[Assignment], weights: Weights
     for place, client in enumerate(ordered):
         client.place = place
     assert isinstance(task.network, Subnet), "other networks are not stacked"
-    network, module = task.network.on(worker, assignments[0]), skeleton(worker, task.network)
+    network, module = task.network.on(worker, assignments[0]), skeleton(worker.space, task.network.architecture)
     assert module is not None, "its layers stack"
     stack = _stack(worker, module, network, weights, data, len(clients))
     begun = [_begin(worker, client, network, weights, stack) for client in ordered]
@@ -158,9 +146,8 @@ def _client(assignment: Assignment, start: int, samples: int) -> _Client:
 
 def _stack(worker: Worker, module: nn.Module, network: Network, weights: Weights, data: Samples, clients: int) -> Stack:
     """The received tensors of all clients, and the forward pass of one."""
-    received = {name: t.to(worker.device) for name, t in extract(weights, network.slices).items()}
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    own = stacked(received, clients)
+    own = stacked(received(worker, network, weights), clients)
     forward = worker.kernels.functional(module, worker.device)
     parameters = {name: t for name, t in own.items() if name in trained}
     buffers = {name: t for name, t in own.items() if name not in trained}

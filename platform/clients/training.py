@@ -128,7 +128,7 @@ def train_locally(
         objective: loss, metric, and which targets count.
         passes: forward and backward passes per batch; their gradients are summed (subnets of progressive shrinking).
     """
-    augment, seen = augmentation(local.augment), _Seen(data[0].device, local.loss_norm)
+    augment, seen = augmentation(local.augment), Seen(data[0].device, local.loss_norm)
     steps = 0
     for index in batch_indices(len(data[1]), local.batch_size, local.epochs, generator):
         x_B, y_B = _taken(data, index)
@@ -145,7 +145,7 @@ def train_locally(
 
 
 @dataclass
-class _Seen:
+class Seen:
     """Losses and metrics of the batches, left on the device: one synchronisation per client, not one per step."""
 
     device: torch.device
@@ -156,14 +156,22 @@ class _Seen:
     squares: list[Tensor] = field(default_factory=list)
 
     def add(self, loss: Tensor, outputs: Tensor, y_B: Tensor, objective: Objective) -> None:
+        """Measures a batch."""
         outputs = outputs.detach()
-        self.losses.append(loss.detach())
-        self.correct.append(objective.metric_sum(outputs, y_B))
-        self.targets.append(objective.counted(outputs, y_B))
+        correct, counted = objective.metric_sum(outputs, y_B), objective.counted(outputs, y_B)
+        squares = objective.losses(outputs, y_B).double().square().sum() if self.norm else loss
+        self.record(loss.detach(), correct, squares, counted)
+
+    def record(self, loss: Tensor, correct: Tensor, squares: Tensor, counted: Tensor | int) -> None:
+        """Adds a batch's mean loss, the sums of its metric and (if `norm`) of its squared losses, and its targets."""
+        self.losses.append(loss)
+        self.correct.append(correct)
+        self.targets.append(counted)
         if self.norm:
-            self.squares.append(objective.losses(outputs, y_B).double().square().sum())
+            self.squares.append(squares)
 
     def summed_up(self, steps: int, samples: int) -> Trained:
+        """The means over all batches."""
         counts = torch.stack([torch.as_tensor(t, dtype=torch.float64, device=self.device) for t in self.targets])
         total = counts.sum().item()
         norm = math.sqrt(torch.stack(self.squares).sum().item() / total) if self.norm else None

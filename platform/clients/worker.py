@@ -61,7 +61,6 @@ class Worker:
         self.device = torch.device(spec.device)
         self.node = spec.node or platform.node()
         self._subnets: OrderedDict[Architecture, nn.Module] = OrderedDict()
-        self.skeletons: dict[Architecture, nn.Module | None] = {}
         self._tensors: dict[int, dict[str, Tensor]] = {}
         self._draws: dict[int, bool] = {}
         self._loaded: object = None

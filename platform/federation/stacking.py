@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
-from fedloom.platform.clients.stacked import layers_stack
+from fedloom.platform.clients.stacked import skeleton
 from fedloom.platform.clients.trainer import common_subnet
-from fedloom.platform.spaces.initialisation import on_meta
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import Task
     from fedloom.platform.federation.world import World
-    from fedloom.platform.spaces.base import SearchSpace
-    from fedloom.platform.spaces.slices import Architecture
 
 MOST = 32
 """Clients of a stack: more hardly make the products larger than a processor's caches like."""
@@ -31,18 +27,9 @@ def clients_per_stack(world: World, tasks: Sequence[Task], batch_size: int) -> i
     """
     wanted, resident = world.config.executor.stack_clients, world.config.executor.resident
     subnet = None if wanted == "off" or resident else common_subnet(tasks)
-    if subnet is None:
-        return 1
-    if not _stacks(world.space, subnet.architecture):
+    if subnet is None or skeleton(world.space, subnet.architecture) is None:
         return 1
     if wanted != "auto":
         return int(wanted)
     macs = world.macs_table.cost(subnet.architecture)
     return max(1, min(MOST, -(-len(tasks) // PARTS), int(MACS // max(1.0, batch_size * macs))))
-
-
-def _stacks(space: SearchSpace, architecture: Architecture) -> bool:
-    known: dict[Architecture, bool] = vars(space).setdefault("_stacks", {})
-    if architecture not in known:
-        known[architecture] = layers_stack(on_meta(partial(space.build_subnet, architecture)))
-    return known[architecture]

@@ -140,7 +140,7 @@ class SearchSpace(Protocol):
     @property
     def parameter_names(self) -> frozenset[str]:
         """The names of the supernet's trained tensors; all others are buffers."""
-        return _once(self, "facts", _facts).parameters
+        return once(self, "facts", _facts).parameters
 
     def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Initial supernet tensors (parameters and buffers), drawn only from the generator."""
@@ -154,7 +154,7 @@ class SearchSpace(Protocol):
     def slices(self, architecture: Architecture) -> SliceMap:
         """The slice of each subnet tensor; by default the leading entries of the supernet tensor of the same name."""
         self.validate(architecture)
-        shapes = _once(self, "facts", _facts).shapes
+        shapes = once(self, "facts", _facts).shapes
         subnet = on_meta(partial(self.build_subnet, architecture)).state_dict()
         strange = [name for name in subnet if name not in shapes]
         if strange:
@@ -170,7 +170,7 @@ class SearchSpace(Protocol):
         By default an option's cost is the difference that it makes to the subnet of all first options.
         Raises ValueError for an unknown measure.
         """
-        return _once(self, measure, lambda space: _table_by_differences(space, measure))
+        return once(self, measure, lambda space: _table_by_differences(space, measure))
 
     def cheapest(self, table: CostTable) -> Architecture:
         """The architecture with the lowest cost by this table, which every client can train."""
@@ -181,8 +181,8 @@ class SearchSpace(Protocol):
         return table.fixed
 
 
-def _once(space: SearchSpace, what: str, find: Callable[[SearchSpace], T]) -> T:
-    """A cached property of a space."""
+def once(space: SearchSpace, what: str, find: Callable[[SearchSpace], T]) -> T:
+    """A property of a space, found at the first call and then kept with it."""
     known: dict[str, T] = vars(space).setdefault("_found_out", {})
     if what not in known:
         known[what] = find(space)
