@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
-from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
 
@@ -38,5 +37,7 @@ def estimate(values: Iterable[Any]) -> Estimate | None:
     if n == 1:
         return Estimate(mean, None, 1)
     variance = math.fsum((v - mean) ** 2 for v in known) / (n - 1)
+    from scipy.special import stdtrit  # half a second, which a single run does not need
+
     quantile = float(stdtrit(n - 1, 0.5 + CONFIDENCE / 2))
     return Estimate(mean, quantile * math.sqrt(variance / n), n)

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.darts_operators import OPERATORS, FactorisedReduction, ReluConvNorm, strided
+from fedloom.platform.spaces.darts_operators import OPERATORS, FactorisedReduction, ReluConvNorm, State, strided
 from fedloom.platform.spaces.slices import Architecture, Subspace
 
 CELL_TYPES: Final = ("normal", "reduction")
@@ -145,9 +145,9 @@ class SearchableEdge(nn.Module):
         """The option indices of the operators in this module."""
         return tuple(map(int, self.ops))
 
-    def forward(self, x: Tensor, options: Sequence[int], mix: Tensor | None = None) -> Tensor:
+    def forward(self, state: State, options: Sequence[int], mix: Tensor | None = None) -> Tensor:
         """The sum of the operators' outputs, each times its entry of `mix` (one per option) if given."""
-        outputs: list[Tensor] = [self._operator(option)(x) for option in options]
+        outputs = [state.through(self._operator(option)) for option in options]
         if mix is not None:
             outputs = [y * mix[option] for option, y in zip(options, outputs, strict=True)]
         return reduce(torch.add, outputs)
@@ -173,19 +173,28 @@ class Cell(nn.Module):
         self.preprocess1 = ReluConvNorm(last, plan.channels, affine)
         self.edges = nn.ModuleList(edges)
 
-    def forward(self, before: Tensor, last: Tensor, kept: Subspace, mix: Tensor | None = None) -> Tensor:
-        states = [self.preprocess0(before), self.preprocess1(last)]
+    def forward(self, before: State, last: State, kept: Subspace, mix: Tensor | None = None) -> State:
+        states = [State(before.through(self.preprocess0)), State(last.through(self.preprocess1))]
         mixes = itertools.repeat(None, len(kept)) if mix is None else mix
         rows = zip(self.edges, kept, mixes, strict=True)
         for _ in range(self.nodes):
             incoming = zip(states, itertools.islice(rows, len(states)), strict=True)
-            terms = [edge(x, options, row) for x, (edge, options, row) in incoming if options]
-            states.append(reduce(torch.add, terms) if terms else self._nothing(states[0]))
-        return torch.cat(states[2:], dim=1)
+            terms = [edge(state, options, row) for state, (edge, options, row) in incoming if options]
+            states.append(State(reduce(torch.add, terms) if terms else self._nothing(states[0].x)))
+        return State(torch.cat([_with_dense_gradient(state.x) for state in states[2:]], dim=1))
 
     def _nothing(self, x: Tensor) -> Tensor:
         """The value of a node whose edges are all pruned."""
         return torch.zeros_like(strided(x, 2 if self.reduction else 1))
+
+
+def _with_dense_gradient(x: Tensor) -> Tensor:
+    """The tensor; the gradient of a concatenation, a view with gaps, would send the norms before it a slow way."""
+    if x.requires_grad:
+        last = x.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if last else torch.contiguous_format
+        x.register_hook(lambda gradient: gradient.contiguous(memory_format=layout))  # type: ignore[no-untyped-call]
+    return x
 
 
 class DartsNetwork(nn.Module):
@@ -221,11 +230,11 @@ class DartsNetwork(nn.Module):
         used = self.held if kept is None else as_subspace(kept)
         by_type, all_held = _of_types(self.design, used), _of_types(self.design, self.held)
         mixes = (None, None) if mix is None else torch.chunk(mix, 2)
-        before = last = self.stem(x)
+        before = last = State(self.stem(x))
         for index, (plan, cell) in enumerate(zip(self.plans, self.cells, strict=True)):
             rows = (all_held if index < base_cells else by_type)[plan.reduction]
             before, last = last, cell(before, last, rows, mixes[plan.reduction])
-        y: Tensor = self.head(last.mean(dim=(2, 3)))
+        y: Tensor = self.head(last.x.mean(dim=(2, 3)))
         return y
 
 

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from fedloom.platform.clients.worker import Worker, WorkerSpec
 from fedloom.platform.seeding import stream, torch_stream
+from fedloom.platform.spaces import darts_network
 from fedloom.platform.spaces.darts import DARTS, DartsSpace
 from fedloom.platform.spaces.darts_network import DartsDesign, as_subspace
-from fedloom.platform.spaces.darts_operators import OPERATORS
+from fedloom.platform.spaces.darts_operators import OPERATORS, FactorisedReduction, State
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Subspace, Weights, extract
 from fedloom.platform.spaces.space_config import SpaceConfig
@@ -46,6 +47,9 @@ def random_weights(space: DartsSpace, seed: int) -> dict[str, Tensor]:
 
 def inputs(space: DartsSpace, batch: int = 2) -> Tensor:
     return torch.randn(batch, *space.input_shape, generator=torch_stream(0, "x"))
+
+
+KEPT: Subspace = ((4,), (0, 5), (3, 5), (2, 6), (1,), (3, 4), (), (2,), (4, 6), (3, 7))
 
 
 def random_subspace(space: DartsSpace, rng: np.random.Generator) -> Subspace:
@@ -165,6 +169,26 @@ def test_a_pruned_edge_counts_as_none() -> None:
         assert torch.equal(supernet(x, kept), supernet(x, zeros))
         assert torch.equal(supernet(x, ((),) * 10), supernet(x, ((0,),) * 10))
         assert not torch.equal(supernet(x, kept), supernet(x, ((),) * 10))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_what_is_shared_or_fused_has_the_gradients_of_modules_that_do_all_of_their_own_work(
+    monkeypatch: pytest.MonkeyPatch, layout: torch.memory_format
+) -> None:
+    def gradients() -> dict[str, Tensor]:
+        network = MIXED.build_supernet().train().to(memory_format=layout)
+        network.load_state_dict(random_weights(MIXED, 9))
+        network(inputs(MIXED).to(memory_format=layout), KEPT).square().sum().backward()
+        return {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+
+    fast = gradients()
+    monkeypatch.setattr(State, "through", lambda state, module: module(state.x))
+    monkeypatch.setattr(FactorisedReduction, "_halved", FactorisedReduction._halves)
+    monkeypatch.setattr(darts_network, "_with_dense_gradient", lambda x: x)
+    slow = gradients()
+    assert fast.keys() == slow.keys()
+    for name, gradient in slow.items():
+        torch.testing.assert_close(fast[name], gradient, rtol=1e-3, atol=1e-3 * gradient.abs().max().item() + 1e-5)
 
 
 def test_a_step_reaches_exactly_the_kept_operators() -> None:

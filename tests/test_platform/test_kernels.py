@@ -95,3 +95,12 @@ def test_formats_differ_by_rounding_and_precisions_by_more(sums_of: Any) -> None
         torch.testing.assert_close(totals["last"][name], total, rtol=1e-3, atol=1e-2, msg=name)
         assert totals["half"][name].dtype == total.dtype
     assert any(not torch.equal(totals["half"][n], t) for n, t in totals["plain"].items())
+
+
+def test_strided_depthwise_convolutions_stay_float32_on_processors() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, 2, groups=4), nn.Conv2d(4, 4, 3, groups=4))
+    seen: list[torch.dtype] = []
+    for layer in network:
+        layer.register_forward_hook(lambda _layer, _inputs, y: seen.append(y.dtype))
+    Kernels("bfloat16").prepared(network, torch.device("cpu"))(torch.ones(1, 3, 9, 9))
+    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
