@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import socket
+from pathlib import Path
 from urllib.parse import urlsplit
 
 LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -10,6 +11,10 @@ LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 Ray's default is 0 on Windows and macOS.
 """
+
+
+AUTH_MODE = "RAY_AUTH_MODE"
+"""Environment variable: whether Ray shows a token to a cluster that it connects to (token or disabled)."""
 
 
 def resolve_address(address: str) -> str:
@@ -36,6 +41,23 @@ def check_listening(address: str, timeout_s: float = 5.0) -> None:
             f"no Ray at {address!r}: {cause.lower()}; start it there (ray start --head), give the HOST:PORT that it "
             "printed, or use a cluster of this run's own: ray.address=local"
         ) from error
+
+
+def before_ray(address: str) -> None:
+    """Sets what Ray reads from the environment when it is imported, so that the cluster at this address is reached."""
+    stay_on_loopback(address)
+    show_own_token(address)
+
+
+def show_own_token(address: str) -> None:
+    """Shows this machine's token to the cluster that `auto` finds on this machine, as `ray.init()` itself does.
+
+    `ray start` asks for the token if there is one, and the first cluster that fedloom starts makes one. At an address
+    that somebody gave, Ray shows no token unless told, and neither do we: it may be a stranger's.
+    """
+    is_found_here = address == "auto" and not os.environ.get("RAY_ADDRESS") and _running_cluster() is not None
+    if is_found_here and _has_token():
+        os.environ.setdefault(AUTH_MODE, "token")
 
 
 def stay_on_loopback(address: str) -> None:
@@ -88,6 +110,13 @@ def _answers(host: str, port: int, timeout_s: float = 2.0) -> bool:
     except OSError:
         return False
     return True
+
+
+def _has_token() -> bool:
+    """Whether there is a token in one of the three places where Ray looks for it."""
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path("~/.ray/auth_token").expanduser()
+    return bool(os.environ.get("RAY_AUTH_TOKEN")) or path.is_file()
 
 
 def _running_cluster() -> str | None:

@@ -3,18 +3,21 @@
 import logging
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
 
-from fedloom.actors.address import check_listening, resolve_address
+from fedloom.actors.address import AUTH_MODE, check_listening, resolve_address
 from fedloom.actors.watcher import records_folder, unwatch, watched
 from fedloom.platform.federation.config import RayConfig
 
-SET_TOKEN = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (a file) or RAY_AUTH_TOKEN to the cluster's token"
+SET_TOKEN = f"set {AUTH_MODE}=token and RAY_AUTH_TOKEN_PATH (a file) or RAY_AUTH_TOKEN to the cluster's token"
 
+NO_TOKEN = ("InvalidAuthToken", "Unauthenticated")
+"""What Ray's C++ part prints, and its exception does not say, where the token is missing or another one."""
 
 PRELOADED = ["fedloom.actors.client", "fedloom.actors.server"]
 """Modules that Ray's idle workers import in advance: importing torch takes half of an actor's start-up time."""
@@ -29,19 +32,21 @@ def connected(config: RayConfig) -> Iterator[None]:
     """
     address = resolve_address(config.address)
     check_listening(address)
+    noise: list[str] = []
     on_sigterm = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
     try:
         if address == "local":
             with watched(records_folder()):
                 _start_own(config)
         else:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            with _held_stderr() as noise:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ValueError:
         raise
     except Exception as error:  # Ray raises bare ones, too, as when a process of it dies while it starts
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         sentence = first_line.split(". ")[0].rstrip(".")
-        raise ConnectionError(f"no Ray at {address!r}: {sentence}{_hint(address, str(error))}") from error
+        raise ConnectionError(f"no Ray at {address!r}: {sentence}{_hint(address, f'{error} {noise}')}") from error
     # Ray's own handler ends the process with a dump of its stack, where Slurm or Kubernetes stop a run.
     if on_sigterm is not None:
         signal.signal(signal.SIGTERM, on_sigterm)
@@ -50,6 +55,24 @@ def connected(config: RayConfig) -> Iterator[None]:
     finally:
         ray.shutdown()
         unwatch()
+
+
+@contextmanager
+def _held_stderr() -> Iterator[list[str]]:
+    """Holds back what the block writes to stderr, and shows it if the block succeeds.
+
+    While Ray does not reach a cluster, its C++ part prints a line per second, past `sys.stderr`.
+    """
+    said: list[str] = []
+    with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb") as screen:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield said
+        finally:
+            os.dup2(screen.fileno(), 2)
+            held.seek(0)
+            said.append(held.read().decode(errors="replace"))
+        screen.write(said[0].encode())
 
 
 def _start_own(config: RayConfig) -> None:
@@ -94,6 +117,8 @@ def _number(path: str, scale: int) -> int | None:
 
 
 def _hint(address: str, text: str) -> str:
+    if address != "local" and any(word in text for word in NO_TOKEN):
+        return f"; it asks for its token: {SET_TOKEN}; {AUTH_MODE}=token is enough where ~/.ray/auth_token holds it"
     # A cluster that rejects a wrong token causes the same error as one that does not answer, without naming a token.
     if address == "local" and "token" not in text.lower() and "auth" not in text.lower():
         return ""

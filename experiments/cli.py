@@ -148,9 +148,9 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
-    from fedloom.actors.address import stay_on_loopback
+    from fedloom.actors.address import before_ray
 
-    stay_on_loopback(config.ray.address)
+    before_ray(config.ray.address)
     from fedloom.experiments.runs.launch import launch
     from fedloom.experiments.show import RunView
 
@@ -165,7 +165,7 @@ def _ablate(args: argparse.Namespace) -> int:
     given = args.resume if args.resume is not None else args.retry_failed
     if given is None:  # the method may be chosen in the ablation's file, which is not read yet
         _check_spelling(args.overrides, but=("ablation", "method."))
-    from fedloom.actors.address import stay_on_loopback
+    from fedloom.actors.address import before_ray
     from fedloom.experiments.ablation.plan import override_text, plan_ablation
     from fedloom.experiments.store.ablations import Ablation
 
@@ -178,7 +178,7 @@ def _ablate(args: argparse.Namespace) -> int:
         # --results works as in the other commands; results=FOLDER overrides it.
         place = [] if args.results == Path("results") else [f"results={override_text(str(args.results))}"]
         ablation = plan_ablation([*place, *args.overrides])
-    stay_on_loopback(ablation.trials[0].config["ray"]["address"])
+    before_ray(ablation.trials[0].config["ray"]["address"])
     from fedloom.experiments.ablation.command import run_command
 
     return run_command(ablation, args)

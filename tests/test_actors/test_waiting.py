@@ -1,5 +1,6 @@
 """Two runs on one cluster: the second waits in line, is told so, and is refused with what helps."""
 
+import os
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -106,3 +107,36 @@ def test_ray_that_does_not_start_is_told_in_one_line(
     with pytest.raises(ConnectionError, match=said) as end, connected(RayConfig(address="local")):
         pass
     assert "\n" not in str(end.value)
+
+
+@pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        (
+            b"RPC error: InvalidAuthToken: it is missing or incorrect\n",
+            "; it asks for its token: set",
+        ),
+        (b"RPC error: Timed out\n", "; is it running there?"),
+    ],
+)
+def test_what_ray_prints_of_a_cluster_that_it_does_not_reach_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], printed: bytes, said: str
+) -> None:
+    def fail(**_: object) -> None:
+        os.write(2, printed * 20)  # as its C++ part does, past sys.stderr
+        raise ConnectionError("Failed to connect to Ray cluster at there")
+
+    monkeypatch.setattr("ray.init", fail)
+    with pytest.raises(ConnectionError, match=said) as end, connected(RayConfig(address="there")):
+        pass
+    assert "\n" not in str(end.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_ray_prints_of_a_cluster_that_it_reaches_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ray.init", lambda **_: os.write(2, b"a warning\n"))
+    with connected(RayConfig(address="there")):
+        os.write(2, b"afterwards\n")
+    assert capfd.readouterr().err == "a warning\nafterwards\n"
