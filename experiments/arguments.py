@@ -107,7 +107,8 @@ def _add_ablate(ablate: argparse.ArgumentParser) -> None:
 
 KEYS_HELP = """Lists configuration keys: type, default, what is allowed, and what they mean.
 
-NaN is never allowed, infinity only where it says so; whole numbers have at most 64 bits.
+NaN is never allowed, infinity only where it says so; whole numbers have at most 64 bits,
+others the range of 32-bit floats.
 
   fedloom keys method.train                                  all keys that begin so, of the default method
   fedloom keys data experiment=spider_cifar10                with a preset's values

@@ -18,6 +18,8 @@ from fedloom.platform.words import shown
 
 LARGEST_WHOLE = 2**63 - 1
 """The largest whole number of any setting: tables and torch hold integers of 64 bits."""
+LARGEST_FLOAT = 3e38
+"""The largest other number, whatever its sign: networks compute with floats of 32 bits."""
 NAME_BYTES, PATH_BYTES = 255, 3000
 """What file systems allow a name, and what is left of the 4096 bytes of a path for the files below a folder."""
 
@@ -26,8 +28,8 @@ NAME_BYTES, PATH_BYTES = 255, 3000
 class Range:
     """The allowed numbers: from `least` or `above` (excluded) to `most` or `below` (excluded).
 
-    Every number of a list must be inside. NaN is never allowed, infinity only if `infinite`, and no whole number of
-    more than 64 bits.
+    Every number of a list must be inside. NaN is never allowed, infinity only if `infinite`, no whole number of more
+    than 64 bits, and no other number beyond `LARGEST_FLOAT`.
     """
 
     least: float | None = None
@@ -41,7 +43,7 @@ class Range:
         if isinstance(value, int):  # before anything is asked that would convert it to a float
             if abs(value) > LARGEST_WHOLE:
                 return False
-        elif math.isnan(value) or (math.isinf(value) and not self.infinite):
+        elif math.isnan(value) or (abs(value) > LARGEST_FLOAT and not self.infinite):
             return False
         return (
             (self.least is None or value >= self.least)
@@ -257,11 +259,14 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 
 def _limits(allowed: Range, given: float) -> str:
-    """What a number must be, with the limit of whole numbers if it is that which the given one exceeds."""
-    bounded = allowed.most is not None or allowed.below is not None
-    if not isinstance(given, int) or abs(given) <= LARGEST_WHOLE or (given > 0 and bounded):
-        return str(allowed)
-    return f"{'' if str(allowed) == 'finite' else f'{allowed} and '}a whole number of at most 64 bits"
+    """What a number must be, with the limit of all numbers if it is that alone which the given one exceeds."""
+    is_whole, plain = isinstance(given, int), str(allowed)
+    largest = LARGEST_WHOLE if is_whole else LARGEST_FLOAT
+    if not abs(given) > largest or not allowed.holds(largest if given > 0 else -largest):
+        return plain
+    endless = "a whole number of at most 64 bits" if is_whole else "finite"
+    limit = f"at most {LARGEST_FLOAT:g}" if not is_whole and not math.isinf(given) else endless
+    return limit if plain == "finite" else f"{plain} and {limit}"
 
 
 def _or_null(setting: Setting) -> str:

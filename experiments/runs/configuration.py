@@ -41,6 +41,8 @@ from fedloom.platform.runs.run import FREE_ON_RESUME, free_on_resume
 from fedloom.platform.settings import check_settings
 from fedloom.platform.words import MOST_SAID, said, shown
 
+NO_LIST = "is not a ListConfig"
+"""What OmegaConf says of a single value where a list belongs."""
 _LONG_NUMBER = re.compile(r"\d{400}")
 
 
@@ -303,5 +305,5 @@ def _first_line(error: BaseException) -> str:
     # Hydra says where it was composing first.
     lines = lines[1:] if len(lines) > 1 and lines[0].endswith("raised while composing config:") else lines
     key = next((line.removeprefix("full_key:").strip() for line in lines if line.startswith("full_key:")), "")
-    line = shown(lines[0], most=MOST_SAID)
+    line = "must be a list, such as [a,b]" if NO_LIST in lines[0] else shown(lines[0], most=MOST_SAID)
     return f"{key}: {line}" if key else line

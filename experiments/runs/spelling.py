@@ -73,7 +73,7 @@ def _not_there(key: str, value: str) -> str:
 
 def unknown(key: str, known: Iterable[str]) -> str:
     """That there is no such key, and which one may have been meant."""
-    return f"unknown configuration key {key!r}{nearest(key, [*known]) or '; see fedloom run --help'}"
+    return f"unknown configuration key {key!r}{nearest(key, [*known]) or '; fedloom keys lists all'}"
 
 
 def unquoted(override: str) -> str:

@@ -78,6 +78,7 @@ def check_cache(config: DataConfig) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(root))
         if not os.access(existing, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))
+        root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
             f"the cache of prepared data cannot be written ({in_words(error)}): choose another folder by data.cache "

@@ -6,7 +6,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from fedloom.platform.words import naming
+from fedloom.platform.words import naming, shown
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]*|[0-9]+[A-Za-z_.+-][A-Za-z0-9_.+-]*")
 
@@ -18,8 +18,8 @@ def check_name(kind: str, name: str, longest: int = 100) -> str:
     """
     if not _NAME.fullmatch(name) or len(name) > longest:
         raise ValueError(
-            f"{kind} {name!r} cannot be a file name here: use 1 to {longest} letters, digits and any of _ . + -, "
-            "starting with a letter or digit and not digits alone"
+            f"{kind} {shown(name, repr)} cannot be a file name here: use 1 to {longest} letters, digits and any of "
+            "_ . + -, starting with a letter or digit and not digits alone"
         )
     return name
 
