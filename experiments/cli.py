@@ -139,8 +139,8 @@ def _resume(args: argparse.Namespace) -> int:
     if is_finished(config, run_id):
         from fedloom.experiments.show import RunView
 
-        leave_finished(config, run_id)
-        RunView(as_json=args.json).finished(run_id, config.results)
+        renamed = leave_finished(config, run_id)
+        RunView(as_json=args.json).finished(run_id, config.results, renamed)
         return OK
     from fedloom.platform.runs.ending import Resume
 

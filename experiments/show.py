@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     # A report needs no torch, which these import.
     from fedloom.platform.federation.loop import RoundProgress
+    from fedloom.platform.results.names import Names
     from fedloom.platform.runs.ending import RunEnd
 
 
@@ -42,12 +43,14 @@ class RunView:
         """Prints why the run does not start yet."""
         self.console.print(message)
 
-    def finished(self, run_id: str, results: str | Path) -> None:
-        """Prints that a run was done already, or the same JSON object as at its end."""
+    def finished(self, run_id: str, results: str | Path, renamed: "Names | None" = None) -> None:
+        """Prints that a run was done already, and its new names if it got any, or the JSON object of its end."""
         if self.as_json:
             _write_end(run_id, "done", "it was done already", _summary(_brought(results, run_id), run_id))
         else:
             report = f"fedloom report {run_id}{where(results)}"
+            if renamed is not None:
+                self.console.print(f"run {run_id} now has {renamed}")
             self.console.print(f"run {run_id} is done: nothing is left to do; its tables: {report}")
 
     def end(self, end: "RunEnd", results: str | Path) -> None:

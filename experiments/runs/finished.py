@@ -18,16 +18,19 @@ def is_finished(config: RunConfig, run_id: str) -> bool:
     return paths.status.exists() and read_status(paths.status).state == "done"
 
 
-def leave_finished(config: RunConfig, run_id: str) -> None:
+def leave_finished(config: RunConfig, run_id: str) -> Names | None:
     """Gives a run that is done the configuration's name and tags, and completes its copy at the results' URL.
 
+    Returns the name and tags if they are new.
     Raises OwnedError if another process does so at this moment.
     """
     paths = _paths(config, run_id)
     with owned_run(config, paths):
-        if config.names != read_names(paths.artifacts):
+        is_renamed = config.names != read_names(paths.artifacts)
+        if is_renamed:
             _rename(paths, config.names)
         mirror_run(config.results, paths)
+    return config.names if is_renamed else None
 
 
 def _rename(paths: RunPaths, names: Names) -> None:

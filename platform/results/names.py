@@ -26,6 +26,10 @@ class Names:
         """Whether the word is its name or one of its tags."""
         return word == self.name or word in self.tags
 
+    def __str__(self) -> str:
+        tags = f"the tags {', '.join(self.tags)}" if self.tags else "no tags"
+        return f"{'no name' if self.name is None else f'the name {self.name}'} and {tags}"
+
     def columns(self) -> dict[str, str | None]:
         """The columns of the run's row in the table `runs`."""
         return {"name": self.name, "tags": json.dumps(self.tags) if self.tags else None}

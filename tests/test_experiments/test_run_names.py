@@ -138,6 +138,15 @@ def test_a_name_that_cannot_be_told_from_an_id_or_a_path_is_refused(word: str, r
     assert compose_config(["name=20261122-best", "tags=[2026-best]"]).name == "20261122-best"
 
 
+def test_resuming_a_run_that_is_done_says_what_it_is_called_now(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("resume", "mine", "name=other", "tags=[a,b]", "--results", str(results)) == 0
+    assert "now has the name other and the tags a, b\n" in capsys.readouterr().out
+    assert call("resume", "other", "name=mine", "tags=[paper]", "--results", str(results)) == 0
+    assert "now has the name mine and the tags paper\n" in capsys.readouterr().out
+
+
 def test_resuming_a_run_that_is_done_says_so_and_changes_nothing(
     results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
