@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,10 @@ def _program(module: nn.Module, sample: Tensor, shapes: dict[int, Dim]) -> Expor
 
 def _pt2(program: ExportedProgram) -> Encoded:
     buffer = io.BytesIO()
-    torch.export.save(program, buffer)
+    with warnings.catch_warnings():
+        # Of weights with the channels last: torch takes them for parts of their memory, all of which it stores.
+        warnings.filterwarnings("ignore", "No complete tensor found in the group")
+        torch.export.save(program, buffer)
     content = buffer.getvalue()
     return Encoded(content, torch.export.load(io.BytesIO(content)).module())
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
 
 LOG_WIDTH = 110
 
@@ -37,11 +36,10 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
     if as_json:
         write_json(facts)
         return
-    # Folded, not cut: a path is there to be copied.
-    table = Table("", Column(overflow="fold"), show_header=False, box=None)
+    # Lines are as long as they have to be, and the terminal folds them: a path is there to be copied.
+    length = max(map(len, facts), default=0)
     for name, value in facts.items():
-        table.add_row(name.replace("_", " "), _text(value))
-    console().print(table)
+        console().print(f" {name.replace('_', ' '):<{length}}  {_text(value)}")
 
 
 def _text(value: object) -> str:

@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from fedloom.experiments.cli import main
 from fedloom.experiments.export import export as exporting
 from fedloom.experiments.export.export import export
+from fedloom.experiments.export.formats import encode
 from fedloom.experiments.export.selection import Wanted
 
 ALL = ("safetensors", "pt2", "onnx")
@@ -49,6 +52,14 @@ for stem, arrays in json.loads(sys.argv[1]):
 assert "fedloom" not in sys.modules and "ray" not in sys.modules
 print(json.dumps(answers))
 """
+
+
+@pytest.mark.filterwarnings("error")
+def test_weights_with_the_channels_last_are_exported_without_a_warning() -> None:
+    module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last).eval()
+    x = torch.randn(2, 3, 8, 8)
+    forward = encode(module, x, ["pt2"])["pt2"].forward
+    torch.testing.assert_close(forward(x), module(x))
 
 
 def save_test_arrays(run: Any, path: Path) -> None:
