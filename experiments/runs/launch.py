@@ -1,5 +1,6 @@
 """Starts runs in this process, or in a server actor that the driver watches."""
 
+import textwrap
 import time
 from typing import Any, Protocol
 
@@ -27,6 +28,8 @@ from fedloom.platform.runs.serial import make_serial
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.2
 LONGEST_CAUSE = 120
+NOT_BEGUN = "its work had not begun"
+"""The message of an interruption before the server has said which run it is, where no round can be lost."""
 
 
 class View(Protocol):
@@ -91,7 +94,8 @@ def _through_server(config: RunConfig, view: View, resume: Resume | None) -> Run
 def _lost_server(error: RayError) -> str:
     """One short line; Ray's own text is many, about its logs, and says no more about the cause."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    sentence = first.partition(". ")[0].rstrip(".:")[:LONGEST_CAUSE]
+    sentence = first.partition(". ")[0].rstrip(".:")
+    sentence = textwrap.shorten(sentence, LONGEST_CAUSE, placeholder=" ...")
     return f"the run's server process is gone ({sentence}): Ray was stopped, or the process or its node died"
 
 
@@ -138,7 +142,7 @@ def _interrupt(server: Any, ending: Any, shown: _Shown) -> RunEnd:
             return end
         message = f"the present round did not end within {STOP_TIMEOUT_S:g} s and is lost"
     except (KeyboardInterrupt, RayError):
-        message = AT_ONCE
+        message = AT_ONCE if shown.run_id else NOT_BEGUN
     # Otherwise its heartbeat would continue to report that the run is alive.
     ray.kill(server)
     return RunEnd(shown.run_id, "interrupted", message)

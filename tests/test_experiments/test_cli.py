@@ -10,12 +10,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from fedloom.experiments import cli
 from fedloom.experiments.arguments import RESUME_HELP, build_parser, parse
 from fedloom.experiments.cli import HANDLERS, main
-from fedloom.experiments.runs.launch import _lost_server
+from fedloom.experiments.runs.launch import NOT_BEGUN, _interrupt, _lost_server, _Shown
 from fedloom.experiments.runs.presets import experiments
 from fedloom.experiments.show import RunView
 from fedloom.experiments.terminal.exit_codes import (
@@ -27,7 +27,7 @@ from fedloom.experiments.terminal.exit_codes import (
     of_run_end,
 )
 from fedloom.experiments.terminal.output import show_facts
-from fedloom.platform.federation.loop import RoundProgress, Validated
+from fedloom.platform.federation.loop import AT_ONCE, RoundProgress, Validated
 from fedloom.platform.runs.ending import RunEnd
 from fedloom.platform.runs.progress import as_bytes, as_time, round_line
 from fedloom.platform.runs.run import FREE_ON_RESUME
@@ -141,6 +141,25 @@ def test_a_lost_server_is_one_short_line() -> None:
         "the run's server process is gone (The actor died unexpectedly before finishing this task): Ray was stopped, "
         "or the process or its node died"
     )
+
+
+def test_the_cause_of_a_lost_server_is_cut_between_words() -> None:
+    line = _lost_server(RayError(f"the actor is{60 * ' gone'}"))
+    assert f"(the actor is{20 * ' gone'} ...): Ray was stopped" in line
+
+
+@pytest.mark.parametrize(("run_id", "message"), [("", NOT_BEGUN), ("one", AT_ONCE)])
+def test_a_run_that_is_interrupted_while_it_starts_loses_no_round(
+    run_id: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_vain(*_: object, **__: object) -> None:
+        raise GetTimeoutError
+
+    monkeypatch.setattr("ray.get", in_vain)
+    monkeypatch.setattr("ray.kill", lambda _: None)
+    shown = _Shown(RunView())
+    shown.run_id = run_id
+    assert _interrupt(Mock(), Mock(), shown) == RunEnd(run_id, "interrupted", message)
 
 
 def test_exit_codes_are_distinct_and_as_documented() -> None:
