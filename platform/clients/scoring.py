@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from fedloom.platform.clients.assignments import (
     places_of,
 )
 from fedloom.platform.clients.networks import Network, Subnet
-from fedloom.platform.clients.training import Samples, Score, estimate_statistics, evaluate
+from fedloom.platform.clients.training import Samples, Score, estimate_statistics, evaluate, evaluate_all
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, bytes_of
 from fedloom.tiers.clock import EVALUATION_FACTOR
@@ -80,29 +80,46 @@ def loaded_subnet(worker: Worker, subnet: Subnet, weights: Weights) -> nn.Module
     return network.module
 
 
-def scored_subnet(worker: Worker, subnet: Subnet, weights: Weights) -> nn.Module:
+def scored_subnet(worker: Worker, subnet: Subnet, weights: Weights, version: str | None = None) -> nn.Module:
     """Like `loaded_subnet`, with running statistics that fit the subnet.
 
     The batch norms of a slice of the supernet get re-estimated statistics; a stand-alone model has its own already.
+    They are estimated once for each subnet of weights with a `version`, for all data that it is scored on.
     """
     module = loaded_subnet(worker, subnet, weights)
     if not subnet.stand_alone and worker.space.keeps_statistics:
-        estimate_statistics(module, calibration_samples(worker))
+        known = {} if version is None else worker.statistics_of(version)
+        if subnet.architecture not in known:
+            estimate_statistics(module, calibration_samples(worker))
+            known[subnet.architecture] = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        else:
+            module.load_state_dict(known[subnet.architecture], strict=False)
     return module
 
 
-def subnet_scorer(
-    worker: Worker, weights: Weights, version: str
-) -> Callable[[Architecture], Callable[[Tensor], Tensor]]:
-    """Returns a function from an architecture to its forward pass.
+def score_subnets(
+    worker: Worker, architectures: Sequence[Architecture], weights: Weights, version: str, data: Samples
+) -> list[Score]:
+    """The scores of subnets of the shared supernet, in the given order.
 
-    The supernet module computes it if subnets hold whole tensors, otherwise the subnet's own module.
+    The supernet module computes them if subnets hold whole tensors, otherwise each subnet's own module.
     """
-    if not worker.space.slices_tensors:
-        module = worker.load_whole(weights, version)
-        worker.set_mode(module, training=False)
-        return lambda architecture: lambda x: module(x, architecture)
-    return lambda architecture: scored_subnet(worker, Subnet(architecture), weights)
+    if worker.space.slices_tensors:
+        modules = (scored_subnet(worker, Subnet(a), weights, version) for a in architectures)
+        return [evaluate(module, data, worker.objective) for module in modules]
+    module = worker.load_whole(weights, version)
+    worker.set_mode(module, training=False)
+    beginnings = getattr(module, "beginnings", None)
+    # In the order in which most of the paths begin as the last one did.
+    order = sorted(range(len(architectures)), key=lambda i: architecture_id(architectures[i]))
+
+    def outputs_of(x_B: Tensor) -> Iterator[Tensor]:
+        known = () if beginnings is None else (beginnings(),)
+        for i in order:
+            yield module(x_B, architectures[i], *known)
+
+    scores = evaluate_all(outputs_of, len(architectures), data, worker.objective)
+    return [score for _, score in sorted(zip(order, scores, strict=True), key=lambda pair: pair[0])]
 
 
 @dataclass(frozen=True)
@@ -120,14 +137,13 @@ class ScoreSubnets:
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """Scores every architecture, with one measurement per metric."""
-        forward_of = subnet_scorer(worker, weights, self.version)
         if assignment.client_id is None:
             data = worker.central_data(self.split, self.share)
         else:
             data = worker.client_data(assignment.client_id, self.split)
         measurements: list[Measurement] = []
-        for architecture in self.architectures:
-            score = evaluate(forward_of(architecture), data, worker.objective)
+        scores = score_subnets(worker, self.architectures, weights, self.version, data)
+        for architecture, score in zip(self.architectures, scores, strict=True):
             measurements += measurements_of("supernet", architecture_id(architecture), self.split, score)
         macs = sum(worker.spec.macs_table.cost(a) for a in self.architectures) * len(data[1])
         return Outcome(

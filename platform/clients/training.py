@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -262,27 +262,53 @@ class Score:
     more: Mapping[str, float] = field(default_factory=dict)
 
 
-@torch.no_grad()
+@dataclass
+class _Sums:
+    """Sums over the targets of the batches that a network has seen, left on the device."""
+
+    loss: Tensor
+    metric: Tensor  # a metric of one's own need not be a count
+    more: dict[str, Tensor] = field(default_factory=dict)
+    targets: int = 0
+
+    def add(self, outputs: Tensor, y_B: Tensor, objective: Objective) -> None:
+        self.loss += objective.loss_sum(outputs, y_B).double()
+        self.metric += objective.metric_sum(outputs, y_B).double()
+        self.targets += int(objective.counted(outputs, y_B))
+        for name, value in objective.more(outputs, y_B).items():
+            self.more[name] = self.more.get(name, torch.zeros_like(self.loss)) + value.double()
+
+    def score(self, y: Tensor) -> Score:
+        means = {name: value.item() / self.targets for name, value in self.more.items()}
+        loss, metric = self.loss.item() / self.targets, self.metric.item() / self.targets
+        return Score(loss, metric, len(y), y.dim() > 1, means)
+
+
 def evaluate(forward: Callable[[Tensor], Tensor], data: Samples, objective: Objective, batch_size: int = 256) -> Score:
     """Mean loss and metric of `forward` over all targets, in batches."""
+    return evaluate_all(lambda x_B: (forward(x_B),), 1, data, objective, batch_size)[0]
+
+
+@torch.no_grad()
+def evaluate_all(
+    outputs_of: Callable[[Tensor], Iterable[Tensor]],
+    networks: int,
+    data: Samples,
+    objective: Objective,
+    batch_size: int = 256,
+) -> list[Score]:
+    """The scores of several networks, whose outputs `outputs_of` gives for a batch; every batch is loaded once."""
     x, y = data
     if len(y) == 0:
-        return Score(math.nan, math.nan, 0)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=x.device)
-    correct = torch.zeros((), dtype=torch.float64, device=x.device)  # a metric of one's own need not be a count
-    more: dict[str, Tensor] = {}
-    targets = 0
+        return [Score(math.nan, math.nan, 0)] * networks
+    zero = torch.zeros((), dtype=torch.float64, device=x.device)
+    sums = [_Sums(zero.clone(), zero.clone()) for _ in range(networks)]
     if y.dim() > 1:  # the logits of every position make a batch of texts far larger than one of images
         batch_size = max(1, batch_size // 8)
     for x_B, y_B in zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True):
-        outputs = forward(x_B)
-        loss_sum += objective.loss_sum(outputs, y_B).double()
-        correct += objective.metric_sum(outputs, y_B).double()
-        targets += int(objective.counted(outputs, y_B))
-        for name, value in objective.more(outputs, y_B).items():
-            more[name] = more.get(name, torch.zeros_like(loss_sum)) + value.double()
-    means = {name: value.item() / targets for name, value in more.items()}
-    return Score(loss_sum.item() / targets, correct.item() / targets, len(y), y.dim() > 1, means)
+        for of_network, outputs in zip(sums, outputs_of(x_B), strict=True):
+            of_network.add(outputs, y_B, objective)
+    return [of_network.score(y) for of_network in sums]
 
 
 @torch.no_grad()

@@ -65,6 +65,7 @@ class Worker:
         self._draws: dict[int, bool] = {}
         self._loaded: object = None
         self.calibration: Tensor | None = None
+        self._statistics: tuple[str, dict[Architecture, dict[str, Tensor]]] | None = None
         self._central: tuple[tuple[str, float], tuple[Tensor, Tensor]] | None = None
 
     @cached_property
@@ -172,6 +173,12 @@ class Worker:
         """The samples of several clients as they are stored, on the device, client after client, and their numbers."""
         (x, y), sizes = self.data.clients(client_ids, splits)
         return (x.to(self.device), y.to(self.device)), sizes
+
+    def statistics_of(self, version: str) -> dict[Architecture, dict[str, Tensor]]:
+        """The running statistics of the subnets of these weights; those of the weights before are forgotten."""
+        if self._statistics is None or self._statistics[0] != version:
+            self._statistics = (version, {})
+        return self._statistics[1]
 
     def central_data(self, split: str, share: float = 1.0) -> tuple[Tensor, Tensor]:
         """The server's samples of a split, cached because a search scores all candidates on the same samples."""

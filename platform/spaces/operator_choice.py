@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import takewhile
 from typing import TypeVar
 
 import torch
@@ -46,6 +47,36 @@ class SearchableLayer(nn.Module):
         return y
 
 
+class Beginnings:
+    """What the layers of the last path gave for a batch: the next path computes only what comes after their beginning.
+
+    A beginning is computed again if something has changed its tensor in place meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._path: Architecture = ()
+        self._outputs: list[tuple[Tensor, int]] = []
+
+    def begin(self, architecture: Architecture) -> None:
+        """Forgets what another path than this one has computed."""
+        pairs = zip(self._path, architecture, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self._path = architecture
+        del self._outputs[same:]
+
+    def layer(self, place: int, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """The output of the path's layer at this place."""
+        if place < len(self._outputs):
+            y, version = self._outputs[place]
+            if y._version == version:
+                return y
+            del self._outputs[place:]
+        y = layer(x)
+        if place == len(self._outputs):
+            self._outputs.append((y, y._version))
+        return y
+
+
 class PathNetwork(nn.Module):
     """A skeleton and its searchable layers: `forward(x, architecture)`.
 
@@ -57,10 +88,19 @@ class PathNetwork(nn.Module):
         self.fixed = fixed
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, x: Tensor, architecture: Architecture) -> Tensor:
+    def forward(self, x: Tensor, architecture: Architecture, known: Beginnings | None = None) -> Tensor:
+        """Paths that are called one after the other with the same batch and `known` share what they begin with."""
         pairs = zip(self.layers, architecture, strict=True)
-        y: Tensor = self.fixed(x, [partial(layer, option=option) for layer, option in pairs])
+        layers: list[Callable[[Tensor], Tensor]] = [partial(layer, option=option) for layer, option in pairs]
+        if known is not None:
+            known.begin(architecture)
+            layers = [partial(known.layer, place, layer) for place, layer in enumerate(layers)]
+        y: Tensor = self.fixed(x, layers)
         return y
+
+    def beginnings(self) -> Beginnings:
+        """To be given to `forward` with every path that computes the same batch."""
+        return Beginnings()
 
 
 class StandAloneNetwork(PathNetwork):

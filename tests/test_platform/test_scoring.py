@@ -2,9 +2,12 @@
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import pytest
+import torch
 
+from fedloom.platform.clients import scoring
 from fedloom.platform.clients.assignments import Assignment, Outcome, Task
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
@@ -16,8 +19,8 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.tiered.fedoras import Paths
-from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
+from fedloom.platform.seeding import stream, torch_stream
+from fedloom.platform.spaces.operator_choice import Beginnings, OperatorChoiceSpace, PathNetwork
 
 LOCAL = LocalSGD(epochs=2, batch_size=16, lr=0.05, momentum=0.9)
 
@@ -66,6 +69,49 @@ def test_a_path_scores_as_its_stand_alone_subnet(setting: Setting) -> None:
         path = setting.do(ScoreSubnets((architecture,), "v0"), client_id=None)
         subnet = setting.do(ScoreSubnet(Subnet(architecture), "m", "validation"), client_id=None)
         assert values(path) == pytest.approx(values(subnet), rel=1e-5)
+
+
+def test_paths_that_begin_alike_score_as_alone_and_compute_their_beginning_once(setting: Setting) -> None:
+    paths = ((2, 0, 1), (0, 1, 2), (2, 0, 3), (0, 1, 3), (2, 0, 1))
+    alone = [value for path in paths for value in values(setting.do(ScoreSubnets((path,), "v0"), client_id=None))]
+    calls: list[int] = []
+    supernet = cast(PathNetwork, setting.worker.supernet)
+    for place, layer in enumerate(supernet.layers):
+        layer.register_forward_hook(lambda _layer, _inputs, _y, place=place: calls.append(place))
+    assert values(setting.do(ScoreSubnets(paths, "v0"), client_id=None)) == alone
+    batches = calls.count(0) // 2
+    assert [calls.count(place) for place in range(3)] == [2 * batches, 2 * batches, 4 * batches]
+
+
+def test_a_beginning_that_was_changed_in_place_is_computed_again() -> None:
+    known, x = Beginnings(), torch.ones(2)
+    known.begin((1, 2))
+    first = known.layer(0, lambda x: x + 1, x)
+    first.zero_()
+    known.begin((1, 3))
+    assert known.layer(0, lambda x: x + 1, x).tolist() == [2.0, 2.0]
+    assert known.layer(0, lambda x: x + 9, x).tolist() == [2.0, 2.0]
+
+
+def test_statistics_of_a_slice_are_estimated_once_for_all_data(
+    elastic_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = build_world(elastic_config(norm="batch"))
+    worker, weights = Worker(world.spec), world.space.initial_weights(torch_stream(1, "test"))
+    paths = tuple(world.space.sample(stream(seed, "test")) for seed in range(3))
+    estimated: list[object] = []
+    estimate = scoring.estimate_statistics
+    monkeypatch.setattr(scoring, "estimate_statistics", lambda m, x: (estimated.append(m), estimate(m, x)))
+
+    def scored(worker: Worker, client_id: int, version: str) -> list[float]:
+        task = ScoreSubnets(paths, version, split="train")
+        return values(task.run(worker, Assignment("search", 0, client_id, "tier1", task), weights))
+
+    first = [scored(worker, client_id, "v0") for client_id in range(3)]
+    assert len(estimated) == len(paths)
+    assert first == [scored(Worker(world.spec), client_id, "v0") for client_id in range(3)]
+    scored(worker, 0, "v1")
+    assert len(estimated) == 5 * len(paths), "of other weights they are others"
 
 
 def test_more_subnets_than_are_kept_still_work(setting: Setting) -> None:

@@ -172,7 +172,8 @@ class TierSearchStage(Stage):
 
     def _central(self, state: RunState, candidates: Sequence[Architecture]) -> list[Assignment]:
         size, version = self.config.candidates_per_task, state.version(SUPERNET)
-        groups = [tuple(candidates[i : i + size]) for i in range(0, len(candidates), size)]
+        alike = sorted(candidates, key=architecture_id)  # those of a task compute once what they begin with
+        groups = [tuple(alike[i : i + size]) for i in range(0, len(alike), size)]
         tasks = [ScoreSubnets(group, version, share=self.config.validation_share) for group in groups]
         return [for_server(self.name, state.round, task) for task in tasks]
 
