@@ -38,6 +38,9 @@ Long enough for an actor to import torch and to wait for free CPUs or for a node
 
 RESIDENT = "resident"
 
+LAST_JOBS = 4
+"""Jobs per actor at the end of a round of which the largest start first."""
+
 
 @dataclass
 class Job:
@@ -65,11 +68,20 @@ class Job:
 
 
 Waiting = dict[str, deque[Job]]
-"""Jobs that have not started, by group, in plan order."""
+"""Jobs that have not started, by group, in the order in which they start."""
 Running = dict[Any, Job]
 """Running jobs, by the reference of their result."""
 Finished = dict[int, ChunkResult]
 """Results that have not been yielded, by index in the plan."""
+
+
+def in_balance(jobs: Sequence[Job], actors: int) -> deque[Job]:
+    """Jobs in plan order, but of the last ones the largest first, so that no actor ends a round long after the others.
+
+    Only the last ones, because results wait in memory until those that come before them in the plan are there.
+    """
+    start = max(0, len(jobs) - LAST_JOBS * actors)
+    return deque([*jobs[:start], *sorted(jobs[start:], key=lambda job: -job.chunk.samples)])
 
 
 class ActorPool:
@@ -126,9 +138,10 @@ class ActorPool:
 
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
         reference = self._share(weights)
-        waiting: Waiting = {}
+        jobs: dict[str, list[Job]] = {}
         for index, chunk in enumerate(chunks):
-            waiting.setdefault(self._group_of(chunk), deque()).append(Job(index, chunk))
+            jobs.setdefault(self._group_of(chunk), []).append(Job(index, chunk))
+        waiting: Waiting = {name: in_balance(own, self.groups[name].actors) for name, own in jobs.items()}
         running: Running = {}
         self._down_since_s.clear()
         self._await_starts(timeout_s=0.0)

@@ -93,6 +93,8 @@ class Assignment:
     selection_reason: str = ""
     reads_test: bool = False
     state: ClientState | None = None
+    train_samples: int = 0
+    """The client's training samples, by which executors guess how long its work takes."""
 
 
 @dataclass(frozen=True)

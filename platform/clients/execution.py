@@ -33,6 +33,11 @@ class Chunk:
     stack: int = 1
     """The number of clients that are trained as one batch if their tasks allow it."""
 
+    @property
+    def samples(self) -> int:
+        """The training samples of its clients that arrive."""
+        return sum(assignment.train_samples for assignment in self.assignments if not assignment.dropped)
+
 
 @dataclass
 class ChunkResult:

@@ -69,6 +69,7 @@ def assign(world: World, stage: str, round_: int, cohort: Cohort, client_id: int
         dropped=dropped,
         selection_probability=cohort.probability,
         selection_reason=cohort.reason_of(client_id),
+        train_samples=world.data.size(client_id, "train"),
     )
 
 
