@@ -186,11 +186,17 @@ def _ablate(args: argparse.Namespace) -> int:
 
 def _describe(args: argparse.Namespace) -> int:
     _check_spelling(args.overrides, but=("space=",))  # short for space.name=
-    from fedloom.experiments.describe import describe
+    from fedloom.experiments.described import described
     from fedloom.experiments.terminal.output import show_facts
 
-    show_facts(describe(args.overrides), as_json=args.json)
+    show_facts(described(args.overrides, _counted), as_json=args.json)
     return OK
+
+
+def _counted(overrides: Sequence[str]) -> dict[str, Any]:
+    from fedloom.experiments.describe import describe
+
+    return describe(overrides)
 
 
 def _keys(args: argparse.Namespace) -> int:

@@ -1,0 +1,57 @@
+"""What `fedloom describe` has said of a space, so that saying it again needs neither torch nor a count."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from fedloom.experiments.runs.presets import CONF
+from fedloom.experiments.runs.spelling import ENDINGS
+from fedloom.platform.plugins import is_import_path
+from fedloom.platform.results.files import write_atomically
+from fedloom.platform.runs.source import source_hash
+
+MEASURED = "latency_s"
+"""Figures that differ from one measurement to the next."""
+
+
+def described(overrides: Sequence[str], describe: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
+    """The facts of a space, counted once for every revision of fedloom; those of the user's own code every time.
+
+    They are kept in the folder `described` of the cache (FEDLOOM_CACHE, or ~/.cache/fedloom).
+    """
+    if any(_may_differ(override) for override in overrides):
+        return describe(overrides)
+    file = _folder() / f"{_key(overrides)}.json"
+    try:
+        known: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        known = json.loads(json.dumps(describe(overrides)))
+        _keep(file, known)
+    return known
+
+
+def _may_differ(override: str) -> bool:
+    value = override.partition("=")[2]
+    return value.endswith(ENDINGS) or is_import_path(value) or MEASURED in value
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("FEDLOOM_CACHE") or "~/.cache/fedloom").expanduser() / "described"
+
+
+def _key(overrides: Sequence[str]) -> str:
+    digest = sha256(f"{source_hash()} {json.dumps(list(overrides))}".encode())
+    for file in sorted(CONF.rglob("*.yaml")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _keep(file: Path, facts: dict[str, Any]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(facts).encode(), durable=False)
+    except OSError:
+        pass  # without a place to keep it, it is counted again

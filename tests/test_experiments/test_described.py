@@ -1,0 +1,68 @@
+"""`fedloom describe` counts a space once, and says it again without torch."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.experiments.described import described
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+class Counter:
+    """Describes a space and notes that it was asked to."""
+
+    def __init__(self) -> None:
+        self.asked: list[Sequence[str]] = []
+
+    def __call__(self, overrides: Sequence[str]) -> dict[str, Any]:
+        self.asked.append(overrides)
+        return {"space": overrides[0], "bounds": (1.5, 2)}
+
+
+def test_a_space_is_counted_once_and_others_for_themselves(cache: Path) -> None:
+    count = Counter()
+    facts = {"space": "space=a", "bounds": [1.5, 2]}
+    assert [described(["space=a"], count) for _ in range(3)] == [facts] * 3
+    assert count.asked == [["space=a"]]
+    described(["space=a", "tiers.count=2"], count)
+    assert len(count.asked) == 2
+    for file in (cache / "described").iterdir():
+        file.write_text("{")
+    assert described(["space=a"], count) == facts
+    assert len(count.asked) == 3, "what cannot be read is counted again"
+
+
+@pytest.mark.parametrize("other", ["space=own_module:space", "experiment=./mine.yaml", "tiers.cost=latency_s"])
+def test_what_may_change_is_counted_every_time(other: str) -> None:
+    count = Counter()
+    described([other], count)
+    described([other], count)
+    assert len(count.asked) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(cache: Path) -> None:
+    cache.write_text("a file")
+    count = Counter()
+    assert described(["space=a"], count)["space"] == "space=a"
+
+
+def test_what_was_described_is_said_again_without_torch() -> None:
+    code = (
+        "import sys; from fedloom.experiments.cli import main\n"
+        "try: main(['describe', 'space=cnn_digits', 'tiers.paths=200'])\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    outputs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(2)]
+    first, again = (output.splitlines() for output in outputs)
+    assert first[:-1] == again[:-1] != []
+    assert (first[-1], again[-1]) == ("True", "False")
