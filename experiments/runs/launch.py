@@ -159,8 +159,6 @@ def mark_interrupted(results: str, paths: RunPaths, message: str) -> None:
     """Sets the status of a run whose process has ended to interrupted, if it still says that the run is active."""
     if not paths.status.exists():
         return
-    last = read_status(paths.status)
-    if last.state in ("running", "stalled", "dead"):
-        place = {"round": last.round, "rounds_total": last.rounds_total}
-        StatusFile(paths.status).write("interrupted", stage=last.stage, message=message, **place)
+    if read_status(paths.status).state in ("running", "stalled", "dead"):
+        StatusFile(paths.status).write("interrupted", message=message)
         mirror_run(results, paths)

@@ -48,14 +48,19 @@ class Status:
 
 
 class StatusFile:
-    """Writes the status of the current process's run; thread-safe."""
+    """Writes the status of the current process's run; thread-safe.
+
+    A run that is resumed stays at the stage and round of the file until others are written: a run that is done has none
+    to come.
+    """
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
         """`check` is called before every write; it raises an error if the run is no longer ours to write."""
         self._path, self._check = path, check
         self._lock = threading.Lock()
         pid, started = this_process()
-        self._status = Status("running", pid, platform.node(), "", 0, 0, 0.0, "", started, this_place())
+        place = _last_place(path)
+        self._status = Status("running", pid, platform.node(), *place, 0.0, "", started, this_place())
         self._next_beat_s = 0.0
 
     def write(
@@ -110,6 +115,15 @@ class Heartbeat:
         """Ends the thread, after which the final status can be written."""
         self._stopped.set()
         self._thread.join()
+
+
+def _last_place(path: Path) -> tuple[str, int, int]:
+    """Stage, round and number of rounds as last written; none of a new run, or of a damaged file, which is replaced."""
+    try:
+        last = read_status(path)
+    except ValueError:
+        return "", 0, 0
+    return last.stage, last.round, last.rounds_total
 
 
 def read_status(path: Path, stalled_after_s: float = 60.0) -> Status:

@@ -130,10 +130,14 @@ def test_a_finished_run_is_not_run_again(tiny_config: Callable[..., RunConfig]) 
     config = tiny_config()
     run_id = start_run(config, make_serial)
     before = contents(Path(config.results))
+    (paths,) = list_runs(Path(config.results))
+    ended = read_status(paths.status)
+    assert (ended.state, ended.stage, ended.round_shown) == ("done", "evaluation", ended.rounds_total)
     rounds: list[RoundProgress] = []
     resume_run(config, run_id, make_serial, Watcher(round=rounds.append))
     assert rounds == []
     assert contents(Path(config.results)) == before
+    assert replace(read_status(paths.status), heartbeat=ended.heartbeat) == ended
 
 
 # -- how a run ends ---------------------------------------------------------------------------------------------------

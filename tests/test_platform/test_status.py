@@ -31,6 +31,20 @@ def test_a_running_run_is_described(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["status.json"]
 
 
+def test_a_resumed_run_stays_where_it_was_until_it_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    StatusFile(path).write(stage="train", round=3, rounds_total=10, message="on the way")
+    resumed = StatusFile(path)
+    resumed.write(message="starting workers")
+    status = read_status(path)
+    assert (status.stage, status.round, status.rounds_total, status.message) == ("train", 3, 10, "starting workers")
+    resumed.write(stage="search", round=0, rounds_total=4)
+    assert read_status(path).stage == "search"
+    path.write_text("damaged")
+    StatusFile(path).write()
+    assert (read_status(path).stage, read_status(path).rounds_total) == ("", 0)
+
+
 def test_an_ended_run_keeps_its_state_whatever_its_age(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     for state in ("done", "failed", "interrupted"):
