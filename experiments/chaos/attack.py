@@ -16,14 +16,26 @@ Blow = Callable[[int, random.Random], Counter[str]]
 """One attempt: its number and its random stream; returns what is to be counted."""
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    """The command line of an attack."""
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """What every attack can be told: how long it may take, and where."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=20, help="attempts in all (default: 20)")
     parser.add_argument("--seconds", type=float, help="stop after so many seconds, to be continued by the next call")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("chaos"), help="where it works and continues (chaos)")
+    return parser
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """The command line of an attack that makes attempts."""
+    parser = command_line(description)
+    parser.add_argument("--times", type=int, default=20, help="attempts in all (default: 20)")
+    parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
+
+
+def is_over(args: argparse.Namespace) -> Callable[[], bool]:
+    """Whether the time that an attack may take, which begins now, is over."""
+    end_s = time.monotonic() + (args.seconds or float("inf"))
+    return lambda: time.monotonic() > end_s
 
 
 def attack(name: str, blow: Blow, args: argparse.Namespace, wrong: tuple[str, ...]) -> None:
@@ -36,9 +48,9 @@ def attack(name: str, blow: Blow, args: argparse.Namespace, wrong: tuple[str, ..
     path = args.folder / f"{name}-{args.seed}.json"
     state: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"done": 0, "counts": {}}
     counts = Counter[str](state["counts"])
-    end_s = time.monotonic() + (args.seconds or float("inf"))
+    stops = is_over(args)
     for number in range(state["done"], args.times):
-        if time.monotonic() > end_s:
+        if stops():
             break
         found = blow(number, random.Random(f"{name}/{args.seed}/{number}"))
         bad = [what for what in wrong if found[what]]

@@ -75,9 +75,13 @@ def test_full_disks(shared: Path) -> None:
     assert figures["times"] == 1
 
 
-def test_load(tmp_path: Path) -> None:
+def test_load_which_is_continued_by_the_next_call(tmp_path: Path) -> None:
+    begun = attack("load", tmp_path, "--clients", "200", "--rounds", "10", "--seconds", "0.01")
+    assert (begun["rounds"], begun["planned"]) == (1, 20)
     figures = attack("load", tmp_path, "--clients", "200", "--rounds", "10")
+    assert (figures["rounds"], figures["missing"], figures["missing_rounds"]) == (11, 0, 0)
     assert min(figures["status"][fate] for fate in ("ok", "dropped", "timed_out")) > 0
+    assert attack("load", tmp_path, "--clients", "200", "--rounds", "10") == figures
 
 
 def test_killed_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
