@@ -16,7 +16,8 @@ from pathlib import Path
 
 from fedloom.experiments.chaos.attack import arguments, attack
 from fedloom.experiments.chaos.interrupted import Template, interrupted
-from fedloom.experiments.chaos.victims import SERIAL, TINY, UNDISTURBED, frames, reference, same
+from fedloom.experiments.chaos.subjects import SHARED, run_on, undisturbed
+from fedloom.experiments.chaos.victims import SERIAL, TINY, frames, same
 from fedloom.experiments.report.pages.runs import write_report
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.runs.run import resume_run
@@ -54,9 +55,8 @@ def damaged(root: Path, rng: random.Random) -> tuple[Path, str]:
 def main() -> None:
     """Makes as many damages as asked."""
     args = arguments(__doc__)
-    overrides = [*TINY, *SERIAL]
-    expected, _, _ = reference(args.folder / UNDISTURBED, overrides)
-    template = interrupted(args.folder / UNDISTURBED, overrides)
+    expected = undisturbed(run_on(SERIAL), args.folder / SHARED).outcome
+    template = interrupted(args.folder / SHARED, [*TINY, *SERIAL])
 
     def blow(number: int, rng: random.Random) -> Counter[str]:
         with tempfile.TemporaryDirectory() as place:

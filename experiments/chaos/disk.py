@@ -17,7 +17,8 @@ from pathlib import Path
 import pandas as pd
 
 from fedloom.experiments.chaos.attack import arguments, attack
-from fedloom.experiments.chaos.victims import SERIAL, TINY, UNDISTURBED, frames, reference, same
+from fedloom.experiments.chaos.subjects import SHARED, UNDISTURBED, run_on, undisturbed
+from fedloom.experiments.chaos.victims import SERIAL, TINY, frames, same
 
 WRONG = ("differ", "tracebacks", "noise", "cannot_resume", "half_begun")
 MOST_LINES = 4
@@ -46,8 +47,8 @@ def main() -> None:
     """Makes as many disks full as asked."""
     args = arguments(__doc__)
     folder, overrides = args.folder / "disk", [*TINY, *SERIAL]
-    expected, _, _ = reference(args.folder / UNDISTURBED, overrides)
-    whole_kb = size_kb(args.folder / UNDISTURBED / "reference")
+    expected = undisturbed(run_on(SERIAL), args.folder / SHARED).outcome
+    whole_kb = size_kb(args.folder / SHARED / UNDISTURBED)
 
     def blow(number: int, rng: random.Random) -> Counter[str]:
         out = (folder / f"attempt-{number}").absolute()

@@ -18,6 +18,10 @@ from fedloom.platform.results.paths import list_runs
 
 AXES = "axes:\n  lr: {key: method.train.lr, values: [0.1, 0.05]}\nseeds: [1]\n"
 OUT = "out"
+UNDISTURBED = "undisturbed"
+"""The folder in which a command was not disturbed."""
+SHARED = "serial"
+"""The folder of the serial runs that several attacks begin with and are compared with."""
 
 Frames = dict[str, pd.DataFrame]
 Outcome = Callable[[Path, Sequence[Ended]], Any]
@@ -55,7 +59,7 @@ class Expected:
 
 def undisturbed(subject: Subject, folder: Path) -> Expected:
     """What the subject ends with; the command is called once per folder."""
-    place, kept = folder / "undisturbed", folder / "undisturbed.json"
+    place, kept = folder / UNDISTURBED, folder / f"{UNDISTURBED}.json"
     if not kept.exists():
         shutil.rmtree(place, ignore_errors=True)
         subject.start(place)
@@ -73,7 +77,7 @@ def subjects(folder: Path) -> dict[str, Subject]:
     executor = SERIAL if os.environ.get("CHAOS_EXECUTOR") == "serial" else RAY
     trained = Trained(folder / "trained")
     found = [
-        Subject("run", lambda f: _run(f, executor), lambda f: _run_again(f, executor), _rows, _same),
+        run_on(executor),
         Subject("ablate", _ablate, _ablate_again, _trials, _same, _with_axes),
         trained.subject("search", ["--macs", "103000", "--macs", "230000", "--json"], _said),
         trained.subject("export", ["--tier", "tier1", "--out", OUT], _models),
@@ -83,6 +87,11 @@ def subjects(folder: Path) -> dict[str, Subject]:
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def run_on(executor: Sequence[str]) -> Subject:
+    """A run with these keys of the executor; its outcome is its tables."""
+    return Subject("run", lambda f: _run(f, executor), lambda f: _run_again(f, executor), _rows, _same)
 
 
 def _run(folder: Path, executor: Sequence[str]) -> list[str]:

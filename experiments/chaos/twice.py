@@ -10,7 +10,8 @@ from collections import Counter
 
 from fedloom.experiments.chaos.attack import arguments, attack
 from fedloom.experiments.chaos.interrupted import interrupted
-from fedloom.experiments.chaos.victims import SERIAL, TINY, UNDISTURBED, ended, frames, reference, same, start
+from fedloom.experiments.chaos.subjects import SHARED, run_on, undisturbed
+from fedloom.experiments.chaos.victims import SERIAL, TINY, ended, frames, same, start
 
 WRONG = ("both", "neither", "differ", "tracebacks", "unexplained")
 
@@ -18,9 +19,9 @@ WRONG = ("both", "neither", "differ", "tracebacks", "unexplained")
 def main() -> None:
     """Makes as many pairs as asked."""
     args = arguments(__doc__)
-    folder, overrides = args.folder / "twice", [*TINY, *SERIAL]
-    expected, _, _ = reference(args.folder / UNDISTURBED, overrides)
-    template = interrupted(args.folder / UNDISTURBED, overrides)
+    folder = args.folder / "twice"
+    expected = undisturbed(run_on(SERIAL), args.folder / SHARED).outcome
+    template = interrupted(args.folder / SHARED, [*TINY, *SERIAL])
 
     def blow(number: int, rng: random.Random) -> Counter[str]:
         place = folder / f"attempt-{number}"

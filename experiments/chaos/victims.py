@@ -1,11 +1,9 @@
 """Runs of a few seconds that are attacked, and the comparison with an undisturbed one."""
 
-import json
 import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +46,6 @@ TINY_ELASTIC = (
 )
 RAY = ("executor.kind=ray", "executor.actors=1", "ray.address=local", "ray.num_cpus=2")
 SERIAL = ("executor.kind=serial",)
-UNDISTURBED = "undisturbed"
-"""The folder of the runs that attacks on serial runs begin with and are compared with."""
 _ROUND = re.compile(r"^(\S+)\s+(\d+)/(\d+) ", re.MULTILINE)
 
 
@@ -60,12 +56,6 @@ class Ended:
     code: int
     out: str
     err: str
-
-    @property
-    def run_id(self) -> str:
-        """The id of the run; empty if it had none yet."""
-        found = re.search(r"^run (\S+)$", self.out, re.MULTILINE)
-        return found[1] if found else ""
 
     @property
     def rounds(self) -> int:
@@ -117,17 +107,3 @@ def frames(root: Path, run_id: str) -> dict[str, pd.DataFrame]:
 def same(one: dict[str, pd.DataFrame], other: dict[str, pd.DataFrame]) -> bool:
     """Whether two runs have the same rows."""
     return all(one[table].equals(other[table]) for table in TABLES)
-
-
-def reference(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, pd.DataFrame], float, int]:
-    """The tables, seconds and rounds of an undisturbed run; kept in the folder for the next call."""
-    root, path = folder / "reference", folder / "reference.json"
-    if not path.exists():
-        begun = time.monotonic()
-        end = called(["run", *overrides, f"results={root}"], folder, "reference")
-        if end.code:
-            raise RuntimeError(f"the undisturbed run ended with {end.code}: {end.err[-300:]}")
-        content = {"run_id": end.run_id, "seconds": time.monotonic() - begun, "rounds": end.rounds}
-        path.write_text(json.dumps(content))
-    values = json.loads(path.read_text())
-    return frames(root, values["run_id"]), values["seconds"], values["rounds"]
