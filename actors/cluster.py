@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+from ray._private import worker as ray_worker
 
 from fedloom.actors.address import AUTH_MODE, check_listening, resolve_address
 from fedloom.actors.watcher import records_folder, unwatch, watched
@@ -30,6 +31,28 @@ def connected(config: RayConfig) -> Iterator[None]:
     Raises:
         ConnectionError: the cluster does not answer or could not be started.
     """
+    with _ray_silent(), _connection(config):
+        yield
+
+
+@contextmanager
+def _ray_silent() -> Iterator[None]:
+    """Within the block Ray does not print.
+
+    Of a process of Ray that dies it would print up to dozens of lines to standard output, in spite of
+    `log_to_driver=False`, among a run's lines or before its JSON object. fedloom tells the cause itself, and Ray's log
+    has it, too. There is no public setting; this one is for Ray's debugger, which needs the terminal as well.
+    """
+    before = ray_worker._worker_logs_enabled
+    ray_worker._worker_logs_enabled = False
+    try:
+        yield
+    finally:
+        ray_worker._worker_logs_enabled = before
+
+
+@contextmanager
+def _connection(config: RayConfig) -> Iterator[None]:
     address = resolve_address(config.address)
     check_listening(address)
     noise: list[str] = []

@@ -26,7 +26,13 @@ from fedloom.platform.results.processes import Process, descendants, is_process,
 
 ORPHANS_S = 30.0
 VICTIMS = ("driver", "server", "client", "raylet", "gcs", "watcher", "group")
-NAMES = {"server": "ray::ServerActor", "client": "ray::ClientActor", "raylet": "raylet/raylet", "gcs": "gcs_server"}
+NAMES = {
+    "server": "ray::ServerActor",
+    "client": "ray::ClientActor",
+    "raylet": "raylet/raylet",
+    "gcs": "gcs_server",
+    "watcher": "fedloom.actors.watcher",
+}
 BLOWS = ("kill", "term", "interrupts", "stop")
 CHOSEN = [*7 * ["run"], "ablate", "search", "export", "report"]
 WRONG = ("differ", "orphans", "rounds_lost", "tracebacks", "not_resumed", "hangs")
@@ -73,13 +79,7 @@ class Attempt:
                 send(number, second)
 
     def _is_victim(self, process: Process, root: Process) -> bool:
-        if self.victim in ("driver", "group"):
-            return process == root
-        try:
-            line = Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            return False
-        return NAMES.get(self.victim, "fedloom.actors.watcher") in line
+        return process == root if self.victim in ("driver", "group") else is_called(self.victim, process)
 
     def goes_on(self, most: int = 4) -> list[Ended]:
         """Calls the command again until it is done."""
@@ -89,6 +89,15 @@ class Attempt:
                 time.sleep(3.0)  # a server that still lives says so
             ends.append(called(self.subject.again(self.folder), self.folder, f"again{len(ends)}"))
         return ends
+
+
+def is_called(victim: str, process: Process) -> bool:
+    """Whether a process is one of `NAMES`, by its command line."""
+    try:
+        line = Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return False
+    return NAMES[victim] in line
 
 
 def orphans(known: set[Process]) -> list[Process]:

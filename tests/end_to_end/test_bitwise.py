@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,10 +20,13 @@ from fedloom.actors.client import About
 from fedloom.actors.placement import plan_groups, resident_group
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
+from fedloom.experiments.chaos.kill import is_called, orphans
+from fedloom.experiments.chaos.victims import ended, start
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
+from fedloom.platform.results.processes import Process, descendants, started_ticks
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import start_run
+from fedloom.platform.runs.run import resume_run, start_run
 from fedloom.platform.runs.serial import make_serial
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -240,3 +244,38 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert_same_run(reference, (config.results, run_id), empty=empty_tables)
     rounds = read_table(results, "rounds", run_id=run_id)
     assert not rounds.duplicated(["stage", "round"]).any()
+
+
+SOON_MISSED = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "2"}
+"""Ray asks its nodes so often whether they are there, not for a quarter of a minute."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["server", "raylet"])
+def test_without_its_server_or_raylet_a_run_stops_in_one_line_and_resumes_to_the_same_bits(
+    tiny: Tiny,
+    tiny_overrides: list[str],
+    run_serially: Serially,
+    assert_same_run: Same,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    victim: str,
+) -> None:
+    config = tiny("executor.actors=1")
+    reference = run_serially(config)
+    for name, value in SOON_MISSED.items():
+        monkeypatch.setenv(name, value)
+    command = ["run", *tiny_overrides, "executor.actors=1", f"results={config.results}"]
+    driver = start(command, tmp_path, "first")
+    run_id = wait_for_round(Path(config.results), "supernet")
+    family = descendants([Process(driver.pid, started_ticks(driver.pid) or 0)])
+    (struck,) = [process for process in family if is_called(victim, process)]
+    os.kill(struck.pid, signal.SIGKILL)
+    end = ended(driver, tmp_path, "first", 60.0)
+    assert (end.code, len(end.err.splitlines()), end.has_traceback) == (4, 1, False), end
+    assert "the run's server process is gone" in end.err
+    assert f"fedloom resume {run_id}" in end.err
+    assert all(re.match(rf"run {run_id}$|\S+ +\d+/\d+ ", line) for line in end.out.splitlines()), end.out
+    assert not orphans(family)
+    resume_run(config, run_id, make_serial)
+    assert_same_run(reference, (config.results, run_id))
