@@ -1,8 +1,10 @@
 """The server actor: holds the global state, runs the method's rounds and writes results; the driver only watches."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -20,23 +22,35 @@ from fedloom.platform.runs.plugin_sources import named_modules
 from fedloom.platform.runs.run import Watcher
 
 
-def make_pool(world: World) -> ActorPool:
-    """The client actors of a run, in this process's placement group or else on the cluster's free resources."""
+def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info) -> ActorPool:
+    """The client actors of a run, in this process's placement group or else on the cluster's free resources.
+
+    `tell` gets the message of a run that has to wait for them.
+    """
     executor = world.config.executor
     return ActorPool(
         replace(world.spec, plugins=tuple(named_modules(asdict(world.config)))),
-        groups_in_line(world, CONSOLE.info),  # another run may have been faster since the driver looked
+        groups_in_line(world, tell),
         resident=executor.resident,
         actor_attempts=executor.failures.actor_attempts,
         client_timeout_s=executor.client_timeout_s,
     )
 
 
+class Told(NamedTuple):
+    """What a run has told: its id, the id of the run whose supernet it uses, what it waits for, and finished rounds."""
+
+    run_id: str
+    supernet_of: str
+    waiting: str
+    rounds: list[RoundProgress]
+
+
 class ServerActor:
     """Executes one run. `run` blocks until the run ends; the other methods answer meanwhile."""
 
     def __init__(self) -> None:
-        self._run_id, self._supernet_of = "", ""
+        self._run_id, self._supernet_of, self._waiting = "", "", ""
         self._rounds: list[RoundProgress] = []
         self._stop = threading.Event()
 
@@ -44,15 +58,21 @@ class ServerActor:
         """Starts or resumes the run and returns when it has ended."""
         accept_shared_memory()
         torch.set_num_threads(config.executor.threads)
-        return run_to_end(config, make_pool, Watcher(self._started, self._rounds.append, self._stop.is_set), resume)
+        watcher = Watcher(self._started, self._rounds.append, self._stop.is_set)
+        return run_to_end(config, partial(make_pool, tell=self._waits), watcher, resume)
 
     def _started(self, run_id: str, supernet_of: str) -> None:
         self._supernet_of, self._run_id = supernet_of, run_id
 
+    def _waits(self, message: str) -> None:
+        """Another run was faster since the driver looked for free resources."""
+        CONSOLE.info(message)
+        self._waiting = message
+
     @ray.method(concurrency_group=WATCH)
-    def progress(self, after: int) -> tuple[str, str, list[RoundProgress]]:
-        """The run's id, the id of the run whose supernet it uses, and all finished rounds but the first `after`."""
-        return self._run_id, self._supernet_of, self._rounds[after:]
+    def progress(self, after: int) -> Told:
+        """What the run has told, with all finished rounds but the first `after`."""
+        return Told(self._run_id, self._supernet_of, self._waiting, self._rounds[after:])
 
     @ray.method(concurrency_group=WATCH)
     def stop(self) -> None:

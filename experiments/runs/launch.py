@@ -10,7 +10,7 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedloom.actors.cluster import connected
-from fedloom.actors.server import RemoteServer
+from fedloom.actors.server import RemoteServer, Told
 from fedloom.actors.waiting import groups_in_line
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
@@ -113,20 +113,23 @@ class _Shown:
     """Shows the server's progress and tracks what has been shown."""
 
     def __init__(self, view: View) -> None:
-        self.view, self.run_id, self.rounds = view, "", 0
+        self.view, self.run_id, self.rounds, self.waits = view, "", 0, False
 
     def update(self, server: Any) -> None:
         """Fetches and shows the rounds since the last call."""
         try:
-            run_id, supernet_of, rounds = ray.get(server.progress.remote(self.rounds), timeout=30)
+            told: Told = ray.get(server.progress.remote(self.rounds), timeout=30)
         except GetTimeoutError:
             return
-        if run_id and not self.run_id:
-            self.run_id = run_id
-            self.view.started(run_id, supernet_of)
-        for progress in rounds:
+        if told.run_id and not self.run_id:
+            self.run_id = told.run_id
+            self.view.started(told.run_id, told.supernet_of)
+        if told.waiting and not self.waits:
+            self.waits = True
+            self.view.waiting(told.waiting)
+        for progress in told.rounds:
             self.view.round(progress)
-        self.rounds += len(rounds)
+        self.rounds += len(told.rounds)
 
 
 def _interrupt(server: Any, ending: Any, shown: _Shown) -> RunEnd:
