@@ -60,6 +60,13 @@ def assigned_device(gpu_share: float) -> str:
     return "cuda:0"
 
 
+def memory_of(device: str, gpu_share: float) -> int:
+    """Bytes of the GPU's memory that are this actor's; 0 for the CPU."""
+    if device == "cpu":
+        return 0
+    return int(min(1.0, gpu_share) * torch.cuda.get_device_properties(0).total_memory)
+
+
 def source_of(spec: WorkerSpec) -> str:
     """Hash of the code that a worker runs: fedloom and the plug-ins as installed on its node."""
     return source_hash(sources_of(spec.plugins))
@@ -77,7 +84,8 @@ class ClientActor:
         self._threads = torch.get_num_threads()
         self._node_id: str = ray.get_runtime_context().get_node_id()
         here = place(platform.node(), self._node_id)
-        self.worker = Worker(replace(spec, device=assigned_device(gpu_share), node=here))
+        device = assigned_device(gpu_share)
+        self.worker = Worker(replace(spec, device=device, device_bytes=memory_of(device, gpu_share), node=here))
         self._weights: SharedWeights | None = None
         self._at: tuple[int, float] | None = None
 
@@ -88,12 +96,12 @@ class ClientActor:
         return About(os.getpid(), platform.node(), self._node_id, device, self._threads, source, missing)
 
     def run_chunk(self, chunk: Chunk, weights_ref: list[ray.ObjectRef[Any]], version: str) -> PackedResult:
-        """Runs the chunk on the shared weights, which are mapped into memory once per version."""
+        """Runs the chunk on the shared weights, which are mapped into memory, or uploaded, once per version."""
         # Some builds of torch keep the thread count per calling thread.
         torch.set_num_threads(self.worker.spec.threads)
         if self._weights is None or self._weights.version != version:
             arrays: Arrays = ray.get(weights_ref[0])
-            self._weights = SharedWeights(to_tensors(arrays), version)
+            self._weights = SharedWeights(self.worker.uploaded(to_tensors(arrays)), version)
         result = run_chunk(self.worker, chunk, self._weights, self._begins)
         self._at = None
         return pack(result)

@@ -23,8 +23,11 @@ def accept_shared_memory() -> None:
 
 
 def to_arrays(tensors: Weights) -> dict[str, np.ndarray]:
-    """Tensors as arrays, without a copy if they are in main memory."""
-    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+    """Tensors as arrays, without a copy if they are in main memory; all copies from a GPU are waited for once."""
+    moved = {name: tensor.detach().to("cpu", non_blocking=True) for name, tensor in tensors.items()}
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    return {name: tensor.numpy() for name, tensor in moved.items()}
 
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
@@ -43,7 +46,8 @@ class PackedResult:
 
 def pack(result: ChunkResult) -> PackedResult:
     """Converts the sums of a result to arrays."""
-    sums = {n: (s.box, s.total.cpu().numpy(), s.coverage) for n, s in result.sums.tensors.items()}
+    totals = to_arrays({name: s.total for name, s in result.sums.tensors.items()})
+    sums = {name: (s.box, totals[name], s.coverage) for name, s in result.sums.tensors.items()}
     return PackedResult(sums, result.sums.updates, tuple(result.reports))
 
 

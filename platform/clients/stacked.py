@@ -30,7 +30,8 @@ from fedloom.platform.clients.training import (
     batch_indices,
     gradient_of,
 )
-from fedloom.platform.data.augment import augmentation
+from fedloom.platform.data.augment import augment_stack, augmentation
+from fedloom.platform.data.on_device import upload
 from fedloom.platform.spaces.base import SearchSpace, once
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.slices import Architecture, architecture_id
@@ -119,8 +120,7 @@ def train_stack(stack: Stack, local: LocalSGD, objective: Objective) -> list[Tra
             live = _Live(stack, at_work, local, momentum)
         x, y = _batch(stack, parts, room)
         if augment is not None:
-            for k, part in enumerate(parts):
-                x[k, : len(part)] = augment(x[k, : len(part)], members[k].generator)
+            x = augment_stack(augment, x, [len(part) for part in parts], [m.generator for m in members[: len(parts)]])
         for k, found in enumerate(zip(*live.step(x, y, objective), strict=True)):
             seen[k].record(*found, len(parts[k]))
         momentum = live.momentum
@@ -142,7 +142,7 @@ def _batch(stack: Stack, parts: Sequence[Tensor], room: Tensor) -> Samples:
         index[k, len(part) :] = 0
         index[k] += stack.members[k].start
     all_x, all_y = stack.data
-    place = index.flatten().to(all_x.device)
+    place = upload(index.flatten(), all_x.device)
     x = stack.ready(all_x.index_select(0, place), room[: len(place)])
     y = all_y.index_select(0, place).view(*index.shape, *all_y.shape[1:])
     for k, part in enumerate(parts):

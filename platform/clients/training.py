@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from fedloom.platform.data.augment import NO_AUGMENTATION, augmentation
+from fedloom.platform.data.on_device import upload
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.objectives import Objective
@@ -53,11 +54,17 @@ class Trained:
     loss_norm: float | None = None
 
 
-def batch_indices(num_samples: int, batch_size: int, epochs: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yields batches of indices, reshuffled every epoch, with the sizes of `epoch_sizes`."""
+def batch_indices(
+    num_samples: int,
+    batch_size: int,
+    epochs: int,
+    generator: torch.Generator,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
+) -> Iterator[Tensor]:
+    """Yields batches of indices on the device, reshuffled every epoch, with the sizes of `epoch_sizes`."""
     sizes = epoch_sizes(num_samples, batch_size)
     for _ in range(epochs):
-        yield from torch.split(torch.randperm(num_samples, generator=generator), sizes)
+        yield from torch.split(upload(torch.randperm(num_samples, generator=generator), device), sizes)
 
 
 def epoch_sizes(num_samples: int, batch_size: int) -> list[int]:
@@ -80,15 +87,14 @@ def endless_batches(data: Samples, local: LocalSGD, generator: torch.Generator) 
     """Yields batches without end, reshuffled after every pass over the samples and augmented as in training."""
     augment = augmentation(local.augment)
     while True:
-        for index in batch_indices(len(data[1]), local.batch_size, 1, generator):
+        for index in batch_indices(len(data[1]), local.batch_size, 1, generator, data[0].device):
             x_B, y_B = _taken(data, index)
             yield (x_B if augment is None else augment(x_B, generator)), y_B
 
 
 def _taken(data: Samples, index: Tensor) -> Samples:
     x, y = data
-    place = index.to(x.device)
-    return x.index_select(0, place), y.index_select(0, place)
+    return x.index_select(0, index), y.index_select(0, index)
 
 
 @contextmanager
@@ -130,7 +136,7 @@ def train_locally(
     """
     augment, seen = augmentation(local.augment), Seen(data[0].device, local.loss_norm)
     steps = 0
-    for index in batch_indices(len(data[1]), local.batch_size, local.epochs, generator):
+    for index in batch_indices(len(data[1]), local.batch_size, local.epochs, generator, data[0].device):
         x_B, y_B = _taken(data, index)
         if augment is not None:
             x_B = augment(x_B, generator)
@@ -170,9 +176,16 @@ class Seen:
         if self.norm:
             self.squares.append(squares)
 
+    def _counts(self) -> Tensor:
+        """The batches' numbers of targets (steps,), float64; those that are known without the data in one copy."""
+        known = [t for t in self.targets if not isinstance(t, Tensor)]
+        if len(known) == len(self.targets):
+            return torch.tensor(known, dtype=torch.float64, device=self.device)
+        return torch.stack([torch.as_tensor(t, dtype=torch.float64, device=self.device) for t in self.targets])
+
     def summed_up(self, steps: int, samples: int) -> Trained:
         """The means over all batches."""
-        counts = torch.stack([torch.as_tensor(t, dtype=torch.float64, device=self.device) for t in self.targets])
+        counts = self._counts()
         total = counts.sum().item()
         norm = math.sqrt(torch.stack(self.squares).sum().item() / total) if self.norm else None
         return Trained(
@@ -269,18 +282,19 @@ class _Sums:
     loss: Tensor
     metric: Tensor  # a metric of one's own need not be a count
     more: dict[str, Tensor] = field(default_factory=dict)
-    targets: int = 0
+    targets: Tensor | int = 0  # on the device, if it depends on the data: it is read once, at the end
 
     def add(self, outputs: Tensor, y_B: Tensor, objective: Objective) -> None:
         self.loss += objective.loss_sum(outputs, y_B).double()
         self.metric += objective.metric_sum(outputs, y_B).double()
-        self.targets += int(objective.counted(outputs, y_B))
+        self.targets = self.targets + objective.counted(outputs, y_B)
         for name, value in objective.more(outputs, y_B).items():
             self.more[name] = self.more.get(name, torch.zeros_like(self.loss)) + value.double()
 
     def score(self, y: Tensor) -> Score:
-        means = {name: value.item() / self.targets for name, value in self.more.items()}
-        loss, metric = self.loss.item() / self.targets, self.metric.item() / self.targets
+        targets = int(self.targets)
+        means = {name: value.item() / targets for name, value in self.more.items()}
+        loss, metric = self.loss.item() / targets, self.metric.item() / targets
         return Score(loss, metric, len(y), y.dim() > 1, means)
 
 
@@ -322,12 +336,14 @@ def estimate_statistics(module: nn.Module, x: Tensor, batch_size: int = 128) -> 
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None
         norm.train()
     # The batches differ by at most one sample, because they have the same weight and a batch of one sample may have no
     # variance. Each takes every k-th sample: if samples are grouped by client, consecutive ones have less variance.
     batches = math.ceil(len(x) / batch_size)
     for first in range(batches):
+        for norm in norms:
+            # What torch computes for a momentum of None, but from its own count, which is on the device.
+            norm.momentum = 1.0 / (first + 1)
         module(x[first::batches])
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum

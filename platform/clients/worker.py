@@ -15,6 +15,7 @@ from fedloom.platform.clients.kernels import Kernels
 from fedloom.platform.clients.objectives import CLASSIFICATION, OBJECTIVES, Objective
 from fedloom.platform.clients.training import Samples, own_randomness
 from fedloom.platform.data.federated import FederatedData
+from fedloom.platform.data.on_device import upload
 from fedloom.platform.plugins import Chosen
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace
@@ -26,6 +27,9 @@ from fedloom.tiers.costs import CostTable
 
 SUBNETS_KEPT = 8
 """Number of stand-alone modules kept for re-use: a client trains one, a final evaluation scores many in turn."""
+
+DATA_SHARE = 0.25
+"""The largest share of a worker's GPU memory that the prepared data may take for good; the rest is for training."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class WorkerSpec:
     memory_format: str = "auto"
     objective: Chosen = CLASSIFICATION
     device: str = "cpu"
+    device_bytes: int = 0
+    """The memory of a GPU that the worker may use."""
     node: str = ""
     """The name of the worker's node; empty for the host name."""
     plugins: tuple[str, ...] = ()
@@ -87,11 +93,14 @@ class Worker:
 
     @cached_property
     def data(self) -> FederatedData:
-        """The federated data set, memory-mapped once; ValueError if it is missing on this node."""
+        """The federated data set, memory-mapped or uploaded once; ValueError if it is missing on this node."""
         missing = self.missing_data()
         if missing is not None:
             raise ValueError(missing)
-        return FederatedData.open(Path(self.spec.dataset_path), Path(self.spec.partition_path))
+        data = FederatedData.open(Path(self.spec.dataset_path), Path(self.spec.partition_path))
+        if self.device.type == "cpu":
+            return data
+        return data.on(self.device, int(DATA_SHARE * self.spec.device_bytes))
 
     def missing_data(self) -> str | None:
         """An error message for the first prepared folder that is missing on this node, None if there is none."""
@@ -149,6 +158,10 @@ class Worker:
             loaded[name] = tensors[name].copy_(piece.of(weights[piece.source]))
         return loaded
 
+    def uploaded(self, weights: Weights) -> Weights:
+        """Shared weights on the worker's device, from which the slices of all clients are cut there."""
+        return {name: upload(tensor, self.device) for name, tensor in weights.items()}
+
     @property
     def supernet_if_built(self) -> nn.Module | None:
         """The supernet module if it has been built, otherwise None."""
@@ -166,13 +179,11 @@ class Worker:
 
     def client_data(self, client_id: int, split: str) -> tuple[Tensor, Tensor]:
         """One client's samples on the device."""
-        x, y = self.data.client(client_id, split)
-        return x.to(self.device), y.to(self.device)
+        return self.data.client(client_id, split)
 
     def clients_data(self, client_ids: Sequence[int], splits: Sequence[str]) -> tuple[Samples, list[int]]:
         """The samples of several clients as they are stored, on the device, client after client, and their numbers."""
-        (x, y), sizes = self.data.clients(client_ids, splits)
-        return (x.to(self.device), y.to(self.device)), sizes
+        return self.data.clients(client_ids, splits)
 
     def statistics_of(self, version: str) -> dict[Architecture, dict[str, Tensor]]:
         """The running statistics of the subnets of these weights; those of the weights before are forgotten."""
@@ -185,8 +196,7 @@ class Worker:
         if self._central is not None and self._central[0] == (split, share):
             return self._central[1]
         rng = stream(self.spec.training_seed, "central_data", split)
-        x, y = self.data.central(split, share=share, rng=rng)
-        data = (x.to(self.device), y.to(self.device))
+        data = self.data.central(split, share=share, rng=rng)
         if split != "test":  # cached samples would bypass the lock on the test set
             self._central = ((split, share), data)
         return data

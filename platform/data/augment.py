@@ -1,11 +1,12 @@
 """Augmentations of training batches, by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedloom.platform.data.on_device import upload
 from fedloom.platform.plugins import Chosen, PluginError, Slot, is_import_path
 
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
@@ -22,14 +23,45 @@ def crop_flip(x_BCHW: Tensor, generator: torch.Generator) -> Tensor:
     the generator's device, so that a CPU generator gives the same result for images on any device.
     Source: the usual CIFAR augmentation (He et al. 2016, section 4.2).
     """
+    return _moved(x_BCHW, _drawn(len(x_BCHW), generator))
+
+
+def _drawn(count: int, generator: torch.Generator) -> Tensor:
+    """What `crop_flip` draws for so many images: their shifts down and right, and whether they are mirrored (3, B)."""
+    offsets = torch.randint(0, 2 * PADDING + 1, (2, count), generator=generator, device=generator.device)
+    mirrored = torch.randint(0, 2, (1, count), generator=generator, device=generator.device)
+    return torch.cat([offsets, mirrored])
+
+
+def _moved(x_BCHW: Tensor, drawn_3B: Tensor) -> Tensor:
     B, _, H, W = x_BCHW.shape
-    offsets = torch.randint(0, 2 * PADDING + 1, (2, B), generator=generator, device=generator.device)
-    mirrored = torch.randint(0, 2, (B,), generator=generator, device=generator.device).bool()
-    dy, dx = offsets.to(x_BCHW.device)
+    dy, dx, mirrored = upload(drawn_3B, x_BCHW.device)
     # A view of all windows (B, C, dy, dx, H, W); the indexing below copies one per image.
     windows = F.pad(x_BCHW, (PADDING,) * 4).unfold(2, H, 1).unfold(3, W, 1)
     cropped = windows[torch.arange(B, device=x_BCHW.device), :, dy, dx]
-    return torch.where(mirrored.to(x_BCHW.device).view(-1, 1, 1, 1), cropped.flip(3), cropped)
+    return torch.where(mirrored.bool().view(-1, 1, 1, 1), cropped.flip(3), cropped)
+
+
+def crop_flip_stack(x_KBCHW: Tensor, sizes: Sequence[int], generators: Sequence[torch.Generator]) -> Tensor:
+    """`crop_flip` of the first `sizes` images of K clients' batches, in one step for all."""
+    still = torch.tensor([PADDING, PADDING, 0]).view(3, 1)
+    drawn = [
+        torch.cat([_drawn(size, generator), still.expand(3, x_KBCHW.shape[1] - size)], dim=1)
+        for size, generator in zip(sizes, generators, strict=True)
+    ]
+    return _moved(x_KBCHW.flatten(0, 1), torch.cat(drawn, dim=1)).view_as(x_KBCHW)
+
+
+def augment_stack(
+    augment: Augmentation, x_KB: Tensor, sizes: Sequence[int], generators: Sequence[torch.Generator]
+) -> Tensor:
+    """Batches of K clients, of which the first `sizes` samples count, each augmented with its own generator."""
+    # A GPU takes as long for one client's images as for all; a processor would need memory for all at every step.
+    if augment is crop_flip and x_KB.device.type != "cpu":
+        return crop_flip_stack(x_KB, sizes, generators)
+    for x_B, size, generator in zip(x_KB, sizes, generators, strict=True):
+        x_B[:size] = augment(x_B[:size], generator)
+    return x_KB
 
 
 def unchanged(x_B: Tensor, generator: torch.Generator) -> Tensor:

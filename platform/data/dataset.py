@@ -1,6 +1,7 @@
 """A prepared data set: memory-mapped arrays of images, normalised on access, or of token sequences."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedloom.platform.data.artefact import (
     verify_arrays,
 )
 from fedloom.platform.data.guard import TestGuard
+from fedloom.platform.data.on_device import OnDevice
 
 MANIFEST = "dataset.json"
 PARTS = ("train", "test")
@@ -55,6 +57,7 @@ class Dataset:
     _arrays: dict[str, AnyArray]
     _manifest: Fields
     _guard: TestGuard
+    _on_device: OnDevice | None = None
 
     @classmethod
     def open(cls, path: Path, guard: TestGuard | None = None) -> "Dataset":
@@ -84,6 +87,11 @@ class Dataset:
             _manifest=manifest,
             _guard=guard or TestGuard(is_open=True),
         )
+
+    def on(self, device: torch.device, most_bytes: int) -> "Dataset":
+        """The same data set with its samples on a device: whole parts, if they fit into so many bytes."""
+        factor, shift = (of.to(device) for of in self._normalisation)
+        return replace(self, _normalisation=(factor, shift), _on_device=OnDevice(device, most_bytes))
 
     def verify(self) -> None:
         """Reads every array; raises ValueError naming the file whose content was changed."""
@@ -131,6 +139,11 @@ class Dataset:
         Raises TestReadError for a guarded test part.
         """
         self._guard.check(part)
+        if self._on_device is None:
+            return self._read(part, indices)
+        return self._on_device.take(part, indices, partial(self._read, part), self.num_samples(part))
+
+    def _read(self, part: str, indices: IntArray) -> tuple[Tensor, Tensor]:
         if self.kind == "tokens":
             return self._tokens(part, "x", indices), self._tokens(part, "y", indices)
         return torch.from_numpy(self._array(part, "x")[indices]), torch.from_numpy(self._array(part, "y")[indices])

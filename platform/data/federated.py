@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fedloom.platform.data.artefact import IntArray
@@ -35,6 +36,10 @@ class FederatedData:
         guard = TestGuard()
         dataset = Dataset.open(dataset_path, guard)
         return cls(dataset, Partition.open(partition_path, dataset, guard), guard)
+
+    def on(self, device: torch.device, most_bytes: int) -> "FederatedData":
+        """The same data with samples on a device, see `Dataset.on`; both are under one lock."""
+        return replace(self, dataset=self.dataset.on(device, most_bytes))
 
     @property
     def num_clients(self) -> int:

@@ -14,6 +14,7 @@ from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, Samples, Score, Step, endless_batches, evaluate
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.on_device import upload
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.personal import Personal, is_decided
 from fedloom.platform.methods.silo.perturbation import decide, is_settled, search_steps
@@ -179,7 +180,10 @@ class Milenas:
 def own_network(worker: Worker, silo: Personal) -> Network:
     """A silo's network of its remaining operators, weighted by its architecture parameters if it has any."""
     kept, alphas = silo.kept, silo.alphas
-    return MixedNetwork(kept, None if alphas is None else lambda: softmax(alphas, kept)).on(worker)
+    if alphas is None:
+        return MixedNetwork(kept).on(worker)
+    absent = absent_of(alphas, kept)
+    return MixedNetwork(kept, lambda: softmax(alphas, absent)).on(worker)
 
 
 def first_alphas(space: SumsOptions) -> Tensor:
@@ -187,11 +191,16 @@ def first_alphas(space: SumsOptions) -> Tensor:
     return torch.zeros((len(space.options), max(space.options)))
 
 
-def softmax(alphas: Tensor, kept: Subspace) -> Tensor:
-    """The softmax weights (decisions, options) of the remaining operators; 0 for all others."""
-    absent = torch.ones_like(alphas, dtype=torch.bool)
+def absent_of(alphas: Tensor, kept: Subspace) -> Tensor:
+    """Which operators (decisions, options) do not remain."""
+    absent = torch.ones(alphas.shape, dtype=torch.bool)
     for decision, row in enumerate(kept):
         absent[decision, list(row)] = False
+    return upload(absent, alphas.device)
+
+
+def softmax(alphas: Tensor, absent: Tensor) -> Tensor:
+    """The softmax weights (decisions, options) of the remaining operators; 0 for all others."""
     return alphas.masked_fill(absent, -torch.inf).softmax(dim=1)
 
 
