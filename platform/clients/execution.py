@@ -55,6 +55,12 @@ class SharedWeights:
     version: str
 
 
+OUT_OF_MEMORY = (
+    "the client needs more than its share of the GPU's memory: raise tiers.num_gpus, or lower the batch size or "
+    "executor.stack_clients"
+)
+
+
 class Executor(Protocol):
     """Runs chunks of assignments, in this process or elsewhere."""
 
@@ -142,6 +148,8 @@ def _failed(base: Report, error: BaseException, wall_s: float, attempt: int) -> 
         return replace(base, status="failed", error=str(error), wall_s=wall_s, attempts=attempt)
     # The row's error must not depend on file paths; the traceback has a column of its own.
     named = _message(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {_message(error)}"
+    if isinstance(error, torch.OutOfMemoryError):
+        named = OUT_OF_MEMORY  # torch's own words are numbers of bytes, and stay in the traceback
     first_line = (named.splitlines() or [type(error).__name__])[0]
     first_line += place_in_own(error) if raised_by_own(error) else ""
     text = "".join(traceback.format_exception(error)).strip()

@@ -1,7 +1,8 @@
-"""How networks compute on a worker: the precision of their arithmetic, and the memory format of images."""
+"""How networks compute on a worker: precision, memory format of images, and torch's choice of algorithms."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,33 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+AUTOCAST = {"bfloat16": torch.bfloat16}
+"""The types of precisions that torch casts to; in the others tensors are float32 throughout."""
+WORKSPACE = ":4096:8"
+"""What cuBLAS needs for the same bits every time; it reads it from the environment when it is first used."""
+
+
+def set_up_process(precision: str, *, deterministic: bool) -> None:
+    """Sets what torch keeps per process: TF32 on GPUs, which torch itself allows to convolutions, and algorithms.
+
+    The last worker that is made in a process decides. On processors TF32 does not exist, and nothing changes.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
+    torch.use_deterministic_algorithms(deterministic)
+    # Filling every new tensor with NaN would only show reads of values that nobody wrote.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
 
 @dataclass(frozen=True)
 class Kernels:
     """Plain data: part of what a run is, because rounding depends on it.
 
     Attributes:
-        precision: that of convolutions and matrix products (torch's autocast); weights, gradients, the optimiser's
-            state, losses and averages are float32 in any case.
+        precision: that of convolutions and matrix products; weights, gradients, the optimiser's state, losses and
+            averages are float32 in any case. `bfloat16` is torch's autocast, `tf32` is up to `set_up_process`.
         channels_last: whether images and the kernels of convolutions are stored with the channels last.
     """
 
@@ -30,7 +50,7 @@ class Kernels:
         if self.channels_last:
             module = module.to(memory_format=torch.channels_last)
             module.register_forward_pre_hook(_with_channels_last)
-        if self.precision != "float32":
+        if self.precision in AUTOCAST:
             module.forward = _in_precision(module.forward, device, self.precision)
             for part in module.modules() if device.type == "cpu" else ():
                 if _is_slow(part):
@@ -47,7 +67,7 @@ class Kernels:
             outputs: Tensor = functional_call(module, dict(tensors), (x,))
             return outputs
 
-        return forward if self.precision == "float32" else _in_precision(forward, device, self.precision)
+        return _in_precision(forward, device, self.precision) if self.precision in AUTOCAST else forward
 
 
 def _with_channels_last(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -71,7 +91,7 @@ def _in_float32(forward: Callable[..., Any], device: torch.device) -> Callable[.
 
 
 def _in_precision(forward: Callable[..., Any], device: torch.device, precision: str) -> Callable[..., Any]:
-    dtype = getattr(torch, precision)
+    dtype = AUTOCAST[precision]
 
     def cast(*inputs: Any, **options: Any) -> Any:
         with torch.autocast(device.type, dtype):

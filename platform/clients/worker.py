@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.clients.kernels import Kernels
+from fedloom.platform.clients.kernels import Kernels, set_up_process
 from fedloom.platform.clients.objectives import CLASSIFICATION, OBJECTIVES, Objective
 from fedloom.platform.clients.training import Samples, own_randomness
 from fedloom.platform.data.federated import FederatedData
@@ -49,6 +49,7 @@ class WorkerSpec:
     threads: int = 1
     precision: str = "float32"
     memory_format: str = "auto"
+    deterministic: bool = False
     objective: Chosen = CLASSIFICATION
     device: str = "cpu"
     device_bytes: int = 0
@@ -64,6 +65,7 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
+        set_up_process(spec.precision, deterministic=spec.deterministic)
         self.device = torch.device(spec.device)
         self.node = spec.node or platform.node()
         self._subnets: OrderedDict[Architecture, nn.Module] = OrderedDict()

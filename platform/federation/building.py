@@ -67,6 +67,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
         threads=config.executor.threads,
         precision=config.executor.precision,
         memory_format=config.executor.memory_format,
+        deterministic=config.executor.deterministic,
         objective=objective,
     )
     return World(

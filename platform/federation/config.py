@@ -143,7 +143,7 @@ SMALLEST_STORE_BYTES = 75 * 2**20
 """The smallest object store that Ray starts with."""
 
 
-PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("float32", "tf32", "bfloat16")
 STACKING = ("auto", "off")
 MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
 
@@ -169,8 +169,12 @@ class ExecutorConfig:
     precision: Annotated[
         str,
         OneOf(PRECISIONS),
-        "that of convolutions and matrix products (autocast); weights, updates, sums and the optimiser are float32",
+        "that of convolutions and matrix products: tf32 is float32 with TensorFloat-32 on GPUs, bfloat16 is autocast; "
+        "weights, updates, sums and the optimiser are float32",
     ] = "float32"
+    deterministic: Annotated[
+        bool, "only torch's deterministic algorithms; a client whose network has none for an operator on a GPU fails"
+    ] = False
     memory_format: Annotated[
         str, OneOf(MEMORY_FORMATS), "of images and the kernels of convolutions; auto: the one that the space asks for"
     ] = "auto"

@@ -104,6 +104,10 @@ def explode() -> Outcome:
     raise KeyError("the battery")
 
 
+def overflow() -> Outcome:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
 def refuse() -> Outcome:
     raise TaskError("too tired")
 
@@ -162,6 +166,13 @@ def test_an_exception_is_a_failed_row_with_its_traceback() -> None:
     assert "in explode" in report.traceback
     assert report.traceback.endswith("KeyError: 'the battery'")
     assert sums.tensors == {}
+
+
+def test_an_exceeded_share_of_a_gpu_is_a_failed_row_that_says_what_to_do() -> None:
+    report = run_assignment(fake_worker(), planned(overflow), SHARED, WeightedSums())
+    assert report.status == "failed"
+    assert report.error.startswith("the client needs more than its share of the GPU's memory: raise tiers.num_gpus")
+    assert "Tried to allocate 2.00 GiB" in (report.traceback or "")
 
 
 def test_a_refused_result_is_a_failed_row_in_the_tasks_own_words() -> None:

@@ -1,6 +1,7 @@
 """Precision and memory format of a worker's networks."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.execution import SharedWeights, run_assignment
-from fedloom.platform.clients.kernels import Kernels
+from fedloom.platform.clients.kernels import AUTOCAST, WORKSPACE, Kernels, set_up_process
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
@@ -35,13 +36,13 @@ class Looks(nn.Module):
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
 def test_a_network_computes_as_asked_and_its_tensors_stay_float32(precision: str, channels_last: bool) -> None:
     module = Looks()
     assert Kernels(precision, channels_last).prepared(module, CPU) is module
     y = module(torch.randn(2, 3, 8, 8), option=5)
     y.sum().backward()
-    assert module.seen == [(getattr(torch, precision), channels_last, 5)]
+    assert module.seen == [(AUTOCAST.get(precision, torch.float32), channels_last, 5)]
     weight = module.conv.weight
     assert (y.dtype, weight.dtype) == (torch.float32, torch.float32)
     assert weight.grad is not None
@@ -58,7 +59,7 @@ def test_texts_have_no_channels() -> None:
 def sums_of(tiny_config: Callable[..., RunConfig]) -> Callable[..., tuple[Worker, WeightedSums]]:
     """The worker and the sums of one client's training under `executor` settings."""
 
-    def train(**executor: str) -> tuple[Worker, WeightedSums]:
+    def train(**executor: Any) -> tuple[Worker, WeightedSums]:
         config = tiny_config()
         world = build_world(replace(config, executor=replace(config.executor, **executor)))
         stage = build_stages(world)[0]
@@ -88,12 +89,14 @@ def test_formats_differ_by_rounding_and_precisions_by_more(sums_of: Any) -> None
         for name, executor in {
             "plain": {"memory_format": "contiguous"},
             "last": {"memory_format": "channels_last"},
+            "tf32": {"memory_format": "contiguous", "precision": "tf32"},
             "half": {"memory_format": "contiguous", "precision": "bfloat16"},
         }.items()
     }
     for name, total in totals["plain"].items():
         torch.testing.assert_close(totals["last"][name], total, rtol=1e-3, atol=1e-2, msg=name)
         assert totals["half"][name].dtype == total.dtype
+        assert torch.equal(totals["tf32"][name], total), "processors have no TF32"
     assert any(not torch.equal(totals["half"][n], t) for n, t in totals["plain"].items())
 
 
@@ -104,3 +107,27 @@ def test_strided_depthwise_convolutions_stay_float32_on_processors() -> None:
         layer.register_forward_hook(lambda _layer, _inputs, y: seen.append(y.dtype))
     Kernels("bfloat16").prepared(network, torch.device("cpu"))(torch.ones(1, 3, 9, 9))
     assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """Leaves the process as other tests expect it."""
+    yield
+    set_up_process("float32", deterministic=False)
+
+
+@pytest.mark.usefixtures("as_before")
+def test_a_worker_sets_up_its_process(sums_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert not torch.are_deterministic_algorithms_enabled()
+    plain = sums_of()[1]
+    assert not torch.backends.cudnn.allow_tf32, "float32 is float32 in convolutions, too"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    exact = sums_of(deterministic=True, precision="tf32")[1]
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.allow_tf32
+    assert torch.backends.cuda.matmul.allow_tf32
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == WORKSPACE
+    assert all(torch.equal(s.total, plain.tensors[n].total) for n, s in exact.tensors.items())
+    sums_of()
+    assert not torch.are_deterministic_algorithms_enabled(), "the last worker decides"

@@ -84,7 +84,7 @@ CASES = {
         r"executor.stack_clients=4: resident clients are trained alone",
     ),
     "no number of clients": (["executor.stack_clients=0"], r"stack_clients=0: must be auto, off, or a whole number"),
-    "unknown precision": (["executor.precision=float16"], r"precision=float16: must be one of float32, bfloat16"),
+    "unknown precision": (["executor.precision=float16"], r"precision=float16: must be one of float32, tf32, bfloat16"),
     "negative learning rate": (["method.train.lr=-1"], r"method.train.lr=-1.0: must be greater than 0"),
 }
 
