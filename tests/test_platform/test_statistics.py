@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fedloom.platform.clients.assignments import Assignment, Outcome
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.scoring import ScoreSubnet, calibration_samples, scored_subnet, subnet_scorer
+from fedloom.platform.clients.scoring import ScoreSubnet, calibration_samples, score_subnets, scored_subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD, Samples, Score, estimate_statistics, evaluate
 from fedloom.platform.clients.worker import Worker
@@ -95,10 +95,9 @@ def test_the_score_is_that_of_the_estimated_statistics(setting: Setting) -> None
 
 
 def test_a_search_scores_as_the_final_evaluation_does(setting: Setting) -> None:
-    forward_of = subnet_scorer(setting.worker, setting.weights, "supernet@0")
     data = setting.worker.central_data("validation")
-    scores = [measured(forward_of(a), data).loss for a in (A, B, A)]
-    assert scores == [score(setting, a)[0] for a in (A, B, A)]
+    scores = score_subnets(setting.worker, (A, B, A), setting.weights, "supernet@0", data)
+    assert [s.loss for s in scores] == [score(setting, a)[0] for a in (A, B, A)]
 
 
 def test_a_model_trained_alone_keeps_its_own_statistics(setting: Setting) -> None:
