@@ -4,6 +4,7 @@ import errno
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from fedloom.platform.settings import PATH, POSITIVE, UP_TO_A_MILLION, Brought, OneOf, Range
@@ -78,9 +79,16 @@ def check_cache(config: DataConfig) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(root))
         if not os.access(existing, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))
-        root.mkdir(parents=True, exist_ok=True)
+        _try_folder_in(existing)
     except OSError as error:
+        error.filename = str(root)
         raise ValueError(
             f"the cache of prepared data cannot be written ({in_words(error)}): choose another folder by data.cache "
             "or FEDLOOM_CACHE"
         ) from error
+
+
+def _try_folder_in(existing: Path) -> None:
+    """Raises OSError where no folder can be made although access allows it, as in /proc."""
+    with TemporaryDirectory(dir=existing):
+        pass
