@@ -1,0 +1,74 @@
+"""The scale benchmark: its clients change nothing, its model's arithmetic, and that all of its parts run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedloom.experiments.benchmarks.scale_case import ScaleCase, measure, run_config
+from fedloom.experiments.benchmarks.scale_model import Cluster, Load, Server, most_actors, predict, server_of
+from fedloom.experiments.benchmarks.scale_parts import LARGE, SMALL
+from fedloom.platform.results.checkpoint import load_checkpoint
+
+SERVER = Server(
+    round_s=0.01, client_s=0.001, chunk_s=0.002, state_s_per_byte=1e-9, update_s_per_byte=2e-9
+)  # round numbers, not measured ones
+
+
+def test_clients_that_do_nothing_change_nothing_and_have_their_rows(tmp_path: Path) -> None:
+    case = ScaleCase(registered=30, cohort=5, rounds=3, parameters=100, reads=True)
+    figures = measure(case, run_config(case, str(tmp_path / "cache"), str(tmp_path / "results")))
+    (state,) = (tmp_path / "results" / "artifacts").rglob("state.json")
+    weights = load_checkpoint(state.parent).bags["noop"].tensors
+    assert len(weights) == 10
+    assert all(torch.equal(tensor, torch.ones(10)) for tensor in weights.values())
+    assert (figures["rounds_rows"], figures["clients_rows"]) == (3, 15)
+    assert list(figures["resident_bytes"]) == [1, 2, 3]
+
+
+def test_what_takes_longest_decides_a_round() -> None:
+    load = Load(clients=100, chunk_size=10, weights_bytes=1e6, client_s=1.0)
+    assert SERVER.work_s(load) == pytest.approx(0.01 + 0.1 + 0.02 + 0.001 + 0.02)
+    few = predict(SERVER, load, Cluster(nodes=1, actors_per_node=4, bytes_per_s=1e8))
+    assert (few.limit, few.round_s) == ("clients", 30.0)  # three waves of ten clients
+    assert few.network_s == pytest.approx(0.1)
+    slow = predict(SERVER, load, Cluster(nodes=1, actors_per_node=4, bytes_per_s=1e5))
+    assert (slow.limit, slow.round_s) == ("network", pytest.approx(100.0))
+    quick = Load(clients=100, chunk_size=10, weights_bytes=1e6, client_s=0.001)
+    assert predict(SERVER, quick, Cluster(10, 10, 1e9)).limit == "server"
+    assert most_actors(SERVER, load) == pytest.approx(100 / 0.151)
+
+
+def test_constants_come_from_differences_of_figures() -> None:
+    figures = {
+        "cohorts": [{"cohort": 10, "cpu_ms": 30.0}, {"cohort": 100, "cpu_ms": 210.0}],
+        "supernets": [
+            {"parameters": 250_000_000, "clients": 1, "cpu_s": 3.0},
+            {"parameters": 250_000_000, "clients": 5, "cpu_s": 11.0},
+        ],
+        "actors": [
+            {"kind": "simulated", "chunk_size": 1, "rest_ms": 0.0, "cpu_us_per_client": 3000.0},
+            {"kind": "simulated", "chunk_size": 10, "rest_ms": 0.0, "cpu_us_per_client": 1200.0},
+            {"kind": "simulated", "chunk_size": 1, "rest_ms": 50.0, "cpu_us_per_client": 9000.0},
+        ],
+    }
+    found = server_of(figures)
+    assert found is not None
+    assert found == Server(
+        pytest.approx(0.01), pytest.approx(0.001), pytest.approx(0.002), pytest.approx(1e-9), pytest.approx(2e-9)
+    )
+    assert server_of({"cohorts": figures["cohorts"]}) is None
+
+
+@pytest.mark.slow
+def test_every_part_runs() -> None:
+    command = [sys.executable, "-m", "fedloom.experiments.benchmarks.scale", "--small", "--repeats", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert list(figures) == [*LARGE, "server"]
+    assert {part: len(figures[part]) for part in LARGE} == {part: len(cases) for part, cases in SMALL.items()}
+    assert [row["client_rows"] for row in figures["rounds"]] == [10 * row["rounds"] for row in figures["rounds"]]
