@@ -37,7 +37,8 @@ from fedloom.platform.spaces.registry import SPACES
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = ROOT / "tests" / "plugins"
-READMES = [ROOT / "README.md", *(ROOT / part / "README.md" for part in ("platform", "tiers", "actors", "experiments"))]
+FOLDERS = ("platform", "tiers", "actors", "experiments", "experiments/benchmarks")
+READMES = [ROOT / "README.md", *(ROOT / part / "README.md" for part in FOLDERS)]
 MOST_LINES = 150
 ALIASES = {"describe": ("space=", "space.name="), "prepare": ("dataset=", "data.dataset=")}
 """What two of the commands understand beside configuration keys."""
