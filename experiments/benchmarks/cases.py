@@ -28,6 +28,8 @@ CASES = {
     "logistic": Case("logistic", clients=1000, cohort=100, samples=50, rounds=60, chunk_size=50),
     "registered_100": Case("logistic", clients=100, cohort=10, samples=1, rounds=100, chunk_size=5),
     "registered_100000": Case("logistic", clients=100_000, cohort=10, samples=1, rounds=100, chunk_size=5),
+    "cohort_200": Case("logistic", clients=2000, cohort=200, samples=8, rounds=12, chunk_size=50, batch_size=8),
+    "cohort_2000": Case("logistic", clients=2000, cohort=2000, samples=8, rounds=6, chunk_size=50, batch_size=8),
     "long": Case("logistic", clients=100, cohort=10, samples=50, rounds=51, chunk_size=5),
 }
 

@@ -1,6 +1,7 @@
 """The platform's overhead: the same FedAvg round in plain processes, with the serial executor, and with Ray actors.
 
-    python -m fedloom.experiments.benchmarks.overhead [--case cnn|logistic|registered|memory|all] [--repeats 3]
+    python -m fedloom.experiments.benchmarks.overhead [--case cnn|logistic|registered|cohort|memory|all]
+        [--repeats 3]
 
 Prints tables, and one JSON object with all figures on the last line. Every variant runs in a separate process, the
 variants alternate, and only ratios of medians within one call are meaningful. The time of a round is the time between
@@ -11,6 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -23,7 +25,7 @@ VARIANTS = ("plain", "serial", "ray_1", "ray_2")
 def main() -> None:
     """Runs the cases and prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default="all", choices=["cnn", "logistic", "registered", "memory", "all"])
+    parser.add_argument("--case", default="all", choices=["cnn", "logistic", "registered", "cohort", "memory", "all"])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     figures: dict[str, Any] = {}
@@ -32,6 +34,8 @@ def main() -> None:
             figures[case] = compare(case, args.repeats)
     if args.case in ("registered", "all"):
         figures["registered"] = registered(args.repeats)
+    if args.case in ("cohort", "all"):
+        figures["cohort"] = cohorts(args.repeats)
     if args.case in ("memory", "all"):
         figures["memory"] = flat_memory()
     print(json.dumps(figures))
@@ -68,16 +72,29 @@ def compare(case: str, repeats: int) -> dict[str, Any]:
 
 def registered(repeats: int) -> dict[str, float]:
     """Measures the same round with 100 and with 100 000 registered clients."""
-    names = ("registered_100", "registered_100000")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(repeats):
-        for name in names:
-            seconds[name] += run_in_process(name, "serial")["rounds_s"]
-    few, many = (median(seconds[name]) for name in names)
+    few, many = serial_rounds_s(("registered_100", "registered_100000"), repeats)
     print(
         f"\nregistered clients: 100 {few * 1e3:.2f} ms/round, 100 000 {many * 1e3:.2f} ms/round, ratio {many / few:.3f}"
     )
     return {"round_s_100": few, "round_s_100000": many, "ratio": many / few}
+
+
+def cohorts(repeats: int) -> dict[str, float]:
+    """Measures the time per client of a round of 200 and of a round of 2000 tiny clients."""
+    names = ("cohort_200", "cohort_2000")
+    seconds = serial_rounds_s(names, repeats)
+    few, many = (each_s / CASES[name].cohort for name, each_s in zip(names, seconds, strict=True))
+    print(f"\ncohorts: of 200 {few * 1e6:.0f} us/client, of 2000 {many * 1e6:.0f} us/client, ratio {many / few:.3f}")
+    return {"client_s_200": few, "client_s_2000": many, "ratio": many / few}
+
+
+def serial_rounds_s(cases: Sequence[str], repeats: int) -> list[float]:
+    """The median seconds of the cases' rounds on the serial executor, alternating between them."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name in cases:
+            seconds[name] += run_in_process(name, "serial")["rounds_s"]
+    return [median(each) for each in seconds.values()]
 
 
 def flat_memory() -> dict[str, float]:

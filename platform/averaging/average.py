@@ -267,7 +267,9 @@ def first_not_finite(tensors: Weights) -> str | None:
     if not sums:
         return None
     found = list(sums.values())
-    if any(each.dtype != found[0].dtype for each in found):
+    if len({each.dtype for each in found}) > 1:
         found = [each.double() for each in found]
-    broken = ~torch.isfinite(torch.stack(found))
-    return list(sums)[int(broken.nonzero()[0])] if bool(broken.any()) else None
+    if math.isfinite(torch.stack(found).sum().item()):
+        return None
+    # The sum over all tensors may overflow while each tensor's own is finite.
+    return next((name for name, each in sums.items() if not math.isfinite(each.item())), None)

@@ -77,8 +77,9 @@ def _parts(worker: Worker, assignments: Sequence[Assignment], most: int) -> list
     if module is None:
         return []
     groups: dict[int, list[int]] = {}
+    by_samples = needs_equal_batches(module)
     for i in places:
-        groups.setdefault(_samples(worker, assignments[i]) if needs_equal_batches(module) else 0, []).append(i)
+        groups.setdefault(_samples(worker, assignments[i]) if by_samples else 0, []).append(i)
     parts = [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
     return [part for part in parts if len(part) > 1]
 

@@ -267,8 +267,10 @@ class Train:
     def outcome(self, worker: Worker, assignment: Assignment, trained: TrainedNetwork, samples: int) -> Outcome:
         """The outcome of a network that has been trained and is loaded in the worker's module."""
         update = update_of(trained, samples, self.weighting, self.share)
-        scores = validation_scores(worker, assignment, trained.network) if self.scored and not self.joined else ()
-        return replace(trained_outcome(trained, samples, update), measurements=scores)
+        outcome = trained_outcome(trained, samples, update)
+        if self.joined or not self.scored:
+            return outcome
+        return replace(outcome, measurements=validation_scores(worker, assignment, trained.network))
 
     def account(self, worker: Worker, assignment: Assignment) -> Outcome:
         """The costs of `run`, counted without training."""

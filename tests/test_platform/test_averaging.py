@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.platform.averaging.average import Update, WeightedSums, average, part_of
+from fedloom.platform.averaging.average import Update, WeightedSums, average, first_not_finite, part_of
 from fedloom.platform.averaging.weighting import Work, fedavg, opa, plain
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Region, Slice
@@ -300,3 +300,13 @@ def test_sums_that_were_finished_are_used_up() -> None:
             misuse()
     with pytest.raises(ValueError, match="these sums were finished"):
         WeightedSums().merge(sums)
+
+
+def test_the_first_tensor_that_is_not_finite_is_named() -> None:
+    fine = {"count": torch.tensor([3]), "a": torch.ones(2), "b": torch.ones(2, dtype=torch.float64)}
+    assert first_not_finite(fine) is None
+    assert first_not_finite({"count": torch.tensor([3])}) is None
+    broken = {"c": torch.tensor([math.inf, -math.inf]), "d": torch.tensor([math.nan])}
+    assert first_not_finite({**fine, **broken}) == "c"
+    great = torch.full((1,), 3e38)
+    assert first_not_finite({"a": great, "b": great}) is None, "only their sum overflows"
