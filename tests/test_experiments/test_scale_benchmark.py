@@ -1,16 +1,18 @@
 """The scale benchmark: its clients change nothing, its model's arithmetic, and that all of its parts run."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
 
+from fedloom.experiments.benchmarks import scale
 from fedloom.experiments.benchmarks.scale_case import ScaleCase, measure, run_config
 from fedloom.experiments.benchmarks.scale_model import Cluster, Load, Server, most_actors, predict, server_of
-from fedloom.experiments.benchmarks.scale_parts import LARGE, SMALL
+from fedloom.experiments.benchmarks.scale_parts import LARGE, SMALL, Figures
 from fedloom.platform.results.checkpoint import load_checkpoint
 
 SERVER = Server(
@@ -63,12 +65,31 @@ def test_constants_come_from_differences_of_figures() -> None:
     assert server_of({"cohorts": figures["cohorts"]}) is None
 
 
-@pytest.mark.slow
-def test_every_part_runs() -> None:
-    command = [sys.executable, "-m", "fedloom.experiments.benchmarks.scale", "--small", "--repeats", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+def figures_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", ["scale", "--small", "--repeats", "1", *options])
+    scale.main()
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return figures
+
+
+def test_every_part_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process; what a case costs to start is no matter here."""
+
+    def here(case: ScaleCase, folder: str) -> Figures:
+        with TemporaryDirectory(dir=folder) as results:
+            figures: Figures = json.loads(json.dumps(measure(case, run_config(case, folder, results))))
+            return figures
+
+    monkeypatch.setattr(scale, "run_in_process", here)
+    figures = figures_of(capsys, monkeypatch)
     assert list(figures) == [*LARGE, "server"]
     assert {part: len(figures[part]) for part in LARGE} == {part: len(cases) for part, cases in SMALL.items()}
     assert [row["client_rows"] for row in figures["rounds"]] == [10 * row["rounds"] for row in figures["rounds"]]
+
+
+@pytest.mark.slow
+def test_cases_run_in_processes_of_their_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = figures_of(capsys, monkeypatch, "--parts", "rounds")
+    assert [row["rounds"] for row in figures["rounds"]] == [1, 20]
