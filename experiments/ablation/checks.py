@@ -9,11 +9,10 @@ from typing import Any
 from fedloom.experiments.ablation.needs import Bundles, Cluster, bundles_of_trial
 from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.ablations import Trial
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import RunCosts
 from fedloom.platform.federation.world import World
-from fedloom.platform.runs.run import planned_stages
+from fedloom.platform.runs.run import planned_stages, planned_world
 from fedloom.platform.runs.supernets import supernet_key
 from fedloom.tiers.tier import Tier, make_tiers
 
@@ -115,8 +114,8 @@ def _world(config: RunConfig, spaces: dict[str, World]) -> World:
     key = json.dumps([asdict(config.space), budgets])
     before = spaces.get(key)
     if before is None:
-        return spaces.setdefault(key, build_world(config))
-    return replace(build_world(config, RunCosts(before.cost_table, before.macs_table)), space=before.space)
+        return spaces.setdefault(key, planned_world(config))
+    return replace(planned_world(config, RunCosts(before.cost_table, before.macs_table)), space=before.space)
 
 
 def _checked(

@@ -20,9 +20,8 @@ from typing import Any
 from fedloom.experiments.chaos.attack import arguments, attack
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.presets import experiments
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.methods.registry import METHODS
-from fedloom.platform.runs.run import planned_stages
+from fedloom.platform.runs.run import planned_stages, planned_world
 from fedloom.platform.settings import OneOf, Range, Setting, settings_of
 
 WRONG = ("tracebacks", "many_lines", "hangs", "written", "exits")
@@ -77,7 +76,7 @@ def tried(overrides: list[str], folder: Path, *, build: bool) -> tuple[str, str]
     try:
         config = compose_config([*overrides, f"results={folder / 'results'}"])
         if build:
-            planned_stages(build_world(config))
+            planned_stages(planned_world(config))
     except ValueError as error:
         return "refused", str(error)
     except Hung:

@@ -12,7 +12,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from fedloom.actors.cluster import connected
 from fedloom.actors.server import RemoteServer, Told
 from fedloom.actors.waiting import groups_in_line
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import RunCosts, load_costs
 from fedloom.platform.federation.loop import AT_ONCE, RoundProgress
@@ -21,7 +20,7 @@ from fedloom.platform.results.paths import RunPaths, run_paths
 from fedloom.platform.results.remote import check_results, local_root
 from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.runs.ending import Resume, RunEnd, run_to_end
-from fedloom.platform.runs.run import Watcher, check_run_unowned, planned_stages
+from fedloom.platform.runs.run import Watcher, check_run_unowned, planned_stages, planned_world
 from fedloom.platform.runs.run_files import COSTS
 from fedloom.platform.runs.serial import make_serial
 
@@ -60,7 +59,7 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
     # These checks take about a second and raise their errors before Ray is started.
     if resume is not None:
         check_run_unowned(run_paths(local_root(config.results), config.experiment, resume.run_id))
-    world = build_world(config, _stored_costs(config, resume))
+    world = planned_world(config, _stored_costs(config, resume))
     planned_stages(world)
     with connected(config.ray):
         # Raises if the cluster is too small, before the server writes the run's first files.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from fedloom.platform.federation.stage import Stage
     from fedloom.platform.federation.world import World
+    from fedloom.platform.spaces.base import SearchSpace
 
 Kind = Literal["tiers", "subnets", "silos", "shared"]
 """The final models of a run: one per tier, subnets of an elastic supernet, one per client, or one for all."""
@@ -44,6 +45,8 @@ class Method:
         own: for cross-silo methods, each silo's personal state.
         searchable: whether its runs store a supernet that `fedloom search` can search for new targets.
         shared_training: the training that runs of a configuration can share; None if there is none.
+        needs: given a space and the method's name, raises ValueError if it cannot use the space; asked before data is
+            prepared, which may take minutes.
     """
 
     config: type
@@ -53,6 +56,7 @@ class Method:
     own: Own = "nothing"
     searchable: Callable[[Any], bool] = lambda _config: False
     shared_training: Callable[[Any], SharedTraining | None] = nothing_shared
+    needs: Callable[[SearchSpace, str], object] | None = None
 
     def traits(self, config: Any) -> Mapping[str, Any]:
         """The properties of the method that a run records, as JSON values."""

@@ -11,7 +11,7 @@ from typing import Any
 from fedloom.platform.clients.execution import Executor
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.costs import load_costs
+from fedloom.platform.federation.costs import RunCosts, load_costs
 from fedloom.platform.federation.event_files import FOLDER as EVENTS
 from fedloom.platform.federation.event_files import EventFiles, Events, NoEvents, check_event_files
 from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, Loop, RoundProgress, RunFailedError
@@ -19,7 +19,7 @@ from fedloom.platform.federation.recorder import Recorder, restored_state, save_
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.registry import build_stages, shared_training
+from fedloom.platform.methods.registry import build_stages, check_space, shared_training
 from fedloom.platform.results.checkpoint import Saved, check_same_config, load_checkpoint, stored_bags
 from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.mirror import mirrored
@@ -90,7 +90,7 @@ def start_run(
     Raises RunFailedError, InterruptedRunError.
     """
     root = check_results(config.results)
-    world = build_world(config)
+    world = planned_world(config)
     stages = planned_stages(world)
     label = label or Label()
     run_id = label.run_id or new_run_id(root, config.experiment)
@@ -238,6 +238,12 @@ def _resume(
     writer.update_run(**beginning.row, **config.names.columns(), status="running", ended=None, error=None)
     with mirrored(config.results, writer.paths, check):
         _go(world, stages, writer, beginning, make_executor, watcher, check)
+
+
+def planned_world(config: RunConfig, costs: RunCosts | None = None) -> World:
+    """The world of a new run; a space that its method cannot use is refused before data is prepared."""
+    check_space(config)
+    return build_world(config, costs)
 
 
 def planned_stages(world: World) -> list[Stage]:

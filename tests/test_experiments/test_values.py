@@ -227,6 +227,19 @@ def test_nonsense_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("method", ["spider", "fednas", "fedpnas", "global_nas", "fedmn", "fedoras"])
+def test_a_space_that_the_method_cannot_use_is_refused_before_data_is_prepared(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(SystemExit) as ending:
+        main(("run", f"method={method}", "data.dataset=digits", "space.name=resnet_elastic", "executor.kind=serial"))
+    assert ending.value.code == 2
+    assert f"{method} cannot use space resnet_elastic" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_a_range_allows_is_accepted() -> None:
     config = compose_config(["executor.threads=4096", f"seed={WORD - 1}", "executor.client_timeout_s=inf"])
     assert (config.executor.threads, config.seed, config.executor.client_timeout_s) == (4096, WORD - 1, INFINITY)

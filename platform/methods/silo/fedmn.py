@@ -214,4 +214,4 @@ def stages(config: FedMnConfig, world: World) -> list[Stage]:
     return [training, ClientEvaluation(world, lambda _state: task)]
 
 
-METHOD = Method(FedMnConfig, stages, kind="silos", lacks=("candidates", "models"))
+METHOD = Method(FedMnConfig, stages, kind="silos", lacks=("candidates", "models"), needs=summing_options)

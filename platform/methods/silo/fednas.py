@@ -41,6 +41,7 @@ from fedloom.platform.methods.silo.searchers import (
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
 from fedloom.platform.methods.silo.whole_federation import KEPT, kept_of, restricted_bag, train_kept
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.spaces.offers import with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
 
 
@@ -113,4 +114,4 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
     return [training, ClientEvaluation(world, lambda state: ScoreShared(MixedNetwork(kept_of(state))))]
 
 
-METHOD = Method(FedNasConfig, stages, kind="silos", lacks=("candidates", "models"))
+METHOD = Method(FedNasConfig, stages, kind="silos", lacks=("candidates", "models"), needs=with_cells)

@@ -212,4 +212,4 @@ def stages(config: FedPnasConfig, world: World) -> list[Stage]:
     return [training, ClientEvaluation(world, lambda _state: ScoreSplit(base_cells))]
 
 
-METHOD = Method(FedPnasConfig, stages, kind="silos", own="cells", lacks=("candidates", "models"))
+METHOD = Method(FedPnasConfig, stages, kind="silos", own="cells", lacks=("candidates", "models"), needs=with_cells)

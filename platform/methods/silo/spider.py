@@ -126,4 +126,4 @@ def stages(config: SpiderConfig, world: World) -> list[Stage]:
     return [*sequence, GainStage(world, config.gains, train, space)] if config.gains.epochs else sequence
 
 
-METHOD = Method(SpiderConfig, stages, kind="silos", own="model", lacks=("candidates", "models"))
+METHOD = Method(SpiderConfig, stages, kind="silos", own="model", lacks=("candidates", "models"), needs=with_cells)

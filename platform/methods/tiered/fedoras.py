@@ -304,4 +304,4 @@ def _shared_training(_config: FedorASConfig) -> SharedTraining:
     return SharedTraining(later=("search", "finetune", "rand_init", "evaluation"))
 
 
-METHOD = Method(FedorASConfig, stages, kind="tiers", shared_training=_shared_training)
+METHOD = Method(FedorASConfig, stages, kind="tiers", shared_training=_shared_training, needs=with_subspaces)
