@@ -213,13 +213,13 @@ def test_what_trials_share_is_built_once(
     """Seeds change from one trial to the next, and every one of them has a world of its own."""
     built: list[RunConfig] = []
     measured: list[object] = []
-    build, measure = checks.build_world, building.measure_costs
+    build, measure = checks.planned_world, building.measure_costs
 
     def counted(config: RunConfig, *costs: Any) -> World:
         built.append(config)
         return build(config, *costs)
 
-    monkeypatch.setattr(checks, "build_world", counted)
+    monkeypatch.setattr(checks, "planned_world", counted)
     monkeypatch.setattr(building, "measure_costs", lambda *given: measured.append(given) or measure(*given))
     trials = [trial(i, seed=1 + i % 2, checkpoint=CheckpointConfig(every=1 + i)) for i in range(6)]
     found = checked_trials(trials, tmp_path, cluster(2))
@@ -236,7 +236,7 @@ def test_what_trials_share_is_built_once(
 def test_a_trial_that_does_not_fit_is_named_before_any_data_is_read(
     tmp_path: Path, trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "build_world", lambda _: pytest.fail("data was read"))
+    monkeypatch.setattr(checks, "planned_world", lambda _: pytest.fail("data was read"))
     trials = [trial(0), trial(1, executor=ExecutorConfig(actors=3))]
     line = refusal(lambda: checked_trials(trials, tmp_path, cluster(2)))
     assert line.startswith("trial 1 (lr=0.1 seed=1): 3 client actors need 3 CPUs at once, the cluster has 2: 1 CPUs")
