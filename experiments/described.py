@@ -1,15 +1,14 @@
 """What `fedloom describe` has said of a space, so that saying it again needs neither torch nor a count."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from fedloom.experiments.runs.presets import CONF
-from fedloom.experiments.runs.spelling import ENDINGS
-from fedloom.platform.plugins import is_import_path
+from fedloom.experiments.runs.spelling import is_own
+from fedloom.platform.data.config import DataConfig, cache_root
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.runs.source import source_hash
 
@@ -35,11 +34,11 @@ def described(overrides: Sequence[str], describe: Callable[[Sequence[str]], dict
 
 def _may_differ(override: str) -> bool:
     value = override.partition("=")[2]
-    return value.endswith(ENDINGS) or is_import_path(value) or MEASURED in value
+    return is_own(value) or MEASURED in value
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("FEDLOOM_CACHE") or "~/.cache/fedloom").expanduser() / "described"
+    return cache_root(DataConfig()) / "described"
 
 
 def _key(overrides: Sequence[str]) -> str:

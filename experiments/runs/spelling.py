@@ -27,7 +27,7 @@ def check_spelling(overrides: Sequence[str]) -> None:
         if problem := _not_there(key, value):
             raise ValueError(problem)
     chosen = [(f"{key}=", value) for key, value in given if f"{key}=" in (PRESET, METHOD)]
-    if any(is_import_path(value) or value.endswith(ENDINGS) for _, value in chosen):
+    if any(is_own(value) for _, value in chosen):
         return
     method = next((value for key, value in reversed(chosen) if key == METHOD), None)
     known = keys_of(method or next((method_in(value) for _, value in reversed(chosen)), DEFAULT_METHOD))
@@ -46,6 +46,11 @@ def check_spelling(overrides: Sequence[str]) -> None:
 
 
 @cache
+def is_own(value: str) -> bool:
+    """Whether a value names code or a preset of the user's own."""
+    return is_import_path(value) or value.endswith(ENDINGS)
+
+
 def keys_of(method: str) -> dict[str, str]:
     """The keys of a configuration with a built-in method and what their values are, sections included."""
     own = f"method({method})."

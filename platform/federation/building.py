@@ -1,5 +1,6 @@
 """Builds the world before the first round: data, partition, costs, tiers, devices, and the clients' tiers."""
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -36,18 +37,23 @@ TRIED_SAMPLES = 4
 """Number of training samples on which augmentation and objective are tested before anything is written."""
 
 
-def build_world(config: RunConfig, costs: RunCosts | None = None) -> World:
+Check = Callable[[SearchSpace], object]
+"""Raises ValueError for a space that cannot be used, before data is prepared, which may take minutes."""
+
+
+def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check = lambda _space: None) -> World:
     """Prepares (or opens) data and partition, and computes cost tables, tiers and devices.
 
-    `costs` are the stored tables of a resumed run; they are measured if not given.
+    `costs` are the stored tables of a resumed run; they are measured if not given. `check` is called with the space.
 
     Raises ValueError for an invalid configuration: missing data, impossible budgets, shares that do not sum to 1.
     """
     _, augment = data_choices(config.data)
     objective = chosen([(OBJECTIVES, config.objective.name)], config.objective.options, "objective.options")[0]
+    space = build_space(config.space)
+    check(space)
     dataset_path = prepare_dataset(config.data)
     dataset = Dataset.open(dataset_path)
-    space = build_space(config.space)
     _check_fit(space, dataset, config)
     partition_path = prepare_partition(config.data, dataset, config.seed_for("partition"))
     costs = costs or measure_costs(config.tiers, space)

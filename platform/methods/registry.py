@@ -5,14 +5,13 @@ from dataclasses import fields, is_dataclass
 from inspect import signature
 from typing import Any, get_args
 
-from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Kind, Method, Own, SharedTraining
 from fedloom.platform.plugins import PluginError, Shipped, an, blaming, is_import_path, resolve
 from fedloom.platform.results.tables import TABLES
 from fedloom.platform.settings import check_settings
-from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.spaces.base import SearchSpace
 
 STAGE = ("name", "begin", "rounds_left", "plan", "merge", "end")
 """What a stage has to have."""
@@ -85,11 +84,11 @@ def method_of(config: Any) -> Method:
     return find_method(config.name)
 
 
-def check_space(config: RunConfig) -> None:
-    """Raises ValueError if the configured method cannot use the configured space."""
-    needs = method_of(config.method).needs
+def check_space(config: Any, space: SearchSpace) -> None:
+    """Raises ValueError if the method of this configuration cannot use the space."""
+    needs = method_of(config).needs
     if needs is not None:
-        needs(build_space(config.space), config.method.name)
+        needs(space, config.name)
 
 
 def build_stages(world: World) -> list[Stage]:

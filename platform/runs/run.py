@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fedloom.platform.clients.execution import Executor
@@ -241,9 +242,8 @@ def _resume(
 
 
 def planned_world(config: RunConfig, costs: RunCosts | None = None) -> World:
-    """The world of a new run; a space that its method cannot use is refused before data is prepared."""
-    check_space(config)
-    return build_world(config, costs)
+    """The world of a configuration; a space that its method cannot use is refused before data is prepared."""
+    return build_world(config, costs, partial(check_space, config.method))
 
 
 def planned_stages(world: World) -> list[Stage]:

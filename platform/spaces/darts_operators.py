@@ -24,9 +24,14 @@ def strided(x_NCHW: Tensor, stride: int) -> Tensor:
 class ReluFirst(nn.Module, ABC):
     """A module that begins with a ReLU, which all that read the same tensor may share: `after_relu(relu(x))`."""
 
+    relu: nn.Module
+
     @abstractmethod
     def after_relu(self, x: Tensor) -> Tensor:
         """What comes after the ReLU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after_relu(self.relu(x))
 
 
 class State:
@@ -61,9 +66,6 @@ class ReluConvNorm(ReluFirst):
         y: Tensor = self.norm(self.conv(x))
         return y
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after_relu(self.relu(x))
-
 
 class FactorisedReduction(ReluFirst):
     """Halves the sides without losing a pixel: (N, c_in, H, W) -> (N, c_out, H/2, W/2), H, W and c_out even.
@@ -81,9 +83,6 @@ class FactorisedReduction(ReluFirst):
     def after_relu(self, x: Tensor) -> Tensor:
         y: Tensor = self.norm(self._halves(x) if x.is_meta else self._halved(x))
         return y
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after_relu(self.relu(x))
 
     def _halves(self, x: Tensor) -> Tensor:
         return torch.cat([self.even(x), self.odd(x[:, :, 1:, 1:])], dim=1)
