@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
 from fedloom.experiments.analysis.bounds import upper_bounds
 from fedloom.experiments.analysis.tables import load
 from fedloom.experiments.cli import main
+from fedloom.experiments.report.figures.drawing import Drawing
 from fedloom.experiments.report.pages.content import Content, RunFacts
 from fedloom.experiments.report.pages.files import ReportFiles
 from fedloom.experiments.report.pages.html import html_page
@@ -152,7 +154,7 @@ def test_a_report_is_complete_and_self_contained(tmp_path: Path) -> None:
 def test_everything_on_the_page_is_escaped() -> None:
     evil = "<b>&\"'</b>"
     block = Block(evil, (evil,), (evil, evil), ((evil, evil),))
-    picture = Picture("a", evil, evil, b"png")
+    picture = Picture("a", evil, evil, Drawing(Figure()))
     content = Content(evil, (RunFacts(evil, ((evil, evil),), evil),), (evil,), (block,), (picture,))
     page = Page(html_page(content))
     assert "b" not in page.tags

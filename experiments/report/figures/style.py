@@ -81,13 +81,6 @@ def pdf(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def images(figure: Figure) -> tuple[bytes, bytes]:
-    """The figure as PNG, for the page, and as PDF, for papers."""
-    page = png(figure)
-    figure.set_layout_engine("none")  # its parts are in their places now; finding these takes half of the time
-    return page, pdf(figure)
-
-
 LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False}
 """Options of every legend."""
 COUNTS = {

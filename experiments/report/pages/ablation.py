@@ -135,7 +135,7 @@ def _facts(ablation: Ablation) -> RunFacts:
 def _pictures(ablation: Ablation, frame: pd.DataFrame, names: Mapping[str, str], tables: Tables) -> Iterator[Picture]:
     # Imported here, because matplotlib takes a second to load and a summary does not need it.
     from fedloom.experiments.report.figures import ablation_axes, ablation_rounds
-    from fedloom.experiments.report.figures.style import images
+    from fedloom.experiments.report.figures.drawing import Drawing
 
     makers: dict[str, Callable[[Studied], Figure | None]] = {
         "macs_by_axis": ablation_axes.macs_figure,
@@ -148,7 +148,7 @@ def _pictures(ablation: Ablation, frame: pd.DataFrame, names: Mapping[str, str],
         figure = makers[name](ablation_axes.Studied(ablation, frame, names))
         if figure is not None:
             title, caption = CAPTIONS[name]
-            yield Picture(name, title, f"{caption} {_held_caption(ablation)}", *images(figure))
+            yield Picture(name, title, f"{caption} {_held_caption(ablation)}", Drawing(figure))
 
 
 def _held_caption(ablation: Ablation) -> str:

@@ -31,8 +31,7 @@ class ReportFiles:
 def write_content(content: Content, folder: Path, run_ids: Sequence[str]) -> ReportFiles:
     """Writes the page, the Markdown, the tables in LaTeX and the pictures, each file atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = [(p.name, ending, image) for p in content.pictures for ending, image in (("png", p.png), ("pdf", p.pdf))]
-    files = [file for file in files if file[2]]
+    files = [(p.name, ending, image) for p in content.pictures for ending, image in p.drawing.images._asdict().items()]
     for name, ending, image in files:
         write_atomically(folder / f"{name}.{ending}", image, durable=False)
     html, text, latex = (folder / name for name in ("report.html", "report.md", "tables.tex"))

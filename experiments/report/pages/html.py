@@ -94,7 +94,7 @@ def _table(block: Block) -> str:
 
 
 def _figure(picture: Picture) -> str:
-    data = base64.b64encode(picture.png).decode("ascii")
+    data = base64.b64encode(picture.drawing.images.png).decode("ascii")
     return (
         f"<section>\n<h2>{escape(picture.title)}</h2>\n<figure>\n"
         f'<img alt="{escape(picture.title)}" src="data:image/png;base64,{data}">\n'

@@ -41,8 +41,8 @@ def silo_pictures(tables: Tables) -> Iterator[Picture]:
     if not own.paths:
         return
     # Imported here, because matplotlib takes a second to load and a run's summary does not need it.
+    from fedloom.experiments.report.figures.drawing import Drawing
     from fedloom.experiments.report.figures.silos import curves_figure, silo_accuracy_figure
-    from fedloom.experiments.report.figures.style import images
 
     measured, trained, searched = per_silo(own), curves(own), phases(own)
     for sheet in sheets(silo_settings(tables)):
@@ -54,7 +54,7 @@ def silo_pictures(tables: Tables) -> Iterator[Picture]:
         for name, figure in figures.items():
             if figure is not None:
                 title, caption = CAPTIONS[name]
-                yield sheet.labelled(Picture(name, title, f"{caption}{repeated}", *images(figure)))
+                yield sheet.labelled(Picture(name, title, f"{caption}{repeated}", Drawing(figure)))
     for paths in own.paths:
         for picture in _of_run(only(own, [paths.run_id])):
             yield picture.named(paths.run_id) if len(own.paths) > 1 else picture
@@ -63,12 +63,12 @@ def silo_pictures(tables: Tables) -> Iterator[Picture]:
 def _of_run(run: Tables) -> Iterator[Picture]:
     """The run's gains and the cells of its silos, reduction cells first as in the paper (SPIDER, Fig. 2)."""
     from fedloom.experiments.report.figures.cells import CAPTION, cell_pictures
+    from fedloom.experiments.report.figures.drawing import Drawing
     from fedloom.experiments.report.figures.gains import gains_figure
-    from fedloom.experiments.report.figures.style import images
 
     figure = gains_figure(p_matrix(run))
     if figure is not None:
-        yield Picture("gains", *CAPTIONS["gains"], *images(figure))
+        yield Picture("gains", *CAPTIONS["gains"], Drawing(figure))
     for cell_type, cells, left_out in cell_pictures(run):
         more = f" {left_out} more different cells are not drawn." if left_out else ""
-        yield Picture(f"{cell_type}-cells", f"{cell_type.capitalize()} cells", f"{CAPTION}{more}", *images(cells))
+        yield Picture(f"{cell_type}-cells", f"{cell_type.capitalize()} cells", f"{CAPTION}{more}", Drawing(cells))

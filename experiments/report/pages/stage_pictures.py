@@ -1,7 +1,9 @@
 """The figures of runs with stages and tiers, with their captions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -16,6 +18,9 @@ from fedloom.experiments.analysis.tables import Tables
 from fedloom.experiments.report.pages.sheets import sheets
 from fedloom.experiments.report.parts.picture import Picture
 from fedloom.experiments.report.parts.words import REPEATED, sentence
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CAPTIONS = {
     "convergence": (
@@ -98,19 +103,21 @@ def _pictures(frames: _Frames, settings: Sequence[Setting], bounds: Bounds, *, a
     from fedloom.experiments.report.figures.clients import clients_figure
     from fedloom.experiments.report.figures.communication import communication_figure
     from fedloom.experiments.report.figures.convergence import convergence_figure
+    from fedloom.experiments.report.figures.drawing import Drawing
     from fedloom.experiments.report.figures.fronts import pareto_figure
-    from fedloom.experiments.report.figures.style import images
 
     values = {"convergence": ("loss", "metric")} if alone else {"convergence": ("metric",), LOSS: ("loss",)}
-    figures = {
-        **{name: convergence_figure(frames.curves, settings, shown) for name, shown in values.items()},
-        "pareto": pareto_figure(frames.candidates, settings, _macs_bounds(settings, bounds)),
-        "communication": communication_figure(frames.kinds, frames.rounds, settings),
-        "clients": clients_figure(frames.clients, settings),
+    # One at a time: each is drawn while the next is made.
+    makers: dict[str, Callable[[], Figure | None]] = {
+        **{name: partial(convergence_figure, frames.curves, settings, shown) for name, shown in values.items()},
+        "pareto": lambda: pareto_figure(frames.candidates, settings, _macs_bounds(settings, bounds)),
+        "communication": lambda: communication_figure(frames.kinds, frames.rounds, settings),
+        "clients": lambda: clients_figure(frames.clients, settings),
     }
-    for name, figure in figures.items():
+    for name, make in makers.items():
+        figure = make()
         if figure is not None:
-            yield Picture(name, _title(name, alone=alone), _caption(name, settings, alone=alone), *images(figure))
+            yield Picture(name, _title(name, alone=alone), _caption(name, settings, alone=alone), Drawing(figure))
 
 
 def _title(name: str, *, alone: bool) -> str:

@@ -10,7 +10,7 @@ from fedloom.experiments.analysis.stages import real_rounds
 from fedloom.experiments.analysis.subnets import scored, subnets
 from fedloom.experiments.analysis.tables import Tables, only
 from fedloom.experiments.report.pages.sheets import sheets
-from fedloom.experiments.report.parts.picture import Picture
+from fedloom.experiments.report.parts.picture import Drawn, Picture
 from fedloom.experiments.report.parts.words import REPEATED, sentence
 
 CAPTIONS = {
@@ -47,7 +47,7 @@ def subnet_pictures(tables: Tables, labels: Labels) -> Iterator[Picture]:
         return
     # Imported here, because matplotlib takes a second to load and a run's summary does not need it.
     from fedloom.experiments.report.figures.costs import cost_figure
-    from fedloom.experiments.report.figures.style import images
+    from fedloom.experiments.report.figures.drawing import Drawing
     from fedloom.experiments.report.figures.subnets import beta_figure, search_figure, subnet_accuracy_figure
 
     settings = [s for s in settings_of(tables) if s.kind == SUBNETS]
@@ -60,13 +60,13 @@ def subnet_pictures(tables: Tables, labels: Labels) -> Iterator[Picture]:
         }
         for name, figure in figures.items():
             if figure is not None:
-                yield sheet.labelled(_picture(name, images(figure), sheet.settings))
+                yield sheet.labelled(_picture(name, Drawing(figure), sheet.settings))
     figure = cost_figure(cost_comparisons(tables, labels))
     if figure is not None:
-        yield _picture("cost", images(figure), settings)
+        yield _picture("cost", Drawing(figure), settings)
 
 
-def _picture(name: str, drawn: tuple[bytes, bytes], settings: Sequence[Setting]) -> Picture:
+def _picture(name: str, drawing: Drawn, settings: Sequence[Setting]) -> Picture:
     title, caption = CAPTIONS[name]
     repeated = f" {sentence(REPEATED)}" if any(s.repeats_seeds for s in settings) else ""
-    return Picture(name, title, f"{caption}{repeated}", *drawn)
+    return Picture(name, title, f"{caption}{repeated}", drawing)

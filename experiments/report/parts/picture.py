@@ -1,17 +1,31 @@
-"""A figure as image data, for the page."""
+"""A figure with its words, for the page."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+
+class Images(NamedTuple):
+    """A figure as PNG, for the page, and as PDF, for papers."""
+
+    png: bytes
+    pdf: bytes
+
+
+class Drawn(Protocol):
+    """What delivers a figure's images, now or when it has drawn them."""
+
+    @property
+    def images(self) -> Images: ...
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure as PNG (and PDF, if a file is wanted), its file name without suffix, its title and its caption."""
+    """A figure, drawn or being drawn, its file name without suffix, its title and its caption."""
 
     name: str
     title: str
     caption: str
-    png: bytes
-    pdf: bytes = b""
+    drawing: Drawn
 
     def named(self, name: str) -> "Picture":
         """A copy with the name of its run or experiment in file name and title."""
