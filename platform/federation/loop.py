@@ -61,7 +61,7 @@ class RoundProgress:
 
     `metric` is the clients' accuracy on the split `metric_of` of their data, in training stages the training data.
     `validated` is None unless the stage was scored on validation data. `left_s` estimates the seconds that the run will
-    still take, `stage_left_s` those of the stage; None if that is not known.
+    still take, `stage_left_s` those of the stage; None if that is not known. `counted` is what the stage's rounds are.
     """
 
     stage: str
@@ -78,6 +78,7 @@ class RoundProgress:
     validated: Validated | None = None
     left_s: float | None = None
     stage_left_s: float | None = None
+    counted: str = "rounds"
 
 
 class Loop:
@@ -159,7 +160,8 @@ class Loop:
         save = stop or after.round % self.checkpoint.every == 0
         # Until these rows are on disk the previous checkpoint stays: resuming from a later one would duplicate rows.
         self._unsaved = None
-        progress = self._progress(row, clients, merged, after, left)
+        counted = getattr(stage, "counted", "rounds")  # a user's stage need not derive from Stage
+        progress = replace(self._progress(row, clients, merged, after, left), counted=counted)
         self._record(merged, [*client_rows, ("rounds", row)], after if save else None, progress)
         self._unsaved = None if save else after
         if stop:

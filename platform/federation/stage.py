@@ -83,6 +83,11 @@ class Stage(Protocol):
         """Whether its assignments and their costs are known without training, so that a dry run can count them."""
         return False
 
+    @property
+    def counted(self) -> str:
+        """What its rounds are to people, in the plural."""
+        return "rounds"
+
     def macs_left(self, state: RunState) -> float | None:  # noqa: ARG002
         """The MACs that are expected from this state on, from which the time left is estimated; None if unknown.
 

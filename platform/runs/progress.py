@@ -26,6 +26,8 @@ def as_time(seconds: float) -> str:
 def round_line(p: "RoundProgress") -> str:
     """Stage and round, clients, loss, accuracies, bytes, and the time that the whole run will still take."""
     parts = [f"{p.stage:<18} {p.round + 1:>4}/{p.rounds_total}"]
+    if p.counted != "rounds":
+        parts[0] += f" {p.counted}"
     if p.clients_planned:
         parts.append(f"clients {p.clients_ok}/{p.clients_planned}")
     if p.loss is not None:

@@ -210,6 +210,8 @@ def test_a_round_is_one_line() -> None:
     assert round_line(replace(progress, left_s=754.0, stage_left_s=130.0)) == f"{expected}  left 12:34"
     assert round_line(replace(progress, stage_left_s=130.0)) == f"{expected}  left 2:10 in this stage"
     assert round_line(replace(progress, left_s=0.0, stage_left_s=0.0)) == expected
+    search = RoundProgress("search/tier1", 2, 7, None, None, 0, 0, 0, 0, 1.0, counted="generations")
+    assert round_line(search) == "search/tier1          3/7 generations  1.00 s"
 
 
 def test_a_line_says_of_what_its_accuracies_are() -> None:

@@ -128,6 +128,11 @@ class TierSearchStage(Stage):
             self._live.restore(saved)
         return self._live
 
+    @property
+    def counted(self) -> str:
+        """Generations, unless cohorts of clients score parts of one."""
+        return "rounds" if self.federated else "generations"
+
     def begin(self, state: RunState) -> RunState:
         """Starts with a new searcher."""
         return state.with_data(self.name, self._fresh().state())
