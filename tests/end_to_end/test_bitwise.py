@@ -89,14 +89,17 @@ def test_actors_give_the_bits_of_the_serial_executor(
 
 
 KERNELS = {
+    "as preset": [],
     "stacked": ["executor.stack_clients=3", "executor.memory_format=contiguous"],
     "bfloat16": ["executor.stack_clients=off", "executor.precision=bfloat16"],
     "stacked bfloat16": ["executor.stack_clients=2", "executor.precision=bfloat16"],
+    "bfloat16 contiguous": ["executor.precision=bfloat16", "executor.memory_format=contiguous"],
 }
+"""How networks compute: the laws hold under every setting, each test below has some of them."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", ["stacked", "bfloat16", "stacked bfloat16"])
 def test_actors_give_the_bits_of_the_serial_executor_however_networks_compute(
     tiny: Tiny, run_serially: Serially, assert_same_run: Same, kernels: str
 ) -> None:
@@ -141,12 +144,12 @@ class KillsOneActor(ActorPool):
 
 
 @pytest.mark.parametrize(
-    ("family", "resident"),
+    ("family", "resident", "kernels"),
     [
-        ("spider", True),
-        ("fedoras", False),
-        pytest.param("superfednas", False, marks=pytest.mark.slow),
-        pytest.param("spider", False, marks=pytest.mark.slow),
+        ("spider", True, "as preset"),
+        ("fedoras", False, "stacked bfloat16"),
+        pytest.param("superfednas", False, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("spider", False, "bfloat16 contiguous", marks=pytest.mark.slow),
     ],
     indirect=["family"],
 )
@@ -157,8 +160,9 @@ def test_a_killed_actor_changes_nothing(
     caplog: pytest.LogCaptureFixture,
     empty_tables: tuple[str, ...],
     resident: bool,
+    kernels: str,
 ) -> None:
-    config = tiny("executor.actors=2")
+    config = tiny("executor.actors=2", *KERNELS[kernels])
     reference = run_serially(config)
     config = replace(config, executor=replace(config.executor, resident=resident))
     killed, pool = run_on_actors(config, KillsOneActor)
@@ -214,12 +218,12 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "stage", "executor"),
+    ("family", "stage", "executor", "kernels"),
     [
-        ("fedoras", "supernet", "executor.actors=1"),
-        ("fedoras", "fine_tuned/tier1", "executor.kind=serial"),
-        ("superfednas", "supernet", "executor.kind=serial"),
-        ("spider", "spider", "executor.kind=serial"),
+        ("fedoras", "supernet", "executor.actors=1", "stacked"),
+        ("fedoras", "fine_tuned/tier1", "executor.kind=serial", "stacked bfloat16"),
+        ("superfednas", "supernet", "executor.kind=serial", "bfloat16 contiguous"),
+        ("spider", "spider", "executor.kind=serial", "bfloat16"),
     ],
     indirect=["family"],
 )
@@ -231,11 +235,12 @@ def test_a_killed_run_resumes_to_the_same_bits(
     empty_tables: tuple[str, ...],
     stage: str,
     executor: str,
+    kernels: str,
 ) -> None:
-    config = tiny(executor)
+    config = tiny(executor, *KERNELS[kernels])
     results = Path(config.results)
     reference = run_serially(config)
-    arguments = [*tiny_overrides, f"results={results}", executor]
+    arguments = [*tiny_overrides, f"results={results}", executor, *KERNELS[kernels]]
     process = subprocess.Popen(fedloom("run", *arguments), stdout=subprocess.DEVNULL)
     run_id = wait_for_round(results, stage)
     kill_all(process)
