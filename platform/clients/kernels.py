@@ -26,7 +26,8 @@ def set_up_process(precision: str, *, deterministic: bool) -> None:
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(deterministic)  # loads torch's compiler, for a second
     # Filling every new tensor with NaN would only show reads of values that nobody wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

@@ -42,10 +42,19 @@ def blank(build: Callable[[], nn.Module]) -> nn.Module:
 
     Weights are always loaded afterwards; with NaN, a forgotten load cannot look like a result.
     """
-    module = on_meta(build).to_empty(device=torch.get_default_device())
+    module = emptied(on_meta(build), torch.get_default_device())
     with torch.no_grad():
         for tensor in module.state_dict(keep_vars=True).values():
             tensor.fill_(math.nan if tensor.is_floating_point() else 0)
+    return module
+
+
+def emptied(module: nn.Module, device: torch.device | str) -> nn.Module:
+    """Moves a module from the meta device, with arbitrary values, as its `to_empty` does.
+
+    That one asks torch for a tensor like one of the meta device, and torch loads sympy to answer, for half a second.
+    """
+    module._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))  # type: ignore[no-untyped-call]
     return module
 
 
@@ -61,7 +70,7 @@ def initialise(module: nn.Module, generator: torch.Generator) -> TensorsByName:
     weights: TensorsByName = {}
     for prefix, part in module.named_modules():
         state = part.state_dict(keep_vars=True)
-        own = {n: torch.empty_like(t, device="cpu").detach() for n, t in state.items() if "." not in n}
+        own = {n: torch.empty(t.shape, dtype=t.dtype, device="cpu") for n, t in state.items() if "." not in n}
         if own:
             _fill(part, own, generator)
             weights.update({f"{prefix}.{name}" if prefix else name: t for name, t in own.items()})

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.initialisation import initialise, on_meta
+from fedloom.platform.spaces.initialisation import emptied, initialise, on_meta
 from fedloom.platform.spaces.slices import bytes_of
 from fedloom.tiers.measure import MEASURES, activation_bytes_of, latency_s_of, macs_of, parameters_of
 
@@ -58,5 +58,5 @@ def ready(build: Callable[[], nn.Module], device: str) -> nn.Module:
     if device == "meta":
         return module
     weights = initialise(module, torch.Generator().manual_seed(0))
-    module.to_empty(device=device).load_state_dict(weights)
+    emptied(module, device).load_state_dict(weights)
     return module
