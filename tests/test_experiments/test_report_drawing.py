@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from matplotlib.figure import Figure
@@ -65,3 +67,41 @@ def test_a_figure_that_cannot_be_drawn_raises_here_and_says_nothing_elsewhere(
     later = [Drawing(figure()) for _ in range(2)]  # they wait for it, and not in vain
     assert later[0].images == later[1].images
     assert capfd.readouterr().err == ""
+
+
+STRUCK = """
+import os, signal, sys, time
+from matplotlib.figure import Figure
+from fedloom.experiments.report.figures import drawing
+
+def asked_to_end(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGTERM, asked_to_end)
+draw, me = drawing._draw, os.getpid()
+drawing._draw = lambda figure: (time.sleep(20) if os.getpid() != me else None, draw(figure))[1]
+drawings = [drawing.Drawing(Figure()) for _ in range(3)]
+try:
+    print("begun", flush=True)
+    print(len(drawings[0].images.png))
+except KeyboardInterrupt:
+    print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("struck", [signal.SIGTERM, signal.SIGINT])
+def test_copies_end_with_an_interrupted_command_and_say_nothing(struck: signal.Signals) -> None:
+    command = subprocess.Popen(
+        [sys.executable, "-c", STRUCK],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert command.stdout is not None
+    assert command.stdout.readline() == "begun\n"
+    os.killpg(command.pid, struck)  # as Ctrl-C and Slurm do: all of them
+    out, err = command.communicate(timeout=15)
+    assert (command.returncode, out, err) == (0, "ended\n", "")
+    with pytest.raises(ProcessLookupError):
+        os.killpg(command.pid, 0)

@@ -1,6 +1,7 @@
 """Drawing of figures beside the other work of a report: a figure's PNG and PDF take a second and wait for nothing."""
 
 import os
+import signal
 import sys
 import threading
 from collections import deque
@@ -60,12 +61,20 @@ def _in_copy(work: Callable[[], Images]) -> Connection:
     context = get_context("fork")
     answer, question = context.Pipe(duplex=False)
     copy = context.Process(target=_send, args=(work, question), daemon=True)
-    copy.start()
+    # What interrupts the command is its own business: a copy has no line to say, and ends with it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        copy.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     question.close()
     return answer
 
 
 def _send(work: Callable[[], Images], question: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     with suppress(Exception):  # it happens again, and is told, where the figure is drawn instead
         question.send(work())
 
