@@ -1,6 +1,6 @@
 """The platform's overhead: the same FedAvg round in plain processes, with the serial executor, and with Ray actors.
 
-    python -m fedloom.experiments.benchmarks.overhead [--case cnn|logistic|registered|cohort|memory|all]
+    python -m fedloom.experiments.benchmarks.overhead [--case cnn|logistic|tiny|registered|cohort|memory|all]
         [--repeats 3]
 
 Prints tables, and one JSON object with all figures on the last line. Every variant runs in a separate process, the
@@ -20,16 +20,17 @@ from fedloom.experiments.benchmarks.cases import CASES
 from fedloom.experiments.benchmarks.processes import MemoryWatch
 
 VARIANTS = ("plain", "serial", "ray_1", "ray_2")
+COMPARED = {"cnn": (*VARIANTS, "ray_2_bfloat16"), "logistic": VARIANTS, "tiny": VARIANTS}
 
 
 def main() -> None:
     """Runs the cases and prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default="all", choices=["cnn", "logistic", "registered", "cohort", "memory", "all"])
+    parser.add_argument("--case", default="all", choices=[*COMPARED, "registered", "cohort", "memory", "all"])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     figures: dict[str, Any] = {}
-    for case in ("cnn", "logistic"):
+    for case in COMPARED:
         if args.case in (case, "all"):
             figures[case] = compare(case, args.repeats)
     if args.case in ("registered", "all"):
@@ -43,15 +44,15 @@ def main() -> None:
 
 def compare(case: str, repeats: int) -> dict[str, Any]:
     """Measures all variants of a case, alternating between them."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in COMPARED[case]}
     for _ in range(repeats):
-        for name in VARIANTS:
+        for name in COMPARED[case]:
             runs[name].append(run_in_process(case, name))
     rounds_s = {name: median(s for run in of for s in run["rounds_s"]) for name, of in runs.items()}
-    watched = {name: run_in_process(case, name, watch=True) for name in VARIANTS}
+    watched = {name: run_in_process(case, name, watch=True) for name in COMPARED[case]}
     plain_bytes = watched["plain"]["peak_bytes"]
     print(f"\n{case}: {CASES[case]}")
-    print(f"{'variant':<8} {'s/round':>9} {'ratio':>6} {'start s':>8} {'peak MB':>8} {'ratio':>6} {'Ray MB':>7}")
+    print(f"{'variant':<14} {'s/round':>9} {'ratio':>6} {'start s':>8} {'peak MB':>8} {'ratio':>6} {'Ray MB':>7}")
     table = {}
     for name, seconds in rounds_s.items():
         row = {
@@ -64,7 +65,7 @@ def compare(case: str, repeats: int) -> dict[str, Any]:
         }
         table[name] = row
         print(
-            f"{name:<8} {seconds:>9.4f} {row['ratio']:>6.2f} {row['start_s']:>8.1f} {row['peak_bytes'] / 1e6:>8.0f} "
+            f"{name:<14} {seconds:>9.4f} {row['ratio']:>6.2f} {row['start_s']:>8.1f} {row['peak_bytes'] / 1e6:>8.0f} "
             f"{row['memory_ratio']:>6.2f} {row['ray_bytes'] / 1e6:>7.0f}"
         )
     return table

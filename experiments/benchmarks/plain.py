@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from fedloom.experiments.benchmarks.cases import Case
-from fedloom.experiments.benchmarks.networks import Logistic, TwoConvCnn
+from fedloom.experiments.benchmarks.networks import Logistic, TinyCnn, TwoConvCnn
 
-NETWORKS = {"cnn": TwoConvCnn, "logistic": Logistic}
+NETWORKS = {"cnn": TwoConvCnn, "logistic": Logistic, "tiny": TinyCnn}
 
 
 def identity(x: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,7 @@ def serve(pipe: Connection, case: Case, images: str, labels: str, mean: list[flo
     torch.set_num_threads(1)
     x_all, y_all = (np.load(file, mmap_mode="r", allow_pickle=False) for file in (images, labels))
     model = NETWORKS[case.network](10)
-    shift, scale = (torch.tensor(v).view(1, 3, 1, 1) for v in (mean, std))
+    shift, scale = (torch.tensor(v).view(1, -1, 1, 1) for v in (mean, std))
     names = list(model.state_dict())
     pipe.send("ready")
     while (message := pipe.recv()) is not None:

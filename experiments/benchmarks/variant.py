@@ -16,16 +16,16 @@ WARM_UP_ROUNDS = 2
 
 
 def main() -> None:
-    """`variant CASE NAME`: NAME is plain, serial, ray_1, ray_2 or ray_2_memory."""
+    """`variant CASE NAME`: NAME is plain, serial, ray_1, ray_2, ray_2_bfloat16 or ray_2_memory."""
     case, name = sys.argv[1:]
     stay_on_loopback("local")
     logging.disable(logging.WARNING)
     if name == "plain":
         figures = plain(case)
     else:
-        figures = platform(
-            case, actors=int(name.split("_")[1]) if name.startswith("ray") else 0, memory="memory" in name
-        )
+        actors = int(name.split("_")[1]) if name.startswith("ray") else 0
+        precision = "bfloat16" if "bfloat16" in name else "float32"
+        figures = platform(case, actors, precision, memory="memory" in name)
     print(json.dumps(figures))
 
 
@@ -64,7 +64,7 @@ class Stopwatch:
             self.bytes_after[progress.round] = sum(pss_bytes(pid) for pid in ours)
 
 
-def platform(case_name: str, actors: int, memory: bool) -> dict[str, Any]:
+def platform(case_name: str, actors: int, precision: str, *, memory: bool) -> dict[str, Any]:
     """Measures the case with the platform's own loop, tables and checkpoints; the loop runs in this process."""
     from fedloom.actors.cluster import connected
     from fedloom.actors.server import make_pool
@@ -75,7 +75,7 @@ def platform(case_name: str, actors: int, memory: bool) -> dict[str, Any]:
     watch = Stopwatch(os.getpid() if memory else None)
     watcher = Watcher(watch.started, watch.round)
     with tempfile.TemporaryDirectory() as results:
-        config = run_config(CASES[case_name], actors, results)
+        config = run_config(CASES[case_name], actors, results, precision)
         if actors:
             with connected(config.ray):
                 start_run(config, make_pool, watcher)
