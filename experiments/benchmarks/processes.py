@@ -3,8 +3,10 @@
 import threading
 from pathlib import Path
 
-RAY_OWN = ("raylet", "gcs_server", "dashboard", "log_monitor", "monitor.py", "runtime_env", "agent.py", "plasma")
+RAY_OWN = ("gcs_server", "dashboard", "log_monitor", "monitor.py", "runtime_env", "agent.py", "plasma")
 """Parts of the command lines of Ray's own processes."""
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Their titles once they are at work; actors have titles, too."""
 
 
 def descendants(pid: int) -> list[int]:
@@ -34,21 +36,41 @@ def pss_bytes(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
+def mapped_data_bytes(pid: int) -> int:
+    """The part of `pss_bytes` that is pages of prepared data sets (.npy), which the kernel drops when it needs room."""
+    found, is_data = 0, False
+    try:
+        with open(f"/proc/{pid}/smaps") as lines:
+            for line in lines:
+                if line[0] in "0123456789abcdef":
+                    is_data = line.rstrip().endswith(".npy")
+                elif is_data and line.startswith("Pss:"):
+                    found += int(line.split()[1]) * 1024
+    except OSError:
+        return 0
+    return found
+
+
 def is_rays_own(pid: int) -> bool:
     """Whether the process belongs to Ray itself, not to a driver, server or client actor."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return False
+    if command.startswith(RAY_AGENTS) or command.split(" ", 1)[0].endswith("/raylet"):
+        return True
     return any(mark in command for mark in RAY_OWN) and "default_worker.py" not in command
 
 
 class MemoryWatch:
-    """Samples the memory of a process tree during the block; keeps the peaks of fedloom's and Ray's own processes."""
+    """Samples the memory of a process tree during the block; keeps the peaks of fedloom's and Ray's own processes.
+
+    `data_bytes` is the part of fedloom's peak that is mapped data.
+    """
 
     def __init__(self, pid: int, every_s: float = 0.3) -> None:
         self.pid, self.every_s = pid, every_s
-        self.peak_bytes = self.ray_bytes = 0
+        self.peak_bytes = self.ray_bytes = self.data_bytes = 0
         self.samples: list[int] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -61,6 +83,7 @@ class MemoryWatch:
             self.samples.append(own)
             if own > self.peak_bytes:
                 self.peak_bytes = own
+                self.data_bytes = sum(mapped_data_bytes(pid) for pid in by_pid)
             self.ray_bytes = max(self.ray_bytes, ray)
 
     def __enter__(self) -> "MemoryWatch":
