@@ -55,9 +55,8 @@ def compare(case: str, repeats: int) -> dict[str, Any]:
     peak, data = ({name: found[part] for name, found in watched.items()} for part in ("peak_bytes", "data_bytes"))
     plain_bytes = peak["plain"] - data["plain"]
     print(f"\n{case}: {CASES[case]}")
-    print(
-        f"{'variant':<14} {'s/round':>9} {'ratio':>6} {'start s':>8} {'peak MB':>8} {'data MB':>8} {'ratio':>6} {'Ray MB':>7}"
-    )
+    heads = f"{'s/round':>9} {'ratio':>6} {'start s':>8} {'peak MB':>8} {'data MB':>8} {'ratio':>6} {'Ray MB':>7}"
+    print(f"{'variant':<14} {heads}")
     table = {}
     for name, seconds in rounds_s.items():
         row = {
