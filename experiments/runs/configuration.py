@@ -37,6 +37,7 @@ from fedloom.platform.results.names import check_names, read_names
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.tables import read_table
+from fedloom.platform.results.target import without_secrets
 from fedloom.platform.runs.run import FREE_ON_RESUME, free_on_resume
 from fedloom.platform.settings import check_settings
 from fedloom.platform.words import MOST_SAID, said, shown
@@ -231,6 +232,9 @@ def takes_any(defaults: DictConfig, key: str) -> bool:
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line that says what was given and what is allowed."""
     if isinstance(error, OverrideParseException) and "=" in error.override:
+        if "://" in error.override:  # without what the parser says, which quotes parts of it
+            unread = shown(without_secrets(error.override.lstrip("+")))
+            return f"{unread} cannot be read: put the URL in quotes, as in results='\"s3://bucket/path?region=eu\"'"
         unread = shown(error.override.lstrip("+"))
         return f"{unread} cannot be read ({_first_line(error)}): give key=value, a list as [1,2]"
     for override in filter(is_own, overrides):

@@ -5,11 +5,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -18,7 +19,12 @@ from fedloom.platform.data.config import DataConfig, cache_root
 from fedloom.platform.results.files import content_hash
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_SECRETS = ("secret", "token", "account_key", "sas")
+_SECRETS = ("secret", "token", "key", "sas", "sig", "password", "passwd", "pwd", "credential")
+"""What the name of a query's value contains, in any case, if the value is a secret."""
+_ALLOWED = (
+    "give a local folder, s3://bucket/path, gs://bucket/path, file:///path or another URL that "
+    "pyarrow.fs.FileSystem.from_uri takes"
+)
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 """Filesystems without folders, where a file appears atomically when it is closed."""
 _CHUNK_BYTES = 8 << 20
@@ -48,17 +54,36 @@ def local_root(results: str | Path) -> Path:
     return cache_root(DataConfig()) / "results" / content_hash(_checked(str(results)).encode())[:12]
 
 
+def without_secrets(text: str) -> str:
+    """A URL, or a text that holds one, as it may be shown: without user:password and the values of its query."""
+    # Up to the last @, because passwords contain slashes; a user alone is, for some schemes, the name of a container.
+    text = re.sub(r"://[^\s?]*:[^\s?]*@", "://...@", text)
+    head, mark, query = text.partition("?") if "://" in text else (text, "", "")
+    return head + mark + re.sub(r"(^|[&;])([^&;=\s]*=)?[^&;\s]+", r"\1\2...", query)
+
+
 def _checked(url: str) -> str:
     """The URL in canonical form; ValueError for a secret in it, which would be stored in configurations and tables."""
-    parts = urlsplit(url)
-    if parts.password is not None or any(word in key for key, _ in parse_qsl(parts.query) for word in _SECRETS):
+    parts = _split(url)
+    if parts.password is not None or any(_is_secret(key) for key, _ in parse_qsl(parts.query)):
         raise ValueError(
-            f"results={parts.scheme}://{parts.hostname or ''}{parts.path} was given with a secret in the URL, which "
-            "tables would hold: leave it out and set it in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
+            f"results={without_secrets(url)} was given with a secret in the URL, which tables would hold: leave it out "
+            "and set it in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
         )
     whole = parts._replace(path=parts.path.rstrip("/")).geturl()
     # urllib drops the slashes of an empty host for unknown schemes, and fsspec would take the result for a local path.
     return whole if "://" in whole else whole.replace(":", "://", 1)
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise ValueError(f"results={without_secrets(url)} is not a URL ({error}): {_ALLOWED}") from error
+
+
+def _is_secret(key: str) -> bool:
+    return any(word in key.lower() for word in _SECRETS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +130,16 @@ class Target:
                 self._write(path, file, size_bytes)
                 return
             folder, _, last = path.rpartition("/")
-            temporary = f"{folder}/.{last}.tmp"
+            # Of its own: two machines may write the same file at the same moment, as those that claim one run do.
+            temporary = f"{folder}/.{last}.{uuid4().hex[:12]}.tmp"
             self.filesystem.create_dir(folder, recursive=True)
-            self._write(temporary, file, size_bytes)
-            self.filesystem.move(temporary, path)
+            try:
+                self._write(temporary, file, size_bytes)
+                self.filesystem.move(temporary, path)
+            except BaseException:
+                with suppress(Exception):  # whatever failed is raised, not that it cannot be tidied up
+                    self.filesystem.delete_file(temporary)
+                raise
 
     def _write(self, path: str, file: BinaryIO, size_bytes: int) -> None:
         with self.filesystem.open_output_stream(path) as stream:
@@ -171,19 +202,17 @@ def _told() -> Iterator[None]:
 def open_target(results: str) -> Target:
     """The folder at a URL; one-line ValueError with advice if it cannot be used."""
     url = _checked(results)
-    scheme = urlsplit(url).scheme.lower()
+    scheme, shown = urlsplit(url).scheme.lower(), without_secrets(url)
     try:
         filesystem, base = pafs.FileSystem.from_uri(_patient(url, scheme))
     except pa.lib.ArrowInvalid as error:
-        raise ValueError(
-            f"results={results} cannot be used ({_line(error)}): give a local folder, s3://bucket/path, "
-            "gs://bucket/path, file:///path or another URL that pyarrow.fs.FileSystem.from_uri takes"
-        ) from error
+        said = _line(error).replace(_patient(url, scheme), shown).replace(url, shown)
+        raise ValueError(f"results={shown} cannot be used ({said}): {_ALLOWED}") from error
     except (OSError, ImportError, pa.lib.ArrowException) as error:
         raise unusable(results, error) from error
     if not base.strip("/"):
-        raise ValueError(f"results={results} names no bucket or folder: give {scheme}://bucket/path")
-    return Target(filesystem, base.rstrip("/"), url)
+        raise ValueError(f"results={shown} names no bucket or folder: give {scheme}://bucket/path")
+    return Target(filesystem, base.rstrip("/"), shown)
 
 
 def _patient(url: str, scheme: str) -> str:
@@ -196,7 +225,8 @@ def _patient(url: str, scheme: str) -> str:
 def unusable(results: str, error: Exception) -> ValueError:
     """The one-line error for a URL that cannot be read or written."""
     advice = _HELP.get(urlsplit(results).scheme.lower(), "check the URL and what you may do there")
-    return ValueError(f"results={results} cannot be used ({_line(error)}): {advice}")
+    shown = without_secrets(results)
+    return ValueError(f"results={shown} cannot be used ({_line(error).replace(results, shown)}): {advice}")
 
 
 def _line(error: Exception, most: int = 300) -> str:

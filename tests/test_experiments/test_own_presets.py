@@ -157,6 +157,8 @@ def test_options_are_keys_like_all_others(write: Write) -> None:
         ),
         ("options.mu=1", "unknown configuration key 'options'; did you mean"),
         ("data.options.x=[1", "data.options.x=[1 cannot be read"),
+        ("results=s3://[bad", "results=s3://[bad cannot be read: put the URL in quotes, as in results='\"s3://bucket"),
+        ("results=s3://b/x?SECRET_KEY=word", "results=s3://b/x?SECRET_KEY=... cannot be read: put the URL in quotes"),
     ],
 )
 def test_a_typing_mistake_before_an_option_is_no_option(write: Write, override: str, message: str) -> None:

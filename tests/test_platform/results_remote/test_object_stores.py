@@ -88,7 +88,7 @@ def test_the_server_may_be_named_in_the_url(s3: str, s3_url: str, monkeypatch: p
 
 def test_a_bucket_that_is_not_there_is_refused(s3_url: str, machine: Machine) -> None:
     for look in (check_results, fetch):
-        with pytest.raises(ValueError, match=r"s3://none/x\?region=us-east-1 .*no bucket none.*AWS_ACCESS_KEY_ID"):
+        with pytest.raises(ValueError, match=r"s3://none/x\?region=\.\.\. .*no bucket none.*AWS_ACCESS_KEY_ID"):
             look("s3://none/x?region=us-east-1")
     assert not local_root("s3://none/x").exists()
 
