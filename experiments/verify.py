@@ -4,13 +4,13 @@ import json
 from dataclasses import asdict, dataclass
 
 from fedloom.experiments.terminal.output import console, write_json
-from fedloom.platform.results.checkpoint import STATE_FILE, load_checkpoint
+from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.journal import read_journals
 from fedloom.platform.results.manifest import manifest_path, problems
 from fedloom.platform.results.models import list_models, load_model
 from fedloom.platform.results.names import NAMES, Names, read_names
 from fedloom.platform.results.parts import count_rows
-from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.paths import STATE_FILE, RunPaths
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.results.writer import ROW_TABLES
 

@@ -124,7 +124,6 @@ class RunningAblation:
     def __init__(self, ablation: Ablation, place: Place, indices: Sequence[int]) -> None:
         self.ablation, self.place, self.root = ablation, place, place.root
         self.indices = frozenset(indices)
-        self._status = StatusFile(ablation.folder(self.root) / STATUS)
         self._ends: dict[int, End] = {}
         self._done = 0
         self._over = threading.Event()
@@ -136,6 +135,7 @@ class RunningAblation:
             self._check = held.enter_context(
                 owned(self.ablation.folder(self.root), what, self.place.results, self.root)
             )
+            self._status = StatusFile(self.ablation.folder(self.root) / STATUS, self._check)
             self._begin()
             self._held = held.pop_all()
         return self
@@ -157,6 +157,11 @@ class RunningAblation:
         self._heartbeat.stop()
         self._over.set()
         self._sender.join()
+        try:
+            self._check()
+        except OwnershipLostError as error:  # whose files they are now writes them
+            logger.error("the end of the ablation is not written down: %s", error)
+            return
         # The trials' processes have ended, so that no other process writes these files.
         for state in trial_states(self.root, self.ablation):
             if state.trial.index in self.indices:
@@ -189,8 +194,9 @@ class RunningAblation:
 
     def _send(self) -> None:
         try:
+            self._check(surely=True)
             mirror_folder(self.place.results, f"{FOLDER}/{self.ablation.ablation_id}")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OwnershipLostError) as error:
             logger.warning("what the ablation knows of its trials was not sent: %s", error)
 
 

@@ -16,8 +16,10 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import RunCosts, load_costs
 from fedloom.platform.federation.loop import AT_ONCE, RoundProgress
 from fedloom.platform.results.mirror import mirror_run
+from fedloom.platform.results.owner import OwnedError
 from fedloom.platform.results.paths import RunPaths, run_paths
-from fedloom.platform.results.remote import check_results, local_root
+from fedloom.platform.results.processes import this_place
+from fedloom.platform.results.remote import check_results, fetch, is_remote, local_root
 from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.runs.ending import Resume, RunEnd, run_to_end
 from fedloom.platform.runs.run import Watcher, check_run_unowned, planned_stages, planned_world
@@ -26,6 +28,9 @@ from fedloom.platform.runs.serial import make_serial
 
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.2
+KILLED_S = 5.0
+"""Seconds within which a process that was killed ends."""
+ACTIVE = ("running", "stalled", "dead")
 LONGEST_CAUSE = 120
 NOT_BEGUN = "its work had not begun"
 """The message of an interruption before the server has said which run it is, where no round can be lost."""
@@ -159,8 +164,26 @@ def _write_interrupted(config: RunConfig, end: RunEnd) -> None:
 
 def mark_interrupted(results: str, paths: RunPaths, message: str) -> None:
     """Sets the status of a run whose process has ended to interrupted, if it still says that the run is active."""
-    if not paths.status.exists():
+    if not paths.status.exists() or read_status(paths.status).state not in ACTIVE:
         return
-    if read_status(paths.status).state in ("running", "stalled", "dead"):
+    # It may be that it was resumed elsewhere, and that what is here is an old copy, which must not replace a later one.
+    fetch(results, [paths.run_id])
+    now = read_status(paths.status)
+    is_elsewhere = is_remote(results) and now.place not in ("", this_place())
+    if now.state in ACTIVE and not is_elsewhere and not _is_owned(paths):
         StatusFile(paths.status).write("interrupted", message=message)
         mirror_run(results, paths)
+
+
+def _is_owned(paths: RunPaths) -> bool:
+    """Whether a process of this machine still has the run after a while: a killed one takes a moment to end."""
+    end_s = time.monotonic() + KILLED_S
+    while True:
+        try:
+            check_run_unowned(paths)
+        except OwnedError:
+            if time.monotonic() > end_s:
+                return True
+            time.sleep(POLL_S)
+        else:
+            return False

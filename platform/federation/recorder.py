@@ -14,8 +14,9 @@ from typing import Any
 from fedloom.platform.federation.event_files import Events, NoEvents
 from fedloom.platform.federation.stage import KeptModel, Row
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.results.checkpoint import STATE_FILE, Saved, save_checkpoint
+from fedloom.platform.results.checkpoint import Saved, save_checkpoint
 from fedloom.platform.results.models import save_model
+from fedloom.platform.results.paths import STATE_FILE
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.words import naming
 
@@ -84,6 +85,12 @@ class Recorder:
         finally:
             self._thread.shutdown()
             self.events.close()
+
+    def abandon(self) -> None:
+        """Ends the thread without the round that waits: what is on disk belongs to another process now."""
+        self._waiting = None
+        self._thread.shutdown(cancel_futures=True)
+        self.events.close()
 
     def _written(self, record: Record) -> None:
         with naming(self.writer.paths.artifacts):

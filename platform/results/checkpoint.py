@@ -8,10 +8,10 @@ from typing import Any
 
 from fedloom.platform.results.bag import Bag
 from fedloom.platform.results.files import check_name, content_hash, remove_temporaries, write_atomically
+from fedloom.platform.results.paths import STATE_FILE
 from fedloom.platform.results.sealed import sealed_text, unsealed
 from fedloom.platform.results.tensor_files import damaged, from_bytes, read_checked, to_bytes
 
-STATE_FILE = "state.json"
 CHECKPOINT_VERSION = 2
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from fedloom.platform.words import naming, shown
 
@@ -80,6 +81,27 @@ def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> Non
         publish(temporary, path)
     else:
         os.replace(temporary, path)
+
+
+class Stamp(NamedTuple):
+    """Identifies the version of a file: a file that was replaced atomically has another inode."""
+
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> Self:
+        """The stamp of a file that is open, or was just looked at."""
+        return cls(stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """The stamp of a file; None if it is missing."""
+    try:
+        return Stamp.of(path.stat())
+    except FileNotFoundError:
+        return None
 
 
 def check_writable(folder: Path) -> None:

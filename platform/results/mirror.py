@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from fedloom.platform.results.files import Stamp
 from fedloom.platform.results.manifest import Seals, decoded, either, encoded, manifest_path
 from fedloom.platform.results.order import is_rows, rank
 from fedloom.platform.results.paths import RunPaths
@@ -26,14 +27,6 @@ _LEAST_PAUSE_S = 1.1
 
 class MirrorError(OSError):
     """The copy of a run is incomplete; the run's local files are complete."""
-
-
-class Stamp(NamedTuple):
-    """Identifies the copied version of a file: a file that was replaced atomically has another inode."""
-
-    inode: int
-    size_bytes: int
-    mtime_ns: int
 
 
 class Mirror:
@@ -144,14 +137,14 @@ class Mirror:
         if self._sent.get(name) == stamp:
             return _Held(stamp, None)
         file = opened.enter_context((self._paths.root / name).open("rb"))
-        return _Held(_stamp(os.fstat(file.fileno())), file)
+        return _Held(Stamp.of(os.fstat(file.fileno())), file)
 
     def _scan(self) -> dict[str, Stamp]:
         found = {}
         for folder in self._folders():
             for path in _files_below(self._paths.root / folder):
                 try:
-                    found[path.relative_to(self._paths.root).as_posix()] = _stamp(path.stat())
+                    found[path.relative_to(self._paths.root).as_posix()] = Stamp.of(path.stat())
                 except FileNotFoundError:
                     continue
         return found
@@ -200,10 +193,6 @@ def _files_below(folder: Path) -> Iterator[Path]:
         folders.sort()
         # Names that begin with a dot are temporary files.
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
-
-
-def _stamp(stat: os.stat_result) -> Stamp:
-    return Stamp(stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 def _inodes(files: Mapping[str, Stamp]) -> dict[str, int]:

@@ -4,6 +4,9 @@ A folder's file `.owner` is locked (`flock`) by its owner, and holds the owner's
 that it raises every few seconds. The operating system frees the lock when the process ends in any way. Where the file
 system has no locks, and at URLs, the lease decides: on this machine by the process that it names, of another machine
 by whether its count rises while it is watched. Clocks are never compared, so that setting one changes nothing.
+
+A lease that cannot be read says nothing about who has it: one failed request to a URL ends no run. The owner raises its
+count only over its own lease, so that it never takes back what another has taken over.
 """
 
 import fcntl
@@ -13,7 +16,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,6 +45,21 @@ class OwnedError(ValueError):
 
 class OwnershipLostError(RuntimeError):
     """Another process took over because this one did not answer; this one must not write any more."""
+
+
+class DamagedLeaseError(OSError):
+    """There is a lease, but it is not a whole one: it is just being renewed, or its owner was killed meanwhile."""
+
+
+class Check(Protocol):
+    """Asks whether the process still is the owner, to be called before writing."""
+
+    def __call__(self, *, surely: bool = False) -> None:
+        """Raises OwnershipLostError once another process has taken over.
+
+        `surely` raises OSError where that cannot be known, for what can be tried again later.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -76,7 +94,7 @@ class Kept(Protocol):
         ...
 
     def read(self) -> Lease | None:
-        """The lease; None if there is none."""
+        """The lease; None if there is none. Raises OSError if that is not known."""
         ...
 
     def write(self, lease: Lease | None) -> None:
@@ -103,7 +121,8 @@ class LeaseFile:
 
     def read(self) -> Lease | None:
         """The lease in the file."""
-        return _decoded(os.pread(self._descriptor, _SIZE_BYTES, 0))
+        content = os.pread(self._descriptor, _SIZE_BYTES, 0)
+        return _decoded(content) if content.strip() else None
 
     def write(self, lease: Lease | None) -> None:
         """Replaces the lease in the file."""
@@ -150,54 +169,65 @@ class Owner:
     def __init__(self, kept: Kept, what: str, *, fresh: bool = False) -> None:
         """Raises OwnedError, naming the owner, if another process has it; nobody else can know a `fresh` folder."""
         self._kept, self._what, self._fresh, self._released = kept, what, fresh, False
+        self._lost = ""
         self._lease = Lease(uuid4().hex, platform.node()[:64], this_place(), *this_process())
         self._claim()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beats, name="owner", daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
-        """Raises OwnershipLostError if another process has taken over, as after a suspension, and after `release`."""
+    def check(self, *, surely: bool = False) -> None:
+        """Raises OwnershipLostError if another process has taken over, as after a suspension, and after `release`.
+
+        `surely` raises OSError if the lease cannot be read.
+        """
         if self._released:
             raise OwnershipLostError(f"{self._what} is not this process's any more")
-        there = self._kept.read()
-        if there is not None and there.token != self._lease.token:
-            raise OwnershipLostError(f"{self._what} was taken over by {there} while this process did not answer")
+        try:
+            there = self._lease if self._lost else self._kept.read()
+        except OSError:
+            if surely:
+                raise
+            return
+        # Once lost it stays so: the new owner's lease may be out of reach later, or gone.
+        if there is None or there.token != self._lease.token:
+            by = there or "another process, which has ended since,"
+            self._lost = f"{self._what} was taken over by {by} while this process did not answer"
+        if self._lost:
+            raise OwnershipLostError(self._lost)
 
     def release(self) -> None:
         """Ends the ownership."""
         self._over.set()
         self._thread.join()
         with suppress(OSError, OwnershipLostError):
-            self.check()
+            self.check(surely=True)
             self._kept.write(None)
         self._released = True
 
     def _claim(self) -> None:
         if not self._kept.lock():
-            raise OwnedError(_refusal(self._what, self._kept.read()))
-        found = self._kept.read()
+            raise OwnedError(_refusal(self._what, _whole(self._kept)))
+        found = _whole(self._kept)
         if found is not None and _lives(self._what, self._kept, found):
             raise OwnedError(_refusal(self._what, found))
         self._kept.write(self._lease)
         if not self._fresh:
             time.sleep(self._kept.settle_s)
         # Where there are no locks, two processes can come this far at once: the one that wrote last has it.
-        if (there := self._kept.read()) is None or there.token != self._lease.token:
+        if (there := _whole(self._kept)) is None or there.token != self._lease.token:
             raise OwnedError(_refusal(self._what, there))
 
     def _beats(self) -> None:
         while not self._over.wait(self._kept.beat_s):
             with suppress(OSError, OwnershipLostError):
-                self.check()
+                self.check(surely=True)
                 self._lease = replace(self._lease, count=self._lease.count + 1)
                 self._kept.write(self._lease)
 
 
 @contextmanager
-def owned(
-    folder: Path, what: str, results: str | Path, root: Path, *, fresh: bool = False
-) -> Iterator[Callable[[], None]]:
+def owned(folder: Path, what: str, results: str | Path, root: Path, *, fresh: bool = False) -> Iterator[Check]:
     """Owns a folder of the results in `root`, and its copy at their URL, for the duration of the block.
 
     Gives a function that raises OwnershipLostError once another process has taken over, to be called before writing.
@@ -207,16 +237,17 @@ def owned(
     with ExitStack() as held:
         near = LeaseFile(folder)
         held.callback(near.close)
-        owners = [Owner(near, what, fresh=fresh)]
+        with one_at_a_time(folder):  # not while a fetch replaces its files
+            owners = [Owner(near, what, fresh=fresh)]
         held.callback(owners[0].release)
         if is_remote(results):
             far = LeaseObject(open_target(str(results)), folder.relative_to(root).as_posix())
             owners.append(Owner(far, what, fresh=fresh))
             held.callback(owners[1].release)
 
-        def check() -> None:
+        def check(*, surely: bool = False) -> None:
             for owner in owners:
-                owner.check()
+                owner.check(surely=surely)
 
         yield check
 
@@ -227,7 +258,7 @@ def check_unowned(folder: Path, what: str) -> None:
         return
     kept = LeaseFile(folder)
     try:
-        free, found = kept.lock(), kept.read()
+        free, found = kept.lock(), _whole(kept)
     finally:
         kept.close()
     if not free or (found is not None and _lives_here(found)):
@@ -257,11 +288,18 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-def _decoded(content: bytes) -> Lease | None:
+def _decoded(content: bytes) -> Lease:
     try:
-        values = json.loads(content)
-        return Lease(**values) if isinstance(values, dict) else None
-    except (ValueError, TypeError):
+        return Lease(**json.loads(content))
+    except (ValueError, TypeError) as error:
+        raise DamagedLeaseError("the lease is damaged") from error
+
+
+def _whole(kept: Kept) -> Lease | None:
+    """The lease; None if there is none or it is damaged, as one that a killed process left behind."""
+    try:
+        return kept.read()
+    except DamagedLeaseError:
         return None
 
 
@@ -281,7 +319,7 @@ def _lives(what: str, kept: Kept, found: Lease) -> bool:
     # One unreadable lease may be one that is just being renewed.
     while time.monotonic() < end_s and gone < 2:
         time.sleep(min(1.0, kept.patience_s / 10))
-        now = kept.read()
+        now = _whole(kept)
         if now is not None and now != found:
             return True
         gone = gone + 1 if now is None else 0

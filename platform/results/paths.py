@@ -12,6 +12,8 @@ from fedloom.platform.results.names import ARTIFACTS, NO_NAMES, named_runs
 
 LONGEST_RUN_ID = 140
 """An experiment's or an ablation's name has up to 100 characters; time, random suffix and trial's number follow."""
+STATE_FILE = "state.json"
+"""The file of a checkpoint's folder that names its others."""
 _EXPERIMENT, _RUN = "experiment=", "run_id="
 
 

@@ -2,19 +2,30 @@
 
 import json
 import os
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+from uuid import uuid4
 
-from fedloom.platform.results.files import check_writable
+from fedloom.platform.results.copies import is_same, stays
+from fedloom.platform.results.files import Stamp, check_writable, stamp_of
+from fedloom.platform.results.manifest import FILE as MANIFEST
 from fedloom.platform.results.names import ARTIFACTS, NAMES, NO_NAMES, Names, parse_names
 from fedloom.platform.results.order import is_tensors, rank
-from fedloom.platform.results.paths import RunPaths
-from fedloom.platform.results.status import read_status
+from fedloom.platform.results.owner import OwnedError, check_unowned, one_at_a_time
+from fedloom.platform.results.paths import STATE_FILE, RunPaths
 from fedloom.platform.results.tables import TABLES
-from fedloom.platform.results.target import RemoteFile, Target, is_remote, local_root, open_target, unusable
+from fedloom.platform.results.target import (
+    RemoteFile,
+    Target,
+    is_remote,
+    local_root,
+    open_target,
+    unusable,
+    without_secrets,
+)
 
 ABLATIONS = "ablations"
 """The folder of results that belong to no single run."""
@@ -41,14 +52,20 @@ def check_results(results: str) -> Path:
 
 
 def fetch(
-    results: str | Path, run_ids: Sequence[str] | None = None, *, tensors: bool = True, ablations: bool = False
+    results: str | Path,
+    run_ids: Sequence[str] | None = None,
+    *,
+    tensors: bool = True,
+    ablations: bool = False,
+    owned: str | None = None,
 ) -> Path:
     """Downloads runs (with these ids, prefixes of ids, names or tags, or all) and returns the local results folder.
 
     `ablations` downloads these, too; do not use it while one is running, because only its driver may write them. Only
     changed files are downloaded, each atomically; without `tensors`, none of checkpoints and models, which reading
-    tables does not need. A run that is running on this machine, or whose local files are newer than the remote ones, is
-    not changed. A local path is returned at once. Raises a one-line ValueError if the URL is unreachable.
+    tables does not need. A run that another process owns on this machine, also one that it took up during the download,
+    or whose local files go further than the remote ones, is not changed; `owned` is the id of a run that this process
+    owns. A local path is returned at once. Raises a one-line ValueError if the URL is unreachable.
     """
     root = local_root(results)
     if not is_remote(results):
@@ -56,7 +73,7 @@ def fetch(
     target = open_target(str(results))
     try:
         target.check_reachable(writable=False)
-        _fetch_runs(target, root, run_ids, tensors)
+        _fetch_runs(_Fetched(target, root, tensors, owned), run_ids)
         if ablations:
             _fetch_newer(target, root, target.list([ABLATIONS]))
     except OSError as error:
@@ -87,7 +104,8 @@ def mirror_folder(results: str | Path, relative: str) -> None:
     try:
         _send_newer(open_target(str(results)), root, relative)
     except OSError as error:
-        raise OSError(f"{root / relative} could not be copied to {results} ({error}): copy it yourself") from error
+        there = without_secrets(str(results))
+        raise OSError(f"{root / relative} could not be copied to {there} ({error}): copy it yourself") from error
 
 
 def _send_newer(target: Target, root: Path, relative: str) -> None:
@@ -107,19 +125,30 @@ class _Wanted(NamedTuple):
     file: RemoteFile
 
 
-def _fetch_runs(target: Target, root: Path, run_ids: Sequence[str] | None, tensors: bool) -> None:
+class _Fetched(NamedTuple):
+    """Where runs are fetched from and to, with their tensors or without; `owned` is a run of this process's own."""
+
+    target: Target
+    root: Path
+    tensors: bool
+    owned: str | None
+
+
+Outcome = Literal["left", "same", "changed"]
+"""What was done to a run: it stays as it is here, it is the same, or it has to be looked at again."""
+
+
+def _fetch_runs(fetched: _Fetched, run_ids: Sequence[str] | None) -> None:
     """Repeats until no file changes in between, because a run that continues elsewhere replaces and deletes files."""
-    settled: dict[str, bool] = {}
+    target = fetched.target
+    left: set[str] = set()
     names: dict[str, Names] = {}
     for _ in range(_PASSES):
-        busy = False
         there = _by_run(target.list(_places(target, run_ids)))
-        for run_id in there if run_ids is None else _meant(target, there, run_ids, names):
-            if run_id not in settled:
-                settled[run_id] = _stays(target, root, run_id, there[run_id])
-            if not settled[run_id]:
-                busy |= _fetch_run(target, root, run_id, there[run_id], tensors)
-        if not busy:
+        meant = there if run_ids is None else _meant(target, there, run_ids, names)
+        outcomes = {run_id: _fetch_run(fetched, run_id, there[run_id]) for run_id in meant if run_id not in left}
+        left |= {run_id for run_id, outcome in outcomes.items() if outcome == "left"}
+        if "changed" not in outcomes.values():
             return
 
 
@@ -185,46 +214,59 @@ def run_of(name: str) -> str | None:
     return None
 
 
-def _stays(target: Target, root: Path, run_id: str, files: Mapping[str, RemoteFile]) -> bool:
-    """Whether a run's local files must stay: it is running here, or they are at least as new as the remote ones.
-
-    Downloaded copies have the remote file's time, so that heartbeats are only compared for runs of this machine.
-    """
-    name = f"artifacts/{run_id}/status.json"
-    path = root / name
-    if not path.exists():
-        return False
-    here = read_status(path)
-    if here.state in ("running", "stalled") and here.host == platform.node():
-        return True
-    there = files.get(name)
-    if there is not None and _is_same(path, there):
-        return False
-    return there is None or here.heartbeat >= _heartbeat_there(target, name)
-
-
-def _heartbeat_there(target: Target, name: str) -> float:
-    try:
-        return float(json.loads(target.read(name))["heartbeat"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{target.url}/{name} is not a status file: delete it; resuming writes a new one") from error
-
-
-def _fetch_run(target: Target, root: Path, run_id: str, files: Mapping[str, RemoteFile], tensors: bool) -> bool:
-    """Updates the local copy of a run to the listed files; returns whether anything changed."""
+def _fetch_run(fetched: _Fetched, run_id: str, files: Mapping[str, RemoteFile]) -> Outcome:
+    """Updates the local copy of a run to the listed files, unless it is taken up here while they are downloaded."""
+    target, root, owned = fetched.target, fetched.root, run_id == fetched.owned
+    before = _stamps(root, run_id)
+    if stays(target, root, run_id, files, owned=owned):
+        return "left"
     wanted = [
         _Wanted(name, file)
         for name, file in sorted(files.items(), key=lambda item: rank(item[0]))
-        if (tensors or not is_tensors(name)) and not _is_same(root / name, file)
+        if (fetched.tensors or not is_tensors(name)) and not is_same(root / name, file)
     ]
-    _download(target, root, wanted)
-    here = [*(root / "artifacts" / run_id).rglob("*"), *root.glob(f"*/experiment=*/run_id={run_id}/*")]
-    gone = [
+    if not wanted and not _gone(root, run_id, files):
+        return "same"
+    arrived = _downloaded(target, root, wanted)
+    with _nobody_taking(root, run_id):
+        if not owned and _is_owned(root, run_id):
+            _discard(arrived)
+            return "left"
+        if _stamps(root, run_id) != before:  # it was taken up, or fetched, and left again: to be compared anew
+            _discard(arrived)
+            return "changed"
+        _publish(zip(arrived, wanted, strict=True), root)
+        for path in _gone(root, run_id, files):
+            path.unlink(missing_ok=True)
+    return "changed"
+
+
+def _gone(root: Path, run_id: str, files: Mapping[str, RemoteFile]) -> list[Path]:
+    """The local files of a run that are not at the URL any more."""
+    here = [*(root / ARTIFACTS / run_id).rglob("*"), *root.glob(f"*/experiment=*/run_id={run_id}/*")]
+    return [
         p for p in here if p.is_file() and not p.name.startswith(".") and p.relative_to(root).as_posix() not in files
     ]
-    for path in gone:
-        path.unlink(missing_ok=True)
-    return bool(wanted or gone)
+
+
+def _stamps(root: Path, run_id: str) -> list[Stamp | None]:
+    """Identifies the local state of a run: every owner and every fetch replaces one of these files."""
+    folder = root / ARTIFACTS / run_id
+    return [stamp_of(folder / name) for name in ("status.json", MANIFEST, f"checkpoint/{STATE_FILE}")]
+
+
+def _nobody_taking(root: Path, run_id: str) -> AbstractContextManager[None]:
+    """Within the block no process takes the run up on this machine; a run without a folder has no owner."""
+    folder = root / ARTIFACTS / run_id
+    return one_at_a_time(folder) if folder.is_dir() else nullcontext()
+
+
+def _is_owned(root: Path, run_id: str) -> bool:
+    try:
+        check_unowned(root / ARTIFACTS / run_id, f"run {run_id}")
+    except OwnedError:
+        return True
+    return False
 
 
 def _fetch_newer(target: Target, root: Path, files: Mapping[str, RemoteFile]) -> None:
@@ -232,31 +274,23 @@ def _fetch_newer(target: Target, root: Path, files: Mapping[str, RemoteFile]) ->
         path = root / name
         return not path.exists() or path.stat().st_mtime_ns < file.mtime_ns
 
-    _download(target, root, [_Wanted(name, file) for name, file in files.items() if is_newer(name, file)])
+    wanted = [_Wanted(name, file) for name, file in files.items() if is_newer(name, file)]
+    _publish(zip(_downloaded(target, root, wanted), wanted, strict=True), root)
 
 
-def _is_same(path: Path, file: RemoteFile) -> bool:
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return False
-    return stat.st_size == file.size_bytes and stat.st_mtime_ns == file.mtime_ns
-
-
-def _download(target: Target, root: Path, wanted: Sequence[_Wanted]) -> None:
-    """Downloads in parallel to temporary files, then renames in order; after a crash a fetch can be repeated."""
+def _downloaded(target: Target, root: Path, wanted: Sequence[_Wanted]) -> list[Path | None]:
+    """The temporary files, downloaded in parallel, to be renamed in order; after a crash a fetch can be repeated."""
     if not wanted:
-        return
+        return []
     with ThreadPoolExecutor(min(_CONNECTIONS, len(wanted))) as threads:
-        arrived = list(threads.map(lambda one: _arrive(target, root, one), wanted))
-    _publish(zip(arrived, wanted, strict=True), root)
+        return list(threads.map(lambda one: _arrive(target, root, one), wanted))
 
 
 def _arrive(target: Target, root: Path, wanted: _Wanted) -> Path | None:
     """The downloaded temporary file; None if the file was deleted or replaced since it was listed."""
     path = root / wanted.name
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex[:12]}.tmp")
     try:
         size_bytes = target.download(wanted.name, temporary)
     except FileNotFoundError:
@@ -273,6 +307,12 @@ def _publish(arrived: Iterable[tuple[Path | None, _Wanted]], root: Path) -> None
     for temporary, wanted in arrived:
         if temporary is not None:
             os.replace(temporary, root / wanted.name)
+
+
+def _discard(arrived: Iterable[Path | None]) -> None:
+    for temporary in arrived:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 __all__ = [

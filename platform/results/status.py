@@ -18,7 +18,7 @@ WrittenState = Literal["running", "done", "failed", "interrupted"]
 State = Literal["running", "done", "failed", "interrupted", "stalled", "dead"]
 
 BEAT_INTERVAL_S = 1.0
-LATER = ("started", "place")
+LATER = ("started", "place", "taken", "written")
 """Fields that status files of earlier versions do not have."""
 
 
@@ -27,7 +27,9 @@ class Status:
     """The status of a run.
 
     A run whose file says running is "dead" if its process no longer exists on this machine, and "stalled" if its
-    heartbeat (seconds since 1970) is old. `started` and `place` identify the process (see `processes`).
+    heartbeat (seconds since 1970) is old. `started` and `place` identify the process (see `processes`). `taken` counts
+    the processes that have taken the run up, `written` how often any of them wrote its status: of two copies of a run
+    they tell the later one without a clock.
     """
 
     state: State
@@ -40,6 +42,8 @@ class Status:
     message: str
     started: int = 0
     place: str = ""
+    taken: int = 0
+    written: int = 0
 
     @property
     def round_shown(self) -> int:
@@ -59,8 +63,10 @@ class StatusFile:
         self._path, self._check = path, check
         self._lock = threading.Lock()
         pid, started = this_process()
-        place = _last_place(path)
-        self._status = Status("running", pid, platform.node(), *place, 0.0, "", started, this_place())
+        last = _last(path)
+        place = last.stage, last.round, last.rounds_total
+        counts = last.taken + 1, last.written
+        self._status = Status("running", pid, platform.node(), *place, 0.0, "", started, this_place(), *counts)
         self._next_beat_s = 0.0
 
     def write(
@@ -90,7 +96,7 @@ class StatusFile:
     def _write(self) -> None:
         self._check()
         self._next_beat_s = time.monotonic() + BEAT_INTERVAL_S
-        self._status = replace(self._status, heartbeat=time.time())
+        self._status = replace(self._status, heartbeat=time.time(), written=self._status.written + 1)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Not durable, because the process does not survive a power failure either.
         write_atomically(self._path, json.dumps(asdict(self._status)).encode(), durable=False)
@@ -117,13 +123,12 @@ class Heartbeat:
         self._thread.join()
 
 
-def _last_place(path: Path) -> tuple[str, int, int]:
-    """Stage, round and number of rounds as last written; none of a new run, or of a damaged file, which is replaced."""
+def _last(path: Path) -> Status:
+    """The status as last written; an empty one of a new run, or for a damaged file, which is replaced."""
     try:
-        last = read_status(path)
+        return read_status(path)
     except ValueError:
-        return "", 0, 0
-    return last.stage, last.round, last.rounds_total
+        return Status("running", 0, "", "", 0, 0, 0.0, "")
 
 
 def read_status(path: Path, stalled_after_s: float = 60.0) -> Status:

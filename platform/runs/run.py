@@ -2,8 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -25,7 +25,7 @@ from fedloom.platform.results.checkpoint import Saved, check_same_config, load_c
 from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.mirror import mirrored
 from fedloom.platform.results.names import write_names
-from fedloom.platform.results.owner import OwnershipLostError, check_unowned, owned
+from fedloom.platform.results.owner import Check, OwnershipLostError, check_unowned, owned
 from fedloom.platform.results.paths import RunPaths, new_run_id, run_paths
 from fedloom.platform.results.remote import check_results, fetch, fetch_folder, is_remote, local_root, mirror_folder
 from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState
@@ -107,7 +107,7 @@ def start_run(
             row = {**run_row(config, world, sources), **label.row(), **beginning.row}
             writer.update_run(**row, status="running", started=datetime.now(UTC))
             writer.manifest.begin()
-        with mirrored(config.results, writer.paths, check):
+        with mirrored(config.results, writer.paths, partial(check, surely=True)):
             _go(world, stages, writer, beginning, make_executor, watcher or Watcher(), check)
     return run_id
 
@@ -189,13 +189,13 @@ def resume_run(
     elif not paths.artifacts.is_dir():
         raise ValueError(f"there is no run {run_id!r} of experiment {config.experiment!r} under {paths.root} to resume")
     with owned_run(config, paths) as check:
-        fetch(config.results, [run_id])
+        fetch(config.results, [run_id], owned=run_id)
         check_files(paths)
         _resume(config, paths, make_executor, watcher or Watcher(), label or Label(), check, changed_plugins)
     return run_id
 
 
-def owned_run(config: RunConfig, paths: RunPaths, *, fresh: bool = False) -> AbstractContextManager[Callable[[], None]]:
+def owned_run(config: RunConfig, paths: RunPaths, *, fresh: bool = False) -> AbstractContextManager[Check]:
     """Owns a run, and its copy at the results' URL, for the duration of the block (see `owned`)."""
     return owned(paths.artifacts, f"run {paths.run_id}", config.results, paths.root, fresh=fresh)
 
@@ -211,7 +211,7 @@ def _resume(
     make_executor: MakeExecutor,
     watcher: Watcher,
     label: Label,
-    check: Callable[[], None],
+    check: Check,
     changed_plugins: bool,
 ) -> None:
     world = build_world(config, load_costs(paths.artifacts / COSTS))
@@ -226,6 +226,7 @@ def _resume(
         check_same_config(what_is_computed(checkpoint.data["config"]), what_is_computed(asdict(config)))
         state, position = restored_state(checkpoint.data, checkpoint.bags), checkpoint.data["position"]
         saved = stored_bags(paths.checkpoint)
+    check()  # the world may have taken long to build
     writer = RunWriter.resume(paths.root, config.experiment, paths.run_id, position)
     if "config" in writer.run_row:
         beginning = _going_on(world, writer, state, saved)
@@ -237,7 +238,7 @@ def _resume(
         keep_changed(writer, sources, changed)
     write_names(paths.artifacts, config.names)
     writer.update_run(**beginning.row, **config.names.columns(), status="running", ended=None, error=None)
-    with mirrored(config.results, writer.paths, check):
+    with mirrored(config.results, writer.paths, partial(check, surely=True)):
         _go(world, stages, writer, beginning, make_executor, watcher, check)
 
 
@@ -293,7 +294,7 @@ def _go(
     beginning: _Beginning,
     make_executor: MakeExecutor,
     watcher: Watcher,
-    check: Callable[[], None],
+    check: Check,
 ) -> None:
     config = world.config
     status = StatusFile(writer.paths.status, check)
@@ -305,36 +306,55 @@ def _go(
     CONSOLE.info("run %s", writer.paths.run_id)
     recorder = Recorder(writer, asdict(config), beginning.saved, _events(config, writer), check)
     try:
-        executor = dry_executor(world) if config.dry_run else make_executor(world)
-        status.write(message="")
-        loop = Loop(
-            stages,
-            executor,
-            recorder,
-            status,
-            execution=config.executor,
-            checkpoint=config.checkpoint,
-            deadline_s=config.devices.deadline_s,
-            watch=and_logged(watcher.round),
-            should_stop=watcher.should_stop,
-            ending=beginning.ending,
-        )
-        loop.run(beginning.state)
-    except (InterruptedRunError, KeyboardInterrupt) as error:
-        _finish_broken(recorder, status, "interrupted", str(error) or AT_ONCE)
-        raise
-    except OwnershipLostError:
-        raise  # the new owner's files are not ours to write
-    except Exception as error:
-        _finish_broken(recorder, status, "failed", str(error))
-        raise
-    else:
-        _finish(recorder, status, "done", "")
+        with _nothing_of_others(recorder, log), _end_written(recorder, status):
+            executor = dry_executor(world) if config.dry_run else make_executor(world)
+            status.write(message="")
+            loop = Loop(
+                stages,
+                executor,
+                recorder,
+                status,
+                execution=config.executor,
+                checkpoint=config.checkpoint,
+                deadline_s=config.devices.deadline_s,
+                watch=and_logged(watcher.round),
+                should_stop=watcher.should_stop,
+                ending=beginning.ending,
+            )
+            loop.run(beginning.state)
     finally:
         heartbeat.stop()
         if executor is not None:
             executor.close()
         close_log(log)
+
+
+@contextmanager
+def _nothing_of_others(recorder: Recorder, log: Sequence[logging.Handler]) -> Iterator[None]:
+    """Ends the writing at once where another process has taken over: the files, and the log, are the new owner's."""
+    try:
+        yield
+    except OwnershipLostError:
+        close_log(log)
+        recorder.abandon()
+        raise
+
+
+@contextmanager
+def _end_written(recorder: Recorder, status: StatusFile) -> Iterator[None]:
+    """Writes down how the block ends; raises OwnershipLostError instead, whatever ended it, if it is not ours to."""
+    try:
+        yield
+    except (InterruptedRunError, KeyboardInterrupt) as error:
+        _finish_broken(recorder, status, "interrupted", str(error) or AT_ONCE)
+        raise
+    except OwnershipLostError:
+        raise
+    except Exception as error:
+        _finish_broken(recorder, status, "failed", str(error))
+        raise
+    else:
+        _finish(recorder, status, "done", "")
 
 
 def _tell_start(writer: RunWriter, watcher: Watcher) -> None:
@@ -360,6 +380,7 @@ def _finish(recorder: Recorder, status: StatusFile, state: WrittenState, message
     written: WrittenState = "failed" if state == "done" else state
     try:
         recorder.close()
+        recorder.check()
         recorder.writer.close()
         recorder.writer.update_run(status=state, ended=datetime.now(UTC), error=message or None)
         recorder.writer.manifest.settle()

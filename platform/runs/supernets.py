@@ -22,9 +22,10 @@ from fedloom.platform.federation.recorder import restored_state, save_state
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import shared_training
-from fedloom.platform.results.checkpoint import STATE_FILE, load_checkpoint
+from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.results.owner import one_at_a_time
+from fedloom.platform.results.paths import STATE_FILE
 from fedloom.platform.runs.plugin_sources import UnknownSourceError, plugin_sources
 from fedloom.platform.runs.source import source_hash
 from fedloom.platform.words import why

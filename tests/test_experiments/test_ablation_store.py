@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 
 from fedloom.experiments.ablation import launch
+from fedloom.experiments.ablation.at_work import Place, RunningAblation
 from fedloom.experiments.ablation.view import TerminalView
+from fedloom.experiments.runs import launch as launch_runs
 from fedloom.experiments.store.ablations import (
     PLAN,
     VERSION,
@@ -32,8 +35,10 @@ from fedloom.experiments.store.ablations import (
 )
 from fedloom.experiments.store.trials import FINAL, End, read_ends, trial_states, write_ends
 from fedloom.platform.results.files import check_name
-from fedloom.platform.results.owner import owned
+from fedloom.platform.results.owner import FILE as OWNER
+from fedloom.platform.results.owner import OwnershipLostError, owned
 from fedloom.platform.results.paths import LONGEST_RUN_ID, RunPaths
+from fedloom.platform.results.remote import local_root
 from fedloom.platform.results.status import StatusFile, read_status
 
 ID = "20260101-000000-mine-abcdef"
@@ -318,6 +323,48 @@ def test_to_resume_what_has_nothing_left_takes_no_cluster(
     assert (end.kind, [s.state for s in end.states]) == (kind, ["done", "stopped", last])
     status = read_status(ablation.folder(tmp_path) / "status.json")
     assert (status.state, status.message) == (kind, said)
+
+
+def test_a_driver_that_was_replaced_writes_no_end(tmp_path: Path) -> None:
+    ablation = make_ablation(2)
+    write_ablation(tmp_path, ablation)
+    write_status(tmp_path, ablation.trials[0], "running")
+    folder = ablation.folder(tmp_path)
+    with RunningAblation(ablation, Place(str(tmp_path), tmp_path), [0]) as driver:
+        lease = {"token": "t", "host": "far", "place": "elsewhere", "pid": 7, "started": 1, "count": 0}
+        with open(folder / OWNER, "r+b") as file:
+            file.write(json.dumps(lease).encode().ljust(512))
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        with pytest.raises(OwnershipLostError, match="process 7 on far"):
+            driver.ended(0, End("failed", "why"))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(("owner", "state"), [(True, "running"), (False, "interrupted")])
+def test_a_run_is_not_marked_as_interrupted_while_it_is_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: bool, state: str
+) -> None:
+    monkeypatch.setattr(launch_runs, "KILLED_S", 0.0)
+    trial = make_ablation().trials[0]
+    write_status(tmp_path, trial, "running")
+    paths = RunPaths(tmp_path, trial.experiment, trial.run_id)
+    with owned(paths.artifacts, "run", tmp_path, tmp_path) if owner else nullcontext():
+        launch_runs.mark_interrupted(str(tmp_path), paths, "killed")
+    assert json.loads(paths.status.read_text())["state"] == state
+
+
+def test_an_old_copy_of_a_run_that_is_done_elsewhere_is_not_sent_as_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended_pid: int
+) -> None:
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
+    url, bucket = f"file://{tmp_path}/bucket", tmp_path / "bucket"
+    trial = make_ablation().trials[0]
+    for root, state, written in ((local_root(url), "running", 5), (bucket, "done", 9)):
+        write_status(root, trial, state, pid=ended_pid, taken=1, written=written)
+    paths = RunPaths(local_root(url), trial.experiment, trial.run_id)
+    launch_runs.mark_interrupted(url, paths, "killed")
+    for root in (local_root(url), bucket):
+        assert json.loads(RunPaths(root, trial.experiment, trial.run_id).status.read_text())["state"] == "done"
 
 
 def kill_driver(path: Path, pid: int) -> None:

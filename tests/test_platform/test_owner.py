@@ -17,6 +17,8 @@ import pytest
 from fedloom.platform.results import owner as owner_module
 from fedloom.platform.results.owner import (
     FILE,
+    Lease,
+    LeaseObject,
     OwnedError,
     OwnershipLostError,
     check_unowned,
@@ -24,6 +26,7 @@ from fedloom.platform.results.owner import (
     owned,
 )
 from fedloom.platform.results.processes import this_place
+from fedloom.platform.results.target import Target, open_target
 
 HOLD = """
 import sys, time
@@ -152,6 +155,67 @@ def test_who_was_taken_over_may_not_write_and_does_not_take_back(tmp_path: Path)
         time.sleep(0.2)
         assert json.loads((tmp_path / FILE).read_bytes())["host"] == "far"
     assert json.loads((tmp_path / FILE).read_bytes())["host"] == "far"
+
+
+def test_who_knows_that_it_was_taken_over_does_not_forget_it(tmp_path: Path) -> None:
+    with take(tmp_path) as check:
+        lease(tmp_path)
+        with pytest.raises(OwnershipLostError):
+            check()
+        (tmp_path / FILE).write_bytes(b"{damaged")
+        with pytest.raises(OwnershipLostError, match="process 7 on far"):
+            check()
+
+
+def test_a_lease_that_is_gone_is_lost_and_one_that_cannot_be_read_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, there = tmp_path / "here" / "r1", tmp_path / "there" / "r1"
+    folder.mkdir(parents=True)
+    read = Target.read
+
+    def unreachable(self: Target, name: str) -> bytes:
+        raise OSError("no route")
+
+    with take(folder, f"file://{tmp_path}/there") as check:
+        monkeypatch.setattr(Target, "read", unreachable)
+        check()
+        with pytest.raises(OSError, match="no route"):
+            check(surely=True)
+        lease(there)
+        time.sleep(0.3)
+        assert json.loads((there / FILE).read_bytes())["host"] == "far", "it is not renewed over what is not known"
+        monkeypatch.setattr(Target, "read", read)
+        (there / FILE).unlink()
+        with pytest.raises(OwnershipLostError, match="another process, which has ended since"):
+            check()
+    assert not (there / FILE).exists()
+
+
+def test_a_damaged_lease_keeps_nobody_out(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b'{"token": "t", "ho')
+    check_unowned(tmp_path, "run r1")
+    with take(tmp_path) as check:
+        check()
+
+
+def test_leases_written_at_the_same_moment_do_not_meet(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+
+    def write(name: str) -> None:
+        kept = LeaseObject(open_target(f"file://{tmp_path}"), "r1")
+        try:
+            for count in range(100):
+                kept.write(Lease(name, "h", "p", 1, 1, count))
+                assert kept.read() is not None
+        except BaseException as error:  # noqa: BLE001 - told to the test's own thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in ("a", "b", "c")]
+    for step in [t.start for t in threads] + [t.join for t in threads]:
+        step()
+    assert errors == []
+    assert [path.name for path in (tmp_path / "r1").iterdir()] == [FILE]
 
 
 def test_the_copy_at_a_url_has_an_owner_too(tmp_path: Path) -> None:

@@ -137,7 +137,9 @@ def test_a_finished_run_is_not_run_again(tiny_config: Callable[..., RunConfig]) 
     resume_run(config, run_id, make_serial, Watcher(round=rounds.append))
     assert rounds == []
     assert contents(Path(config.results)) == before
-    assert replace(read_status(paths.status), heartbeat=ended.heartbeat) == ended
+    again = read_status(paths.status)
+    assert (again.taken, again.written > ended.written) == (ended.taken + 1, True)
+    assert replace(again, heartbeat=ended.heartbeat, taken=ended.taken, written=ended.written) == ended
 
 
 # -- how a run ends ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ import pytest
 
 from fedloom.platform.results.mirror import mirrored
 from fedloom.platform.results.names import NO_NAMES, Names, write_names
+from fedloom.platform.results.owner import owned
 from fedloom.platform.results.paths import list_runs, run_paths
 from fedloom.platform.results.remote import fetch, fetch_folder, local_root, mirror_folder
+from fedloom.platform.results.sealed import sealed_json
+from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.tables import TABLES, read_table
 from fedloom.platform.results.target import RemoteFile, Target
 
@@ -24,9 +29,13 @@ def put(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def status_text(state: str, heartbeat: float, host: str = "elsewhere", pid: int = 1) -> str:
+def status_text(state: str, heartbeat: float, host: str = "elsewhere", pid: int = 1, **counts: int) -> str:
     values = {"state": state, "pid": pid, "host": host, "stage": "s", "round": 0, "rounds_total": 1, "message": ""}
-    return json.dumps({**values, "heartbeat": heartbeat})
+    return json.dumps({**values, "heartbeat": heartbeat, **counts})
+
+
+def state_text(stage: int, round_: int) -> str:
+    return sealed_json({"data": {"stage": stage, "round": round_}}).decode()
 
 
 @pytest.mark.parametrize(
@@ -54,6 +63,79 @@ def test_a_run_is_replaced_only_by_a_later_copy(
     assert [p.name for p in local_root(url).rglob("*.safetensors")] == [f"{kept}.safetensors"]
 
 
+EARLY, LATE = 600.0, 7800.0
+"""The same moment by a right clock, and by one that is two hours fast."""
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "kept"),
+    [
+        ((0, 80, {}), (0, 150, {}), "there"),
+        ((0, 150, {}), (0, 80, {}), "here"),
+        ((0, 150, {}), (1, 2, {}), "there"),
+        ((0, 80, {"taken": 3, "written": 9}), (0, 150, {"taken": 1, "written": 1}), "there"),
+        ((0, 80, {"taken": 1, "written": 9}), (0, 80, {"taken": 2, "written": 5}), "there"),
+        ((0, 80, {"taken": 1, "written": 9}), (0, 80, {"taken": 1, "written": 5}), "here"),
+        ((0, 80, {"taken": 1, "written": 5}), (0, 80, {"taken": 1, "written": 9}), "there"),
+        ((0, 80, {}), None, "here"),
+        (None, (0, 1, {}), "there"),
+    ],
+)
+@pytest.mark.parametrize("clocks", [(EARLY, LATE), (LATE, EARLY)])
+def test_the_copy_that_goes_further_is_kept_whatever_the_clocks_say(
+    url: str, machine: Machine, here: Any, there: Any, kept: str, clocks: tuple[float, float], bucket: Path
+) -> None:
+    sides = ((local_root(url), here, "here", clocks[0]), (bucket, there, "there", clocks[1]))
+    for root, place, name, heartbeat in sides:
+        stage, round_, counts = place or (0, 0, {})
+        state = state_text(stage, round_) if place else "{damaged"
+        put(root / "rounds/experiment=e/run_id=r1/part-00000.parquet", name)
+        put(root / "artifacts/r1/checkpoint/state.json", state)
+        put(root / "artifacts/r1/status.json", status_text("interrupted", heartbeat, name, **counts))
+    fetch(url)
+    assert (local_root(url) / "rounds/experiment=e/run_id=r1/part-00000.parquet").read_text() == kept
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["at work", "ended again"])
+def test_a_run_that_is_taken_up_here_while_it_is_downloaded_is_left_alone(
+    url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, bucket: Path, ended: bool
+) -> None:
+    root, part = local_root(url), "rounds/experiment=e/run_id=r1/part-00000.parquet"
+    for place, name, round_ in ((root, "here", 80), (bucket, "there", 150)):
+        put(place / part, name)
+        put(place / "artifacts/r1/checkpoint/state.json", state_text(0, round_))
+        put(place / "artifacts/r1/status.json", status_text("interrupted", EARLY))
+    download, taken = Target.download, ExitStack()
+
+    def overtaken(self: Target, name: str, path: Path) -> int:
+        if name == part and (root / part).read_text() == "here":
+            taken.enter_context(owned(root / "artifacts/r1", "run r1", root, root))
+            put(root / part, "resumed here")
+            put(root / "artifacts/r1/journal-000001.jsonl", "rows of its own")
+            put(root / "artifacts/r1/checkpoint/state.json", state_text(0, 151))
+            StatusFile(root / "artifacts/r1/status.json").write("interrupted" if ended else "running")
+            if ended:
+                taken.close()
+        return download(self, name, path)
+
+    monkeypatch.setattr(Target, "download", overtaken)
+    with taken:
+        fetch(url)
+        assert (root / part).read_text() == "resumed here"
+        assert (root / "artifacts/r1/journal-000001.jsonl").read_text() == "rows of its own"
+    assert list(root.rglob("*.tmp")) == []
+
+
+def test_the_owner_of_a_run_fetches_it(url: str, machine: Machine, bucket: Path) -> None:
+    root, folder = local_root(url), local_root(url) / "artifacts/r1"
+    for place, round_ in ((root, 80), (bucket, 150)):
+        put(place / "artifacts/r1/checkpoint/state.json", state_text(0, round_))
+        put(place / "artifacts/r1/status.json", status_text("running", time.time(), platform.node()))
+    with owned(folder, "run r1", root, root):
+        fetch(url, owned="r1")
+    assert (folder / "checkpoint/state.json").read_text() == state_text(0, 150)
+
+
 def test_only_what_changed_is_fetched_again(
     url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, bucket: Path, small_run: Any
 ) -> None:
@@ -76,7 +158,7 @@ def test_only_what_changed_is_fetched_again(
     assert len(fetched) == len(TABLES) + 1
     fetch(url)
     assert len(fetched) == 2 * (len(TABLES) + 1)
-    put(bucket / "artifacts/r1/status.json", status_text("running", 9e12))
+    put(bucket / "artifacts/r1/status.json", status_text("running", 9e12, taken=2))
     del fetched[:]
     fetch(url)
     assert fetched == ["artifacts/r1/status.json"]

@@ -1,0 +1,92 @@
+"""Which of two copies of a run goes further, the one here or the one at a URL.
+
+The checkpoint decides, from which a resumed run starts, so that no copy is replaced by one of a smaller place in the
+plan. Of two at the same place it is the one that was taken up or, by one owner, written more often. Each of these only
+grows as the run goes on; the clocks of the machines are never asked.
+"""
+
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from fedloom.platform.results.paths import STATE_FILE
+from fedloom.platform.results.sealed import unsealed
+from fedloom.platform.results.status import read_status
+from fedloom.platform.results.target import RemoteFile, Target
+
+
+class Standing(NamedTuple):
+    """How far a copy of a run is: the greater one goes further.
+
+    `stage` and `round` are the checkpoint's, -1 without one that can be read; `taken` and `written` the status's (see
+    `Status`); `ended` tells copies of earlier versions apart, whose status does not count.
+    """
+
+    stage: int
+    round: int
+    taken: int
+    written: int
+    ended: int
+
+
+NOT_BEGUN = Standing(-1, -1, -1, -1, -1)
+
+
+def stays(target: Target, root: Path, run_id: str, files: Mapping[str, RemoteFile], *, owned: bool = False) -> bool:
+    """Whether a run's local files must stay: it is running here, or they are at least as far as the listed ones.
+
+    `owned` is a run that this process owns, which therefore no other one is running. Raises ValueError for a damaged
+    status.
+    """
+    status, state = (f"artifacts/{run_id}/{name}" for name in ("status.json", f"checkpoint/{STATE_FILE}"))
+    path = root / status
+    if not path.exists():
+        return False
+    here = read_status(path)
+    if not owned and here.state in ("running", "stalled") and here.host == platform.node():
+        return True
+    if status in files and is_same(path, files[status]):
+        return False
+    content = (root / state).read_bytes() if (root / state).exists() else None
+    there = standing_of(_read(target, status, files), _read(target, state, files), f"{target.url}/{status}")
+    return standing_of(path.read_bytes(), content, str(path)) >= there
+
+
+def is_same(path: Path, file: RemoteFile) -> bool:
+    """Whether the local file is the downloaded copy of a remote one, whose time it has."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return False
+    return stat.st_size == file.size_bytes and stat.st_mtime_ns == file.mtime_ns
+
+
+def standing_of(status: bytes | None, state: bytes | None, name: str) -> Standing:
+    """How far a copy with these files is; ValueError naming the status if it is damaged."""
+    place = _place(state)
+    if status is None:
+        return NOT_BEGUN._replace(stage=place[0], round=place[1])
+    try:
+        values = json.loads(status)
+        ended = {"running": 0, "done": 2}.get(values["state"], 1)
+        return Standing(*place, int(values.get("taken", 0)), int(values.get("written", 0)), ended)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{name} is not a status file: delete it; resuming writes a new one") from error
+
+
+def _place(state: bytes | None) -> tuple[int, int]:
+    # A damaged checkpoint cannot be resumed from: any whole one goes further.
+    try:
+        data = unsealed(state or b"", Path(STATE_FILE))["data"]
+        return int(data["stage"]), int(data["round"])
+    except (ValueError, KeyError, TypeError):
+        return NOT_BEGUN.stage, NOT_BEGUN.round
+
+
+def _read(target: Target, name: str, files: Mapping[str, RemoteFile]) -> bytes | None:
+    try:
+        return target.read(name) if name in files else None
+    except FileNotFoundError:  # taken away since it was listed
+        return None

@@ -1,0 +1,132 @@
+"""A run that another process has taken over writes and deletes nothing more; one that cannot ask goes on."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.loop import Loop, RoundProgress
+from fedloom.platform.results.mirror import MirrorError
+from fedloom.platform.results.owner import FILE, OwnershipLostError
+from fedloom.platform.results.remote import local_root
+from fedloom.platform.results.tables import read_table
+from fedloom.platform.results.target import Target
+from fedloom.platform.runs.ending import run_to_end
+from fedloom.platform.runs.run import Watcher, start_run
+from fedloom.platform.runs.serial import make_serial
+
+OTHER = {"token": "t", "host": "far", "place": "elsewhere", "pid": 7, "started": 1, "count": 3}
+
+
+def contents(root: Path) -> dict[str, str]:
+    return {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+def take_over(root: Path) -> dict[str, str]:
+    """Another machine puts its lease where this process's was; gives what is in the folder then."""
+    (path,) = root.glob(f"artifacts/*/{FILE}")
+    descriptor = os.open(path, os.O_RDWR)  # in place, as an owner does
+    os.pwrite(descriptor, json.dumps(OTHER).encode().ljust(512), 0)
+    os.close(descriptor)
+    return contents(root)
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), RuntimeError("the machine broke"), None])
+def test_who_was_taken_over_writes_no_ending(
+    elastic_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, ending: BaseException | None
+) -> None:
+    config = elastic_config()
+    root, before = Path(config.results), {}
+    run = Loop.run
+
+    def overtaken(self: Loop, state: Any) -> Any:
+        last = run(self, state)
+        before.update(take_over(root))
+        if ending is not None:
+            raise ending
+        return last
+
+    monkeypatch.setattr(Loop, "run", overtaken)
+    with pytest.raises(OwnershipLostError, match="was taken over by process 7 on far"):
+        start_run(config, make_serial)
+    assert any("journal" in name for name in before), "the rows that an ending would move"
+    assert contents(root) == before
+
+
+def test_who_is_taken_over_at_work_stops_there(elastic_config: Callable[..., RunConfig]) -> None:
+    config = elastic_config()
+    root, before = Path(config.results), {}
+
+    class Overtaken:
+        def __init__(self, world: Any) -> None:
+            self.inner, self.runs = make_serial(world), 0
+
+        def run(self, chunks: Any, weights: Any) -> Any:
+            self.runs += 1
+            results = list(self.inner.run(chunks, weights))
+            if self.runs == 2:
+                before.update(take_over(root))
+            return iter(results)
+
+        def close(self) -> None:
+            self.inner.close()
+
+    end = run_to_end(config, Overtaken, Watcher())
+    assert (end.kind, "process 7 on far" in end.message) == ("infrastructure", True)
+    changed = {name for name, found in contents(root).items() if before.get(name) != found}
+    # The round before may have been on its way to the disk when it was taken over; no later one is.
+    assert not {name for name in changed if name.startswith(("runs/", "clients/")) or name.endswith("status.json")}
+
+
+def break_reading(monkeypatch: pytest.MonkeyPatch, failures: list[int]) -> None:
+    """Lets the next `failures[0]` requests for a lease fail."""
+    read = Target.read
+
+    def failing(self: Target, name: str) -> bytes:
+        if name.endswith(FILE) and failures[0]:
+            failures[0] -= 1
+            raise OSError("AWS Error NETWORK_CONNECTION: curlCode: 28, Timeout was reached")
+        return read(self, name)
+
+    monkeypatch.setattr(Target, "read", failing)
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    return f"file://{tmp_path}/bucket/results"
+
+
+def test_a_lease_that_cannot_be_read_for_a_moment_ends_no_run(
+    elastic_config: Callable[..., RunConfig], url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [0]
+    break_reading(monkeypatch, failures)
+
+    def fail(progress: RoundProgress) -> None:
+        failures[0] = 3 if progress.round == 0 else 0
+
+    start_run(elastic_config(results=url), make_serial, Watcher(round=fail))
+    assert read_table(tmp_path / "bucket" / "results", "runs")["status"].tolist() == ["done"]
+
+
+def test_without_the_lease_nothing_is_copied_but_the_run_is_done_here(
+    elastic_config: Callable[..., RunConfig], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [0]
+    break_reading(monkeypatch, failures)
+
+    def fail(_: RoundProgress) -> None:
+        failures[0] = 10**6
+
+    with pytest.raises(MirrorError, match="Timeout was reached"):
+        start_run(elastic_config(results=url), make_serial, Watcher(round=fail))
+    assert "done" in read_table(local_root(url), "runs")["status"].tolist()
