@@ -10,6 +10,7 @@ from typing import Any, cast
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -121,7 +122,14 @@ def stored_config(results: str | Path, run_id: str) -> tuple[str, RunConfig]:
 
 
 def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Applies overrides that do not change results to a stored configuration; ValueError for any other override."""
+    """Applies overrides that do not change results to a stored configuration; ValueError for any other override.
+
+    They are read as those of a new run are, by Hydra's grammar.
+    """
+    for override in overrides:
+        _check_form(override)
+    chosen = [override for override in overrides if not override.lstrip("+").startswith((PRESET, METHOD, "ablation."))]
+    check_spelling([f"{METHOD}{config.method.name}", *chosen])
     for override in overrides:
         key = override.partition("=")[0]
         if not free_on_resume(key):
@@ -129,13 +137,28 @@ def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
                 f"{key} cannot change on resume, it would be another run: start one with `fedloom run`, "
                 f"or change only {', '.join(FREE_ON_RESUME)}"
             )
+    tree = OmegaConf.structured(config)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(list(overrides)))
-        changed = cast(RunConfig, OmegaConf.to_object(merged))
-    except (OmegaConfBaseException, OverflowError) as error:
+        for read in OverridesParser.create().parse_overrides(list(overrides)):
+            if read.is_sweep_override():
+                raise ValueError(f"{shown(str(read.input_line))}: give one value; a list is [1,2]")
+            OmegaConf.update(tree, read.key_or_group, read.value(), merge=True)
+        changed = cast(RunConfig, OmegaConf.to_object(tree))
+    except OverrideParseException as error:
+        raise ValueError(_unread(error)) from error
+    except (HydraException, OmegaConfBaseException, OverflowError, RecursionError) as error:
         raise ValueError(_first_line(error)) from error
     check_config(changed)
     return changed
+
+
+def _unread(error: OverrideParseException) -> str:
+    """That Hydra cannot read an override, and the forms that it reads."""
+    if "://" in error.override:  # without what the parser says, which quotes parts of it
+        unread = shown(without_secrets(error.override.lstrip("+")))
+        return f"{unread} cannot be read: put the URL in quotes, as in results='\"s3://bucket/path?region=eu\"'"
+    given = shown(error.override.lstrip("+"))
+    return f"{given} cannot be read ({_first_line(error)}): give key=value, a list as [1,2]"
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
@@ -232,11 +255,7 @@ def takes_any(defaults: DictConfig, key: str) -> bool:
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line that says what was given and what is allowed."""
     if isinstance(error, OverrideParseException) and "=" in error.override:
-        if "://" in error.override:  # without what the parser says, which quotes parts of it
-            unread = shown(without_secrets(error.override.lstrip("+")))
-            return f"{unread} cannot be read: put the URL in quotes, as in results='\"s3://bucket/path?region=eu\"'"
-        unread = shown(error.override.lstrip("+"))
-        return f"{unread} cannot be read ({_first_line(error)}): give key=value, a list as [1,2]"
+        return _unread(error)
     for override in filter(is_own, overrides):
         if problem := _problem_of(override):
             return f"{shown(override)}: {problem}"

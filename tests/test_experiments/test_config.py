@@ -1,6 +1,7 @@
 """From `key=value` to a checked configuration, and back from what a run stored."""
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ from fedloom.experiments.runs.configuration import change_stored, compose_config
 from fedloom.experiments.runs.presets import CONF, experiments
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import METHODS
+from fedloom.platform.results.names import NO_NAMES
 from fedloom.platform.runs.run import what_is_computed
 from fedloom.platform.settings import Setting, settings_of
 
@@ -151,6 +153,44 @@ def test_a_resumed_run_may_not_change_what_it_computes(override: str) -> None:
 def test_what_may_change_on_resume_is_checked_too(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         change_stored(compose_config([]), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("name", "'name' is not of the form key=value"),
+        ("executor.actors", "'executor.actors' is not of the form key=value"),
+        ("tags", "'tags' is not of the form key=value"),
+        ("foo", "'foo' is not of the form key=value"),
+        ("~name", "'~name' is not of the form key=value"),
+        ("name=", "name=: must be a text of at least one character, or null"),
+        ("ray.address=", "ray.address=: must be a text of at least one character"),
+        ("executor.actors=", "executor.actors: Value ''"),
+        ("executor.actors=1,2", "executor.actors=1,2: give one value; a list is"),
+        ("tags=[a", r"tags=\[a cannot be read .*a list as \[1,2\]"),
+        ("tags=paper", "tags.*must be a list, such as"),
+        ("ray.adress=auto", "unknown configuration key 'ray.adress'; did you mean 'ray.address'"),
+        ("nmae=x", "unknown configuration key 'nmae'; did you mean 'name'"),
+        ("ray.dashboard=maybe", "ray.dashboard=maybe: must be true or false"),
+        ("experiment=fedavg_digits", "experiment cannot change on resume"),
+    ],
+)
+def test_what_is_typed_on_resume_is_read_as_that_of_a_run(override: str, message: str) -> None:
+    config = compose_config(["experiment=fedoras_digits", "name=baseline"])
+    with pytest.raises(ValueError, match=message) as refusal:
+        change_stored(config, [override])
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_name_is_only_taken_away_by_null() -> None:
+    config = compose_config(["experiment=fedoras_digits", "name=baseline", "tags=[paper]"])
+    assert change_stored(config, []).names == config.names
+    assert change_stored(config, ["name=null", "tags=[]"]).names == NO_NAMES
+    moved = change_stored(config, ["ray.address=HEAD:6379", "executor.client_timeout_s=inf", "tags=[a,b]"])
+    assert (moved.ray.address, moved.executor.client_timeout_s, moved.tags) == ("HEAD:6379", math.inf, ["a", "b"])
+    grouped = change_stored(config, ["executor.failures={policy: retry, attempts: 3}"])
+    assert (grouped.executor.failures.policy, grouped.executor.failures.attempts) == ("retry", 3)
+    assert grouped.executor.failures.max_share == config.executor.failures.max_share
 
 
 # -- the public surface ------------------------------------------------------------------------------------------------
