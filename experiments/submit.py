@@ -22,6 +22,7 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.shipping import Shipment, plan_shipment, shipped, target_of
 from fedloom.experiments.terminal.exit_codes import INFRASTRUCTURE, INTERRUPTED, OK
 from fedloom.platform.federation.config import GENERATED, RunConfig
+from fedloom.platform.words import shown
 
 Tell = Callable[[str], None]
 """Receives pieces of output, including line ends."""
@@ -163,18 +164,21 @@ def _check_device_table(config: RunConfig, shipment: Shipment) -> None:
 
 
 def parse_environment(given: Sequence[str]) -> dict[str, str]:
-    """Parses `NAME=VALUE` texts.
+    """Parses texts `NAME=VALUE`, and `NAME` of a variable of this process, which no list of processes shows.
 
-    Raises ValueError for other texts, and for the cluster's token, because other users can read a job's variables.
+    Raises ValueError for other texts, for a `NAME` that is not set here, and for the cluster's token, because other
+    users can read a job's variables.
     """
     environment = {}
     for text in given:
         name, equals, value = text.partition("=")
-        if not (name.isidentifier() and equals):
-            raise ValueError(f"--env {name}: give NAME=VALUE, such as FEDLOOM_DATA=/shared/data")
+        if not name.isidentifier():
+            raise ValueError(f"--env {shown(name)}: give NAME=VALUE, such as FEDLOOM_DATA=/shared/data, or NAME")
         if name.startswith("RAY_AUTH"):
             raise ValueError(f"--env {name}: the cluster knows its token, and a job's variables can be read by others")
-        environment[name] = value
+        if not equals and name not in os.environ:
+            raise ValueError(f"--env {name}: {name} is not set here: set it, or give NAME=VALUE")
+        environment[name] = value if equals else os.environ[name]
     return environment
 
 

@@ -83,8 +83,18 @@ def test_variables_of_the_job() -> None:
     assert parse_environment(["A=1", "B=x=y", "C="]) == {"A": "1", "B": "x=y", "C": ""}
 
 
-@pytest.mark.parametrize("text", ["A", "=1", "A-B=1", "RAY_AUTH_TOKEN=abcdef"])
-def test_variables_that_are_refused(text: str) -> None:
+def test_a_variable_may_be_taken_from_here_so_that_its_value_is_in_no_list_of_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KEY", "abc=def")
+    monkeypatch.setenv("EMPTY", "")
+    assert parse_environment(["KEY", "EMPTY", "A=1"]) == {"KEY": "abc=def", "EMPTY": "", "A": "1"}
+
+
+@pytest.mark.parametrize("text", ["A", "=1", "A-B=1", "", "RAY_AUTH_TOKEN=abcdef", "RAY_AUTH_TOKEN"])
+def test_variables_that_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("A", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "abcdef")
     with pytest.raises(ValueError, match="--env") as error:
         parse_environment([text])
     assert "abcdef" not in str(error.value)
