@@ -21,7 +21,7 @@ from fedloom.platform.results.paths import RunPaths, run_paths
 from fedloom.platform.results.processes import this_place
 from fedloom.platform.results.remote import check_results, fetch, is_remote, local_root
 from fedloom.platform.results.status import StatusFile, read_status
-from fedloom.platform.runs.ending import Resume, RunEnd, run_to_end
+from fedloom.platform.runs.ending import NOT_BEGUN, Resume, RunEnd, run_to_end
 from fedloom.platform.runs.run import Watcher, check_run_unowned, planned_stages, planned_world
 from fedloom.platform.runs.run_files import COSTS
 from fedloom.platform.runs.serial import make_serial
@@ -32,8 +32,6 @@ KILLED_S = 5.0
 """Seconds within which a process that was killed ends."""
 ACTIVE = ("running", "stalled", "dead")
 LONGEST_CAUSE = 120
-NOT_BEGUN = "its work had not begun"
-"""The message of an interruption before the server has said which run it is, where no round can be lost."""
 
 
 class View(Protocol):

@@ -13,6 +13,10 @@ from fedloom.platform.runs.run import Label, MakeExecutor, Watcher, resume_run, 
 Kind = Literal["done", "refused", "failed", "infrastructure", "interrupted"]
 
 
+NOT_BEGUN = "its work had not begun"
+"""The message of an interruption before the run has an id, where no round can be lost."""
+
+
 @dataclass(frozen=True)
 class RunEnd:
     """How a run ended: done, refused (invalid configuration), failed, infrastructure (failed copy) or interrupted."""
@@ -48,6 +52,8 @@ def run_to_end(
     kind, message = _ended(config, make_executor, watched, resume, label)
     if kind == "refused" and run_ids:  # it has begun: its rows and its checkpoint are there to be resumed
         kind = "failed"
+    if kind == "interrupted" and not run_ids:
+        message = NOT_BEGUN
     return RunEnd(run_ids[0] if run_ids else "", kind, message)
 
 

@@ -29,7 +29,7 @@ from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
 from fedloom.platform.runs import run as run_module
-from fedloom.platform.runs.ending import Resume, run_to_end
+from fedloom.platform.runs.ending import NOT_BEGUN, Resume, RunEnd, run_to_end
 from fedloom.platform.runs.progress import round_line
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
 from fedloom.platform.runs.serial import make_serial
@@ -174,6 +174,18 @@ def test_a_run_that_a_signal_interrupts_says_what_is_lost(tiny_config: Callable[
     assert (end.kind, end.message) == ("interrupted", AT_ONCE)
     (paths,) = list_runs(Path(config.results))
     assert read_status(paths.status).message == AT_ONCE
+
+
+def test_a_run_that_is_interrupted_before_it_has_an_id_has_not_begun(
+    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press_ctrl_c(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    config = tiny_config()
+    monkeypatch.setattr("fedloom.platform.runs.run.build_world", press_ctrl_c)
+    assert run_to_end(config, make_serial, Watcher()) == RunEnd("", "interrupted", NOT_BEGUN)
+    assert list_runs(Path(config.results)) == []
 
 
 def test_a_value_error_of_a_run_at_work_is_its_failure_not_the_configurations(
