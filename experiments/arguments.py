@@ -4,7 +4,11 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from fedloom.experiments.terminal.exit_codes import CONFIGURATION
+from fedloom.platform.settings import POSITIVE, Range
+from fedloom.platform.words import MOST_SAID, shown
 
 Handler = Callable[[argparse.Namespace], int]
 """Executes a command and returns its exit code."""
@@ -18,10 +22,19 @@ DESCRIPTION = """Federated architecture search across unequal devices.
 """
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses in one line, without its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with the exit code of a refusal."""
+        said = shown(" ".join(message.split()), most=2 * MOST_SAID)
+        self.exit(CONFIGURATION, f"fedloom: {said}; {self.prog} --help says what is allowed\n")
+
+
 def build_parser(handlers: Mapping[str, Handler]) -> argparse.ArgumentParser:
     """Builds the argument parser; `handlers` maps each command's name to the function that executes it."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="fedloom", description=DESCRIPTION, formatter_class=formatter)
+    parser = Parser(prog="fedloom", description=DESCRIPTION, formatter_class=formatter)
     parser.add_argument("--version", action="version", version=f"fedloom {_version()}", help="show the version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     made = {name: _command(commands, name, handlers[name], *texts) for name, texts in COMMANDS.items()}
@@ -50,14 +63,36 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     args, left = parser.parse_known_args(arguments)
     many = next((getattr(args, name) for name in MANY if name in args), None)
     if left and (many is None or any(word.startswith("-") for word in left)):
-        parser.error(f"unrecognized arguments: {' '.join(left)}")
+        args.refuse(f"unrecognized arguments: {' '.join(left)}")
     if many is not None:
         many += left
     return args
 
 
 def _results(given: str) -> str | Path:
-    return given if "://" in given else Path(given)
+    return given if "://" in given else _path(given)
+
+
+def _path(given: str) -> Path:
+    if not given:  # pathlib takes it for the working directory
+        raise argparse.ArgumentTypeError("'' is no path")
+    return Path(given)
+
+
+def _number(kind: type[int] | type[float], allowed: Range) -> Callable[[str], float]:
+    """Reads a number of an option, so that a refusal names the option as it was typed."""
+
+    def read(given: str) -> float:
+        try:
+            number = kind(given)
+        except ValueError:
+            number = None
+        if number is None or not allowed.holds(number):
+            noun = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{shown(given)}: must be {noun}, {allowed}")
+        return number
+
+    return read
 
 
 RUN_HELP = """Runs an experiment: a preset, with any configuration value changed by key=value.
@@ -138,6 +173,7 @@ SUBMIT_HELP = """Sends a run, or an ablation, to a Ray cluster as a job, shows i
       experiment=fedoras_cifar10 method.train.weighting=my_rules:mine results=/shared/results
 
 Only fedloom's own source and what --include names is sent, at most 50 MiB. Torch and Ray are the cluster's own.
+`--env NAME` takes the value from here: a value on the command line is seen by all users of this machine.
 A cluster that asks for a token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (a file) or RAY_AUTH_TOKEN.
 """
 
@@ -152,14 +188,18 @@ def _add_submit(submit: argparse.ArgumentParser) -> None:
     submit.add_argument("--address", required=True, metavar="URL", help="the cluster's dashboard: http://HOST:8265")
     submit.add_argument(
         "--include",
-        type=Path,
+        type=_path,
         action="append",
         default=[],
         metavar="PATH",
         help="own file or folder to send (not its data, results, tests, hidden entries); may be repeated",
     )
     submit.add_argument(
-        "--env", action="append", default=[], metavar="NAME=VALUE", help="variable for the job; may be repeated"
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="variable for the job, with its value here if none is given, as for secrets; may be repeated",
     )
     submit.add_argument("--no-wait", action="store_true", help="print the job's id and return")
     submit.add_argument(
@@ -178,7 +218,7 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--model", metavar="NAME", help="one of the run's kept models (with --tier: supernet_init, ...)"
     )
-    export.add_argument("--out", type=Path, help="folder for the files (default: RESULTS/exports/RUN)")
+    export.add_argument("--out", type=_path, help="folder for the files (default: RESULTS/exports/RUN)")
     export.add_argument(
         "--formats", default="safetensors,pt2", help="any of safetensors,pt2,onnx (default: safetensors,pt2)"
     )
@@ -243,7 +283,7 @@ def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument(
         "runs", nargs="*", metavar="RUN", help="ids, names or tags; or an ablation (default: the latest run)"
     )
-    report.add_argument("--out", type=Path, help="folder for the files (default: RESULTS/reports/RUN)")
+    report.add_argument("--out", type=_path, help="folder for the files (default: RESULTS/reports/RUN)")
     report.add_argument(
         "--follow", action="store_true", help="write it again every 30 s until the runs end; the page follows by itself"
     )
@@ -251,12 +291,15 @@ def _add_report(report: argparse.ArgumentParser) -> None:
 
 def _add_search(search: argparse.ArgumentParser) -> None:
     search.add_argument("run", metavar="RUN", help=f"{RUN_WORDS}; a run of superfednas")
-    search.add_argument("--macs", type=float, action="append", default=[], help="at most so many MACs; may be repeated")
+    limit = _number(float, POSITIVE)
+    search.add_argument("--macs", type=limit, action="append", default=[], help="at most so many MACs; may be repeated")
     search.add_argument(
-        "--latency-s", type=float, action="append", default=[], help="at most so many seconds on this machine"
+        "--latency-s", type=limit, action="append", default=[], help="at most so many seconds on this machine"
     )
-    search.add_argument("--samples", type=int, help="subnets to measure, if more than the run did")
-    search.add_argument("--min-tau", type=float, help="what Kendall's tau the predictors must reach")
+    samples = _number(int, Range(least=1, most=1_000_000))
+    search.add_argument("--samples", type=samples, help="subnets to measure, if more than the run did")
+    tau = _number(float, Range(least=-1, most=1))
+    search.add_argument("--min-tau", type=tau, help="what Kendall's tau the predictors must reach")
 
 
 def _add_status(status: argparse.ArgumentParser) -> None:
@@ -282,7 +325,7 @@ def _command(commands: Any, name: str, handler: Handler, text: str, description:
     printed = command.add_mutually_exclusive_group()
     printed.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     printed.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    command.set_defaults(command=handler)
+    command.set_defaults(command=handler, refuse=command.error)
     return command
 
 

@@ -17,9 +17,9 @@ from fedloom.experiments.arguments import Handler, build_parser, parse
 from fedloom.experiments.runs.huge_pages import prefer_huge_pages
 from fedloom.experiments.terminal.exit_codes import CONFIGURATION, INFRASTRUCTURE, INTERRUPTED, OK, of_run_end
 from fedloom.experiments.terminal.reading import stop_printing, while_read
+from fedloom.experiments.typed import check_typed
 from fedloom.platform.plugins import blaming_own
-from fedloom.platform.settings import PATH
-from fedloom.platform.words import NO_SUCH_PLACE, in_words, is_out_of_memory, naming, said, shown
+from fedloom.platform.words import NO_SUCH_PLACE, in_words, is_out_of_memory, naming, said
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stop_printing()
     logging.basicConfig(level=logging.ERROR if args.quiet else logging.WARNING, format="fedloom: %(message)s")
     try:
-        _check_paths(args)
+        check_typed(args)
         with blaming_own(), naming(getattr(args, "out", None) or getattr(args, "results", None) or "."):
             code = args.command(args)
     except ValueError as error:
@@ -67,14 +67,6 @@ def _leave_in_peace() -> None:
 def _interrupt(_signal: int, _frame: Any) -> None:
     # Slurm, Kubernetes and docker stop a run like this; it ends as after Ctrl-C.
     raise KeyboardInterrupt
-
-
-def _check_paths(args: argparse.Namespace) -> None:
-    """Raises ValueError for an option whose path no file system can hold."""
-    for option, given in vars(args).items():
-        for path in given if isinstance(given, list) else [given]:
-            if isinstance(path, Path) and not PATH.holds(str(path)):
-                raise ValueError(f"--{option} {shown(path)}: must be {PATH}")
 
 
 class _WhileRead:
@@ -327,6 +319,8 @@ def _status(args: argparse.Namespace) -> int:
     from fedloom.experiments.leftovers import clean_leftovers, hint_at_leftovers
     from fedloom.experiments.standing import show_status
 
+    if args.clean and (args.runs or args.all):
+        raise ValueError("--clean ends what any dead run left behind on this machine: give it no RUN and no --all")
     if args.clean:
         clean_leftovers(as_json=args.json)
         return OK

@@ -23,7 +23,8 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.costs import load_costs
 from fedloom.platform.federation.world import World
-from fedloom.platform.results.files import check_writable, content_hash, sync_file, sync_folder
+from fedloom.platform.results.files import content_hash, sync_file, sync_folder
+from fedloom.platform.results.outputs import output_folder
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run_files import COSTS
@@ -71,8 +72,7 @@ def export(
     check_formats(formats)
     run_id, config = stored_config(results, run)
     paths = find_run(results, run_id)
-    folder = out or results / "exports" / run_id
-    check_writable(folder)
+    folder = output_folder(results, out, f"exports/{run_id}")
     world = build_world(config, load_costs(paths.artifacts / COSTS))
     _check_data(paths, world)
     with _threads(config.executor.threads):

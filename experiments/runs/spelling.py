@@ -45,6 +45,18 @@ def check_spelling(overrides: Sequence[str]) -> None:
             raise ValueError(f"{key}={shown(value)}: must be {known[key]}")
 
 
+def check_given_once(overrides: Sequence[str]) -> None:
+    """Raises ValueError for a key that was typed with two values, of which only one could count.
+
+    What fedloom itself adds to a command line, such as an ablation's overrides, is no matter of this check.
+    """
+    known: dict[str, str] = {}
+    for override in overrides:
+        key, equals, value = unquoted(override).lstrip("+").partition("=")
+        if equals and known.setdefault(key, value) != value:
+            raise ValueError(f"{key} was given twice, as {shown(known[key])} and as {shown(value)}: give one of them")
+
+
 @cache
 def is_own(value: str) -> bool:
     """Whether a value names code or a preset of the user's own."""

@@ -104,8 +104,11 @@ def stamp_of(path: Path) -> Stamp | None:
         return None
 
 
-def check_writable(folder: Path) -> None:
-    """Raises ValueError if the folder, which need not exist, is not writable; leaves no files."""
+def check_writable(folder: Path, what: str = "results folder") -> None:
+    """Raises ValueError if the folder, which need not exist, is not writable; leaves no files.
+
+    `what` is how the message calls it.
+    """
     existing = folder.absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -115,6 +118,5 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"results folder {folder} cannot be written ({error.strerror}): "
-            "choose another folder or change its permissions"
+            f"{what} {folder} cannot be written ({error.strerror}): choose another folder or change its permissions"
         ) from error

@@ -126,6 +126,8 @@ def find_runs(root: Path, given: str) -> list[RunPaths]:
     Names are read only if no id begins so. Raises ValueError under the conditions of `find_run`, except for the tag of
     several runs.
     """
+    if not given:  # every id begins so; a variable of the shell may be unset
+        raise ValueError("'' names no run: give an id, the beginning of one, a name or a tag")
     matching = runs_called(root, given)
     if len(matching) == 1:
         return matching

@@ -74,8 +74,9 @@ class Somebody:
 
     def begin(self, *arguments: str) -> subprocess.Popen[str]:
         """Starts the command."""
+        once = {argument.partition("=")[0]: argument for argument in arguments}.values()  # the last one counts
         return subprocess.Popen(
-            [*FEDLOOM, "ablate", *arguments, f"ray.address={self.cluster.gcs}"],
+            [*FEDLOOM, "ablate", *once, f"ray.address={self.cluster.gcs}"],
             cwd=self.folder,
             env=self.cluster.environment,
             stdout=subprocess.PIPE,

@@ -187,7 +187,9 @@ def test_resident_actors_give_the_same_bits(tiny: Tiny, run_serially: Serially, 
 
 
 def fedloom(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "fedloom.experiments.cli", *arguments]
+    """The command; of a key that is given several times the last value counts."""
+    once = {argument.partition("=")[0]: argument for argument in arguments}.values()
+    return [sys.executable, "-m", "fedloom.experiments.cli", *once]
 
 
 def wait_for_round(results: Path, stage: str, timeout_s: float = 600) -> str:

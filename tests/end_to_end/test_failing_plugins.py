@@ -49,8 +49,9 @@ def written(beside: Path, code: str) -> str:
 
 
 def call(*arguments: str) -> int:
+    once = {argument.partition("=")[0]: argument for argument in arguments}.values()  # the last one counts
     with pytest.raises(SystemExit) as ending:
-        main(("run", *arguments))
+        main(("run", *once))
     return int(str(ending.value.code))
 
 

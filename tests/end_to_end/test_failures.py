@@ -278,7 +278,9 @@ class Naps:
 
 
 def fedloom(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "fedloom.experiments.cli", *arguments]
+    """The command; of a key that is given several times the last value counts."""
+    once = {argument.partition("=")[0]: argument for argument in arguments}.values()
+    return [sys.executable, "-m", "fedloom.experiments.cli", *once]
 
 
 def wait_for_round(results: Path, round_: int, process: subprocess.Popen[bytes], timeout_s: float = 600) -> str:

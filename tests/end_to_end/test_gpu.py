@@ -150,7 +150,8 @@ def test_stacked_clients_compute_what_they_compute_alone(tmp_path: Path) -> None
 
 def run(overrides: list[str], results: Path) -> tuple[Path, str]:
     """Runs a configuration by the command line, with a cluster of its own."""
-    command = [sys.executable, "-m", "fedloom.experiments.cli", "run", *overrides, f"results={results}", "--json"]
+    once = {override.partition("=")[0]: override for override in overrides}.values()  # the last one counts
+    command = [sys.executable, "-m", "fedloom.experiments.cli", "run", *once, f"results={results}", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return results, str(json.loads(done.stdout.strip().splitlines()[-1])["run_id"])

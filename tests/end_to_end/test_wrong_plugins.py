@@ -166,8 +166,9 @@ def refused(beside: Path, capfd: pytest.CaptureFixture[str]) -> Refuse:
     """Runs `fedloom run ARGUMENTS`, which must be refused; gives the line."""
 
     def run(*arguments: str) -> str:
+        once = {argument.partition("=")[0]: argument for argument in arguments}.values()  # the last one counts
         with pytest.raises(SystemExit) as ending:
-            main(("run", *arguments))
+            main(("run", *once))
         out, err = capfd.readouterr()
         assert ending.value.code == 2, out
         assert (out, err.count("\n"), err.startswith("fedloom: ")) == ("", 1, True), out + err

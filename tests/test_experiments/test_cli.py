@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from fedloom.experiments import cli
 from fedloom.experiments.arguments import RESUME_HELP, build_parser, parse
 from fedloom.experiments.cli import HANDLERS, main
-from fedloom.experiments.runs.launch import NOT_BEGUN, _interrupt, _lost_server, _Shown
+from fedloom.experiments.runs.launch import _interrupt, _lost_server, _Shown
 from fedloom.experiments.runs.presets import experiments
 from fedloom.experiments.show import RunView
 from fedloom.experiments.terminal.exit_codes import (
@@ -28,7 +28,7 @@ from fedloom.experiments.terminal.exit_codes import (
 )
 from fedloom.experiments.terminal.output import show_facts
 from fedloom.platform.federation.loop import AT_ONCE, RoundProgress, Validated
-from fedloom.platform.runs.ending import RunEnd
+from fedloom.platform.runs.ending import NOT_BEGUN, RunEnd
 from fedloom.platform.runs.progress import as_bytes, as_time, round_line
 from fedloom.platform.runs.run import FREE_ON_RESUME
 
@@ -63,12 +63,14 @@ def test_help_answers_without_the_heavy_imports() -> None:
         assert preset in found["answers"]["run --help"][1]
 
 
-@pytest.mark.parametrize("arguments", [[], ["walk"], ["run", "--fast"], ["resume"]])
+@pytest.mark.parametrize("arguments", [[], ["walk"], ["run", "--fast"], ["resume"], ["report", "--out"]])
 def test_a_command_line_that_is_none_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ending:
         main(arguments)
     assert ending.value.code == 2
-    assert "fedloom" in capsys.readouterr().err.splitlines()[-1]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fedloom: ")
+    assert line.endswith("--help says what is allowed")
 
 
 def test_options_may_stand_between_overrides() -> None:

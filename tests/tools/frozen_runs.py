@@ -115,7 +115,8 @@ def write(out: Path, only: str = "") -> None:
             continue
         results = out / name / "results"
         try:
-            main(["run", *overrides, "executor.kind=serial", f"results={results}", "--json"])
+            once = {override.partition("=")[0]: override for override in overrides}.values()  # the last one counts
+            main(["run", *once, "executor.kind=serial", f"results={results}", "--json"])
         except SystemExit as end:
             if end.code:
                 raise SystemExit(f"{name}: exit code {end.code}") from None

@@ -30,8 +30,8 @@ from fedloom.experiments.report.tables.ablation import axis_blocks, points_block
 from fedloom.experiments.report.tables.failures import failures_block
 from fedloom.experiments.store.ablations import FIGURES, Ablation, meant_ablation, short
 from fedloom.experiments.store.trials import FINAL, TrialState, trial_states
-from fedloom.platform.results.files import check_writable
 from fedloom.platform.results.manifest import check_files
+from fedloom.platform.results.outputs import output_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,8 +68,7 @@ def write_ablation_report(results: Path, ablation_id: str, out: Path | None = No
     ablation, tables = load_ablation(results, ablation_id)
     for paths in tables.paths:
         check_files(paths)
-    folder = Path(results) / "reports" / ablation.ablation_id if out is None else Path(out)
-    check_writable(folder)
+    folder = output_folder(results, out, f"reports/{ablation.ablation_id}")
     content = ablation_content(ablation, trial_states(Path(results), ablation), tables)
     return write_content(content, folder, [p.run_id for p in tables.paths])
 

@@ -31,8 +31,8 @@ from fedloom.experiments.report.tables.settings import settings_block
 from fedloom.experiments.report.tables.silos import silo_blocks
 from fedloom.experiments.report.tables.subnets import subnet_block
 from fedloom.experiments.report.tables.tiers import Summary, narrow_tier_block, summarise, tier_block
-from fedloom.platform.results.files import check_writable
 from fedloom.platform.results.manifest import check_files
+from fedloom.platform.results.outputs import output_folder
 from fedloom.platform.results.paths import RunPaths
 
 AT_WORK = ("running", "stalled")
@@ -54,8 +54,7 @@ def write_report(results: Path, run_ids: Sequence[str] | None = None, out: Path 
     tables = load_chosen(results, run_ids)
     for paths in tables.paths:
         check_files(paths)
-    folder = Path(results) / "reports" / _folder_name(tables.paths) if out is None else Path(out)
-    check_writable(folder)
+    folder = output_folder(results, out, f"reports/{_folder_name(tables.paths)}")
     return write_content(report_content(tables), folder, [p.run_id for p in tables.paths])
 
 

@@ -97,7 +97,9 @@ def refused(tmp_path: Path, refusal: Refuse) -> Refuse:
 
     def run(*arguments: str, preset: Sequence[str] = SERIAL) -> str:
         results = tmp_path / "results"
-        line = refusal("run", *preset, f"results={results}", *arguments)
+        typed = {argument.partition("=")[0] for argument in arguments}  # no key may be typed with two values
+        base = [o for o in (*preset, f"results={results}") if o.partition("=")[0] not in typed]
+        line = refusal("run", *base, *arguments)
         assert not results.exists(), sorted(results.rglob("*"))
         return line
 

@@ -103,8 +103,8 @@ def test_a_folder_that_cannot_be_written_is_refused(
     (tmp_path / "file").write_text("mine")
     run = runs["none"]
     words = [run.paths.run_id, "--model", "supernet", "--results", str(run.results)]
-    for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert "cannot be written" in refused([*words, "--out", str(out)], capsys)
+    for out, why in ((tmp_path / "file", "is not a folder"), (tmp_path / "file" / "below", "cannot be written (")):
+        assert f"--out {out} {why}" in refused([*words, "--out", str(out)], capsys)
     assert (tmp_path / "file").read_text() == "mine"
 
 
