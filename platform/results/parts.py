@@ -106,6 +106,11 @@ class TableParts:
         """Number of rows in all files."""
         return sum(self._counts)
 
+    @property
+    def files(self) -> int:
+        """Number of files."""
+        return len(self._counts)
+
     def append(self, rows: Sequence[Mapping[str, object]]) -> None:
         """Appends rows: fills the last file, then starts new ones."""
         while rows:

@@ -154,6 +154,11 @@ class RunWriter:
             del rows[: self._parts[table].rows - before]
 
     def _restore(self, position: Position, journalled: JournalledRows) -> None:
+        if self._parts["runs"].files > 1:
+            raise ValueError(
+                f"{self.paths.table('runs')} holds {self._parts['runs'].files} files, of which fedloom wrote the "
+                "first: delete the others, or restore the results folder from a copy"
+            )
         for table in position:
             if table not in ROW_TABLES:
                 raise ValueError(f"the checkpoint counts rows of table {table!r}, which is not one of {ROW_TABLES}")

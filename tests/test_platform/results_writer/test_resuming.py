@@ -166,3 +166,14 @@ def test_a_run_continues_after_its_results_were_moved(tmp_path: Path, add_rounds
     resumed.close()
     assert rounds(tmp_path / "new") == [0, 1, 2, 3, 4, 5]
     assert not (tmp_path / "old").exists()
+
+
+def test_a_second_file_of_the_runs_row_is_refused_and_left_as_it_is(tmp_path: Path, add_rounds: AddRounds) -> None:
+    writer = RunWriter.create(tmp_path, "demo", "r1", flush_interval_s=NEVER)
+    position = add_rounds(writer, 0, 2)
+    writer.close()
+    (row,) = tmp_path.glob("runs/*/*/*.parquet")
+    shutil.copyfile(row, row.with_name("part-00001.parquet"))
+    with pytest.raises(ValueError, match=r"run_id=r1 holds 2 files, of which fedloom wrote the first: delete"):
+        RunWriter.resume(tmp_path, "demo", "r1", position)
+    assert len(list(row.parent.iterdir())) == 2
