@@ -5,8 +5,8 @@
 Each attempt takes a command (mostly `run`, else `ablate`, `search`, `export` or `report`) and ends one of
 its processes (driver, server, client actor, raylet, GCS, watcher) or the whole process group, by SIGKILL, SIGTERM, two
 SIGINTs, or SIGSTOP followed by SIGKILL. Counts: results that differ, orphans (processes alive 30 s after the command's
-end), rounds done twice beyond the one in progress, tracebacks shown, and commands that could not go on. CHAOS_SUBJECTS
-names the commands to take (run,ablate,...).
+end), rounds computed twice beyond the one that was being stored, tracebacks shown, and commands that could not go on.
+CHAOS_SUBJECTS names the commands to take (run,ablate,...).
 """
 
 import os
@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedloom.experiments.chaos.attack import arguments, attack
+from fedloom.experiments.chaos.progress import reached, rounds_again, safe_again
 from fedloom.experiments.chaos.subjects import Expected, Subject, subjects, undisturbed
 from fedloom.experiments.chaos.victims import Ended, called, ended, start
 from fedloom.platform.results.processes import Process, descendants, is_process, started_ticks
@@ -115,16 +116,17 @@ def counted(attempt: Attempt, expected: Expected) -> Counter[str]:
     """Strikes, goes on, and counts what came of it."""
     first, known = attempt.strike()
     left = orphans(known)
+    before = reached(attempt.folder / "results")
     ends = [first] if first.code == 0 else [first, *attempt.goes_on()]
     done = ends[-1].code == 0
     identical = done and attempt.subject.alike(attempt.subject.outcome(attempt.folder, ends), expected.outcome)
-    twice = max(0, sum(end.rounds for end in ends) - expected.rounds)
+    again, safe = rounds_again(before) if done else 0, safe_again(attempt.folder / "results")
     return Counter(
         {
             "differ": int(done and not identical),
             "orphans": len(left),
-            "rounds_twice": twice,
-            "rounds_lost": max(0, twice - 1),
+            "rounds_twice": again,
+            "rounds_lost": max(0, again - len(before)) + safe,
             "tracebacks": int(any(end.has_traceback for end in ends)),
             "not_resumed": int(not done),
             "hangs": sum(end.code == 124 for end in ends),

@@ -50,11 +50,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Expected:
-    """What an undisturbed command ended with, how long it took, and how many rounds it told of."""
+    """What an undisturbed command ended with, and how long it took."""
 
     outcome: Any
     seconds: float
-    rounds: int
 
 
 def undisturbed(subject: Subject, folder: Path) -> Expected:
@@ -67,9 +66,9 @@ def undisturbed(subject: Subject, folder: Path) -> Expected:
         end = called(subject.first(place), place, "first")
         if end.code:
             raise RuntimeError(f"the undisturbed {subject.name} ended with {end.code}: {end.err[-300:]}")
-        kept.write_text(json.dumps({"seconds": time.monotonic() - begun, "rounds": end.rounds}))
+        kept.write_text(json.dumps({"seconds": time.monotonic() - begun}))
     end = Ended(0, *((place / f"first.{kind}").read_text() for kind in ("out", "err")))
-    return Expected(subject.outcome(place, [end]), **json.loads(kept.read_text()))
+    return Expected(subject.outcome(place, [end]), json.loads(kept.read_text())["seconds"])
 
 
 def subjects(folder: Path) -> dict[str, Subject]:

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from fedloom.experiments.chaos.attack import attack as run_attack
+from fedloom.experiments.chaos.interrupted import interrupted
+from fedloom.experiments.chaos.progress import reached, rounds_again, safe_again
+from fedloom.experiments.chaos.victims import SERIAL, TINY, called
 
 pytestmark = pytest.mark.slow
 
@@ -84,9 +87,23 @@ def test_load_which_is_continued_by_the_next_call(tmp_path: Path) -> None:
     assert attack("load", tmp_path, "--clients", "200", "--rounds", "10") == figures
 
 
-def test_killed_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("every", "again", "safe"), [(1, (0, 1), 0), (5, (3, 4), 3)])
+def test_rounds_that_are_computed_again_are_counted(
+    every: int, again: tuple[int, ...], safe: int, tmp_path: Path
+) -> None:
+    """The run is killed in its fourth round: with a checkpoint every five rounds the first three are computed again."""
+    template = interrupted(tmp_path, [*TINY, *SERIAL, f"checkpoint.every={every}"])
+    before = reached(template.root)
+    assert [each.safe for each in before] == [3]
+    assert called(["resume", template.run_id, "--results", str(template.root)], tmp_path, "again").code == 0
+    assert rounds_again(before) in again
+    assert safe_again(template.root) == safe
+
+
+@pytest.mark.parametrize("subject", ["run", "report"])
+def test_killed_processes(subject: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of Ray are killed in test_bitwise.py and test_failures.py."""
     monkeypatch.setenv("CHAOS_EXECUTOR", "serial")
-    monkeypatch.setenv("CHAOS_SUBJECTS", "run")
+    monkeypatch.setenv("CHAOS_SUBJECTS", subject)
     figures = attack("kill", tmp_path, "--times", "1")
     assert figures["identical"] == 1
