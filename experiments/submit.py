@@ -22,6 +22,7 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.shipping import Shipment, plan_shipment, shipped, target_of
 from fedloom.experiments.terminal.exit_codes import INFRASTRUCTURE, INTERRUPTED, OK
 from fedloom.platform.federation.config import GENERATED, RunConfig
+from fedloom.platform.results.target import local_root
 from fedloom.platform.words import shown
 
 Tell = Callable[[str], None]
@@ -142,6 +143,7 @@ def _ship_definition(given: str, overrides: Sequence[str], include: Sequence[Pat
 
 
 def _check_results(results: str) -> None:
+    local_root(results)  # refuses a URL that holds a secret, which would be on the job's command line
     if "://" in results or Path(results).is_absolute():
         return
     raise ValueError(
