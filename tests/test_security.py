@@ -1,22 +1,36 @@
 """Nothing that is read executes, names stay in their folders, and secrets are written nowhere."""
 
 import ast
+import importlib
+import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from fedloom.actors.address import LOOPBACK_SWITCH
+from fedloom.experiments.ablation.plan import plan_ablation, planned_ablation
 from fedloom.experiments.cli import main
+from fedloom.experiments.export.export import export
+from fedloom.experiments.export.selection import Wanted
+from fedloom.experiments.runs.configuration import stored_config
+from fedloom.experiments.runs.search import load_trained
+from fedloom.experiments.store.ablations import write_ablation
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.results.manifest import Manifest
 from fedloom.platform.results.models import save_model
-from fedloom.platform.results.paths import find_run, run_paths
+from fedloom.platform.results.parts import TableParts
+from fedloom.platform.results.paths import RunPaths, find_run, run_paths
+from fedloom.platform.results.tables import TABLES
+from fedloom.platform.runs.code_places import check_code_places
 from fedloom.platform.runs.run import Label, start_run
 from fedloom.platform.runs.serial import make_serial
 
@@ -49,6 +63,10 @@ TINY = (
 )
 OWN = ("plugins.py", "eval(annotation, names)")
 """Types that a user's own code, which is being imported, has written as text."""
+IMPORTING = ("import_module", "__import__", "exec_module", "run_path", "run_module")
+IMPORTERS = {"plugins.py", "shipping.py"}
+"""Who imports by a name: code that a configuration chooses (whose stored names `check_code_places` looks at), and
+parts of fedloom."""
 
 
 def calls(path: Path) -> list[tuple[str, str]]:
@@ -65,6 +83,114 @@ def test_nothing_that_is_read_can_execute() -> None:
     assert [(name, source) for name, source in found if "allow_pickle=False" not in source] == [OWN]
     unpicklers = [p.name for p in files if "import pickle" in p.read_text()]
     assert unpicklers == ["cifar_pickle.py"]
+    importers = {p.name for p in files for name, _ in calls(p) if name.rpartition(".")[2] in IMPORTING}
+    assert importers == IMPORTERS
+
+
+EVIL = "from pathlib import Path\nPath(__file__).with_name('executed').touch()\nMETHOD = None\n"
+RUN = "20260101-000000-tiny-abcdef"
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with a results folder, among the places of modules as for the command line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    before = {*sys.modules}
+    yield tmp_path
+    for name in {*sys.modules} - before:
+        if name.partition(".")[0] in ("results", "linked", "mine", "around"):
+            del sys.modules[name]
+
+
+def put(folder: Path, file: str, text: str = EVIL) -> Path:
+    """A module of this text."""
+    path = folder / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    importlib.invalidate_caches()
+    return path
+
+
+def executed(folder: Path) -> list[Path]:
+    return [*folder.rglob("executed")]
+
+
+def forge(config: RunConfig, changes: Mapping[str, Any]) -> RunPaths:
+    """A run whose every seal fits, as whoever hands on a results folder can make it, with other code in its method."""
+    paths = run_paths(Path(config.results), config.experiment, RUN)
+    values = asdict(config)
+    values["method"] |= changes
+    put(paths.artifacts, "config.json", json.dumps(values))
+    manifest = Manifest(paths)
+    TableParts(paths.table("runs"), TABLES["runs"], 1, manifest).replace([{"config": json.dumps(values)}])
+    manifest.begin()
+    return paths
+
+
+PLACES = {
+    "module": ("results.artifacts.{run}.plugins.evil:METHOD", "results/artifacts/{run}/plugins/evil.py"),
+    "package": ("results.artifacts.{run}.evil.inner:METHOD", "results/artifacts/{run}/evil/__init__.py"),
+    "outermost package": ("results.evil:METHOD", "results/__init__.py"),
+    "link": ("linked.evil:METHOD", "results/artifacts/{run}/evil.py"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_command_executes_code_that_lies_in_the_results(
+    place: str, beside: Path, tiny_config: Callable[..., RunConfig]
+) -> None:
+    name, file = (text.format(run=RUN) for text in PLACES[place])
+    evil = put(beside, file)
+    (beside / "linked").symlink_to(evil.parent)
+    paths = forge(tiny_config(), {"name": name})
+    plan = plan_ablation(
+        ["ablation=beta_schedule", "experiment=superfednas_digits", "ablation.seeds=[0]", f"results={paths.root}"]
+    )
+    last = replace(plan.trials[-1], config=json.loads(paths.config.read_text()))
+    write_ablation(paths.root, replace(plan, trials=(*plan.trials[:-1], last)))
+    uses: list[Callable[[], object]] = [
+        lambda: stored_config(paths.root, RUN),
+        lambda: load_trained(paths.root, RUN),
+        lambda: export(paths.root, RUN, Wanted(tier="tier1")),
+        lambda: planned_ablation(paths.root, plan.ablation_id, []),
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match="lies in the results: nothing in results is executed") as refused:
+            use()
+        assert "\n" not in str(refused.value)
+        assert name in str(refused.value)
+    assert not executed(beside)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"method": {"train": {"weighting": "NAME"}}},
+        {"space": {"name": "NAME"}},
+        {"objective": {"name": "x", "options": {"inner": ["NAME"]}}},
+        {"data": {"options": {"NAME": 1}}},
+    ],
+    ids=str,
+)
+def test_every_text_of_a_stored_configuration_counts(where: dict[str, Any], beside: Path) -> None:
+    put(beside, "results/a/evil.py")
+    config = json.loads(json.dumps(where).replace("NAME", "results.a.evil:f"))
+    with pytest.raises(ValueError, match=r"results.a.evil:f"):
+        check_code_places([config], Path("results"))
+    check_code_places([config], Path("others"))
+    assert not executed(beside)
+
+
+def test_code_outside_the_results_is_found_without_executing_it(beside: Path) -> None:
+    put(beside, "mine.py")
+    put(beside, "around/__init__.py")
+    put(beside, "around/inner.py")
+    names = ["mine:f", "around.inner:f", "around.none:f", "nobody:f", "torch.nn:Linear", "__main__:f", "sys:exit"]
+    texts = [*names, ":f", "s3://bucket/x", "head:6379", "..:f", "a b:c", "results:f"]
+    (beside / "results").mkdir()
+    check_code_places([dict.fromkeys(texts, 1)], beside / "results")
+    assert not executed(beside)
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "/etc/x", "..", ".", "", "a\0b", ".hidden", "a\nb", "x" * 300])

@@ -19,6 +19,7 @@ from fedloom.experiments.runs.variants import GROUPS, Variants
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, new_ablation_id
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.target import local_root
+from fedloom.platform.runs.code_places import check_code_places
 from fedloom.platform.seeding import stream
 
 MOST_TRIALS = 10_000
@@ -102,8 +103,12 @@ def _base(given: str, variants: Variants, common: Sequence[str]) -> RunConfig:
 
 
 def planned_ablation(root: Path, given: str, overrides: Sequence[str]) -> Ablation:
-    """Loads a stored ablation and applies overrides that do not change results (`ray.*`, `executor.actors`, ...)."""
+    """Loads a stored ablation and applies overrides that do not change results (`ray.*`, `executor.actors`, ...).
+
+    Raises ValueError for an unknown or damaged plan, and for one that names code in the results folder.
+    """
     ablation = find_ablation(root, given)
+    check_code_places((trial.config for trial in ablation.trials), root)
     if not overrides:
         return ablation
     changed = _Changed(overrides)

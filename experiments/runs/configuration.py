@@ -39,6 +39,7 @@ from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.target import without_secrets
+from fedloom.platform.runs.code_places import check_code_places
 from fedloom.platform.runs.run import FREE_ON_RESUME, free_on_resume
 from fedloom.platform.settings import check_settings
 from fedloom.platform.words import MOST_SAID, said, shown
@@ -114,6 +115,7 @@ def stored_config(results: str | Path, run_id: str) -> tuple[str, RunConfig]:
     recorded = read_table(root, "runs", run_id=paths.run_id)["config"]
     if len(recorded) and recorded.notna().all():
         check_same_config(json.loads(recorded.iloc[-1]), values)
+    check_code_places([values], root)
     config = config_from_dict(values)
     config.results = str(results)
     names = read_names(paths.artifacts)  # may have changed since the run started
