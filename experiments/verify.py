@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from fedloom.experiments.terminal.output import console, write_json
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.journal import read_journals
-from fedloom.platform.results.manifest import manifest_path, problems
+from fedloom.platform.results.manifest import has_sealed_checkpoint, manifest_path, problems
 from fedloom.platform.results.models import list_models, load_model
 from fedloom.platform.results.names import NAMES, Names, read_names
 from fedloom.platform.results.parts import count_rows
@@ -32,13 +32,20 @@ class Verified:
 def verified(paths: RunPaths) -> Verified:
     """Checks a run's files against its manifest, the checkpoint, the models and the count of rows; changes nothing."""
     found: list[str] = []
-    remarks = [] if manifest_path(paths).exists() else ["no manifest: an earlier version of fedloom wrote this run"]
     for check in (_manifest, _checkpoint, _models, _names):
         try:
             found += check(paths)
         except ValueError as error:
             found.append(str(error))
-    return Verified(paths.run_id, tuple(dict.fromkeys(found)), tuple(remarks))
+    return Verified(paths.run_id, tuple(dict.fromkeys(found)), _remarks(paths))
+
+
+def _remarks(paths: RunPaths) -> tuple[str, ...]:
+    if manifest_path(paths).exists() or has_sealed_checkpoint(paths):
+        return ()
+    if (paths.checkpoint / STATE_FILE).exists():
+        return ("no manifest: an earlier version of fedloom wrote this run",)
+    return ("no manifest: an earlier version of fedloom wrote this run, or it ended before its first checkpoint",)
 
 
 def _manifest(paths: RunPaths) -> list[str]:

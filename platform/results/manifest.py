@@ -5,6 +5,7 @@ with every round carries its own hash: the checkpoint's state, which holds those
 lines; a card holds the hash of its model. Logs, the status and TensorBoard's files belong to no result.
 
 A file that is replaced is listed with its old and its new content before, so that after a crash one of them is there.
+Rows are read from all files of a table's folder, so that a file there which is not listed is a problem, too.
 """
 
 import hashlib
@@ -16,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.platform.results.files import content_hash, write_atomically
-from fedloom.platform.results.paths import RunPaths
-from fedloom.platform.results.sealed import ADVICE, sealed_json, unsealed
+from fedloom.platform.results.paths import STATE_FILE, RunPaths
+from fedloom.platform.results.sealed import ADVICE, is_sealed, sealed_json, unsealed
 
 FILE = "manifest.json"
 _TRIES = 20
@@ -154,15 +155,19 @@ def sealed_files(paths: RunPaths) -> list[Path]:
 
 
 def problems(paths: RunPaths) -> list[str]:
-    """What does not match a run's manifest: a line per file. Nothing for a run of an earlier version, without one."""
+    """What does not match a run's manifest, and what to do: a line per file.
+
+    Nothing for a run without a manifest, if an earlier version wrote it or it ended before its first checkpoint.
+    """
     path = manifest_path(paths)
     last: tuple[bytes, list[str]] | None = None
     for _ in range(_TRIES):
         try:
             content = path.read_bytes()
         except FileNotFoundError:
-            return []
-        found = _mismatches(paths, decoded(content, path))
+            return [f"{path} is missing: {ADVICE}"] if has_sealed_checkpoint(paths) else []
+        listed = decoded(content, path)
+        found = [*_mismatches(paths, listed), *_unlisted(paths, listed)]
         # Of a run at work, a file may have been replaced since the manifest was read.
         if not found or (last is not None and last == (content, found)):
             return found
@@ -171,16 +176,33 @@ def problems(paths: RunPaths) -> list[str]:
     return last[1] if last else []
 
 
+def has_sealed_checkpoint(paths: RunPaths) -> bool:
+    """Whether a run has a checkpoint with a hash of its own: all versions that write these write manifests, too."""
+    return is_sealed(paths.checkpoint / STATE_FILE)
+
+
 def check_files(paths: RunPaths) -> None:
     """Raises ValueError, in one line, for the first file of a run that does not match its manifest."""
     found = problems(paths)
     if found:
         more = f" (and {len(found) - 1} more: fedloom verify {paths.run_id})" if len(found) > 1 else ""
-        raise ValueError(f"{found[0]}: {ADVICE}{more}")
+        raise ValueError(f"{found[0]}{more}")
 
 
 def _mismatches(paths: RunPaths, files: Mapping[str, Seals]) -> list[str]:
-    return [line for name, seals in sorted(files.items()) if (line := _mismatch(paths.root / name, seals))]
+    return [
+        f"{line}: {ADVICE}" for name, seals in sorted(files.items()) if (line := _mismatch(paths.root / name, seals))
+    ]
+
+
+def _unlisted(paths: RunPaths, files: Mapping[str, Seals]) -> list[str]:
+    """A part that was copied, or that a program which keeps folders alike put there, would double rows."""
+    parts = sorted(part for folder in paths.tables() for part in folder.rglob("*.parquet"))
+    return [
+        f"{part} was not written by its run, and would be read as rows of it: move it out of the results"
+        for part in parts
+        if not part.name.startswith((".", "_")) and part.relative_to(paths.root).as_posix() not in files
+    ]
 
 
 def _mismatch(path: Path, seals: Sequence[Seal | None]) -> str:

@@ -98,10 +98,14 @@ class Mirror:
             self._forget(list(self._there - files.keys()))
 
     def _announce(self, files: Mapping[str, "_Held"]) -> None:
-        """Replaces the manifest there by one that fits every mixture of the files there and here during the pass."""
+        """Replaces the manifest there by one that fits every mixture of the files there and here during the pass.
+
+        It is there from the first pass on, because a checkpoint without a manifest is one whose manifest was lost.
+        """
         name = manifest_path(self._paths).relative_to(self._paths.root).as_posix()
-        if name not in files or files[name].file is None or not self._there:
+        if name not in files or files[name].file is None:
             return
+        assert self._there is not None
         here = decoded(files[name].content(), manifest_path(self._paths))
         there = self._listed_there(name) if name in self._there else {}
         self._target.write(name, encoded(either(there, here)))

@@ -35,4 +35,14 @@ def unsealed(content: bytes, path: Path) -> dict[str, Any]:
     return dict(values)
 
 
+def is_sealed(path: Path) -> bool:
+    """Whether there is such a file, whole or damaged."""
+    head = b'{"%s": "' % HASH.encode()
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(head)) == head
+    except OSError:
+        return False
+
+
 ADVICE = "restore it from a copy, or start a new run"

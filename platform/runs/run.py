@@ -103,10 +103,10 @@ def start_run(
             check = held.enter_context(owned_run(config, writer.paths, fresh=True))
             sources = sources_of(config)
             write_new_run(writer.paths, config, world, sources)
+            writer.manifest.begin()  # before the checkpoint of a supernet that is used again: a checkpoint tells of it
             beginning = _beginning(world, writer)
             row = {**run_row(config, world, sources), **label.row(), **beginning.row}
             writer.update_run(**row, status="running", started=datetime.now(UTC))
-            writer.manifest.begin()
         with mirrored(config.results, writer.paths, partial(check, surely=True)):
             _go(world, stages, writer, beginning, make_executor, watcher or Watcher(), check)
     return run_id

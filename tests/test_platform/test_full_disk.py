@@ -62,7 +62,8 @@ def test_a_full_disk_leaves_no_run_or_one_that_ends_the_same(
     expected, changes = stable_rows(tmp_path / "whole", run_id), disk.done
     assert changes > 60
     begun = 0
-    for moment in range(0, changes, 4):
+    # The owner's lease, renewed by the clock and given up last, may be left unwritten without an error.
+    for moment in range(0, changes - 3, 4):
         config = replace(whole, results=str(tmp_path / f"full-{moment}"))
         with disk.full_after(moment), pytest.raises(OSError, match="No space left"):
             start_run(config, make_serial)

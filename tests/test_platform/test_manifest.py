@@ -3,14 +3,16 @@
 import json
 import random
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from fedloom.experiments.report.pages.runs import write_report
 from fedloom.experiments.runs.configuration import stored_config
-from fedloom.experiments.verify import verified
+from fedloom.experiments.verify import Verified, verified
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.results.journal import journal_line, read_journals
@@ -26,6 +28,7 @@ from fedloom.platform.results.manifest import (
 )
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.sealed import sealed_json, unsealed
+from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
 from fedloom.platform.runs.serial import make_serial
 
@@ -91,9 +94,6 @@ def test_every_changed_or_missing_file_of_a_run_is_refused(stopped: RunConfig, t
             (paths,) = list_runs(root) or (original,)
             damaged = RunPaths(root, paths.experiment, paths.run_id)
             injure(root / name, damage, rng)
-            if damage == "remove" and name.name == "manifest.json":
-                assert verified(damaged).remarks  # like a run of an earlier version
-                continue
             line = refused_anyhow(damaged)
             assert name.name in line or name.parent.name in line, (name, damage, line)
             shutil.rmtree(root)
@@ -141,10 +141,10 @@ def test_a_changed_number_in_the_costs_is_noticed(copy: RunPaths) -> None:
 
 
 def test_short_tables_are_said_to_be_short(copy: RunPaths) -> None:
-    """A copy of an earlier moment: nothing in it is damaged, and its manifest is gone."""
-    manifest_path(copy).unlink()
+    """A copy of an earlier moment: nothing in it is damaged, and its manifest is of that moment, too."""
     for part in copy.table("clients").glob("*.parquet"):
         part.unlink()
+    sealed_anew(copy)
     (line,) = verified(copy).problems
     assert f"table clients of {copy.run_id} is short: the checkpoint counts 8 rows, 0 are in" in line
 
@@ -175,13 +175,66 @@ def test_while_a_file_is_replaced_the_old_and_the_new_one_are_right(copy: RunPat
     assert len(problems(copy)) == 1
 
 
-def test_a_run_of_an_earlier_version_gets_a_manifest_when_it_is_resumed(copy: RunPaths) -> None:
+def sealed_anew(paths: RunPaths) -> None:
+    """Gives a run a manifest of the files that it has now."""
+    manifest_path(paths).unlink()
+    Manifest(paths).begin()
+
+
+def test_a_run_without_checkpoint_and_manifest_gets_one_when_it_is_resumed(copy: RunPaths) -> None:
+    """One of an earlier version, say; a checkpoint of an earlier version is refused by itself."""
     manifest_path(copy).unlink()
-    assert verified(copy) == verified(copy).__class__(
-        copy.run_id, (), ("no manifest: an earlier version of fedloom wrote this run",)
-    )
+    state = copy.checkpoint / "state.json"
+    state.write_bytes(b'{"checkpoint_version": 1,' + state.read_bytes())
+    assert problems(copy) == []
+    assert verified(copy).remarks == ("no manifest: an earlier version of fedloom wrote this run",)
+    shutil.rmtree(copy.checkpoint)
+    (remark,) = verified(copy).remarks
+    assert remark.endswith("an earlier version of fedloom wrote this run, or it ended before its first checkpoint")
     resumed(copy)
+    assert verified(copy) == Verified(copy.run_id, ())
+
+
+def test_a_run_whose_manifest_was_lost_is_refused(copy: RunPaths) -> None:
+    manifest_path(copy).unlink()
+    assert refused(copy) == f"{manifest_path(copy)} is missing: restore it from a copy, or start a new run"
     assert verified(copy).remarks == ()
+
+
+@pytest.mark.parametrize("name", ["part-00000 (conflicted copy).parquet", "part-00001.parquet", "a/part-00000.parquet"])
+def test_rows_that_no_run_wrote_are_noticed(copy: RunPaths, name: str) -> None:
+    (part,) = copy.table("rounds").glob("*.parquet")
+    more = part.parent / name
+    more.parent.mkdir(exist_ok=True)
+    shutil.copy(part, more)
+    line = refused(copy)
+    assert line == f"{more} was not written by its run, and would be read as rows of it: move it out of the results"
+    assert verified(copy).problems[0] == line
+    more.unlink()
+    for harmless in (".part-00001.parquet.tmp", ".part-00000.parquet", "_metadata.parquet", "desktop.ini"):
+        (part.parent / harmless).write_bytes(b"x")
+    assert problems(copy) == []
+
+
+def test_a_run_that_adds_parts_is_whole_at_every_moment(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path, "demo", "r1", rows_per_file=2)
+    writer.manifest.begin()
+    writer.update_run(status="running")
+    ended = threading.Event()
+
+    def look() -> list[str]:
+        seen = []
+        while not ended.is_set():
+            seen += problems(writer.paths)
+        return seen
+
+    with ThreadPoolExecutor(1) as reader:
+        found = reader.submit(look)
+        for index in range(40):
+            writer.add("rounds", stage="train", round=index)
+            writer.close()
+        ended.set()
+        assert found.result() == []
 
 
 def test_either_of_two_manifests_fits_every_mixture() -> None:

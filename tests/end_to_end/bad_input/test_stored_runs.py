@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.platform.results.manifest import manifest_path
+from fedloom.platform.results.manifest import Manifest
 from fedloom.platform.results.paths import list_runs
 
 Refuse = Callable[..., str]
@@ -54,7 +54,7 @@ def test_a_configuration_edited_after_the_checkpoint_is_refused(copied: Path, re
     config["data"]["alpha"] = 2.0
     file.write_text(json.dumps(config))
     assert f"{file} is not what its run wrote" in resume_refused(copied)
-    manifest_path(list_runs(copied)[0]).unlink()  # a run of an earlier version has none
+    Manifest(list_runs(copied)[0]).begin()  # by whoever edited it
     line = resume_refused(copied)
     assert "another configuration" in line
     assert "data.alpha 1.0 -> 2.0" in line
