@@ -11,11 +11,16 @@ from typing import Any
 from fedloom.experiments.store.differences import differences, with_differences
 from fedloom.platform.results.files import check_name, write_atomically
 from fedloom.platform.results.paths import list_runs
+from fedloom.platform.results.sealed import is_sealed, sealed_json, unsealed_if_sealed
 
 FOLDER = "ablations"
 PLAN = "ablation.json"
-VERSION = 2
-"""Plans of version 1 hold every trial's whole configuration instead of its differences from that of the first."""
+VERSION = 3
+"""Plans carry their own hash from version 3 on, because trials that have not begun are run as the plan says.
+
+Those of version 1 hold every trial's whole configuration instead of its differences from that of the first.
+"""
+FIRST_SEALED = 3
 
 FIGURES = ("macs_by_axis", "stages_by_axis", "tiers_by_axis", "metric_by_axis")
 """The allowed `figures` of an ablation, which the report draws."""
@@ -107,7 +112,7 @@ def write_ablation(root: Path, ablation: Ablation) -> None:
     base = ablation.trials[0].config if ablation.trials else {}
     trials = [_stored(trial, base) for trial in ablation.trials]
     values = {"version": VERSION, **vars(ablation), "base": base, "trials": trials}
-    write_atomically(folder / PLAN, json.dumps(values).encode())
+    write_atomically(folder / PLAN, sealed_json(values))
 
 
 def _stored(trial: Trial, base: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,12 +122,15 @@ def _stored(trial: Trial, base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_ablation(folder: Path) -> Ablation:
-    """Reads the plan in a folder; ValueError if it is missing or damaged or has a newer format."""
+    """Reads the plan in a folder; ValueError if it is missing, damaged or changed, or has a newer format."""
     path = folder / PLAN
     try:
-        values = json.loads(path.read_bytes())
-        if values.pop("version") > VERSION:
+        values = unsealed_if_sealed(path.read_bytes(), path)
+        version = values.pop("version")
+        if version > VERSION:
             raise ValueError(f"{path} was written by a newer version of fedloom: read it with that version")
+        if version >= FIRST_SEALED and not is_sealed(path):
+            raise ValueError(f"{path} has lost its hash: restore it from a copy")
         base = values.pop("base", {})
         trials = tuple(_read(trial, base) for trial in values.pop("trials"))
         axes = {name: tuple(found) for name, found in values.pop("axes").items()}

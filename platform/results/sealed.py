@@ -8,6 +8,7 @@ from typing import Any
 from fedloom.platform.results.files import content_hash
 
 HASH = "sha256"
+_HEAD = b'{"%s": "' % HASH.encode()
 
 
 def sealed_json(values: Mapping[str, Any]) -> bytes:
@@ -35,12 +36,21 @@ def unsealed(content: bytes, path: Path) -> dict[str, Any]:
     return dict(values)
 
 
+def unsealed_if_sealed(content: bytes, path: Path) -> dict[str, Any]:
+    """Like `unsealed`, also of a JSON object that an earlier version wrote without a hash; ValueError if it is none."""
+    if content.startswith(_HEAD):
+        return unsealed(content, path)
+    values = json.loads(content)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is damaged (it is not a JSON object): {ADVICE}")
+    return values
+
+
 def is_sealed(path: Path) -> bool:
     """Whether there is such a file, whole or damaged."""
-    head = b'{"%s": "' % HASH.encode()
     try:
         with open(path, "rb") as file:
-            return file.read(len(head)) == head
+            return file.read(len(_HEAD)) == _HEAD
     except OSError:
         return False
 

@@ -4,7 +4,6 @@
 run that trained it. A run that differs only in later stages starts from that state.
 """
 
-import json
 import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -26,6 +25,7 @@ from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.results.owner import one_at_a_time
 from fedloom.platform.results.paths import STATE_FILE
+from fedloom.platform.results.sealed import sealed_json, unsealed_if_sealed
 from fedloom.platform.runs.plugin_sources import UnknownSourceError, plugin_sources
 from fedloom.platform.runs.source import source_hash
 from fedloom.platform.words import why
@@ -113,7 +113,7 @@ class StoredSupernet:
 def stored_supernet(root: Path, key: str) -> str | None:
     """The id of the run that stored a supernet with this key, None if there is none; reads no tensors."""
     try:
-        return str(json.loads((_folder(root, key) / ORIGIN).read_text())["run_id"])
+        return str(_origin(_folder(root, key) / ORIGIN)["run_id"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -129,10 +129,14 @@ def load_supernet(root: Path, key: str) -> StoredSupernet | None:
         return None
 
 
+def _origin(path: Path) -> dict[str, Any]:
+    return unsealed_if_sealed(path.read_bytes(), path)
+
+
 def _load(root: Path, key: str) -> StoredSupernet:
     folder = _folder(root, key)
     try:
-        origin = json.loads((folder / ORIGIN).read_text())
+        origin = _origin(folder / ORIGIN)
         run_id, expected = str(origin["run_id"]), origin["state_sha256"]
         found = hash_of_file(folder / STATE_FILE)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -169,7 +173,7 @@ def _store(root: Path, key: str, state: RunState, run_id: str, config: RunConfig
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "state_sha256": hash_of_file(temporary / STATE_FILE),
         }
-        write_atomically(temporary / ORIGIN, json.dumps(origin, indent=1).encode())
+        write_atomically(temporary / ORIGIN, sealed_json(origin))
 
 
 def keeper(root: Path, key: str, run_id: str, config: RunConfig) -> Callable[[RunState], None]:

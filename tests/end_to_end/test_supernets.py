@@ -20,6 +20,7 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run, list_runs
+from fedloom.platform.results.sealed import unsealed
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import resume_run, start_run
@@ -278,10 +279,22 @@ def test_of_two_runs_that_finish_at_once_one_wins(tmp_path: Path) -> None:
 
 def test_an_origin_says_who_trained_it_and_when(tmp_path: Path) -> None:
     store_supernet(tmp_path, KEY, RunState(), "run-1", RunConfig(experiment="mine"))
-    origin = json.loads((tmp_path / "supernets" / KEY / "origin.json").read_text())
+    path = tmp_path / "supernets" / KEY / "origin.json"
+    origin = unsealed(path.read_bytes(), path)
     assert origin.pop("created").endswith("+00:00")
     assert len(origin.pop("state_sha256")) == 64
     assert origin == {"run_id": "run-1", "experiment": "mine"}
+    path.write_bytes(path.read_bytes().replace(b"run-1", b"run-2"))
+    assert (stored_supernet(tmp_path, KEY), load_supernet(tmp_path, KEY)) == (None, None), "it was changed"
+
+
+def test_an_origin_of_an_earlier_version_has_no_hash(tmp_path: Path) -> None:
+    store_supernet(tmp_path, KEY, RunState(), "run-1", RunConfig(experiment="mine"))
+    path = tmp_path / "supernets" / KEY / "origin.json"
+    path.write_text(json.dumps(unsealed(path.read_bytes(), path)))
+    found = load_supernet(tmp_path, KEY)
+    assert found is not None
+    assert (found.run_id, stored_supernet(tmp_path, KEY)) == ("run-1", "run-1")
 
 
 def test_what_is_not_there_is_none(tmp_path: Path) -> None:

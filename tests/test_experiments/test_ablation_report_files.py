@@ -24,6 +24,7 @@ from fedloom.experiments.report.pages.files import ReportFiles
 from fedloom.experiments.report.pages.latex import LONG, escaped, latex_table, latex_tables
 from fedloom.experiments.report.parts.block import Block
 from fedloom.experiments.store.ablations import FIGURES, Ablation
+from fedloom.platform.results.sealed import sealed_json, unsealed
 
 BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]
 BUDGET = ["ablation=comm_budget", "experiment=fedoras_digits"]
@@ -107,7 +108,7 @@ def test_figures_show_something_and_are_named_by_the_ablation(
 ) -> None:
     ablation = written(tmp_path, [*BUDGET, f"ablation.figures=[{','.join(FIGURES)}]"], Fates(reusing={1: 0}))
     plan = ablation.folder(tmp_path) / "ablation.json"  # of a version that knows one more
-    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"figures": [*FIGURES, "fig5"]}))
+    plan.write_bytes(sealed_json(unsealed(plan.read_bytes(), plan) | {"figures": [*FIGURES, "fig5"]}))
     files = write_ablation_report(tmp_path, ablation.ablation_id, tmp_path / "out")
     assert {p.stem for p in files.plots} == {*FIGURES, "convergence"}
     assert files.missing == (f"There is no figure 'fig5': there are {', '.join(FIGURES)}.",)
