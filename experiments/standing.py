@@ -97,26 +97,39 @@ def _print_runs(screen: Console, runs: Sequence[ListedRun], *, whole: bool) -> N
 # -- ablations ---------------------------------------------------------------------------------------------------------
 
 
-def _driver_status(results: Path, ablation_id: str) -> Status | None:
-    """What the ablation's driver wrote about it last; None if it was killed before that."""
+DriverStatus = Status | ValueError | None
+"""What an ablation's driver wrote about it last, or why it cannot be read; None if it was killed before that."""
+
+
+def _driver_status(results: Path, ablation_id: str) -> DriverStatus:
     path = results / FOLDER / ablation_id / STATUS
-    return read_status(path) if path.exists() else None
+    try:
+        return read_status(path) if path.exists() else None
+    except ValueError as error:
+        return error
 
 
-def _state_of(status: Status | None) -> str:
+def _state_of(status: DriverStatus) -> str:
+    if isinstance(status, ValueError):
+        return "unknown"
     return "interrupted" if status is None else status.state
 
 
-def _progress_line(ablation_id: str, status: Status | None) -> str:
+def _progress_line(ablation_id: str, status: DriverStatus) -> str:
     """How far an ablation is, as its driver wrote it: the trials, which may be many, are not looked at."""
     if status is None:
         return f"ablation {ablation_id} {_state_of(status)}: no trial was begun"
+    if isinstance(status, ValueError):
+        return f"ablation {ablation_id} {_state_of(status)}: {status}"
     said = status.message or f"{status.round} of {status.rounds_total} trials ended"
     return f"ablation {ablation_id} {status.state}: {said}"
 
 
-def _progress_as_dict(ablation_id: str, status: Status | None) -> dict[str, Any]:
-    ended, total, message = (status.round, status.rounds_total, status.message) if status else (0, None, "")
+def _progress_as_dict(ablation_id: str, status: DriverStatus) -> dict[str, Any]:
+    if isinstance(status, Status):
+        ended, total, message = status.round, status.rounds_total, status.message
+    else:
+        ended, total, message = 0, None, "" if status is None else str(status)
     state = _state_of(status)
     return {"ablation_id": ablation_id, "state": state, "ended": ended, "planned": total, "message": message}
 
