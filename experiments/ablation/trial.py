@@ -19,14 +19,16 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.mirror import MirrorError, mirror_run
+from fedloom.platform.results.owner import OwnedError
 from fedloom.platform.results.paths import RunPaths, remove_run
 from fedloom.platform.results.remote import fetch
-from fedloom.platform.results.status import read_status
+from fedloom.platform.results.sealed import ADVICE
+from fedloom.platform.results.status import is_done
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.results.target import local_root
 from fedloom.platform.runs.ending import Resume, run_to_end
-from fedloom.platform.runs.run import Label, Watcher
-from fedloom.platform.runs.run_files import COSTS
+from fedloom.platform.runs.run import Label, Watcher, check_run_unowned
+from fedloom.platform.runs.run_files import COSTS, has_begun
 from fedloom.platform.runs.serial import make_serial
 
 STEP_S = 1.0
@@ -147,12 +149,12 @@ class RunThread:
         if self.job.replay:
             self._tell_history(run_id)
             return "done", ""
-        if paths.status.exists() and read_status(paths.status).state == "done":
+        if is_done(paths.status):
             mirror_run(self.config.results, paths)  # an earlier process died before its upload succeeded
             return "done", ""
-        if paths.artifacts.exists() and not (paths.artifacts / COSTS).exists():
-            # Killed during its first writes: the run has no state from which it could be resumed.
-            remove_run(paths)
+        is_half_begun = paths.artifacts.exists() and not (paths.artifacts / COSTS).exists()
+        if is_half_begun and (problem := _not_removed(paths)):
+            return "refused", problem
         # A new scheduler first receives the earlier rounds, once the tables have been repaired.
         watcher = Watcher(self._tell_history, self._tell, self._stop.is_set)
         resume = Resume(run_id, self.job.changed_plugins) if paths.artifacts.exists() else None
@@ -181,6 +183,18 @@ class RunThread:
 
     def _compared(self, progress: RoundProgress) -> dict[str, Any]:
         return {STAGE_ROUND: progress.round + 1} if progress.stage == self.job.stage else {}
+
+
+def _not_removed(paths: RunPaths) -> str:
+    """Removes a run that was killed during its first writes; if it has more than those, says why it stays."""
+    try:
+        check_run_unowned(paths)
+    except OwnedError as error:
+        return str(error)
+    if has_begun(paths):
+        return f"{paths.artifacts / COSTS} is missing, which run {paths.run_id} had: {ADVICE}"
+    remove_run(paths)
+    return ""
 
 
 def figures(progress: RoundProgress) -> dict[str, Any]:

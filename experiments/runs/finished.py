@@ -7,15 +7,14 @@ from fedloom.platform.results.names import Names, read_names, write_names
 from fedloom.platform.results.parts import TableParts
 from fedloom.platform.results.paths import RunPaths, run_paths
 from fedloom.platform.results.remote import local_root
-from fedloom.platform.results.status import read_status
+from fedloom.platform.results.status import is_done
 from fedloom.platform.results.tables import TABLES
 from fedloom.platform.runs.run import owned_run
 
 
 def is_finished(config: RunConfig, run_id: str) -> bool:
     """Whether the run is done, so that there is nothing to resume."""
-    paths = _paths(config, run_id)
-    return paths.status.exists() and read_status(paths.status).state == "done"
+    return is_done(_paths(config, run_id).status)
 
 
 def leave_finished(config: RunConfig, run_id: str) -> Names | None:

@@ -30,7 +30,7 @@ class TrialState:
 
     `state` is waiting, running, stalled, dead (its process is gone), interrupted, failed (clients failed), refused (its
     configuration cannot run), died (its process died and no attempt is left), unsent (done, but its files were not
-    uploaded to the URL of the results), stopped (early, by the scheduler) or done.
+    uploaded to the URL of the results), stopped (early, by the scheduler), done, or unknown (its status is damaged).
     """
 
     trial: Trial
@@ -79,7 +79,11 @@ def _states(root: Path, ablation: Ablation) -> Iterator[TrialState]:
     for trial in ablation.trials:
         path = RunPaths(root, trial.experiment, trial.run_id).status
         end = ends.get(trial.index)
-        status = read_status(path) if path.exists() else None
+        try:
+            status = read_status(path) if path.exists() else None
+        except ValueError as error:
+            yield TrialState(trial, end.kind if end else "unknown", end.message if end else str(error))
+            continue
         done = status is not None and status.state == "done" and (end is None or end.kind != UNSENT)
         if status is not None and (done or end is None):
             yield TrialState(trial, status.state, status.message, status)

@@ -1,6 +1,7 @@
 """The status file of a run: running, stalled, dead, failed, interrupted or done."""
 
 import json
+import logging
 import platform
 import threading
 import time
@@ -13,6 +14,8 @@ from typing import Literal, get_args
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.results.owner import OwnershipLostError
 from fedloom.platform.results.processes import is_process, started_ticks, this_place, this_process
+
+logger = logging.getLogger(__name__)
 
 WrittenState = Literal["running", "done", "failed", "interrupted"]
 State = Literal["running", "done", "failed", "interrupted", "stalled", "dead"]
@@ -149,6 +152,18 @@ def read_status(path: Path, stalled_after_s: float = 60.0) -> Status:
     if status.state != "running":
         return status
     return replace(status, state=_running_state(status, stalled_after_s))
+
+
+def is_done(path: Path) -> bool:
+    """Whether the status file of a run says that it is done.
+
+    A missing file, or with a warning a damaged one, does not: how far the run is, its checkpoint tells.
+    """
+    try:
+        return path.exists() and read_status(path).state == "done"
+    except ValueError:
+        logger.warning("%s cannot be read: the run goes on from its checkpoint and writes a new one", path)
+        return False
 
 
 def _running_state(status: Status, stalled_after_s: float) -> State:

@@ -15,7 +15,10 @@ from fedloom.platform.federation.costs import RunCosts, store_costs
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import method_of
 from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.journal import journal_files
+from fedloom.platform.results.manifest import manifest_path
 from fedloom.platform.results.names import write_names
+from fedloom.platform.results.parts import count_rows
 from fedloom.platform.results.paths import RunPaths, remove_run
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.plugin_sources import FOLDER as PLUGINS
@@ -44,6 +47,17 @@ def whole_or_nothing(paths: RunPaths) -> Iterator[None]:
     except (Exception, KeyboardInterrupt):
         remove_run(paths)
         raise
+
+
+def has_begun(paths: RunPaths) -> bool:
+    """Whether a run has been written down as a whole, has a checkpoint, or rows; damaged ones count."""
+    if manifest_path(paths).exists() or any(paths.checkpoint.glob("*")) or journal_files(paths.artifacts):
+        return True
+    parts = [part for folder in paths.tables() for part in folder.glob("*.parquet")]
+    try:
+        return any(count_rows(part) for part in parts)
+    except ValueError:
+        return True
 
 
 def write_new_run(paths: RunPaths, config: RunConfig, world: World, sources: PluginSources) -> None:

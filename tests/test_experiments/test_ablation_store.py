@@ -39,6 +39,7 @@ from fedloom.platform.results.owner import FILE as OWNER
 from fedloom.platform.results.owner import OwnershipLostError, owned
 from fedloom.platform.results.paths import LONGEST_RUN_ID, RunPaths
 from fedloom.platform.results.remote import local_root
+from fedloom.platform.results.sealed import sealed_json, unsealed
 from fedloom.platform.results.status import StatusFile, read_status
 
 ID = "20260101-000000-mine-abcdef"
@@ -104,6 +105,14 @@ def test_trials_are_stored_as_what_differs_from_the_first(tmp_path: Path) -> Non
     assert differences[7] == []
 
 
+def test_a_plan_of_the_second_version_had_no_hash(tmp_path: Path) -> None:
+    ablation = make_ablation()
+    write_ablation(tmp_path, ablation)
+    path = ablation.folder(tmp_path) / PLAN
+    path.write_text(json.dumps({**unsealed(path.read_bytes(), path), "version": 2}))
+    assert read_ablation(path.parent) == ablation
+
+
 def test_a_plan_of_the_first_version_is_read(tmp_path: Path) -> None:
     ablation = make_ablation()
     text = json.dumps({"version": 1, **asdict(ablation)}, indent=1)
@@ -133,29 +142,45 @@ def damage(path: Path, text: str | None) -> None:
 
 
 def changed(path: Path, **values: Any) -> str:
-    return json.dumps({**json.loads(path.read_text()), **values})
+    return sealed_json({**unsealed(path.read_bytes(), path), **values}).decode()
 
 
-@pytest.mark.parametrize("case", ["gone", "cut", "no JSON", "list", "number", "key gone", "trials", "axes", "unknown"])
+@pytest.mark.parametrize("case", ["gone", "no JSON", "key gone", "trials", "axes", "unknown"])
 def test_a_damaged_plan_is_named(tmp_path: Path, case: str) -> None:
     ablation = make_ablation()
     write_ablation(tmp_path, ablation)
     path = ablation.folder(tmp_path) / "ablation.json"
-    kept = json.loads(path.read_text())
+    kept = unsealed(path.read_bytes(), path)
     del kept["seeds"]
     content = {
         "gone": None,
-        "cut": path.read_text()[:-30],
         "no JSON": "hello",
-        "list": "[]",
-        "number": "3",
-        "key gone": json.dumps(kept),
+        "key gone": sealed_json(kept).decode(),
         "trials": changed(path, trials=[{"index": 0}]),
         "axes": changed(path, axes=[1]),
         "unknown": changed(path, more=1),
     }[case]
     damage(path, content)
     with pytest.raises(ValueError, match=f"{re.escape(str(path))} is not the plan of an ablation: restore it"):
+        read_ablation(path.parent)
+
+
+@pytest.mark.parametrize("case", ["cut", "value", "hash", "no hash", "list"])
+def test_a_plan_that_was_changed_is_refused(tmp_path: Path, case: str) -> None:
+    ablation = make_ablation()
+    write_ablation(tmp_path, ablation)
+    path = ablation.folder(tmp_path) / "ablation.json"
+    text = path.read_text()
+    content = {
+        "cut": text[:-30],
+        "value": text.replace('"lr": 0.1', '"lr": 0.9'),
+        "hash": text.replace('{"sha256": "', '{"sha256": "0', 1),
+        "no hash": json.dumps(unsealed(text.encode(), path)),
+        "list": "[]",
+    }[case]
+    assert content != text
+    path.write_text(content)
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} (is damaged|has lost its hash).*: restore it from"):
         read_ablation(path.parent)
 
 
@@ -367,8 +392,18 @@ def test_an_old_copy_of_a_run_that_is_done_elsewhere_is_not_sent_as_interrupted(
         assert json.loads(RunPaths(root, trial.experiment, trial.run_id).status.read_text())["state"] == "done"
 
 
+def test_a_trial_whose_status_is_damaged_is_unknown_and_left_to_do(tmp_path: Path) -> None:
+    ablation = make_ablation(3)
+    for trial in ablation.trials:
+        write_status(tmp_path, trial, "done")
+    RunPaths(tmp_path, "tiny", ablation.trials[1].run_id).status.write_text("")
+    states = trial_states(tmp_path, ablation)
+    assert [s.state for s in states] == ["done", "unknown", "done"]
+    assert "is not a status file" in states[1].message
+
+
 def kill_driver(path: Path, pid: int) -> None:
-    path.write_text(changed(path, pid=pid))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": pid}))
 
 
 def test_settings_as_people_read_them() -> None:

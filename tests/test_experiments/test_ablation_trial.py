@@ -1,5 +1,6 @@
 """One trial without Tune: what it tells, how it ends, and what it does when it is begun again."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +13,12 @@ from fedloom.experiments.ablation.trial import END, MESSAGE, STAGE_ROUND, Job, R
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.store.trials import UNSENT
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.results.manifest import manifest_path
 from fedloom.platform.results.mirror import MirrorError
+from fedloom.platform.results.owner import owned
+from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tables import read_table
+from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import Label
 
 RUN = "20260101-000000-tiny-abcdef-0000"
@@ -92,6 +97,36 @@ def test_failures_are_ends_and_not_errors(make: Make) -> None:
     assert "supernet, round" in end[MESSAGE]
     end = told(make("data.num_clients=100000"))[-1]
     assert end[END] == "refused"
+
+
+def test_a_trial_without_costs_that_has_begun_is_refused_and_stays(make: Make, tmp_path: Path) -> None:
+    told(make())
+    paths = RunPaths(tmp_path, "fedoras_digits", RUN)
+    paths.status.unlink()
+    (paths.artifacts / "costs.json").unlink()
+    manifest_path(paths).unlink()
+    for _ in range(2):  # with its checkpoint, then with its rows only
+        before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+        end = told(make())[-1]
+        assert end[END] == "refused"
+        assert end[MESSAGE].startswith(f"{paths.artifacts / 'costs.json'} is missing, which run {RUN} had: restore it")
+        assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+        shutil.rmtree(paths.checkpoint, ignore_errors=True)
+
+
+def test_a_trial_that_was_killed_during_its_first_writes_begins_again(make: Make, tmp_path: Path) -> None:
+    paths = RunWriter.create(tmp_path, "fedoras_digits", RUN).paths
+    with owned(paths.artifacts, f"run {RUN}", tmp_path, tmp_path):
+        end = told(make())[-1]
+        assert (end[END], paths.artifacts.exists()) == ("refused", True)
+        assert "is at work in process" in end[MESSAGE]
+    assert told(make())[-1][END] == "done"
+
+
+def test_a_damaged_status_does_not_keep_a_trial_from_its_end(make: Make, tmp_path: Path) -> None:
+    told(make())
+    RunPaths(tmp_path, "fedoras_digits", RUN).status.write_text("{")
+    assert told(make())[-1][END] == "done"
 
 
 def test_results_that_could_not_be_sent_are_sent_when_the_trial_is_begun_again(

@@ -197,6 +197,24 @@ def test_an_ablation_is_one_line_and_its_trials_are_not_listed(
     ]
 
 
+def test_an_ablation_whose_status_cannot_be_read_does_not_hide_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for ablation_id in (ABLATION, f"{ABLATION}0"):
+        folder = tmp_path / "ablations" / ablation_id
+        folder.mkdir(parents=True)
+        (folder / "ablation.json").write_text("not read")
+        StatusFile(folder / "status.json").write("running", round=2, rounds_total=6)
+    path = tmp_path / "ablations" / ABLATION / "status.json"
+    path.write_text('{"state": "run')
+    first, second = said(capsys, "--results", str(tmp_path)).splitlines()
+    assert first.startswith(f"ablation {ABLATION} unknown: {path} is not a status file")
+    assert second == f"ablation {ABLATION}0 running: 2 of 6 trials ended"
+    value = json.loads(said(capsys, "--results", str(tmp_path), "--json"))["ablations"][0]
+    assert (value["state"], value["ended"], value["planned"]) == ("unknown", 0, None)
+    assert "is not a status file" in value["message"]
+
+
 def test_a_run_whose_status_cannot_be_read_does_not_hide_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

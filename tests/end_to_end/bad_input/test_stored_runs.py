@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.platform.results.manifest import Manifest
+from fedloom.platform.results.owner import owned
 from fedloom.platform.results.paths import list_runs
 
 Refuse = Callable[..., str]
@@ -87,6 +88,18 @@ def test_a_damaged_checkpoint_is_refused(copied: Path, resume_refused: Refuse, d
     line = resume_refused(copied)
     assert f"{(state if damage == 'state cut short' else tensors).name} is damaged" in line
     assert "start a new run" in line
+
+
+@pytest.mark.parametrize("content", ["", '{"state": "don', "[]"])
+def test_a_damaged_status_does_not_keep_a_run_from_being_resumed(
+    copied: Path, refusal: Refuse, call: Callable[..., int], content: str
+) -> None:
+    (paths,) = list_runs(copied)
+    paths.status.write_text(content)
+    with owned(paths.artifacts, f"run {paths.run_id}", copied, copied):
+        assert "is at work in" in refusal("resume", paths.run_id, "--results", str(copied))
+    assert call("resume", paths.run_id, "--results", str(copied)) == 0
+    assert json.loads(paths.status.read_text())["state"] == "done"
 
 
 def test_an_unknown_run(finished: Path, resume_refused: Refuse, refusal: Refuse) -> None:
