@@ -28,16 +28,14 @@ from fedloom.experiments.store.ablations import (
     ablation_ids,
     find_ablation,
     meant_ablation,
-    new_ablation_id,
     read_ablation,
     short,
     write_ablation,
 )
 from fedloom.experiments.store.trials import FINAL, End, read_ends, trial_states, write_ends
-from fedloom.platform.results.files import check_name
 from fedloom.platform.results.owner import FILE as OWNER
 from fedloom.platform.results.owner import OwnershipLostError, owned
-from fedloom.platform.results.paths import LONGEST_RUN_ID, RunPaths
+from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.remote import local_root
 from fedloom.platform.results.sealed import sealed_json, unsealed
 from fedloom.platform.results.status import StatusFile, read_status
@@ -238,16 +236,6 @@ def test_what_may_be_an_ablation_or_a_run_is_refused_with_both(tmp_path: Path) -
         meant_ablation(tmp_path, "2026")  # what begins ids means them, whatever names there are
 
 
-def test_ids_are_new_and_short_enough_to_begin_run_ids(tmp_path: Path) -> None:
-    ids = {new_ablation_id(tmp_path, "distribution_averaging") for _ in range(20)}
-    assert len(ids) == 20
-    for ablation_id in ids:
-        assert re.fullmatch(r"\d{8}-\d{6}-distribution_averaging-[0-9a-f]{6}", ablation_id)
-    longest = f"{new_ablation_id(tmp_path, 'n' * 100)}-99999"
-    assert check_name("run id", longest, LONGEST_RUN_ID) == longest
-    assert not list(tmp_path.iterdir())
-
-
 # -- how trials stand --------------------------------------------------------------------------------------------------
 
 
@@ -343,7 +331,8 @@ def test_to_resume_what_has_nothing_left_takes_no_cluster(
         pytest.raises(ValueError, match=f"is at work in process {os.getpid()} on "),
     ):
         launch.resume_ablation(ablation, tmp_path, TerminalView(quiet=True))
-    kill_driver(ablation.folder(tmp_path) / "status.json", ended_pid)
+    status = ablation.folder(tmp_path) / "status.json"
+    status.write_text(json.dumps({**json.loads(status.read_text()), "pid": ended_pid}))
     end = launch.resume_ablation(ablation, tmp_path, TerminalView(quiet=True))
     assert (end.kind, [s.state for s in end.states]) == (kind, ["done", "stopped", last])
     status = read_status(ablation.folder(tmp_path) / "status.json")
@@ -400,10 +389,6 @@ def test_a_trial_whose_status_is_damaged_is_unknown_and_left_to_do(tmp_path: Pat
     states = trial_states(tmp_path, ablation)
     assert [s.state for s in states] == ["done", "unknown", "done"]
     assert "is not a status file" in states[1].message
-
-
-def kill_driver(path: Path, pid: int) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": pid}))
 
 
 def test_settings_as_people_read_them() -> None:

@@ -1,5 +1,6 @@
 """One trial without Tune: what it tells, how it ends, and what it does when it is begun again."""
 
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -11,12 +12,14 @@ import pytest
 from fedloom.experiments.ablation import trial as module
 from fedloom.experiments.ablation.trial import END, MESSAGE, STAGE_ROUND, Job, RunThread
 from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.store.ablations import new_ablation_id
 from fedloom.experiments.store.trials import UNSENT
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.results.files import check_name
 from fedloom.platform.results.manifest import manifest_path
 from fedloom.platform.results.mirror import MirrorError
 from fedloom.platform.results.owner import owned
-from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.paths import LONGEST_RUN_ID, RunPaths
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import Label
@@ -156,3 +159,13 @@ def test_what_is_no_end_of_a_run_is_raised_to_tune(make: Make, monkeypatch: pyte
     monkeypatch.setattr(module, "run_to_end", broken)
     with pytest.raises(OSError, match="disk full"):
         told(make())
+
+
+def test_ids_are_new_and_short_enough_to_begin_run_ids(tmp_path: Path) -> None:
+    ids = {new_ablation_id(tmp_path, "distribution_averaging") for _ in range(20)}
+    assert len(ids) == 20
+    for ablation_id in ids:
+        assert re.fullmatch(r"\d{8}-\d{6}-distribution_averaging-[0-9a-f]{6}", ablation_id)
+    longest = f"{new_ablation_id(tmp_path, 'n' * 100)}-99999"
+    assert check_name("run id", longest, LONGEST_RUN_ID) == longest
+    assert not list(tmp_path.iterdir())
