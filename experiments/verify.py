@@ -4,6 +4,9 @@ import json
 from dataclasses import asdict, dataclass
 
 from fedloom.experiments.terminal.output import console, write_json
+from fedloom.platform.data.config import DataConfig
+from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.partition import prepared_for
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.journal import read_journals
 from fedloom.platform.results.manifest import has_sealed_checkpoint, manifest_path, problems
@@ -30,9 +33,9 @@ class Verified:
 
 
 def verified(paths: RunPaths) -> Verified:
-    """Checks a run's files against its manifest, the checkpoint, the models and the count of rows; changes nothing."""
+    """Checks a run's files, its models, rows and prepared data against what was recorded of them; changes nothing."""
     found: list[str] = []
-    for check in (_manifest, _checkpoint, _models, _names):
+    for check in (_manifest, _checkpoint, _models, _names, _data):
         try:
             found += check(paths)
         except ValueError as error:
@@ -95,6 +98,19 @@ def _names(paths: RunPaths) -> list[str]:
         f"{paths.artifacts / NAMES} says {_said(found)}, the run's row {_said(stored)}: `fedloom resume "
         f"{paths.run_id}` with the name and tags that are meant sets both"
     ]
+
+
+def _data(paths: RunPaths) -> list[str]:
+    """Reads all of the run's prepared data, if its cache is on this machine."""
+    rows = read_runs([paths], "runs", ["partition_hash"])["partition_hash"].dropna()
+    try:
+        cache = json.loads(paths.config.read_text())["data"]["cache"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # a run of an earlier version, or one whose manifest tells
+    folder = prepared_for(DataConfig(cache=cache), rows.iloc[-1]) if len(rows) else None
+    if folder is not None:
+        Dataset.open(folder).verify()
+    return []
 
 
 def _said(names: Names) -> str:

@@ -1,5 +1,8 @@
 """Partitions: artefacts with every client's sample indices per split, written once and identified by their hash."""
 
+import json
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from fedloom.platform.data.artefact import (
 )
 from fedloom.platform.data.checks import check
 from fedloom.platform.data.config import DataConfig, cache_root, check_cache
+from fedloom.platform.data.dataset import MANIFEST as DATASET
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.guard import SPLITS, TestGuard, check_split
 
@@ -43,6 +47,25 @@ def prepare_partition(config: DataConfig, dataset: Dataset, seed: int) -> Path:
         _write(folder, dataset, generator, allocate(config, dataset, seed))
     Partition.open(folder, dataset)
     return folder
+
+
+def prepared_for(config: DataConfig, partition_hash: str) -> Path | None:
+    """The folder in the cache of the data set to which the partition with this hash belongs; None if either is gone."""
+    root = cache_root(config)
+    place = _with_hash(root.glob(f"partitions/*/{MANIFEST}"), partition_hash)
+    if place is None:
+        return None
+    found = _with_hash(root.glob(f"*/{DATASET}"), read_manifest(place)["dataset"]["hash"])
+    return found and found.parent
+
+
+def _with_hash(manifests: Iterable[Path], wanted: str) -> Path | None:
+    """The first manifest that says that it has this hash; those that cannot be read belong to others."""
+    for path in sorted(manifests):
+        with suppress(ValueError, OSError, KeyError, TypeError):
+            if json.loads(path.read_text())["hash"] == wanted:
+                return path
+    return None
 
 
 def _write(folder: Path, dataset: Dataset, generator: Fields, arrays: dict[str, AnyArray]) -> None:

@@ -17,6 +17,7 @@ from fedloom.platform.data.artefact import (
     hash_of,
     write_artefact,
 )
+from fedloom.platform.data.blocks import write_blocks
 from fedloom.platform.data.checks import check
 from fedloom.platform.data.config import DataConfig, cache_root, check_cache
 from fedloom.platform.data.dataset import MANIFEST, PARTS, Dataset
@@ -66,6 +67,7 @@ def _prepare(config: DataConfig, source: Source | TokenSource) -> Path:
         fields, arrays = _tokens(config, source) if isinstance(source, TokenSource) else _labelled(config, source)
         with atomic_folder(folder) as temporary:
             write_artefact(temporary, MANIFEST, {"name": name, **fields, "source": identity["source"]}, arrays)
+            write_blocks(temporary)
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
@@ -53,7 +54,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
     space = build_space(config.space)
     check(space)
     dataset_path = prepare_dataset(config.data)
-    dataset = Dataset.open(dataset_path)
+    dataset = _opened(dataset_path)
     _check_fit(space, dataset, config)
     partition_path = prepare_partition(config.data, dataset, config.seed_for("partition"))
     costs = costs or measure_costs(config.tiers, space)
@@ -98,6 +99,13 @@ def _try_on_data(data: FederatedData, augment: Chosen, objective: Chosen, num_cl
     x, y = data.dataset.tensors("train", np.arange(min(TRIED_SAMPLES, data.dataset.num_samples("train"))))
     check_augmentation(augment, x)
     check_objective(objective, y, num_classes)
+
+
+def _opened(path: Path) -> Dataset:
+    """The prepared data set; ValueError if its content was changed, as far as can be told in milliseconds."""
+    dataset = Dataset.open(path)
+    dataset.verify_blocks()
+    return dataset
 
 
 def _check_fit(space: SearchSpace, dataset: Dataset, config: RunConfig) -> None:

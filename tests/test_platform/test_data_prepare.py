@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.platform.data.artefact import ABANDONED_AFTER_S, atomic_folder
+from fedloom.platform.data.artefact import ABANDONED_AFTER_S, atomic_folder, read_manifest, write_artefact
 from fedloom.platform.data.augment import crop_flip
+from fedloom.platform.data.blocks import BLOCK_BYTES, check_blocks, write_blocks
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.guard import TestGuard, TestReadError
@@ -152,6 +153,47 @@ def test_many_at_once_prepare_one_data_set(tmp_path: Path) -> None:
     assert len(found) == 4
     assert list(tmp_path.iterdir()) == [found[0]]
     Dataset.open(found[0]).verify()
+
+
+def flip(path: Path, place: int) -> None:
+    """Changes a bit, and neither size nor shape."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("part", ["train_x", "train_y", "test_x"])
+def test_a_changed_small_array_is_noticed_when_a_run_starts(part: str, tmp_path: Path) -> None:
+    folder = prepare_dataset(digits(tmp_path))
+    dataset = Dataset.open(folder)
+    dataset.verify_blocks()
+    (folder / "blocks.json").unlink()  # as an earlier version prepared it
+    dataset.verify_blocks()
+    flip(folder / f"{part}.npy", 150)
+    with pytest.raises(ValueError, match=rf"{part}.npy: was changed after it was prepared; delete its folder and pre"):
+        dataset.verify_blocks()
+    with pytest.raises(ValueError, match=rf"{part}.npy: SHA-256 differs"):
+        dataset.verify()
+
+
+def test_of_a_large_array_blocks_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "large"
+    folder.mkdir()
+    arrays = {"a": np.arange(2**20, dtype=np.int64), "b": np.arange(9)}
+    write_artefact(folder, "large.json", {}, arrays)
+    manifest = read_manifest(folder / "large.json")
+    check_blocks(folder, manifest)  # of an earlier version
+    write_blocks(folder)
+    check_blocks(folder, manifest)
+    whole, size = (folder / "a.npy").read_bytes(), (folder / "a.npy").stat().st_size
+    for place in (0, 100, BLOCK_BYTES - 1, size - BLOCK_BYTES, size - 1, (size - BLOCK_BYTES) // 31 * 7 + 100):
+        flip(folder / "a.npy", place)
+        with pytest.raises(ValueError, match=r"a.npy: was changed after it was prepared"):
+            check_blocks(folder, manifest)
+        (folder / "a.npy").write_bytes(whole)
+    flip(folder / "blocks.json", 40)
+    with pytest.raises(ValueError, match=r"blocks.json: was changed after it was written"):
+        check_blocks(folder, manifest)
 
 
 def test_tensors_are_normalised(tmp_path: Path) -> None:

@@ -237,6 +237,25 @@ def test_a_run_that_adds_parts_is_whole_at_every_moment(tmp_path: Path) -> None:
         assert found.result() == []
 
 
+def test_changed_prepared_data_is_noticed(tmp_path: Path, elastic_config_in: Callable[..., RunConfig]) -> None:
+    config = elastic_config_in(tmp_path / "results", train={"rounds": 1})
+    config.data.cache = str(tmp_path / "cache")
+    run_id = start_run(config, make_serial)
+    (paths,) = list_runs(Path(config.results))
+    assert verified(paths) == Verified(run_id, ())
+    (array,) = (tmp_path / "cache").glob("*/train_x.npy")
+    injure(array, "flip", random.Random(1))
+    (line,) = verified(paths).problems
+    assert line.startswith(f"{array}: ")
+    for use in (lambda: resumed(paths), lambda: start_run(config, make_serial)):
+        with pytest.raises(ValueError, match="delete its folder and prepare again"):
+            use()
+    assert list_runs(Path(config.results)) == [paths]
+    shutil.rmtree(array.parent)
+    assert verified(paths) == Verified(run_id, ()), "what is not on this machine cannot be read"
+    resumed(paths)
+
+
 def test_either_of_two_manifests_fits_every_mixture() -> None:
     a, b = Seal(1, "a"), Seal(2, "b")
     assert either({"same": (a,), "new": (a,)}, {"same": (a,), "new": (b,), "more": (b,), "any": (ANY,)}) == {
