@@ -188,6 +188,7 @@ class ActorPool:
                 job.member = member
                 job.attempts += 1
                 job.position, job.at_work_since_s = 0, time.monotonic()
+                job.looked_s = job.at_work_since_s  # who has just begun need not be asked
                 chunk = replace(job.chunk, assignments=tuple(job.chunk.assignments[i] for i in job.left))
                 running[member.actor.run_chunk.remote(chunk, [weights], version)] = job
 
