@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from fedloom.experiments.arguments import Handler, build_parser, parse
 from fedloom.experiments.runs.huge_pages import prefer_huge_pages
 from fedloom.experiments.terminal.exit_codes import CONFIGURATION, INFRASTRUCTURE, INTERRUPTED, OK, of_run_end
-from fedloom.experiments.terminal.reading import stop_printing, while_read
+from fedloom.experiments.terminal.reading import stop_printing, tell_at_once, while_read
 from fedloom.experiments.typed import check_typed
 from fedloom.platform.plugins import blaming_own
 from fedloom.platform.words import NO_SUCH_PLACE, in_words, is_out_of_memory, naming, said
@@ -109,6 +109,7 @@ def _here(args: argparse.Namespace, runs: Sequence[str] | None, *, tensors: bool
 
 def _run(args: argparse.Namespace) -> int:
     _check_spelling(args.overrides)
+    _tell(args, "preparing the run")
     from fedloom.experiments.runs.configuration import compose_config
 
     return _execute(args, compose_config(args.overrides), None)
@@ -121,7 +122,13 @@ def _check_spelling(overrides: Sequence[str], but: tuple[str, ...] = ()) -> None
     check_spelling([override for override in overrides if not override.lstrip("+").startswith(but)])
 
 
+def _tell(args: argparse.Namespace, text: str) -> None:
+    if not args.json:
+        tell_at_once(text)
+
+
 def _resume(args: argparse.Namespace) -> int:
+    _tell(args, "looking up the run")
     from fedloom.experiments.runs.configuration import change_stored, stored_config
 
     run_id, stored = stored_config(args.results, args.run)
@@ -143,6 +150,8 @@ def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
     from fedloom.actors.address import before_ray
 
     before_ray(config.ray.address)
+    if config.executor.kind == "ray" and not config.dry_run:
+        _tell(args, "starting its server and client actors")
     from fedloom.experiments.runs.launch import launch
     from fedloom.experiments.show import RunView
 

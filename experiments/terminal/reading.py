@@ -11,6 +11,12 @@ def stop_printing() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def tell_at_once(text: str) -> None:
+    """Says on a terminal what is being done, before anything slow is loaded; files and pipes get results alone."""
+    if sys.stdout.isatty():
+        while_read(print, text)
+
+
 def while_read(show: Callable[..., None], *values: object) -> None:
     """Calls `show(*values)` and flushes; discards this and all later output if the reader is gone."""
     try:

@@ -272,3 +272,35 @@ def test_a_run_that_nobody_reads_goes_on(monkeypatch: pytest.MonkeyPatch) -> Non
     view.started("run", "")
     view.round(None)
     assert len(silenced) == 2
+
+
+SEEN_ON_A_TERMINAL = """
+import os, pty, subprocess, sys
+mine, its = pty.openpty()
+command = [sys.executable, "-m", "fedloom.experiments.cli", *sys.argv[1:]]
+process = subprocess.Popen(command, stdout=its, stderr=subprocess.DEVNULL)
+os.close(its)
+said = b""
+try:
+    while part := os.read(mine, 4096):
+        said += part
+except OSError:  # Linux says so of a terminal that its last writer has left
+    pass
+print(repr(said.decode().split("\\r\\n")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "experiment=fedavg_digits", "tiers.count=0"], ["preparing the run"]),
+        (["run", "experiment=fedavg_digits", "tiers.count=0", "--json"], []),
+        (["run", "experiment=fedavg_digits", "tiers.count=0", "--quiet"], []),
+        (["resume", "2099"], ["looking up the run"]),
+    ],
+)
+def test_a_terminal_is_told_at_once_what_is_being_done(tmp_path: Path, arguments: list[str], said: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SEEN_ON_A_TERMINAL, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == repr([*said, ""])
