@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from fedloom.platform.federation.state import RunState
 
 
+SHORT_S = 10.0
+"""In a first round that is shorter, starting the workers takes a good part, and says nothing of the rounds to come."""
 MOST_MACS = 1e100
 """More is a mistake, and could not be added up."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """Seconds that the current stage and the whole run will still take; None if a stage does not tell its MACs."""
+    """Seconds that the current stage and the whole run will still take; None if that is not known."""
 
-    stage_s: float
+    stage_s: float | None
     run_s: float | None
 
 
@@ -73,6 +75,7 @@ class Forecast:
         self._of_kind: dict[str, Measured] = {}
         self._of_stage: dict[int, Measured] = {}
         self._warm_up: str | None = None
+        self._all = NOTHING
         self._place = (-1, -1)
         self._macs: float | None = None
         self._later: list[tuple[Stage, float | None]] = []
@@ -91,6 +94,7 @@ class Forecast:
         had, has = self._macs, macs_left(stage, after)
         macs = max(0.0, had - has) if had is not None and has is not None else 0.0
         kind, measured = kind_of(stage), Measured(seconds, macs, 1)
+        self._all += measured
         # The first round of a process also starts its workers and builds their networks: the second one tells more.
         if self._warm_up == kind:
             self._of_kind.clear()
@@ -99,6 +103,11 @@ class Forecast:
         self._of_kind[kind] = self._of_kind.get(kind, NOTHING) + measured
         self._of_stage[after.stage] = self._of_stage.get(after.stage, NOTHING) + measured
         self._place, self._macs = (after.stage, after.round), has
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the rounds so far tell how long others will take."""
+        return self._all.rounds > 1 or self._all.seconds >= SHORT_S
 
     def left(self, rounds_left: int) -> Left:
         """The time left after the round that has finished, when its stage has `rounds_left` to come."""

@@ -19,7 +19,7 @@ from fedloom.platform.clients.execution import (
     make_chunks,
 )
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, FailuresConfig
-from fedloom.platform.federation.forecast import Forecast
+from fedloom.platform.federation.forecast import Forecast, Left
 from fedloom.platform.federation.recorder import Record, Recorder
 from fedloom.platform.federation.stage import Merged, Plan, Review, RoundResult, Row, Stage
 from fedloom.platform.federation.state import CLIENT, RunState
@@ -175,6 +175,8 @@ class Loop:
         with stage_work(row["stage"], row["round"]):
             self._forecast.finished(after, row["wall_s"])
             to_come = self._forecast.left(left - 1)
+        if not self._forecast.is_known and to_come.run_s != 0:
+            to_come = Left(None, None)
         return replace(
             progress_of(row, left),
             metric_of=split_of(clients),

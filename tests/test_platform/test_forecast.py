@@ -137,3 +137,12 @@ def test_a_stage_that_does_not_tell_leaves_the_whole_unknown() -> None:
     assert after(last, 0, 0, 8.0, 3) == Left(24.0, 24.0), "nothing else is to come"
     silent = Forecast([Told("a", (20.0, 10.0, 0.0)), cast(Stage, Silent())])
     assert after(silent, 0, 0, 8.0, 1) == Left(8.0, None)
+
+
+@pytest.mark.parametrize(("seconds", "known"), [(9.9, False), (10.0, True)])
+def test_a_first_round_that_mostly_starts_workers_tells_nothing(seconds: float, known: bool) -> None:
+    forecast = Forecast([Told("a", (30.0, 20.0, 10.0, 0.0))])
+    after(forecast, 0, 0, seconds, 2)
+    assert forecast.is_known is known
+    after(forecast, 0, 1, 0.1, 1)
+    assert forecast.is_known
