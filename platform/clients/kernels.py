@@ -50,13 +50,19 @@ class Kernels:
         module = module.to(device)
         if self.channels_last:
             module = module.to(memory_format=torch.channels_last)
-            module.register_forward_pre_hook(_with_channels_last)
+            module.register_forward_pre_hook(lambda _, inputs: (self.laid_out(inputs[0]), *inputs[1:]))
         if self.precision in AUTOCAST:
             module.forward = _in_precision(module.forward, device, self.precision)
             for part in module.modules() if device.type == "cpu" else ():
                 if _is_slow(part):
                     part.forward = _in_float32(part.forward, device)
         return module
+
+    def laid_out(self, x: Any) -> Any:
+        """A batch of images as networks take it, or anything else as it is: once, where several networks share it."""
+        if self.channels_last and isinstance(x, Tensor) and x.dim() == 4:
+            return x.contiguous(memory_format=torch.channels_last)
+        return x
 
     def functional(self, module: nn.Module, device: torch.device) -> Callable[[Mapping[str, Tensor], Tensor], Tensor]:
         """The forward pass of a module with tensors of any values, in this precision; its output is float32.
@@ -69,13 +75,6 @@ class Kernels:
             return outputs
 
         return _in_precision(forward, device, self.precision) if self.precision in AUTOCAST else forward
-
-
-def _with_channels_last(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    x = inputs[0]
-    if isinstance(x, Tensor) and x.dim() == 4:
-        return x.contiguous(memory_format=torch.channels_last), *inputs[1:]
-    return inputs
 
 
 def _is_slow(part: nn.Module) -> bool:

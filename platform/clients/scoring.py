@@ -115,6 +115,7 @@ def score_subnets(
 
     def outputs_of(x_B: Tensor) -> Iterator[Tensor]:
         known = () if beginnings is None else (beginnings(),)
+        x_B = worker.kernels.laid_out(x_B)
         for i in order:
             yield module(x_B, architectures[i], *known)
 
