@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 from matplotlib.figure import Figure
 
@@ -105,3 +106,32 @@ def test_copies_end_with_an_interrupted_command_and_say_nothing(struck: signal.S
     assert (command.returncode, out, err) == (0, "ended\n", "")
     with pytest.raises(ProcessLookupError):
         os.killpg(command.pid, 0)
+
+
+UNREAD = """
+import time
+from matplotlib.figure import Figure
+from fedloom.experiments.report.figures import drawing
+
+drawing._draw = lambda figure: drawing.Images(bytes(10**7), b"")
+drawing.COPIES_PER_CPU = 100
+drawings = [drawing.Drawing(Figure()) for _ in range(3)]
+print("begun", flush=True)
+time.sleep(60)
+"""
+
+
+def test_copies_that_nobody_reads_end_with_a_killed_command() -> None:
+    command = subprocess.Popen(
+        [sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert command.stdout is not None
+    assert command.stdout.readline() == "begun\n"
+    assert len(psutil.Process(command.pid).children()) == 3
+    copies = psutil.Process(command.pid).children()
+    command.kill()
+    command.wait()
+    _, alive = psutil.wait_procs(copies, timeout=10)
+    for copy in alive:
+        copy.kill()
+    assert not alive

@@ -29,12 +29,16 @@ class Drawing:
 
     def __init__(self, figure: Figure) -> None:
         self._figure = figure
-        self._answer = _in_copy(lambda: _draw(figure)) if _may_copy() else None
+        self._answer = _in_copy(lambda: _draw(figure), self._unread()) if _may_copy() else None
         if self._answer is not None:
             # Only so many copies at a time: the oldest is waited for, its answer kept.
             self._running.append(self)
             while len(self._running) > COPIES_PER_CPU * len(os.sched_getaffinity(0)):
                 _ = self._running.popleft()._delivered
+
+    @classmethod
+    def _unread(cls) -> list[Connection]:
+        return [drawing._answer for drawing in cls._running if drawing._answer is not None]
 
     @cached_property
     def images(self) -> Images:
@@ -57,10 +61,10 @@ def _may_copy() -> bool:
     return hasattr(os, "sched_getaffinity") and threading.active_count() == 1 and "ray" not in sys.modules
 
 
-def _in_copy(work: Callable[[], Images]) -> Connection:
+def _in_copy(work: Callable[[], Images], unread: list[Connection]) -> Connection:
     context = get_context("fork")
     answer, question = context.Pipe(duplex=False)
-    copy = context.Process(target=_send, args=(work, question), daemon=True)
+    copy = context.Process(target=_send, args=(work, question, [answer, *unread]), daemon=True)
     # What interrupts the command is its own business: a copy has no line to say, and ends with it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
@@ -71,7 +75,9 @@ def _in_copy(work: Callable[[], Images]) -> Connection:
     return answer
 
 
-def _send(work: Callable[[], Images], question: Connection) -> None:
+def _send(work: Callable[[], Images], question: Connection, inherited: list[Connection]) -> None:
+    for end in inherited:  # or copies would wait for each other to read, once the command that reads is dead
+        end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
