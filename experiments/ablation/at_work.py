@@ -159,9 +159,11 @@ class RunningAblation:
         self._sender.join()
         try:
             self._check()
+            self._write_end()
         except OwnershipLostError as error:  # whose files they are now writes them
             logger.error("the end of the ablation is not written down: %s", error)
-            return
+
+    def _write_end(self) -> None:
         # The trials' processes have ended, so that no other process writes these files.
         for state in trial_states(self.root, self.ablation):
             if state.trial.index in self.indices:

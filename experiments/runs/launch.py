@@ -1,5 +1,6 @@
 """Starts runs in this process, or in a server actor that the driver watches."""
 
+import logging
 import textwrap
 import time
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ from fedloom.platform.runs.ending import NOT_BEGUN, Resume, RunEnd, run_to_end
 from fedloom.platform.runs.run import Watcher, check_run_unowned, planned_stages, planned_world
 from fedloom.platform.runs.run_files import COSTS
 from fedloom.platform.runs.serial import make_serial
+
+logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.2
@@ -165,7 +168,10 @@ def mark_interrupted(results: str, paths: RunPaths, message: str) -> None:
     if not paths.status.exists() or read_status(paths.status).state not in ACTIVE:
         return
     # It may be that it was resumed elsewhere, and that what is here is an old copy, which must not replace a later one.
-    fetch(results, [paths.run_id])
+    try:
+        fetch(results, [paths.run_id])
+    except (ValueError, OSError) as error:  # it cannot be reached now; that the run ended is true all the same
+        logger.warning("%s", error)
     now = read_status(paths.status)
     is_elsewhere = is_remote(results) and now.place not in ("", this_place())
     if now.state in ACTIVE and not is_elsewhere and not _is_owned(paths):

@@ -37,21 +37,34 @@ NOT_BEGUN = Standing(-1, -1, -1, -1, -1)
 def stays(target: Target, root: Path, run_id: str, files: Mapping[str, RemoteFile], *, owned: bool = False) -> bool:
     """Whether a run's local files must stay: it is running here, or they are at least as far as the listed ones.
 
-    `owned` is a run that this process owns, which therefore no other one is running. Raises ValueError for a damaged
-    status.
+    `owned` is a run that this process owns, which therefore no other one is running. A status that is damaged or gone
+    counts as the oldest, since the checkpoint is what a resumed run starts from.
     """
     status, state = (f"artifacts/{run_id}/{name}" for name in ("status.json", f"checkpoint/{STATE_FILE}"))
     path = root / status
-    if not path.exists():
+    if not path.exists() and not (root / state).exists():
         return False
-    here = read_status(path)
-    if not owned and here.state in ("running", "stalled") and here.host == platform.node():
+    if not owned and _is_at_work(path):
         return True
     if status in files and is_same(path, files[status]):
         return False
-    content = (root / state).read_bytes() if (root / state).exists() else None
-    there = standing_of(_read(target, status, files), _read(target, state, files), f"{target.url}/{status}")
-    return standing_of(path.read_bytes(), content, str(path)) >= there
+    here = standing_of(_content(path), _content(root / state))
+    return here >= standing_of(_read(target, status, files), _read(target, state, files))
+
+
+def _is_at_work(path: Path) -> bool:
+    try:
+        here = read_status(path)
+    except (ValueError, FileNotFoundError):
+        return False
+    return here.state in ("running", "stalled") and here.host == platform.node()
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 def is_same(path: Path, file: RemoteFile) -> bool:
@@ -63,17 +76,15 @@ def is_same(path: Path, file: RemoteFile) -> bool:
     return stat.st_size == file.size_bytes and stat.st_mtime_ns == file.mtime_ns
 
 
-def standing_of(status: bytes | None, state: bytes | None, name: str) -> Standing:
-    """How far a copy with these files is; ValueError naming the status if it is damaged."""
+def standing_of(status: bytes | None, state: bytes | None) -> Standing:
+    """How far a copy with these files is."""
     place = _place(state)
-    if status is None:
-        return NOT_BEGUN._replace(stage=place[0], round=place[1])
     try:
-        values = json.loads(status)
+        values = json.loads(status or b"")
         ended = {"running": 0, "done": 2}.get(values["state"], 1)
         return Standing(*place, int(values.get("taken", 0)), int(values.get("written", 0)), ended)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{name} is not a status file: delete it; resuming writes a new one") from error
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return NOT_BEGUN._replace(stage=place[0], round=place[1])
 
 
 def _place(state: bytes | None) -> tuple[int, int]:

@@ -36,6 +36,8 @@ FAR_FACTOR = 2.0
 """By how much both are longer at a URL."""
 SETTLE_S = 1.0
 """Seconds after which a lease at a URL is read again, in case another machine wrote its own at the same moment."""
+GAP_S = 0.2
+"""Seconds after which a lease that is missing is looked for again."""
 _SIZE_BYTES = 512
 
 
@@ -169,7 +171,7 @@ class Owner:
     def __init__(self, kept: Kept, what: str, *, fresh: bool = False) -> None:
         """Raises OwnedError, naming the owner, if another process has it; nobody else can know a `fresh` folder."""
         self._kept, self._what, self._fresh, self._released = kept, what, fresh, False
-        self._lost = ""
+        self._lost, self._ask_again_s = "", 0.0
         self._lease = Lease(uuid4().hex, platform.node()[:64], this_place(), *this_process())
         self._claim()
         self._over = threading.Event()
@@ -183,9 +185,13 @@ class Owner:
         """
         if self._released:
             raise OwnershipLostError(f"{self._what} is not this process's any more")
+        if not surely and time.monotonic() < self._ask_again_s:
+            return
         try:
-            there = self._lease if self._lost else self._kept.read()
+            there = self._lease if self._lost else self._read()
         except OSError:
+            # Whoever asks before each write must not wait for the network each time that it is out of reach.
+            self._ask_again_s = time.monotonic() + self._kept.beat_s
             if surely:
                 raise
             return
@@ -195,6 +201,12 @@ class Owner:
             self._lost = f"{self._what} was taken over by {by} while this process did not answer"
         if self._lost:
             raise OwnershipLostError(self._lost)
+
+    def _read(self) -> Lease | None:
+        if (there := self._kept.read()) is None:
+            time.sleep(GAP_S)  # there are stores that replace a file by deleting it first
+            there = self._kept.read()
+        return there
 
     def release(self) -> None:
         """Ends the ownership."""
@@ -221,7 +233,8 @@ class Owner:
     def _beats(self) -> None:
         while not self._over.wait(self._kept.beat_s):
             with suppress(OSError, OwnershipLostError):
-                self.check(surely=True)
+                with suppress(DamagedLeaseError):  # its own, cut short: it is written anew
+                    self.check(surely=True)
                 self._lease = replace(self._lease, count=self._lease.count + 1)
                 self._kept.write(self._lease)
 

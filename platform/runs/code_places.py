@@ -1,4 +1,4 @@
-"""Where the code lies that a stored configuration names, found out without executing any of it.
+"""Where the code lies that a configuration names, found out without executing any of it.
 
 Results come from elsewhere, too: copied, downloaded, shared. The configuration in them chooses code by its import path,
 and with the working directory among the places of modules it could choose a file that came with the results.
@@ -6,20 +6,22 @@ and with the working directory among the places of modules it could choose a fil
 
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 
 def check_code_places(configs: Iterable[Mapping[str, Any]], root: Path) -> None:
-    """Raises ValueError, in one line, if a text of a stored configuration names code that lies in the results folder.
+    """Raises ValueError, in one line, if a text of a configuration names code that lies in the results folder.
 
-    Every text of the form of an import path counts, because a plug-in may be named anywhere in the options of another.
+    What is installed is none of the results, also where they are a folder above it. Every text of the form of an import
+    path counts, because a plug-in may be named anywhere in the options of another.
     """
     for path in sorted({text for config in configs for text in _texts(config) if ":" in text}):
         if (file := _below(path.partition(":")[0], root)) is not None:
             raise ValueError(
-                f"the stored configuration names {path!r}, whose code {file} lies in the results: nothing in results "
+                f"the configuration names {path!r}, whose code {file} lies in the results: nothing in results "
                 "is executed; if it is code of your own, move it out of the results folder"
             )
 
@@ -39,7 +41,10 @@ def _texts(values: Any) -> Iterator[str]:
 
 def _below(module: str, root: Path) -> Path | None:
     """The first file below the folder that an import of the module would execute; None if there is none."""
-    return next((file for file in _files_of(module) if _is_below(file, root)), None)
+    if module.partition(".")[0] == "fedloom":  # it is running, and no other one could be imported
+        return None
+    installed = Path(sys.prefix)
+    return next((f for f in _files_of(module) if _is_below(f, root) and not _is_below(f, installed)), None)
 
 
 def _files_of(module: str) -> Iterator[Path]:

@@ -30,6 +30,7 @@ from fedloom.platform.results.paths import RunPaths, new_run_id, run_paths
 from fedloom.platform.results.remote import check_results, fetch, fetch_folder, is_remote, local_root, mirror_folder
 from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState
 from fedloom.platform.results.writer import RunWriter
+from fedloom.platform.runs.code_places import check_code_places
 from fedloom.platform.runs.dry_run import dry_executor, dry_stages
 from fedloom.platform.runs.logs import CONSOLE, and_logged, close_log, log_to
 from fedloom.platform.runs.run_files import (
@@ -91,6 +92,7 @@ def start_run(
     Raises RunFailedError, InterruptedRunError.
     """
     root = check_results(config.results)
+    check_code_places([asdict(config)], root)
     world = planned_world(config)
     stages = planned_stages(world)
     label = label or Label()

@@ -188,8 +188,26 @@ def test_a_lease_that_is_gone_is_lost_and_one_that_cannot_be_read_is_not(
         monkeypatch.setattr(Target, "read", read)
         (there / FILE).unlink()
         with pytest.raises(OwnershipLostError, match="another process, which has ended since"):
-            check()
+            check(surely=True)
     assert not (there / FILE).exists()
+
+
+def test_a_lease_out_of_reach_is_not_asked_for_before_every_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = tmp_path / "here" / "r1", list[str]()
+    folder.mkdir(parents=True)
+
+    def unreachable(self: Target, name: str) -> bytes:
+        asked.append(threading.current_thread().name)
+        raise OSError("no route")
+
+    with take(folder, f"file://{tmp_path}/there") as check:
+        monkeypatch.setattr("fedloom.platform.results.owner.FAR_FACTOR", 1000.0)
+        monkeypatch.setattr(Target, "read", unreachable)
+        for _ in range(50):
+            check()
+        assert asked.count(threading.current_thread().name) <= 5  # each would wait until the network gives up
 
 
 def test_a_damaged_lease_keeps_nobody_out(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def _may_copy() -> bool:
     return hasattr(os, "sched_getaffinity") and threading.active_count() == 1 and "ray" not in sys.modules
 
 
-def _in_copy(work: Callable[[], Images], unread: list[Connection]) -> Connection:
+def _in_copy(work: Callable[[], Images], unread: list[Connection]) -> Connection | None:
+    """Where the images will arrive; None if the system has no room for another process."""
     context = get_context("fork")
     answer, question = context.Pipe(duplex=False)
     copy = context.Process(target=_send, args=(work, question, [answer, *unread]), daemon=True)
@@ -69,9 +70,12 @@ def _in_copy(work: Callable[[], Images], unread: list[Connection]) -> Connection
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         copy.start()
+    except OSError:
+        answer.close()
+        return None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    question.close()
+        question.close()
     return answer
 
 
@@ -90,6 +94,6 @@ def _delivered(answer: Connection) -> Images | None:
     with answer:
         try:
             found: Images | None = answer.recv() if answer.poll(PATIENCE_S) else None
-        except EOFError:
+        except (EOFError, OSError):  # it died before it sent anything, or while it did
             return None
         return found

@@ -96,6 +96,21 @@ def test_the_copy_that_goes_further_is_kept_whatever_the_clocks_say(
     assert (local_root(url) / "rounds/experiment=e/run_id=r1/part-00000.parquet").read_text() == kept
 
 
+@pytest.mark.parametrize("status", [None, "", "{cut"])
+@pytest.mark.parametrize(("here", "kept"), [(80, "here"), (10, "there")])
+def test_without_its_status_the_checkpoint_alone_decides(
+    url: str, machine: Machine, bucket: Path, status: str | None, here: int, kept: str
+) -> None:
+    for root, name, round_ in ((local_root(url), "here", here), (bucket, "there", 40)):
+        put(root / "rounds/experiment=e/run_id=r1/part-00000.parquet", name)
+        put(root / "artifacts/r1/checkpoint/state.json", state_text(0, round_))
+    put(bucket / "artifacts/r1/status.json", status_text("interrupted", EARLY))
+    if status is not None:
+        put(local_root(url) / "artifacts/r1/status.json", status)
+    fetch(url)
+    assert (local_root(url) / "rounds/experiment=e/run_id=r1/part-00000.parquet").read_text() == kept
+
+
 @pytest.mark.parametrize("ended", [False, True], ids=["at work", "ended again"])
 def test_a_run_that_is_taken_up_here_while_it_is_downloaded_is_left_alone(
     url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, bucket: Path, ended: bool
