@@ -193,6 +193,23 @@ def test_code_outside_the_results_is_found_without_executing_it(beside: Path) ->
     assert not executed(beside)
 
 
+def test_what_is_installed_is_none_of_the_results_also_below_them() -> None:
+    check_code_places([dict.fromkeys(["torch.nn:Linear", "fedloom.platform.words:shown"], 1)], Path("/"))
+
+
+def test_code_of_ones_own_in_the_results_is_refused_before_the_run_not_when_it_is_resumed(
+    beside: Path, tiny_config: Callable[..., RunConfig]
+) -> None:
+    put(beside, "mine.py")
+    config = tiny_config()
+    config.results, config.method.train.weighting = str(beside), "mine:f"
+    before = sorted(beside.rglob("*"))
+    with pytest.raises(ValueError, match=r"names 'mine:f', whose code .*mine.py lies in the results"):
+        start_run(config, make_serial)
+    assert sorted(beside.rglob("*")) == before
+    assert not executed(beside)
+
+
 @pytest.mark.parametrize("name", ["../x", "a/b", "/etc/x", "..", ".", "", "a\0b", ".hidden", "a\nb", "x" * 300])
 def test_names_cannot_leave_their_folder(
     name: str, tmp_path: Path, tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
