@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from statistics import median
+from threading import get_ident
 from typing import Any
 
 import ray
@@ -54,8 +55,8 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("wait for rows and checkpoint of the round before", Recorder, "wait"),
     ("train and add, in this process", execution, "run_chunk"),
 )
-CLIENTS = "train: clients' work, of the busiest actor"
-ADDED = "add: updates to sums, of the busiest actor"
+CLIENTS = "train: clients' work, per actor"
+ADDED = "add: updates to sums, per actor"
 REST = "everything else"
 
 
@@ -94,7 +95,6 @@ class Clock:
 
 def timed(clock: Clock, part: str, function: Callable[..., Any], thread: int) -> Callable[..., Any]:
     """The function, on whose calls from the loop's thread the clock counts the part."""
-    from threading import get_ident
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -138,8 +138,6 @@ def in_process(case: str, actors: int, precision: str) -> dict[str, float]:
 
 def measured(case: str, actors: int, precision: str) -> dict[str, float]:
     """Milliseconds by part of the median round."""
-    from threading import get_ident
-
     stay_on_loopback("local")
     logging.disable(logging.WARNING)
     clock = Clock()

@@ -26,10 +26,7 @@ def set_up_process(precision: str, *, deterministic: bool) -> None:
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
-    if (
-        deterministic != torch.are_deterministic_algorithms_enabled()
-        or torch.is_deterministic_algorithms_warn_only_enabled()
-    ):
+    if torch.get_deterministic_debug_mode() != (2 if deterministic else 0):
         torch.use_deterministic_algorithms(deterministic)  # loads torch's compiler, for a second
     # Filling every new tensor with NaN would only show reads of values that nobody wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -160,8 +160,7 @@ class Loop:
         save = stop or after.round % self.checkpoint.every == 0
         # Until these rows are on disk the previous checkpoint stays: resuming from a later one would duplicate rows.
         self._unsaved = None
-        counted = getattr(stage, "counted", "rounds")  # a user's stage need not derive from Stage
-        progress = replace(self._progress(row, clients, merged, after, left), counted=counted)
+        progress = self._progress(row, clients, merged, after, left)
         self._record(merged, [*client_rows, ("rounds", row)], after if save else None, progress)
         self._unsaved = None if save else after
         if stop:
@@ -183,6 +182,8 @@ class Loop:
             validated=validated(merged.rows, row["round"], trained=any(report.steps for report in clients)),
             left_s=to_come.run_s,
             stage_left_s=to_come.stage_s,
+            # A user's stage need not derive from Stage.
+            counted=getattr(self.stages[after.stage], "counted", "rounds"),
         )
 
     def _rounds_left(self, stage: Stage, state: RunState) -> int:

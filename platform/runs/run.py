@@ -25,6 +25,7 @@ from fedloom.platform.results.checkpoint import Saved, check_same_config, load_c
 from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.mirror import mirrored
 from fedloom.platform.results.names import write_names
+from fedloom.platform.results.outputs import SUPERNETS
 from fedloom.platform.results.owner import Check, OwnershipLostError, check_unowned, owned
 from fedloom.platform.results.paths import RunPaths, new_run_id, run_paths
 from fedloom.platform.results.remote import check_results, fetch, fetch_folder, is_remote, local_root, mirror_folder
@@ -43,7 +44,7 @@ from fedloom.platform.runs.run_files import (
     whole_or_nothing,
     write_new_run,
 )
-from fedloom.platform.runs.supernets import FOLDER, keeper, load_supernet, supernet_key
+from fedloom.platform.runs.supernets import keeper, load_supernet, supernet_key
 from fedloom.platform.words import in_words
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ def _beginning(world: World, writer: RunWriter) -> _Beginning:
     key = supernet_key(config, world) if config.reuse_supernet else None
     if key is None:
         return _Beginning(RunState())
-    fetch_folder(config.results, f"{FOLDER}/{key}")
+    fetch_folder(config.results, f"{SUPERNETS}/{key}")
     found = load_supernet(paths.root, key)
     if found is None:
         row = {"supernet": key, "supernet_run_id": paths.run_id}
@@ -162,7 +163,7 @@ def _leaver(config: RunConfig, paths: RunPaths, key: str) -> Callable[[RunState]
     def leave(state: RunState) -> None:
         keep(state)
         try:
-            mirror_folder(config.results, f"{FOLDER}/{key}")
+            mirror_folder(config.results, f"{SUPERNETS}/{key}")
         except OSError as error:
             logger.warning("the supernet could not be left for runs on other machines: %s", in_words(error))
 

@@ -23,6 +23,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import shared_training
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.outputs import SUPERNETS
 from fedloom.platform.results.owner import one_at_a_time
 from fedloom.platform.results.paths import STATE_FILE
 from fedloom.platform.results.sealed import sealed_json, unsealed_if_sealed
@@ -32,7 +33,6 @@ from fedloom.platform.words import why
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "supernets"
 ORIGIN = "origin.json"
 KEY_LENGTH = 32
 
@@ -152,7 +152,7 @@ def store_supernet(root: Path, key: str, state: RunState, run_id: str, config: R
 
     If several runs finish at the same time, the first one wins. Raises OSError for disk errors.
     """
-    with one_at_a_time(root / FOLDER):
+    with one_at_a_time(root / SUPERNETS):
         _store(root, key, state, run_id, config)
 
 
@@ -189,13 +189,13 @@ def keeper(root: Path, key: str, run_id: str, config: RunConfig) -> Callable[[Ru
         try:
             store_supernet(root, key, state, run_id, config)
         except OSError as error:
-            logger.warning("the supernet could not be left for later runs: %s", why(error, root / FOLDER / key))
+            logger.warning("the supernet could not be left for later runs: %s", why(error, root / SUPERNETS / key))
 
     return keep
 
 
 def _folder(root: Path, key: str) -> Path:
-    return Path(root) / FOLDER / key
+    return Path(root) / SUPERNETS / key
 
 
 def _remove(folder: Path) -> None:
