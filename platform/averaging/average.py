@@ -22,12 +22,14 @@ LIGHTEST, HEAVIEST = 1e-20, 1e20
 class Update:
     """One client's update: tensors by their name in the subnet, their slices of the supernet, and a weight per tensor.
 
-    A tensor of weight zero was not trained by the client and does not contribute.
+    A tensor of weight zero was not trained by the client and does not contribute. `unheld` is the weight with which the
+    old value of everything that the client did not hold counts; 0 in means over those who hold a scalar.
     """
 
     tensors: Weights
     slices: SliceMap
     weights: Mapping[str, float]
+    unheld: float = 0.0
 
 
 @dataclass
@@ -111,11 +113,12 @@ class TensorSum:
             covering = [c for region, c in self.coverage.items() if _inside(cell, region)]
             yield cell, Coverage(sum(c.weight for c in covering), sum(c.contributors for c in covering))
 
-    def finish(self, old: Tensor, fewest: int) -> tuple[Tensor, Covered]:
+    def finish(self, old: Tensor, fewest: int, whole_weight: float = 0.0) -> tuple[Tensor, Covered]:
         """Returns the mean where at least `fewest` updates contributed (elsewhere the old value), and those regions.
 
-        The sum must not be used afterwards: if it spans the whole tensor it becomes the result in place, because a
-        second copy of a large supernet costs more than the arithmetic.
+        Up to `whole_weight` the old value counts for updates that do not cover a region. The sum must not be used
+        afterwards: if it spans the whole tensor it becomes the result in place, because a second copy of a large
+        supernet costs more than the arithmetic.
         """
         cells = [(region, coverage, coverage.contributors >= fewest) for region, coverage in self.cells()]
         reached = {region: coverage for region, coverage, enough in cells if enough}
@@ -126,7 +129,7 @@ class TensorSum:
         for region, coverage, enough in cells:
             target = part_of(result, region)
             if enough:
-                _write_mean(target, self.view(region), coverage.weight)
+                _write_mean(target, self.view(region), coverage.weight, part_of(old, region), whole_weight)
             elif whole:
                 target.copy_(part_of(old, region))
         return result, reached
@@ -162,6 +165,8 @@ class WeightedSums:
     tensors: dict[str, TensorSum] = field(default_factory=dict)
     updates: int = 0
     """The number of updates that were added, whatever they weigh."""
+    whole_weight: float = 0.0
+    """The sum of the updates' `unheld`."""
     used_up: bool = False
     """Whether `finish` has turned the sums into weights."""
 
@@ -180,6 +185,7 @@ class WeightedSums:
         self._check_unused()
         _check_weights(update)
         self.updates += 1
+        self.whole_weight += update.unheld
         for name, tensor in update.tensors.items():
             weight = update.weights[name]
             if weight == 0.0:
@@ -197,6 +203,7 @@ class WeightedSums:
         self._check_unused()
         other._check_unused()
         self.updates += other.updates
+        self.whole_weight += other.whole_weight
         for name, tensor_sum in other.tensors.items():
             if name in self.tensors:
                 self.tensors[name].merge(tensor_sum)
@@ -214,7 +221,7 @@ class WeightedSums:
         self._check_unused()
         self.used_up = True
         fewest = max(1, min_contributors)
-        done = {name: tensor_sum.finish(old[name], fewest) for name, tensor_sum in self.tensors.items()}
+        done = {name: own.finish(old[name], fewest, self.whole_weight) for name, own in self.tensors.items()}
         weights = {**old, **{name: tensor for name, (tensor, _) in done.items()}}
         return Averaged(weights, {name: covered for name, (_, covered) in done.items() if covered})
 
@@ -225,23 +232,29 @@ class WeightedSums:
 
 def _check_weights(update: Update) -> None:
     # Checked before the first tensor is added, because a partly added update cannot be removed from the sums.
+    _check_weight("everything that is not held", update.unheld)
     for name in update.tensors:
         if name not in update.weights:
             raise ValueError(f"the weighting rule gave no weight for {name}: give one to every tensor of the update")
-        weight = update.weights[name]
-        if not 0.0 <= weight < math.inf:
-            raise ValueError(f"the weight of {name} is {weight}: weights are finite and at least 0")
-        if weight and not LIGHTEST <= weight <= HEAVIEST:
-            raise ValueError(
-                f"the weight of {name} is {weight}: sums of float32 need weights of 0, or of {LIGHTEST} to {HEAVIEST}"
-            )
+        _check_weight(name, update.weights[name])
 
 
-def _write_mean(target: Tensor, total: Tensor, weight: float) -> None:
-    if total.dtype.is_floating_point:
-        torch.div(total, weight, out=target)
-    else:
+def _check_weight(name: str, weight: float) -> None:
+    if not 0.0 <= weight < math.inf:
+        raise ValueError(f"the weight of {name} is {weight}: weights are finite and at least 0")
+    if weight and not LIGHTEST <= weight <= HEAVIEST:
+        raise ValueError(
+            f"the weight of {name} is {weight}: sums of float32 need weights of 0, or of {LIGHTEST} to {HEAVIEST}"
+        )
+
+
+def _write_mean(target: Tensor, total: Tensor, weight: float, old: Tensor, whole_weight: float) -> None:
+    if not total.dtype.is_floating_point:
         target.copy_(total)
+    elif whole_weight > weight:
+        torch.div(total.add(old, alpha=whole_weight - weight), whole_weight, out=target)
+    else:
+        torch.div(total, weight, out=target)
 
 
 def average(old: Weights, updates: Iterable[Update], min_contributors: int = 1) -> dict[str, Tensor]:

@@ -34,6 +34,23 @@ def fedavg(work: Work) -> dict[str, float]:
     return dict.fromkeys(work.seen_by_tensor, float(work.samples))
 
 
+class Whole(dict[str, float]):
+    """The weights of a rule that averages whole supernets, in which what a client did not hold has its old value."""
+
+    def __init__(self, weights: Mapping[str, float], unheld: float) -> None:
+        super().__init__(weights)
+        self.unheld = unheld
+        """The weight of the old value of everything that the client did not hold."""
+
+
+def fedavg_whole(work: Work) -> Whole:
+    """FedAvg of whole supernets: what a client did not hold counts with its old value and n_k, and so dilutes.
+
+    Source: the naive baseline of FedorAS, Fig. 10. Use it with `min_contributors=1`.
+    """
+    return Whole(fedavg(work), float(work.samples))
+
+
 def plain(work: Work) -> dict[str, float]:
     """Weights all clients' tensors equally."""
     return dict.fromkeys(work.seen_by_tensor, 1.0)
@@ -44,7 +61,9 @@ def opa(work: Work) -> dict[str, float]:
     return {name: float(seen) for name, seen in work.seen_by_tensor.items()}
 
 
-WEIGHTING_RULES: Slot[WeightingRule] = Slot("weighting rule", {"fedavg": fedavg, "plain": plain, "opa": opa}, ("work",))
+WEIGHTING_RULES: Slot[WeightingRule] = Slot(
+    "weighting rule", {"fedavg": fedavg, "fedavg_whole": fedavg_whole, "plain": plain, "opa": opa}, ("work",)
+)
 FEDAVG = Chosen("fedavg")
 
 
@@ -58,6 +77,13 @@ def weighting_rule(choice: Chosen) -> WeightingRule:
         return _checked(rule(work), work, choice.name)
 
     return checked
+
+
+def weights_of(rule: WeightingRule, work: Work) -> tuple[dict[str, float], float]:
+    """The weights of an update's tensors, times the client's share, and the weight of what the client does not hold."""
+    weights = rule(work)
+    unheld = weights.unheld if isinstance(weights, Whole) else 0.0
+    return {name: work.share * weight for name, weight in weights.items()}, work.share * unheld
 
 
 def _checked(weights: Mapping[str, float], work: Work, name: str) -> Mapping[str, float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Update, first_not_finite
-from fedloom.platform.averaging.weighting import FEDAVG, Work, weighting_rule
+from fedloom.platform.averaging.weighting import FEDAVG, Work, weighting_rule, weights_of
 from fedloom.platform.clients.assignments import (
     Assignment,
     ClientState,
@@ -192,8 +192,7 @@ def update_of(trained: TrainedNetwork, num_samples: int, weighting: Chosen = FED
     """The update of a trained network: all of its tensors, and those that the local rule sends."""
     figures = trained.figures
     work = Work(num_samples, figures.seen_samples, trained.network.seen(figures), share)
-    weights = {name: share * weight for name, weight in weighting_rule(weighting)(work).items()}
-    update = Update(trained.tensors, trained.network.slices, weights)
+    update = Update(trained.tensors, trained.network.slices, *weights_of(weighting_rule(weighting), work))
     return with_more(update, trained.sent.tensors, trained.sent.slices, trained.sent.weights)
 
 
@@ -209,7 +208,12 @@ def with_more(
     most, given = max(update.weights.values()), weights or {}
     places = {name: Slice(name) for name in tensors} if slices is None else slices
     weight_of = {name: most if (weight := given.get(name)) is None else weight for name in tensors}
-    return Update({**update.tensors, **tensors}, {**update.slices, **places}, {**update.weights, **weight_of})
+    return replace(
+        update,
+        tensors={**update.tensors, **tensors},
+        slices={**update.slices, **places},
+        weights={**update.weights, **weight_of},
+    )
 
 
 def trained_outcome(trained: TrainedNetwork, num_samples: int, update: Update) -> Outcome:

@@ -1,14 +1,22 @@
-"""Allocation of samples to clients: by label distributions (LDA), uniformly, or by the data set's natural clients."""
+"""Allocation of samples to clients: by labels (LDA, or class by class), uniformly, or by the natural clients."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from fedloom.platform.data.artefact import AnyArray, Fields, FloatArray, IntArray
-from fedloom.platform.data.config import DataConfig
+from fedloom.platform.data.by_class import FEWEST, by_shares, shuffled_classes, split_classes
+from fedloom.platform.data.config import BY_LABEL, DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.guard import SPLITS
-from fedloom.platform.data.lda import draw_samples, held_out_size, label_distributions, split_test, split_validation
+from fedloom.platform.data.lda import (
+    draw_in_sequence,
+    draw_samples,
+    held_out_size,
+    label_distributions,
+    split_test,
+    split_validation,
+)
 from fedloom.platform.seeding import stream
 
 
@@ -16,12 +24,12 @@ def describe(config: DataConfig, dataset: Dataset, seed: int) -> Fields:
     """Name, parameters and seed of the rule, which determine the partition of a data set."""
     uniform = "consecutive" if dataset.kind == "tokens" else "uniform"
     fields: Fields = {
-        "name": {"lda": "lda_per_class", "iid": uniform, "natural": "natural"}[config.partition],
+        "name": {"lda": "lda_per_class", "iid": uniform}.get(config.partition, config.partition),
         "num_clients": config.num_clients,
         "validation_share": float(config.validation_share),
         "seed": seed,
     }
-    if config.partition == "lda":
+    if config.partition in BY_LABEL:
         fields["alpha"] = float(config.alpha)
     # Left out if unused, so that the hashes of partitions from before this option stay valid.
     if config.test_share is not None:
@@ -31,16 +39,19 @@ def describe(config: DataConfig, dataset: Dataset, seed: int) -> Fields:
 
 def check_enough(config: DataConfig, dataset: Dataset) -> None:
     """Raises ValueError if the data set has too few samples or natural clients, or does not fit `data.partition`."""
-    if config.partition == "lda" and dataset.labels("train").ndim > 1:
-        raise ValueError(f"data.partition=lda: {dataset.name} has no class labels to draw by; use iid or natural")
+    if config.partition in BY_LABEL and dataset.labels("train").ndim > 1:
+        raise ValueError(
+            f"data.partition={config.partition}: {dataset.name} has no class labels to draw by; use iid or natural"
+        )
     if config.partition == "natural":
         _check_natural(config, dataset)
         return
     samples = dataset.num_samples("train")
-    if config.num_clients > samples:
+    fewest = FEWEST if config.partition == "dirichlet_classes" else 1
+    if config.num_clients * fewest > samples:
         raise ValueError(
             f"data.num_clients={config.num_clients}: {dataset.name} has {samples} training samples; "
-            "every client needs at least one"
+            f"every client needs at least {'one' if fewest == 1 else fewest}"
         )
 
 
@@ -71,9 +82,16 @@ def _natural_clients(dataset: Dataset) -> IntArray:
 def allocate(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
     """The partition's arrays: per split the flat indices and the clients' offsets, and one array of the rule's own.
 
-    The latter is `label_distributions` for lda and `natural_clients` for natural.
+    The latter is `label_distributions` for partitions by label and `natural_clients` for natural.
     """
-    return {"lda": _by_lda, "iid": _uniformly, "natural": _naturally}[config.partition](config, dataset, seed)
+    rules = {
+        "lda": _by_lda,
+        "lda_sequential": _by_lda,
+        "dirichlet_classes": _class_by_class,
+        "iid": _uniformly,
+        "natural": _naturally,
+    }
+    return rules[config.partition](config, dataset, seed)
 
 
 def _by_lda(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
@@ -82,13 +100,17 @@ def _by_lda(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArr
     prior = np.bincount(train_labels, minlength=dataset.num_classes) / len(train_labels)
     # One random stream per purpose: changing the validation or test share does not change a client's samples.
     q = label_distributions(config.alpha, prior, K, stream(seed, "partition", "labels"))
-    drawn = draw_samples(q, train_labels, len(train_labels) // K, stream(seed, "partition", "train"))
+    drawn = _draw(config)(q, train_labels, len(train_labels) // K, stream(seed, "partition", "train"))
     splits = _split_drawn(config, dataset, q, drawn, seed)
     arrays: dict[str, AnyArray] = {"label_distributions": q}
     for split, indices in zip(SPLITS, splits, strict=True):
         arrays[split] = indices.reshape(-1)
         arrays[f"{split}_offsets"] = np.arange(K + 1, dtype=np.int64) * indices.shape[1]
     return arrays
+
+
+def _draw(config: DataConfig) -> Callable[[FloatArray, IntArray, int, np.random.Generator], IntArray]:
+    return draw_in_sequence if config.partition == "lda_sequential" else draw_samples
 
 
 def _split_drawn(
@@ -98,12 +120,25 @@ def _split_drawn(
     if config.test_share is None:
         rest, num_own_test = drawn, 0
         labels = dataset.labels("test")
-        test = np.sort(draw_samples(q, labels, len(labels) // len(q), stream(seed, "partition", "test")), axis=1)
+        test = np.sort(_draw(config)(q, labels, len(labels) // len(q), stream(seed, "partition", "test")), axis=1)
     else:
         rest, test = split_test(drawn, config.test_share, stream(seed, "partition", "test_share"))
         num_own_test = test.shape[1]
     rng = stream(seed, "partition", "validation")
     return *split_validation(rest, config.validation_share, rng, num_own_test), test
+
+
+def _class_by_class(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
+    C, labels = dataset.num_classes, dataset.labels("train")
+    own, shares = split_classes(config.alpha, labels, C, config.num_clients, stream(seed, "partition", "train"))
+
+    def pieces_of(part: str) -> list[IntArray]:
+        if part == "train":
+            return own
+        return by_shares(shuffled_classes(dataset.labels(part), C, stream(seed, "partition", part)), shares)
+
+    counts = np.stack([np.bincount(labels[piece], minlength=C) for piece in own])
+    return {"label_distributions": counts / counts.sum(axis=1, keepdims=True), **_arrays(config, pieces_of, seed)}
 
 
 def _uniformly(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:

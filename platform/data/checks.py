@@ -1,6 +1,6 @@
 """Consistency checks of the data options that need no data."""
 
-from fedloom.platform.data.config import PARTITIONS, DataConfig
+from fedloom.platform.data.config import BY_LABEL, PARTITIONS, DataConfig
 from fedloom.platform.data.sources import DATASETS, data_choices
 from fedloom.platform.settings import check_settings
 
@@ -22,9 +22,9 @@ def check(config: DataConfig) -> None:
 
 
 def _check_partition(partition: str, dataset: str) -> None:
-    lacks = {"lda": dataset in TEXTS, "natural": dataset not in WITH_CLIENTS, "iid": False}
+    lacks = {**dict.fromkeys(BY_LABEL, dataset in TEXTS), "natural": dataset not in WITH_CLIENTS, "iid": False}
     if lacks[partition]:
-        what = {"lda": "has no class labels to draw by", "natural": "has no clients of its own"}[partition]
+        what = "has no class labels to draw by" if partition in BY_LABEL else "has no clients of its own"
         allowed = ", ".join(p for p in PARTITIONS if not lacks[p])
         raise ValueError(f"data.partition={partition}: {dataset} {what}; must be one of {allowed}")
 

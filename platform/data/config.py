@@ -10,7 +10,9 @@ from typing import Annotated, Any
 from fedloom.platform.settings import PATH, POSITIVE, UP_TO_A_MILLION, Brought, OneOf, Range
 from fedloom.platform.words import in_words
 
-PARTITIONS = ("lda", "iid", "natural")
+PARTITIONS = ("lda", "lda_sequential", "dirichlet_classes", "iid", "natural")
+BY_LABEL = ("lda", "lda_sequential", "dirichlet_classes")
+"""The partitions that are drawn by class labels, with `data.alpha`."""
 SAMPLES = Range(least=1, most=1_000_000_000)
 
 
@@ -36,12 +38,16 @@ class DataConfig:
     partition: Annotated[
         str,
         OneOf(PARTITIONS),
-        "lda (by label), iid (uniform; text: equal consecutive pieces) or natural (the data set's own clients, the "
-        "first num_clients in order of their names)",
+        "by label: lda (equal sizes, all clients draw in turn), lda_sequential (equal sizes, client after client) or "
+        "dirichlet_classes (each class split over the clients, unequal sizes); iid (uniform; text: equal consecutive "
+        "pieces) or natural (the data set's own clients, the first num_clients in order of their names)",
     ] = "lda"
     num_clients: Annotated[int, Range(least=1, most=100_000_000), "number of registered clients"] = 40
     alpha: Annotated[
-        float, POSITIVE, "lda: Dirichlet(alpha) per client; small is skewed (0.1), large nearly uniform (1000)"
+        float,
+        POSITIVE,
+        "by label: concentration of the Dirichlet distribution per client or class; small is skewed (0.1), large "
+        "nearly uniform (1000)",
     ] = 1.0
     validation_share: Annotated[
         float, Range(least=0, below=1), "share of every client's training samples used for validation"

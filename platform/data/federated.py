@@ -13,6 +13,7 @@ from fedloom.platform.data.artefact import IntArray
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.guard import TestGuard, TestReadError, check_split
 from fedloom.platform.data.partition import Partition
+from fedloom.platform.data.variation import label_variation
 
 __all__ = ["FederatedData", "TestReadError"]
 
@@ -62,6 +63,14 @@ class FederatedData:
     def sizes(self, split: str) -> IntArray:
         """The number of samples of every client in the split (num_clients,)."""
         return self.partition.sizes(split)
+
+    def label_variation(self) -> float | None:
+        """Mean total variation of a client's training labels from uniform ones; None if samples have many labels."""
+        labels = self.dataset.labels("train")
+        if labels.ndim > 1:
+            return None
+        offsets = np.concatenate([[0], np.cumsum(self.sizes("train"))])
+        return label_variation(labels[self.partition.all_indices("train")], offsets, self.dataset.num_classes)
 
     def indices(self, client_id: int, split: str) -> IntArray:
         """The client's sample indices into the part of the data set that `partition.part(split)` names.

@@ -1,7 +1,9 @@
 """Latent Dirichlet allocation of labels to clients with equal client sizes (Hsu, Qi and Brown 2019).
 
-Each client has a label distribution q_k ~ Dirichlet and draws samples from it without replacement. All clients draw in
-turn, one sample per step, so that no client only gets the classes that the others left over.
+Each client has a label distribution q_k ~ Dirichlet and draws samples from it without replacement. Under `lda` all
+clients draw in turn, one sample per step, so that no client only gets the classes that the others left over. Under
+`lda_sequential` client after client draws all of its samples, as in Flower, on which FedorAS is built: the last clients
+get what is left, and labels are more skewed at the same alpha.
 
 alpha is the concentration per class, as in Flower's partitions and in most papers' "Dirichlet(alpha)". Hsu et al. use
 alpha * prior, the same family with an alpha that is larger by the factor of the number of classes.
@@ -14,6 +16,8 @@ import numpy.typing as npt
 
 from fedloom.platform.data.artefact import FloatArray, IntArray
 
+EXHAUSTED_MASS = 1e-5
+"""What Flower adds to every class that is left: it decides where a client's own classes are exhausted."""
 SMALLEST_MASS = 1e-300
 """Sums of a row below this count as zero, because dividing by them could underflow."""
 
@@ -45,13 +49,42 @@ def draw_samples(q: FloatArray, labels: IntArray, per_client: int, rng: np.rando
     Raises ValueError if there are not enough samples.
     """
     num_clients, num_classes = q.shape
-    if num_clients * per_client > len(labels):
-        raise ValueError(f"{num_clients} clients x {per_client} samples: there are only {len(labels)} samples")
+    _check_enough(num_clients, per_client, labels)
     pools = _ClassPools.shuffled(labels, num_classes, rng)
     drawn = np.empty((num_clients, per_client), dtype=np.int64)
     for step in range(per_client):
         drawn[:, step] = _draw_one_each(q, pools, rng)
     return drawn
+
+
+def _check_enough(num_clients: int, per_client: int, labels: IntArray) -> None:
+    if num_clients * per_client > len(labels):
+        raise ValueError(f"{num_clients} clients x {per_client} samples: there are only {len(labels)} samples")
+
+
+def draw_in_sequence(q: FloatArray, labels: IntArray, per_client: int, rng: np.random.Generator) -> IntArray:
+    """Like `draw_samples`, but each client draws all of its samples before the next one begins.
+
+    When a client's classes are exhausted, it draws from the others with equal probability, as Flower does.
+    """
+    num_clients, num_classes = q.shape
+    _check_enough(num_clients, per_client, labels)
+    pools = _ClassPools.shuffled(labels, num_classes, rng)
+    drawn = np.empty((num_clients, per_client), dtype=np.int64)
+    for client in range(num_clients):
+        done = 0
+        while done < per_client:
+            taken = pools.take_until_exhausted(_left_over(q[client], pools.left), per_client - done, rng)
+            drawn[client, done : done + len(taken)] = taken
+            done += len(taken)
+    return drawn
+
+
+def _left_over(q: FloatArray, left: IntArray) -> FloatArray:
+    """A client's label distribution over the classes that still have samples."""
+    probabilities = (q + EXHAUSTED_MASS) * (left > 0)
+    remaining: FloatArray = probabilities / probabilities.sum()
+    return remaining
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +115,16 @@ class _ClassPools:
         self.next += served
         self.left -= served
         return taken
+
+    def take_until_exhausted(self, probabilities: FloatArray, count: int, rng: np.random.Generator) -> IntArray:
+        """Up to `count` samples with labels drawn one by one; fewer if one of the classes has none left before that."""
+        labels = rng.choice(len(self.left), size=count, p=probabilities)
+        stop = count
+        for label in np.flatnonzero(np.bincount(labels, minlength=len(self.left)) >= self.left):
+            where = np.flatnonzero(labels == label)
+            if self.left[label]:
+                stop = min(stop, int(where[self.left[label] - 1]) + 1)
+        return self.take(labels[:stop], rng)
 
 
 def _draw_one_each(q: FloatArray, pools: _ClassPools, rng: np.random.Generator) -> IntArray:

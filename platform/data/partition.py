@@ -91,7 +91,10 @@ class Partition:
     generator: Fields
     """Name, parameters and seed of the allocation rule."""
     label_distributions: FloatArray | None
-    """The clients' label distributions q (num_clients, C) under lda, otherwise None."""
+    """The clients' label distributions (num_clients, C) of a partition by label, otherwise None.
+
+    Under lda those that samples were drawn from; under dirichlet_classes those of the samples.
+    """
     natural_clients: IntArray | None
     """(num_clients,) indices into the data set's `client_names` of a natural partition, otherwise None."""
     _arrays: dict[str, AnyArray]

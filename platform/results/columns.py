@@ -47,6 +47,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "traits": "JSON: what the method declares of its runs",
         "name": "the name that the run was given (name=...)",
         "tags": "JSON: the list of tags that the run was given (tags=[...])",
+        "label_variation": "mean total variation of a client's training labels from uniform ones; null for texts",
+        "size_variation": "standard deviation of the clients' numbers of training samples, in units of their mean",
     },
     "rounds": {
         "stage": _STAGE,

@@ -42,7 +42,8 @@ TABLES: dict[str, pa.Schema] = {
     "runs": _schema(
         "method:str space:str dataset:str seeds:str tiers:str config:str versions:str source_hash:str "
         "partition_hash:str status:str started:time ended:time error:str ablation:str trial:int setting:str "
-        "supernet:str supernet_run_id:str traits:str name:str tags:str"
+        "supernet:str supernet_run_id:str traits:str name:str tags:str "
+        "label_variation:float size_variation:float"
     ),
     "rounds": _schema(
         "stage:str round:int clients_planned:int clients_ok:int clients_failed:int loss:float metric:float "

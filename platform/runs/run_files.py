@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedloom.platform.data.variation import size_variation
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import RunCosts, store_costs
 from fedloom.platform.federation.world import World
@@ -93,7 +94,7 @@ def keep_changed(writer: RunWriter, sources: PluginSources, changed: Sequence[st
     writer.update_run(source_hash=source_hash(sources))
 
 
-def run_row(config: RunConfig, world: World, sources: PluginSources) -> dict[str, str | None]:
+def run_row(config: RunConfig, world: World, sources: PluginSources) -> dict[str, str | float | None]:
     """The columns of the run's row that are known before its first round."""
     seeds = {p: config.seed_for(p) for p in asdict(config.seeds)}
     sizes = np.bincount(world.tier_of_client, minlength=len(world.tiers))
@@ -109,6 +110,8 @@ def run_row(config: RunConfig, world: World, sources: PluginSources) -> dict[str
         "versions": json.dumps({p: _version(p) for p in PACKAGES}, sort_keys=True),
         "source_hash": source_hash(sources),
         "partition_hash": world.data.partition_hash,
+        "label_variation": world.data.label_variation(),
+        "size_variation": size_variation(world.data.sizes("train")),
         "traits": json.dumps(method_of(config.method).traits(config.method), sort_keys=True),
     }
 

@@ -40,14 +40,21 @@ def test_what_a_data_set_allows_passes(dataset: str, partition: str) -> None:
         ),
         ({"sequence_length": 0}, "data.sequence_length=0: must be between 1 and 1000000"),
         ({"sequence_length": 80}, "data.sequence_length=80: digits holds images; leave it out"),
-        ({"partition": "dirichlet"}, "data.partition=dirichlet: must be one of lda, iid, natural"),
+        (
+            {"partition": "dirichlet"},
+            "data.partition=dirichlet: must be one of lda, lda_sequential, dirichlet_classes, iid, n",
+        ),
         (
             {"partition": "natural"},
-            "data.partition=natural: digits has no clients of its own; must be one of lda, iid$",
+            "data.partition=natural: digits has no clients of its own; must be one of lda, .*, dirichlet_classes, iid$",
         ),
         (
             {"dataset": "shakespeare"},
             "data.partition=lda: shakespeare has no class labels to draw by; must be one of iid, natural$",
+        ),
+        (
+            {"dataset": "shakespeare", "partition": "dirichlet_classes"},
+            "data.partition=dirichlet_classes: shakespeare has no class labels to draw by; must be one of iid, nat",
         ),
         ({"dataset": "ptb"}, "data.partition=lda: ptb has no class labels to draw by; must be one of iid$"),
         (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.platform.averaging.average import Update, WeightedSums, average
 from fedloom.platform.averaging.conformance.law import differing, far_apart
-from fedloom.platform.averaging.weighting import WeightingRule, Work
+from fedloom.platform.averaging.weighting import WeightingRule, Work, weights_of
 from fedloom.platform.spaces.slices import Region, Slice, extract
 
 FIXED, STATISTIC, COUNTER = "fixed.weight", "fixed.running_mean", "fixed.num_batches_tracked"
@@ -52,7 +52,7 @@ def updated(
         name: _own_values(piece, client) if value is None else torch.full_like(piece, value)
         for name, piece in extract(old_weights(), slices).items()
     }
-    return Update(tensors, slices, {name: work.share * weight for name, weight in rule(work).items()})
+    return Update(tensors, slices, *weights_of(rule, work))
 
 
 def _own_values(like: Tensor, client: int) -> Tensor:
@@ -121,13 +121,18 @@ def the_average_is_the_weighted_mean(rule: WeightingRule) -> Iterator[str]:
 
 
 def reference(old: Mapping[str, Tensor], updates: Sequence[Update]) -> dict[str, Tensor]:
-    """sum_k w_k x_k / sum_k w_k over the clients that hold a scalar with w_k > 0; for counters the maximum."""
+    """sum_k w_k x_k / sum_k w_k over the clients that hold a scalar with w_k > 0; for counters the maximum.
+
+    Where the rule weighs what a client does not hold, the scalar's old value is what that client holds.
+    """
     new = {name: tensor.double() for name, tensor in old.items()}
     for name, tensor in old.items():
         for index in itertools.product(*map(range, tensor.shape)):
             held = [(u.weights[name], _at(u, name, index)) for u in updates if u.weights.get(name, 0) > 0]
             found = [(weight, value) for weight, value in held if value is not None]
             if found and tensor.is_floating_point():
+                absent = [u.unheld for u in updates if u.weights.get(name, 0) == 0 or _at(u, name, index) is None]
+                found += [(weight, tensor[index].item()) for weight in absent]
                 total = math.fsum(weight for weight, _ in found)
                 new[name][index] = math.fsum(weight * value for weight, value in found) / total
             elif found:
@@ -158,8 +163,10 @@ def clients_of_the_same_work_count_alike(rule: WeightingRule) -> Iterator[str]:
 
 
 def the_mean_of_equal_values_is_that_value(rule: WeightingRule) -> Iterator[str]:
-    """If all clients return the same value, the average is that value."""
+    """If all clients return the same value, the average is that value (unless what a client lacks counts as well)."""
     old, updates = old_weights(), all_updated(rule, value=7.0)
+    if any(update.unheld for update in updates):
+        return
     expected = {name: tensor.double() for name, tensor in old.items()}
     for update in updates:
         for name in update.tensors:

@@ -143,10 +143,11 @@ def without(tensors: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, T
 
 def _only(update: Update, names: frozenset[str]) -> Update:
     sent = [name for name in update.tensors if name in names]
-    return Update(
-        {name: update.tensors[name] for name in sent},
-        {name: update.slices[name] for name in sent},
-        {name: update.weights[name] for name in sent},
+    return replace(
+        update,
+        tensors={name: update.tensors[name] for name in sent},
+        slices={name: update.slices[name] for name in sent},
+        weights={name: update.weights[name] for name in sent},
     )
 
 
