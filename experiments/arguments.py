@@ -40,7 +40,7 @@ def build_parser(handlers: Mapping[str, Handler]) -> argparse.ArgumentParser:
     made = {name: _command(commands, name, handlers[name], *texts) for name, texts in COMMANDS.items()}
     for name, add in ADD.items():
         add(made[name])
-    for name in ("resume", "ablate", "report", "search", "export", "status", "verify"):
+    for name in ("resume", "ablate", "report", "reproduce", "search", "export", "status", "verify"):
         made[name].add_argument(
             "--results", type=_results, default=Path("results"), help="results folder or URL (default: results)"
         )
@@ -154,6 +154,20 @@ others the range of 32-bit floats.
 PLUGINS_HELP = """Lists, place by place, what can be chosen by name. Everywhere module:name takes code of your own.
 
   fedloom plugins server                 the server rules, their options, and how one of your own is called
+"""
+
+
+REPRODUCE_HELP = """Runs what a paper's table or figure needs, and says which of its claims the results show.
+
+  fedloom reproduce --list                            the items, what they need, and how they stand here
+  fedloom reproduce fedoras/tab8                      what is counted without training: seconds
+  fedloom reproduce fedoras/tab6                      at the small scale: a laptop, less than an hour
+  fedloom reproduce fedoras/tab6 scale=paper          what the paper ran; it goes on after Ctrl-C, kill or crash
+  fedloom reproduce fedoras/tab6 seeds=[1,2,3,4,5] method.train.rounds=100     changed: not on the scoreboard
+  fedloom reproduce --scoreboard                      all claims of all papers, as a page
+
+A claim is shown or contradicted if the 95 % interval over seeds says so everywhere it is made, or anywhere; else it is
+not shown. Exit code 0: it ran, whatever it found; 2: unknown, or no data, with a line that says which file goes where.
 """
 
 
@@ -289,6 +303,17 @@ def _add_report(report: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_reproduce(reproduce: argparse.ArgumentParser) -> None:
+    reproduce.add_argument(
+        "overrides", nargs="*", metavar="ITEM or key=value", help="fedoras/tab6, scale=small, seeds=[1,2], ..."
+    )
+    which = reproduce.add_mutually_exclusive_group()
+    which.add_argument("--list", action="store_true", help="all items: what they need, and how they stand here")
+    which.add_argument("--scoreboard", action="store_true", help="all claims of all papers, with their states")
+    which.add_argument("--show", action="store_true", help="the item's table from what was run so far; runs nothing")
+    reproduce.add_argument("--out", type=_path, help="folder for the page (default: RESULTS/reports/scoreboard)")
+
+
 def _add_search(search: argparse.ArgumentParser) -> None:
     search.add_argument("run", metavar="RUN", help=f"{RUN_WORDS}; a run of superfednas")
     limit = _number(float, POSITIVE)
@@ -347,6 +372,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "tables": ("the columns of the result tables: type, unit and meaning",),
     "prepare": ("prepare a data set and its partition",),
     "report": ("tables, plots and one HTML page of runs, or of an ablation",),
+    "reproduce": ("the tables and figures of the papers: run them, and check their claims", REPRODUCE_HELP),
     "search": ("the best subnets of a trained supernet for new targets",),
     "status": ("which runs there are and how they stand",),
     "export": ("a trained model as files that run without fedloom", EXPORT_HELP),
@@ -365,6 +391,7 @@ ADD: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "tables": _add_tables,
     "prepare": _add_prepare,
     "report": _add_report,
+    "reproduce": _add_reproduce,
     "search": _add_search,
     "status": _add_status,
     "export": _add_export,

@@ -167,7 +167,8 @@ def _ablate(args: argparse.Namespace) -> int:
     if given is None:  # the method may be chosen in the ablation's file, which is not read yet
         _check_spelling(args.overrides, but=("ablation", "method."))
     from fedloom.actors.address import before_ray
-    from fedloom.experiments.ablation.plan import override_text, plan_ablation
+    from fedloom.experiments.ablation.plan import plan_ablation
+    from fedloom.experiments.runs.override_texts import override_text
     from fedloom.experiments.store.ablations import Ablation
 
     ablation: Ablation
@@ -187,7 +188,7 @@ def _ablate(args: argparse.Namespace) -> int:
 
 def _describe(args: argparse.Namespace) -> int:
     _check_spelling(args.overrides, but=("space=",))  # short for space.name=
-    from fedloom.experiments.described import described
+    from fedloom.experiments.runs.described import described
     from fedloom.experiments.terminal.output import show_facts
 
     show_facts(described(args.overrides, _counted), as_json=args.json)
@@ -195,7 +196,7 @@ def _describe(args: argparse.Namespace) -> int:
 
 
 def _counted(overrides: Sequence[str]) -> dict[str, Any]:
-    from fedloom.experiments.describe import describe
+    from fedloom.experiments.runs.describe import describe
 
     return describe(overrides)
 
@@ -247,6 +248,14 @@ def _report(args: argparse.Namespace) -> int:
     figures = report_json(results, files.run_ids) if args.json else {}
     show_report(files, summary_table(results, files.run_ids), figures, as_json=args.json)
     return OK
+
+
+def _reproduce(args: argparse.Namespace) -> int:
+    if isinstance(args.results, str):
+        raise ValueError(f"--results {args.results}: fedloom reproduce needs a folder on this machine")
+    from fedloom.experiments.reproduce.command import run_command
+
+    return run_command(args)
 
 
 def _written(args: argparse.Namespace, write: Callable[[], Any]) -> Any:
@@ -349,6 +358,7 @@ HANDLERS: Mapping[str, Handler] = {
     "tables": _tables,
     "prepare": _prepare,
     "report": _report,
+    "reproduce": _reproduce,
     "search": _search,
     "status": _status,
     "export": _export,

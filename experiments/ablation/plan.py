@@ -3,18 +3,17 @@
 import itertools
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from fedloom.experiments.ablation.config import NOT_AXES, PREFIX, AblationConfig, AxisConfig, load_ablation_config
 from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict
+from fedloom.experiments.runs.override_texts import override_text
 from fedloom.experiments.runs.variants import GROUPS, Variants
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, new_ablation_id
 from fedloom.platform.federation.config import RunConfig
@@ -28,9 +27,6 @@ MOST_DRAWS = 50
 DEFAULT_FIGURES = ("metric_by_axis",)
 Changes = Mapping[str, Any]
 """Configuration keys with their values."""
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
-_WORDS = ("null", "true", "false", "inf", "nan")
-"""Words that Hydra does not parse as a string."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +45,16 @@ def plan_ablation(arguments: Sequence[str]) -> Ablation:
     """
     given, own, common = _sorted_arguments(arguments)
     name, config = load_ablation_config(given, own)
+    return plan_of(name, config, common, given=given)
+
+
+def plan_of(
+    name: str, config: AblationConfig, common: Sequence[str], *, given: str, ablation_id: str | None = None
+) -> Ablation:
+    """Plans an ablation of this definition without writing files; `common` are further overrides of all its trials.
+
+    `given` is what errors call it; it gets a new id unless one is fixed. Raises ValueError like `plan_ablation`.
+    """
     _check_names_experiment(config, [*config.overrides, *common])
     if (trials_planned := _num_points(config) * len(config.seeds)) > MOST_TRIALS:
         raise ValueError(f"ablation={given} has {trials_planned} trials: {MOST_TRIALS} at most; take fewer values")
@@ -57,8 +63,7 @@ def plan_ablation(arguments: Sequence[str]) -> Ablation:
     base = _base(given, variants, common)
     points = list(_points(config))
     _check_not_fixed(config, points, [*config.overrides, *common])
-    root = local_root(base.results)
-    ablation_id = new_ablation_id(root, name)
+    ablation_id = ablation_id or new_ablation_id(local_root(base.results), name)
     try:
         trials = tuple(_trials(ablation_id, variants, base, points, config.seeds))
     except ValueError as error:
@@ -246,20 +251,6 @@ def _trials(
             run_id = f"{ablation_id}-{index:04d}"
             yield Trial(index, run_id, seed, dict(point.setting), own, {**config, "results": base.results})
             index += 1
-
-
-def override_text(value: Any) -> str:
-    """Formats a value for Hydra's `key=value`."""
-    if isinstance(value, str):
-        plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
-        return value if plain else QuotedString(value, Quote.double).with_quotes()
-    if isinstance(value, float):
-        return repr(value)  # JSON spells infinity and NaN differently
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k}:{override_text(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, Sequence):
-        return "[" + ",".join(override_text(v) for v in value) + "]"
-    return json.dumps(value)
 
 
 def _axes(config: AblationConfig, points: Sequence[Point]) -> dict[str, tuple[Any, ...]]:

@@ -16,9 +16,9 @@ import torch
 import yaml
 
 from fedloom.actors.address import LOOPBACK_SWITCH
-from fedloom.experiments.ablation.plan import override_text
 from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.override_texts import override_text
 from fedloom.platform.clients.local_rules import STATE
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.loop import InterruptedRunError

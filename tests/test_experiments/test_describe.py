@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fedloom.experiments.cli import main
-from fedloom.experiments.describe import describe
+from fedloom.experiments.runs.describe import describe
 
 FEW_PATHS = "tiers.paths=1000"
 

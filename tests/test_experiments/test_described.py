@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.experiments.described import described
+from fedloom.experiments.runs.described import described
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from fedloom.experiments.ablation import plan as planning
-from fedloom.experiments.ablation.plan import override_text, planned_ablation
+from fedloom.experiments.ablation.plan import planned_ablation
 from fedloom.experiments.runs import configuration, variants
 from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict
+from fedloom.experiments.runs.override_texts import override_text
 from fedloom.experiments.runs.restored import is_settled, restored
 from fedloom.experiments.runs.variants import Variants
 from fedloom.experiments.store.ablations import Ablation, Trial, write_ablation

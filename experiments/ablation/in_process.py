@@ -1,0 +1,66 @@
+"""Runs the trials of an ablation one after another in this process, without Ray: `executor.kind=serial`, dry runs."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fedloom.experiments.ablation.at_work import AblationView, Place, RunningAblation, TrialEvents, wait_for_old
+from fedloom.experiments.ablation.checks import checked_trials
+from fedloom.experiments.ablation.needs import Cluster
+from fedloom.experiments.ablation.trial import END, MESSAGE, Job, RunThread
+from fedloom.experiments.store.ablations import Ablation, Trial, write_ablation
+from fedloom.experiments.store.trials import FINAL, End, trial_states
+from fedloom.platform.runs.run import Label
+
+NO_LIMIT = Cluster(({"CPU": 1e6, "GPU": 1e6},))
+"""No resources are reserved: one trial at a time has the whole machine."""
+
+
+def is_serial(ablation: Ablation) -> bool:
+    """Whether no trial of an ablation needs Ray."""
+    return all(t.config["executor"]["kind"] == "serial" or t.config["dry_run"] for t in ablation.trials)
+
+
+def run_in_process(ablation: Ablation, place: Place, view: AblationView, *, is_new: bool) -> None:
+    """Runs or resumes the trials that are not done, in the order of the plan.
+
+    Raises ValueError for a trial that cannot run, before any file of a new ablation is written.
+    """
+    indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state not in FINAL]
+    left = [ablation.trials[index] for index in indices]
+    checked_trials([_serial(trial) for trial in left], place.root, NO_LIMIT)
+    if is_new:
+        write_ablation(place.root, ablation)
+    with RunningAblation(ablation, place, indices) as at_work:
+        wait_for_old(place.root, left)
+        events = TrialEvents(view, at_work)
+        view.planned(ablation, trial_states(place.root, ablation), 1, len(left))
+        _run_all(left, ablation, place, events)
+
+
+def _serial(trial: Trial) -> Trial:
+    """The trial without actors, of which a dry run has none, whatever its executor."""
+    return replace(trial, config={**trial.config, "executor": {**trial.config["executor"], "kind": "serial"}})
+
+
+def _run_all(trials: Sequence[Trial], ablation: Ablation, place: Place, events: TrialEvents) -> None:
+    for trial in trials:
+        label = Label(trial.run_id, ablation.ablation_id, trial.index, {**trial.setting})
+        run = RunThread(Job(trial.index, {**trial.config, "results": place.results}, label))
+        events.started(trial.index)
+        run.start()
+        try:
+            events.ended(trial.index, _followed(run, trial.index, events))
+        finally:
+            run.stop()
+
+
+def _followed(run: RunThread, index: int, events: TrialEvents) -> End:
+    """How the run ended; its rounds are shown while it runs."""
+    before: object = None
+    while True:
+        news = run.news()
+        if news.get("done"):
+            return End(str(news[END]), str(news[MESSAGE]))
+        if news and news != before:
+            events.round(index, news)
+        before = news

@@ -1,0 +1,245 @@
+"""Whether what was measured shows a claim, contradicts it, or does neither: intervals over seeds, never one seed."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from fedloom.experiments.analysis.compare import difference
+from fedloom.experiments.analysis.intervals import estimate
+from fedloom.experiments.reproduce.measure import NOTHING, Measured, at, combined, paired
+from fedloom.experiments.reproduce.schema import Check, Claim, Combined, Item, Operand, Published, Spot
+
+SHOWN, NOT_SHOWN, CONTRADICTED, NOT_RUN = "shown", "not shown", "contradicted", "not run"
+STATES = (CONTRADICTED, NOT_RUN, NOT_SHOWN, SHOWN)
+"""From the worst to the best: a claim has the worst state of its checks."""
+MOST_SPOTS = 3
+"""Places that are named where a claim is not shown."""
+ONE_SEED = "one seed has no interval"
+NO_VALUE = "not measured"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % interval over seeds; one seed has no interval, an exact value one without width."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison at one spot: its state, the compared number with its interval, and why it is not shown."""
+
+    spot: Spot
+    state: str
+    interval: Interval | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The state of a claim, with the findings of all its checks."""
+
+    claim: Claim
+    state: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def reason(self) -> str:
+        """Where, and why, a claim is not shown; empty if it is."""
+        bad = [f for f in self.findings if f.state == self.state and f.state != SHOWN]
+        if not bad:
+            return ""
+        names = list(dict.fromkeys(spot_name(f.spot) for f in bad if spot_name(f.spot)))
+        more = f" and {len(names) - MOST_SPOTS} more" if len(names) > MOST_SPOTS else ""
+        places = f"{' / '.join(names[:MOST_SPOTS])}{more}"
+        reasons = ", ".join(dict.fromkeys(f.reason for f in bad if f.reason))
+        number = f"{len(bad)} of {len(self.findings)}" if len(self.findings) > 1 else ""
+        return ": ".join(text for text in (number, "; ".join(filter(None, (places, reasons)))) if text)
+
+
+def spot_name(spot: Spot) -> str:
+    """A setting and a place as text."""
+    return ", ".join(part for part in spot if part)
+
+
+def verdict(claim: Claim, measured: Mapping[str, Measured], item: Item, settings: Sequence[str]) -> Verdict:
+    """The state of a claim: the worst of its checks at all spots, so that it is shown only if it is shown everywhere.
+
+    A claim of which a part was not run is not shown, unless another part contradicts it; it is not run if no part was.
+    """
+    findings = [finding for check in claim.checks for finding in _findings(check, measured, item, settings)]
+    states = {finding.state for finding in findings} or {NOT_RUN}
+    if CONTRADICTED in states:
+        state = CONTRADICTED
+    elif states == {NOT_RUN}:
+        state = NOT_RUN
+    else:
+        state = SHOWN if states == {SHOWN} else NOT_SHOWN
+        missing = [replace(f, state=NOT_SHOWN) if f.state == NOT_RUN else f for f in findings]
+        findings = missing
+    return Verdict(claim, state, tuple(findings))
+
+
+def in_the_paper(claim: Claim, item: Item) -> str:
+    """The claim's state for the published numbers, which count as exact; not run if they were not published."""
+    published = as_published(item)
+    settings = list(dict.fromkeys(setting for quantity in published.values() for setting, _ in quantity.values))
+    return verdict(claim, published, item, settings).state
+
+
+def as_published(item: Item) -> dict[str, Measured]:
+    """The published numbers as if they had been counted; ratios and differences that were not published follow."""
+    found: dict[str, Measured] = {}
+    for name, quantity in item.quantities.items():
+        values = {spot: {0: number.value} for spot, number in quantity.published.items()}
+        if not values and isinstance(quantity.source, Combined):
+            found[name] = combined(quantity.source, found)
+        else:
+            found[name] = Measured(values, is_exact=True)
+    return found
+
+
+def interval_at(quantity: Measured, spot: Spot) -> Interval | None:
+    """The mean of a quantity at a spot, with its interval over seeds; None if it has no value there."""
+    values = quantity.values.get(spot, {})
+    return _of_one([*values.values()], quantity.is_exact)
+
+
+def _of_one(values: Sequence[float], is_exact: bool) -> Interval | None:
+    known = [value for value in values if math.isfinite(value)]
+    found = estimate(known)
+    if found is None:
+        return None
+    if is_exact:
+        return Interval(found.mean, found.mean, found.mean, 0)
+    if found.half_width is None:
+        return Interval(found.mean, None, None, 1)
+    return Interval(found.mean, found.mean - found.half_width, found.mean + found.half_width, found.runs)
+
+
+def _of_pairs(pairs: Sequence[tuple[float, float]], is_exact: bool) -> Interval | None:
+    """The mean difference with the interval of the paired t test."""
+    known = [pair for pair in pairs if all(map(math.isfinite, pair))]
+    if not known:
+        return None
+    first, second = (np.array(side) for side in zip(*known, strict=True))
+    found = difference(first, second, paired=True)
+    if is_exact:
+        return Interval(found.difference, found.difference, found.difference, 0)
+    return Interval(found.difference, found.low, found.high, len(known))
+
+
+# -- the kinds of checks ----------------------------------------------------------------------------------------------
+
+
+def _findings(check: Check, measured: Mapping[str, Measured], item: Item, settings: Sequence[str]) -> Iterator[Finding]:
+    if check.kind == "monotone":
+        yield from _monotone(check, measured, settings)
+        return
+    quantity = _operand(measured, check.operand)
+    other = _operand(measured, check.other) if check.other is not None else None
+    for spot in _spots(check, quantity, settings):
+        if check.kind in ("greater", "less", "close"):
+            assert other is not None, "read with the check"
+            pairs = [*paired(quantity, other, spot).values()]
+            interval = _of_pairs(pairs, quantity.is_exact and other.is_exact)
+        else:
+            interval = interval_at(quantity, spot)
+        yield _judged(check, spot, interval, item)
+
+
+def _operand(measured: Mapping[str, Measured], operand: Operand) -> Measured:
+    return at(measured.get(operand.quantity, NOTHING), operand)
+
+
+def _spots(check: Check, quantity: Measured, settings: Sequence[str]) -> list[Spot]:
+    """Where a check is made: in all its settings, at all places with values; a setting without any is one spot."""
+    wanted = [""] if check.operand.setting is not None else [*(check.settings or settings)]
+    found: list[Spot] = []
+    for setting in wanted:
+        places = [place for own, place in quantity.values if own == setting]
+        if check.operand.place is None:
+            places = [*check.places] or places
+        found += [(setting, place) for place in dict.fromkeys(places)] or [(setting, "")]
+    return found
+
+
+def _judged(check: Check, spot: Spot, interval: Interval | None, item: Item) -> Finding:
+    if interval is None:
+        return Finding(spot, NOT_RUN, None, NO_VALUE)
+    bounds = _bounds(check, spot, item)
+    if bounds is None:
+        return Finding(spot, NOT_RUN, interval, "no published number")
+    return _within(spot, interval, *bounds)
+
+
+def _bounds(check: Check, spot: Spot, item: Item) -> tuple[float, float] | None:
+    """The least and the greatest number with which the check holds; None if it depends on what was not published."""
+    number = check.number
+    if check.kind == "band":
+        target = _target(check, spot, item) if number is None else number
+        if target is None:
+            return None
+        half = abs(target) * check.tolerance if check.relative else check.tolerance
+        return target - half, target + half
+    assert number is not None, "only a band's target is published"
+    if check.kind in ("greater", "at_least"):
+        return number, math.inf
+    if check.kind == "less":
+        return -math.inf, -number
+    return (-math.inf, number) if check.kind == "at_most" else (-number, number)
+
+
+def _target(check: Check, spot: Spot, item: Item) -> float | None:
+    setting = check.operand.setting if check.operand.setting is not None else spot[0]
+    place = check.operand.place if check.operand.place is not None else spot[1]
+    found: Published | None = item.quantities[check.operand.quantity].published.get((setting, place))
+    return found.value if found else None
+
+
+def _within(spot: Spot, interval: Interval, least: float, greatest: float) -> Finding:
+    """Shown if the whole interval lies in the bounds, contradicted if none of it does.
+
+    A difference of exactly 0 is none: a bound that is 0 and open to infinity has to be passed.
+    """
+    if interval.low is None or interval.high is None:
+        return Finding(spot, NOT_SHOWN, interval, ONE_SEED)
+    if _is_nothing(interval, least, greatest):
+        return Finding(spot, NOT_SHOWN, interval, "no difference")
+    if least <= interval.low and interval.high <= greatest:
+        return Finding(spot, SHOWN, interval)
+    if interval.high < least or interval.low > greatest:
+        return Finding(spot, CONTRADICTED, interval)
+    return Finding(spot, NOT_SHOWN, interval, "the interval crosses the limit")
+
+
+def _is_nothing(interval: Interval, least: float, greatest: float) -> bool:
+    return interval.low == interval.high == 0 and (least, greatest) in ((0, math.inf), (-math.inf, 0))
+
+
+def _monotone(check: Check, measured: Mapping[str, Measured], settings: Sequence[str]) -> Iterator[Finding]:
+    """Each step of the order as a paired difference, in every setting or at every place that is not ordered."""
+    whole = _operand(measured, check.operand)
+    by_settings = check.along == "settings"
+    others = [place for _, place in whole.values] if by_settings else [*(check.settings or settings)]
+    if check.operand.setting is not None and not by_settings:
+        others = [""]
+    if by_settings and check.places:
+        others = [*check.places]
+    for other in dict.fromkeys(others) or [""]:
+        for before, after in pairwise(check.order):
+            steps = [(step, other) if by_settings else (other, step) for step in (before, after)]
+            first, second = (Measured({("", ""): whole.values.get(s, {})}, whole.is_exact) for s in steps)
+            interval = _of_pairs([*paired(second, first, ("", "")).values()], whole.is_exact)
+            spot = (f"{before} to {after}", other) if by_settings else (other, f"{before} to {after}")
+            if interval is None:
+                yield Finding(spot, NOT_RUN, None, NO_VALUE)
+            else:
+                rises = check.direction == "increasing"
+                yield _within(spot, interval, *((0.0, math.inf) if rises else (-math.inf, 0.0)))

@@ -1,0 +1,70 @@
+"""`fedloom reproduce`: lists items, runs one and shows its table, or shows the state of all claims."""
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from rich.text import Text
+
+from fedloom.experiments.ablation.view import TerminalView
+from fedloom.experiments.report.parts.block import rich_block
+from fedloom.experiments.reproduce.driver import run_part
+from fedloom.experiments.reproduce.files import load_item
+from fedloom.experiments.reproduce.outcome import outcome_of
+from fedloom.experiments.reproduce.plan import Asked, Part, asked, parts_of
+from fedloom.experiments.reproduce.schema import Item
+from fedloom.experiments.reproduce.settings import missing_data
+from fedloom.experiments.reproduce.table import Outcome, blocks, outcome_json
+from fedloom.experiments.terminal.exit_codes import OK
+from fedloom.experiments.terminal.output import console, write_json
+
+
+def run_command(args: Namespace) -> int:
+    """Does what the arguments ask for; ValueError for an item or a word that is not known."""
+    names = [word for word in args.overrides if "=" not in word]
+    overrides = [word for word in args.overrides if "=" in word]
+    if len(names) != 1:
+        given = f"{len(names)} items were given ({', '.join(names)}): " if names else ""
+        raise ValueError(f"{given}give one item, such as fedoras/tab6; fedloom reproduce --list shows all")
+    item = load_item(names[0])
+    wanted = asked(item, overrides)
+    if item.needs_runs and not args.show:
+        run_item(item, wanted, args.results, as_json=args.json)
+    show(outcome_of(item, wanted, args.results), as_json=args.json)
+    return OK
+
+
+def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> None:
+    """Runs all parts of an item whose data is there; ValueError, which says which file goes where, if none is."""
+    parts = parts_of(item, wanted)
+    lacking = {part.ablation_id: _lacking(part, wanted) for part in parts}
+    there = [part for part in parts if not lacking[part.ablation_id]]
+    problems = list(dict.fromkeys(filter(None, lacking.values())))
+    if not there:
+        raise ValueError(f"{item.name}: {'; '.join(problems)}")
+    for problem in problems:
+        sys.stderr.write(f"fedloom: left out: {problem}\n")
+    for part in there:
+        view = TerminalView(quiet=as_json)
+        try:
+            run_part(item, part, wanted, results, view)
+        finally:
+            view.close()
+
+
+def _lacking(part: Part, wanted: Asked) -> str:
+    return missing_data(part.dataset, [*part.scale.overrides, *wanted.free])
+
+
+def show(outcome: Outcome, *, as_json: bool) -> None:
+    """Prints the tables of an item, or one JSON object."""
+    if as_json:
+        write_json(outcome_json(outcome))
+        return
+    screen = console()
+    for block in blocks(outcome):
+        if block.rows:
+            screen.print(rich_block(block, stacked=False))
+            screen.print()
+    for sentence in outcome.missing:
+        screen.print(Text(sentence, style="yellow"))

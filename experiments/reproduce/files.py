@@ -1,0 +1,195 @@
+"""The items that there are, and the reading of their files."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml import MarkedYAMLError, YAMLError
+
+from fedloom.experiments.reproduce.checks import read_checks
+from fedloom.experiments.reproduce.fields import Fields, as_number, check_known
+from fedloom.experiments.reproduce.quantities import read_source
+from fedloom.experiments.reproduce.schema import (
+    ONLY,
+    SCALES,
+    Check,
+    Claim,
+    Item,
+    Published,
+    Quantity,
+    Scale,
+    Spot,
+)
+from fedloom.experiments.runs.presets import CONF
+from fedloom.platform.plugins import nearest
+from fedloom.platform.settings import ZERO_OR_MORE
+from fedloom.platform.words import shown
+
+ITEMS = CONF / "paper"
+"""One folder per paper, one file per table or figure."""
+ENDING = ".yaml"
+
+
+def item_names(folder: Path = ITEMS) -> list[str]:
+    """The names of all items, such as fedoras/tab6, by paper and in the order of their files."""
+    return sorted(f"{file.parent.name}/{file.stem}" for file in folder.glob(f"*/*{ENDING}"))
+
+
+def load_item(name: str, folder: Path = ITEMS) -> Item:
+    """Reads and checks an item; ValueError in one line for an unknown one, and for a file that is not one."""
+    known = item_names(folder)
+    if name not in known:
+        ends = {each.rpartition("/")[2]: each for each in known}
+        close = nearest(name, known) or nearest(ends.get(name, name), known) or nearest(name, [*ends])
+        raise ValueError(f"no such item: {shown(name)}{close}; fedloom reproduce --list shows all")
+    fields = _fields(name, folder)
+    fields.only("title", "source", "note", "runs", "runs_of", "quantities", "claims")
+    runs_of = fields.text("runs_of", name)
+    scales = _scales(_runs_of(fields, name, runs_of, folder))
+    quantities = _quantities(fields, _settings(scales))
+    item = Item(
+        name=name,
+        title=fields.text("title"),
+        source=fields.text("source"),
+        note=" ".join(fields.text("note", "").split()),
+        runs_of=runs_of,
+        scales=scales,
+        quantities=quantities,
+        claims=tuple(_claims(fields, scales, quantities)),
+    )
+    if item.needs_runs and set(scales) != set(SCALES):
+        raise ValueError(f"{name}: it reads results of runs: say in runs what is run at {' and '.join(SCALES)}")
+    return item
+
+
+def _fields(name: str, folder: Path) -> Fields:
+    path = folder / f"{name}{ENDING}"
+    try:
+        return Fields(yaml.safe_load(path.read_text()), f"paper/{name}{ENDING}")
+    except MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        raise ValueError(f"{path}: cannot be read as YAML: {error.problem}{line}") from error
+    except (OSError, ValueError, YAMLError) as error:
+        raise ValueError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+
+
+# -- what is run ------------------------------------------------------------------------------------------------------
+
+
+def _runs_of(fields: Fields, name: str, runs_of: str, folder: Path) -> Fields:
+    """The part `runs` of the item, or of the other one whose runs it reads."""
+    if runs_of == name:
+        return fields.inner("runs")
+    if fields.has("runs"):
+        raise ValueError(f"{fields.where}: runs_of={runs_of} says what is run: leave out runs")
+    check_known([runs_of], item_names(folder), "item", f"{fields.where}: runs_of")
+    other = _fields(runs_of, folder)
+    if other.has("runs_of"):
+        raise ValueError(f"{fields.where}: runs_of={runs_of} reads those of another item itself: name that one")
+    return other.inner("runs")
+
+
+def _scales(runs: Fields) -> dict[str, Scale]:
+    runs.only(*SCALES)
+    if not runs.names:
+        raise ValueError(f"{runs.where}: say what is run, or counted, at paper or small")
+    return {name: _scale(runs.inner(name)) for name in runs.names}
+
+
+def _scale(fields: Fields) -> Scale:
+    fields.only("experiment", "seeds", "overrides", "settings")
+    settings = fields.inner("settings")
+    if not settings.names:
+        raise ValueError(f"{fields.where}: settings are missing: give at least one name with the keys that it changes")
+    seeds = tuple(fields.list("seeds")) or (1,)
+    if any(type(seed) is not int or not ZERO_OR_MORE.holds(seed) for seed in seeds) or len({*seeds}) < len(seeds):
+        raise ValueError(f"{fields.where}: seeds={list(seeds)}: give different whole numbers from 0")
+    return Scale(
+        experiment=fields.text("experiment"),
+        settings={name: _changes(settings, name) for name in settings.names},
+        seeds=seeds,
+        overrides=fields.texts("overrides"),
+    )
+
+
+def _changes(settings: Fields, name: str) -> dict[str, Any]:
+    changes = settings.inner(name)
+    return {key: changes.value(key) for key in changes.names}
+
+
+def _settings(scales: Mapping[str, Scale]) -> list[str]:
+    return list(dict.fromkeys(name for scale in scales.values() for name in scale.settings))
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+def _quantities(fields: Fields, settings: list[str]) -> dict[str, Quantity]:
+    found = fields.inner("quantities")
+    if not found.names:
+        raise ValueError(f"{fields.where}: quantities are missing: name what is published or measured")
+    quantities: dict[str, Quantity] = {}
+    for name in found.names:
+        own = found.inner(name)
+        own.only("unit", "read", "count", "ratio", "difference", "published")
+        published = dict(_published(own.inner("published")))
+        source = read_source(own, [*quantities], settings)
+        if source is None and not published:
+            raise ValueError(f"{own.where}: neither published nor measured: give published, read, count or ratio")
+        quantities[name] = Quantity(name, own.text("unit", ""), source, published)
+    return quantities
+
+
+def _published(fields: Fields) -> Iterator[tuple[Spot, Published]]:
+    """The published numbers: per setting one number, or one per place; [number, standard deviation] is a number, too.
+
+    Settings that are not run (another data set, say) may be among them.
+    """
+    for setting in fields.names:
+        given = fields.value(setting)
+        if not isinstance(given, Mapping):
+            yield (setting, ONLY), _number(given, f"{fields.where}: {setting}")
+            continue
+        for place, number in given.items():
+            yield (setting, str(place)), _number(number, f"{fields.where}: {setting}: {place}")
+
+
+def _number(given: Any, where: str) -> Published:
+    if isinstance(given, list):
+        if len(given) != 2:
+            raise ValueError(f"{where} is {shown(given)}: give a number, or [number, standard deviation]")
+        return Published(as_number(given[0], where), as_number(given[1], where))
+    return Published(as_number(given, where))
+
+
+# -- what is claimed --------------------------------------------------------------------------------------------------
+
+
+def _claims(fields: Fields, scales: Mapping[str, Scale], quantities: Mapping[str, Quantity]) -> Iterator[Claim]:
+    for number, given in enumerate(fields.list("claims"), 1):
+        own = Fields(given, f"{fields.where}: claim {number}")
+        at = own.texts("scales") or tuple(scales)
+        check_known(at, [*scales], "scale", own.where)
+        claim = Claim(own.text("text"), read_checks(own), at, own.text("despite", ""))
+        for check in claim.checks:
+            for scale in at:
+                _check_names(check, scales[scale], quantities, f"{own.where}, at scale {scale}")
+        yield claim
+
+
+def _check_names(check: Check, scale: Scale, quantities: Mapping[str, Quantity], where: str) -> None:
+    """Raises ValueError for quantities and settings that are not there, or cannot be measured."""
+    for operand in (check.operand, check.other):
+        if operand is not None:
+            check_known([operand.quantity], [*quantities], "quantity", where)
+            _check_measured(quantities[operand.quantity], where)
+            check_known([operand.setting] if operand.setting else [], [*scale.settings], "setting", where)
+    check_known(check.settings, [*scale.settings], "setting", where)
+    if check.along == "settings":
+        check_known(check.order, [*scale.settings], "setting", where)
+
+
+def _check_measured(quantity: Quantity, where: str) -> None:
+    if quantity.source is None:
+        raise ValueError(f"{where}: {quantity.name} is only published: a claim compares what is measured")

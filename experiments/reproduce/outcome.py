@@ -1,0 +1,59 @@
+"""What is known of an item in a results folder: nothing is run or written."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fedloom.experiments.analysis.ablation import load_ablation
+from fedloom.experiments.analysis.tables import only
+from fedloom.experiments.reproduce.claims import verdict
+from fedloom.experiments.reproduce.measure import Runs, measured
+from fedloom.experiments.reproduce.plan import AXIS, Asked, Part, parts_of
+from fedloom.experiments.reproduce.schema import Item
+from fedloom.experiments.reproduce.settings import missing_data
+from fedloom.experiments.reproduce.table import Outcome, rows_of
+from fedloom.experiments.store.ablations import FOLDER, PLAN, read_ablation
+from fedloom.experiments.store.trials import FINAL, counted, trial_states
+
+
+def outcome_of(item: Item, asked: Asked, results: Path) -> Outcome:
+    """Measures an item from what its runs have left so far, and judges its claims."""
+    scale = asked.of(item.scales[asked.scale])
+    parts = parts_of(item, asked) if item.needs_runs else []
+    runs = [found for part in parts if (found := done_runs(part, results)) is not None]
+    values = measured(item, scale, runs)
+    claims = [claim for claim in item.claims if asked.scale in claim.scales]
+    return Outcome(
+        item=item,
+        scale=asked.scale,
+        is_own=asked.is_own,
+        rows=tuple(rows_of(item, scale, values)),
+        verdicts=tuple(verdict(claim, values, item, [*scale.settings]) for claim in claims),
+        missing=tuple(_missing(parts, results, asked.free)),
+    )
+
+
+def done_runs(part: Part, results: Path) -> Runs | None:
+    """The tables of a part's trials that are done; None if none is."""
+    folder = results / FOLDER / part.ablation_id
+    if not (folder / PLAN).exists():
+        return None
+    done = [s.trial for s in trial_states(results, read_ablation(folder)) if s.state in FINAL]
+    if not done:
+        return None
+    _, tables = load_ablation(results, part.ablation_id)
+    places = {trial.run_id: (str(trial.setting[AXIS]), trial.seed) for trial in done}
+    return Runs(only(tables, [*places]), places)
+
+
+def _missing(parts: Sequence[Part], results: Path, free: Sequence[str]) -> Iterator[str]:
+    """What the runs still lack: data, or trials."""
+    for part in parts:
+        folder = results / FOLDER / part.ablation_id
+        if (folder / PLAN).exists():
+            states = trial_states(results, read_ablation(folder))
+            if any(state.state not in FINAL for state in states):
+                yield f"{part.dataset}: {counted(states)} ({part.ablation_id})"
+        elif lacking := missing_data(part.dataset, [*part.scale.overrides, *free]):
+            yield lacking
+        else:
+            yield f"{part.dataset}: {len(part.scale.settings) * len(part.scale.seeds)} trials are not begun"

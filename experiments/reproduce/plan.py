@@ -1,0 +1,140 @@
+"""Plans the runs of an item: an ablation per preset and data set, whose id follows from the item: it is found again."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from fedloom.experiments.ablation.config import AblationConfig, AxisConfig
+from fedloom.experiments.ablation.plan import plan_of
+from fedloom.experiments.reproduce.schema import SCALES, Item, Scale
+from fedloom.experiments.reproduce.settings import dataset_of
+from fedloom.experiments.runs.override_texts import override_text
+from fedloom.experiments.runs.presets import PRESET
+from fedloom.experiments.store.ablations import Ablation
+
+AXIS = "setting"
+"""The one axis of an item's ablations."""
+SCALE, SEEDS = "scale", "seeds"
+EXPERIMENT = "experiment"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line asks for: a scale, and what it changes.
+
+    Attributes:
+        changes: overrides that change what is computed: the runs are then not the item's own.
+        free: overrides of where and how it is computed.
+        seeds: other seeds than the item's; empty for its own.
+    """
+
+    scale: str
+    changes: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether what is computed is what the item says; only that counts on the scoreboard."""
+        return not self.changes and not self.seeds
+
+    def of(self, scale: Scale) -> Scale:
+        """The scale with what was changed."""
+        return replace(scale, seeds=self.seeds or scale.seeds, overrides=(*scale.overrides, *self.changes))
+
+
+@dataclass(frozen=True)
+class Part:
+    """The settings of a scale with the same preset and data set, which are one ablation."""
+
+    dataset: str
+    ablation_id: str
+    scale: Scale
+
+
+def asked(item: Item, overrides: Sequence[str]) -> Asked:
+    """What `scale=NAME seeds=[...] key=value ...` ask of an item; ValueError for a scale or a value that cannot be.
+
+    Without `scale` it is small, which a laptop can do, or the only scale that the item has.
+    """
+    from fedloom.platform.runs.run import free_on_resume
+
+    given = {o.partition("=")[0]: o.partition("=")[2] for o in overrides if o.partition("=")[0] in (SCALE, SEEDS)}
+    scale = given.get(SCALE, SCALES[-1])
+    if scale not in SCALES:
+        raise ValueError(f"scale={scale}: there are {' and '.join(SCALES)}")
+    scale = item.scale_for(scale)
+    seeds = _seeds(given[SEEDS]) if SEEDS in given else ()
+    rest = [o for o in overrides if o.partition("=")[0] not in (SCALE, SEEDS)]
+    _check_changes(item, item.scales[scale], rest)
+    free = tuple(o for o in rest if free_on_resume(o.partition("=")[0]))
+    return Asked(
+        scale=scale,
+        changes=tuple(o for o in rest if o not in free),
+        free=free,
+        seeds=() if seeds == item.scales[scale].seeds else seeds,
+    )
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    numbers = found if isinstance(found, list) else [found]
+    if not numbers or any(type(n) is not int or n < 0 for n in numbers) or len({*numbers}) < len(numbers):
+        raise ValueError(f"seeds={text}: give different whole numbers from 0, such as [1,2,3]")
+    return tuple(numbers)
+
+
+def _check_changes(item: Item, scale: Scale, overrides: Sequence[str]) -> None:
+    varied = {key for changes in scale.settings.values() for key in changes}
+    for override in overrides:
+        key, equals, _ = override.lstrip("+").partition("=")
+        if not equals:
+            raise ValueError(f"{override!r} is not of the form key=value")
+        if key in varied or f"{key}=" == PRESET:
+            raise ValueError(f"{override}: the settings of {item.name} differ in it; change another key")
+        if key in ("seed", "results"):
+            advice = "seeds=[1,2]" if key == "seed" else "--results FOLDER"
+            raise ValueError(f"{override}: give {advice} instead")
+
+
+def parts_of(item: Item, asked_for: Asked) -> list[Part]:
+    """The ablations of an item at a scale, in the order of its settings."""
+    scale = asked_for.of(item.scales[asked_for.scale])
+    groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for setting, changes in scale.settings.items():
+        preset = str(changes.get(EXPERIMENT, scale.experiment))
+        others = {key: value for key, value in changes.items() if key != EXPERIMENT}
+        groups.setdefault((preset, dataset_of(scale, setting)), {})[setting] = others
+    found = []
+    for (preset, dataset), settings in groups.items():
+        own = replace(scale, experiment=preset, settings=settings)
+        found.append(Part(dataset, _ablation_id(item, asked_for.scale, own), own))
+    return found
+
+
+def _ablation_id(item: Item, scale_name: str, scale: Scale) -> str:
+    """A name that changes with whatever changes the runs, so that the results of other runs are never taken for it."""
+    content = json.dumps([scale.experiment, [*scale.settings.items()], scale.seeds, scale.overrides])
+    preset = re.sub(r"[^A-Za-z0-9_]+", "_", scale.experiment)[:40]
+    words = [*item.runs_of.split("/"), scale_name, preset]
+    return "-".join(["paper", *words, sha256(content.encode()).hexdigest()[:8]])
+
+
+def planned(item: Item, part: Part, free: Sequence[str], results: str | Path) -> Ablation:
+    """The plan of a part; every trial's configuration is composed and checked. ValueError names the item."""
+    scale = part.scale
+    config = AblationConfig(
+        title=f"{item.source}: {item.title}",
+        axes={AXIS: AxisConfig(settings={name: dict(changes) for name, changes in scale.settings.items()})},
+        seeds=list(scale.seeds),
+        overrides=[f"{PRESET}{scale.experiment}", *scale.overrides],
+    )
+    common = [*free, f"results={override_text(str(results))}"]
+    return plan_of(item.name.replace("/", "-"), config, common, given=item.name, ablation_id=part.ablation_id)
