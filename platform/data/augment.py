@@ -1,13 +1,22 @@
 """Augmentations of training batches, by name."""
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.data.on_device import upload
 from fedloom.platform.plugins import Chosen, PluginError, Slot, is_import_path
+from fedloom.platform.settings import Range
+
+if TYPE_CHECKING:
+    from fedloom.platform.data.dataset import Dataset
 
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 """Maps a batch of normalised inputs and a CPU generator to a batch of the same shape and dtype."""
@@ -70,14 +79,95 @@ def unchanged(x_B: Tensor, generator: torch.Generator) -> Tensor:
     return x_B
 
 
+SIDE = Annotated[int, Range(least=1, most=10_000), "cutout: side of the square, in pixels"]
+COLOUR = Annotated[list[float] | None, Range(), "randaugment: a channel's value of this colour; null: the data set's"]
+
+
+def crop_flip_cutout(x_BCHW: Tensor, generator: torch.Generator, *, length: SIDE = 16) -> Tensor:
+    """`crop_flip`, then a square of each image is set to 0, the mean colour.
+
+    The square's centre is uniform over the image, so that a part of it may lie outside.
+    Source: DeVries and Taylor 2017, as in DARTS and in the code of SPIDER and FedorAS.
+    """
+    return cut_out(crop_flip(x_BCHW, generator), generator, length)
+
+
+def cut_out(x_BCHW: Tensor, generator: torch.Generator, length: int) -> Tensor:
+    """A square of each image set to 0, centred at a uniformly drawn pixel."""
+    B, _, H, W = x_BCHW.shape
+    centres = [torch.randint(0, side, (B, 1), generator=generator, device=generator.device) for side in (H, W)]
+    rows, columns = (
+        (place := torch.arange(side, device=centre.device)).ge(centre - length // 2)
+        & place.lt(centre - length // 2 + length)
+        for side, centre in zip((H, W), centres, strict=True)
+    )
+    return x_BCHW.masked_fill(upload(rows[:, None, :, None] & columns[:, None, None, :], x_BCHW.device), 0)
+
+
+def crop_flip_randaugment_cutout(
+    x_BCHW: Tensor,
+    generator: torch.Generator,
+    *,
+    operations: Annotated[int, Range(least=1, most=14), "randaugment: operations per image"] = 2,
+    magnitude: Annotated[int, Range(least=0, most=30), "randaugment: their strength, of 31 levels"] = 9,
+    length: SIDE = 16,
+    black: COLOUR = None,
+    white: COLOUR = None,
+) -> Tensor:
+    """`crop_flip`, random operations on the pixels of each image, and a square set to the mean colour.
+
+    Source: RandAugment (Cubuk et al. 2020), in torchvision's implementation; for FedorAS' supernet (2, 9).
+    Raises ValueError without `black` and `white`, which tell the pixels of normalised images.
+    """
+    from torchvision.transforms.v2 import RandAugment  # slow to import, and only this needs it
+
+    if black is None or white is None:
+        raise ValueError("data.augment=crop_flip_randaugment_cutout needs images of pixels: the data set has none")
+    x_BCHW = crop_flip(x_BCHW, generator)
+    low, high = (torch.tensor(colour, device=x_BCHW.device).view(-1, 1, 1) for colour in (black, white))
+    pixels = ((x_BCHW - low) / (high - low) * 255).round_().clamp_(0, 255).to(torch.uint8)
+    transform = RandAugment(operations, magnitude)
+    # torchvision draws from torch's global generator, image by image.
+    seed = int(torch.randint(0, 2**62, (), generator=generator, device=generator.device))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        changed = torch.stack([transform(image) for image in pixels])
+    return cut_out(changed.to(x_BCHW.dtype).div_(255).mul_(high - low).add_(low), generator, length)
+
+
 AUGMENTATIONS: Slot[Augmentation] = Slot(
-    "augmentation", {"none": unchanged, "crop_flip": crop_flip}, ("x_B", "generator")
+    "augmentation",
+    {
+        "none": unchanged,
+        "crop_flip": crop_flip,
+        "crop_flip_cutout": crop_flip_cutout,
+        "crop_flip_randaugment_cutout": crop_flip_randaugment_cutout,
+    },
+    ("x_B", "generator"),
 )
+COLOURS = ("black", "white")
+
+
+def coloured(choice: Chosen, colours: Sequence[Sequence[float]]) -> Chosen:
+    """The augmentation with the data set's normalised values of black and white, if it asks for them by these names."""
+    own = AUGMENTATIONS.options_of(choice.name)
+    asked = {name: list(value) for name, value in zip(COLOURS, colours, strict=True) if name in own}
+    given = {name: value for name, value in choice.options if value is not None}
+    return replace(choice, options=tuple(sorted({**asked, **given}.items()))) if asked else choice
 
 
 def augmentation(choice: Chosen) -> Augmentation | None:
     """The chosen augmentation, built-in or the user's own; None for `none`."""
     return None if choice == NO_AUGMENTATION else AUGMENTATIONS.make(choice)
+
+
+TRIED_SAMPLES = 4
+"""Number of training samples on which augmentation and objective are tested before anything is written."""
+
+
+def tried_samples(dataset: Dataset) -> tuple[Tensor, Tensor]:
+    """The first training samples, on which code is tested before a run begins."""
+    return dataset.tensors("train", np.arange(min(TRIED_SAMPLES, dataset.num_samples("train"))))
 
 
 def check_augmentation(choice: Chosen, x_B: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Consistency checks of the data options that need no data."""
 
+from fedloom.platform.data.augment import AUGMENTATIONS
 from fedloom.platform.data.config import BY_LABEL, PARTITIONS, DataConfig
 from fedloom.platform.data.sources import DATASETS, data_choices
 from fedloom.platform.settings import check_settings
@@ -32,7 +33,7 @@ def _check_partition(partition: str, dataset: str) -> None:
 def _check_kind(config: DataConfig) -> None:
     if config.dataset not in TEXTS and config.sequence_length is not None:
         raise ValueError(f"data.sequence_length={config.sequence_length}: {config.dataset} holds images; leave it out")
-    if config.dataset in TEXTS and config.augment == "crop_flip":
+    if config.dataset in TEXTS and config.augment != "none" and config.augment in AUGMENTATIONS.known:
         raise ValueError(f"data.augment={config.augment}: {config.dataset} is text; must be none")
 
 

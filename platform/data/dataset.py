@@ -161,6 +161,12 @@ class Dataset:
         inputs = stored.to(torch.float32, copy=True) if room is None else room.copy_(stored)
         return inputs.mul_(factor).sub_(shift)
 
+    @property
+    def colours(self) -> tuple[list[float], list[float]]:
+        """Per channel, the normalised values of the stored values 0 and `scale`: of black and white images."""
+        black = [-mean / std for mean, std in zip(self.mean, self.std, strict=True)]
+        return black, [low + 1 / std for low, std in zip(black, self.std, strict=True)]
+
     def _tokens(self, part: str, kind: str, indices: IntArray) -> Tensor:
         return torch.from_numpy(self._array(part, kind)[indices].astype(np.int64))
 

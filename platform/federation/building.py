@@ -8,7 +8,7 @@ import numpy as np
 
 from fedloom.platform.clients.objectives import OBJECTIVES, check_objective
 from fedloom.platform.clients.worker import WorkerSpec
-from fedloom.platform.data.augment import check_augmentation
+from fedloom.platform.data.augment import check_augmentation, coloured, tried_samples
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
@@ -34,10 +34,6 @@ from fedloom.tiers.tier import Tier, make_tiers
 TOP_TIER_MACS_PER_S = 2e10
 """Assumed training speed of a recent phone; lower tiers are slower in proportion to their budgets."""
 
-TRIED_SAMPLES = 4
-"""Number of training samples on which augmentation and objective are tested before anything is written."""
-
-
 Check = Callable[[SearchSpace], object]
 """Raises ValueError for a space that cannot be used, before data is prepared, which may take minutes."""
 
@@ -46,7 +42,6 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
     """Prepares (or opens) data and partition, and computes cost tables, tiers and devices.
 
     `costs` are the stored tables of a resumed run; they are measured if not given. `check` is called with the space.
-
     Raises ValueError for an invalid configuration: missing data, impossible budgets, shares that do not sum to 1.
     """
     _, augment = data_choices(config.data)
@@ -56,6 +51,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
     dataset_path = prepare_dataset(config.data)
     dataset = _opened(dataset_path)
     _check_fit(space, dataset, config)
+    augment = coloured(augment, dataset.colours)
     partition_path = prepare_partition(config.data, dataset, config.seed_for("partition"))
     costs = costs or measure_costs(config.tiers, space)
     cost_table, macs_table = costs.budget, costs.macs
@@ -96,7 +92,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
 
 def _try_on_data(data: FederatedData, augment: Chosen, objective: Chosen, num_classes: int) -> None:
     """Raises a one-line ValueError for an augmentation or an objective that does not fit the data."""
-    x, y = data.dataset.tensors("train", np.arange(min(TRIED_SAMPLES, data.dataset.num_samples("train"))))
+    x, y = tried_samples(data.dataset)
     check_augmentation(augment, x)
     check_objective(objective, y, num_classes)
 

@@ -1,14 +1,17 @@
 """The configuration of a federated training stage: its rounds, its slots, and the clients' local SGD."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fedloom.platform.averaging.server import SERVER_RULES
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES
 from fedloom.platform.clients.local_rules import LOCAL_RULES
 from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.data.augment import AUGMENTATIONS, check_augmentation, coloured, tried_samples
 from fedloom.platform.federation.selection import SELECTION_RULES
 from fedloom.platform.plugins import Chosen, Slot, is_import_path
 from fedloom.platform.settings import (
@@ -22,6 +25,9 @@ from fedloom.platform.settings import (
     Range,
     chosen,
 )
+
+if TYPE_CHECKING:
+    from fedloom.platform.federation.world import World
 
 SCHEDULE_NAMES = ("fixed", "cosine", "step", "steps")
 EPOCHS = Range(least=1, most=100_000)
@@ -51,7 +57,8 @@ class TrainingConfig:
     local_rule: Annotated[str, Brought("local rule"), "correction of the clients' gradients"] = "sgd"
     weighting: Annotated[str, Brought("weighting rule"), "weights of a client's tensors in the mean"] = "fedavg"
     server: Annotated[str, Brought("server rule"), "the server's update from the clients' mean"] = "replace"
-    options: Annotated[dict[str, Any], "options of the four rules above, by their names"] = field(default_factory=dict)
+    augment: Annotated[str | None, Brought("augmentation"), "the stage's augmentation; null: data.augment"] = None
+    options: Annotated[dict[str, Any], "options of the rules above, by their names"] = field(default_factory=dict)
     loss_norms: Annotated[bool, "clients report the root mean square of their samples' losses, for selection"] = False
     evaluate_every: Annotated[int, ZERO_OR_MORE, "rounds between two scores on validation data, 0 for none"] = 0
 
@@ -99,7 +106,20 @@ def rules_of(config: TrainingConfig, key: str, more: Named | None = None) -> Rul
 
 
 def _named(config: TrainingConfig) -> dict[str, tuple[Slot[Any], str]]:
-    return {name: (slot, getattr(config, name)) for name, slot in SLOTS.items()}
+    named = {name: (slot, getattr(config, name)) for name, slot in SLOTS.items()}
+    return named if config.augment is None else {**named, "augment": (AUGMENTATIONS, config.augment)}
+
+
+def own_augmentation(config: TrainingConfig) -> Chosen | None:
+    """The stage's own augmentation with its options, None if it has the data's.
+
+    `rules_of` has checked the options, which belong to the stage's rules as well.
+    """
+    if config.augment is None:
+        return None
+    known = AUGMENTATIONS.options_of(config.augment)
+    options = {name: value for name, value in config.options.items() if name in known}
+    return chosen([(AUGMENTATIONS, config.augment)], options, "options")[0]
 
 
 def _check_names(named: Named, key: str) -> None:
@@ -119,6 +139,18 @@ def check_rule_names(config: object, key: str) -> None:
         _check_names({name: pair for name, pair in _named(config).items() if not is_import_path(pair[1])}, key)
     for field_ in fields(config) if is_dataclass(config) else ():
         check_rule_names(getattr(config, field_.name), f"{key}.{field_.name}")
+
+
+def augmentation_of(world: World, config: TrainingConfig) -> Chosen:
+    """The augmentation of the stage's batches, its own or the data's, with what it asks for of the data set."""
+    own = own_augmentation(config)
+    return world.augment if own is None else coloured(own, world.data.dataset.colours)
+
+
+def check_own_augmentation(world: World, config: TrainingConfig) -> None:
+    """Raises a one-line ValueError if the stage's own augmentation does not fit the data."""
+    if config.augment is not None:
+        check_augmentation(augmentation_of(world, config), tried_samples(world.data.dataset)[0])
 
 
 def cohort_size(config: TrainingConfig, num_clients: int) -> int:

@@ -7,7 +7,7 @@ from fedloom.platform.federation.planning import TRAINING, expected_macs
 from fedloom.platform.federation.stage import Plan
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import SUPERNET
-from fedloom.platform.federation.training_config import local_sgd
+from fedloom.platform.federation.training_config import augmentation_of, local_sgd
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.personal import begun
 from fedloom.platform.methods.silo.scoring import TrainAndScore
@@ -49,7 +49,7 @@ class GainStage(ClientEvaluation):
     def __init__(self, world: World, config: GainConfig, train: SiloTrainingConfig, space: HasSubspaces) -> None:
         self.world, self.config, self.space = world, config, space
         self.silos = range(world.num_clients if config.clients is None else config.clients)
-        self.local = replace(local_sgd(train, 0, world.augment), lr=config.lr, epochs=config.epochs)
+        self.local = replace(local_sgd(train, 0, augmentation_of(world, train)), lr=config.lr, epochs=config.epochs)
 
     def rounds_left(self, state: RunState) -> int:
         """One round per silo's architecture."""

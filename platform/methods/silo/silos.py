@@ -18,6 +18,7 @@ from fedloom.platform.federation.training_config import (
     SCHEDULE_NAMES,
     Rules,
     TrainingConfig,
+    augmentation_of,
     check_training,
     local_sgd,
     rules_of,
@@ -88,7 +89,7 @@ class AdaptationConfig:
 def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig, rate: float) -> LocalSGD:
     """Hyper-parameters of the adaptation, with the learning rate `rate` if the configuration has none."""
     lr = rate if config.lr is None else config.lr
-    return replace(local_sgd(train, 0, world.augment), epochs=config.epochs, lr=lr)
+    return replace(local_sgd(train, 0, augmentation_of(world, train)), epochs=config.epochs, lr=lr)
 
 
 def pair_outcome(

@@ -45,7 +45,7 @@ from fedloom.platform.methods.stages.tier_search import TierSearchConfig, TierSe
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, Brought, OneOf, Range
 from fedloom.platform.spaces.offers import HasSubspaces, with_subspaces
-from fedloom.platform.spaces.slices import Subspace, Weights, extract, subspace_id
+from fedloom.platform.spaces.slices import Architecture, Subspace, Weights, extract, subspace_id
 from fedloom.tiers.costs import size_of
 
 FROM_SUPERNET = "supernet_init"
@@ -221,21 +221,30 @@ def _check_tiers(world: World, config: SupernetConfig, budget: CommunicationBudg
         path_sampler(config.paths, table, subspace, tier.upper)
 
 
-def tier_stage(world: World, config: TrainingConfig, tier: int, model: str, key: str) -> TrainingStage:
-    """Stage 3, or rand-init: FedAvg of a tier's winner on the clients of the tier and above."""
+def tier_stage(
+    world: World, config: TrainingConfig, tier: int, model: str, key: str, given: Architecture | None = None
+) -> TrainingStage:
+    """FedAvg of one architecture on the clients of a tier and above.
+
+    It is the tier's winner (stage 3, from the supernet's weights; rand-init, from fresh ones), or a given one, from
+    fresh weights.
+    """
     name, space = world.tiers[tier].name, world.space
     rules = rules_of(config, key)
 
+    def chosen(state: RunState) -> Architecture | None:
+        return winner_of(state, name) if given is None else given
+
     def subnet(state: RunState) -> Subnet:
-        architecture = winner_of(state, name)
+        architecture = chosen(state)
         assert architecture is not None, "a stage without a winner has no rounds"
         return Subnet(architecture, stand_alone=True)
 
     def initial(state: RunState) -> Weights | None:
-        architecture = winner_of(state, name)
+        architecture = chosen(state)
         if architecture is None:  # a tier without a model
             return None
-        if model == "rand_init":
+        if model == "rand_init" or given is not None:
             draw = from_generator(world, lambda g: space.initial_subnet_weights(architecture, g), model, name)
             return draw(state)
         cut = extract(state.weights(SUPERNET), space.slices(architecture))
@@ -245,7 +254,7 @@ def tier_stage(world: World, config: TrainingConfig, tier: int, model: str, key:
         return Train(subnet(round_.state), round_.local, rules.weighting, rule=rules.local)
 
     def macs(state: RunState) -> float:
-        architecture, bounds = winner_of(state, name), world.tiers[tier]
+        architecture, bounds = chosen(state), world.tiers[tier]
         if architecture is None:  # not searched yet
             return expected_macs(world, world.cost_table, bounds.lower, bounds.upper)
         return world.macs_table.cost(architecture)

@@ -1,0 +1,165 @@
+"""Cutout and RandAugment, and augmentations of single stages."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom.platform.data.augment import (
+    AUGMENTATIONS,
+    augmentation,
+    check_augmentation,
+    coloured,
+    crop_flip,
+    crop_flip_cutout,
+    cut_out,
+)
+from fedloom.platform.data.config import DataConfig
+from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.federation.building import build_world
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.training_config import TrainingConfig, augmentation_of, own_augmentation, rules_of
+from fedloom.platform.plugins import Chosen
+
+RANDOM = "crop_flip_randaugment_cutout"
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def reference_cutout(x: Tensor, generator: torch.Generator, length: int) -> Tensor:
+    """One pixel at a time."""
+    B, _, H, W = x.shape
+    rows = torch.randint(0, H, (B, 1), generator=generator).flatten().tolist()
+    columns = torch.randint(0, W, (B, 1), generator=generator).flatten().tolist()
+    out = x.clone()
+    for b in range(B):
+        for h in range(H):
+            for w in range(W):
+                top, left = rows[b] - length // 2, columns[b] - length // 2
+                if top <= h < top + length and left <= w < left + length:
+                    out[b, :, h, w] = 0
+    return out
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 30])
+def test_cutout_equals_the_slow_reference(length: int) -> None:
+    x = torch.arange(5 * 3 * 8 * 9, dtype=torch.float32).view(5, 3, 8, 9) + 1
+    assert torch.equal(cut_out(x, seeded(1), length), reference_cutout(x, seeded(1), length))
+
+
+def test_cutout_follows_crop_and_flip() -> None:
+    x = torch.randn(6, 3, 32, 32, generator=seeded(9))
+    generator = seeded(2)
+    expected = cut_out(crop_flip(x, generator), generator, 16)
+    assert torch.equal(crop_flip_cutout(x, seeded(2)), expected)
+    removed = (crop_flip_cutout(torch.ones(400, 1, 32, 32), seeded(3), length=16) == 0).double().mean().item()
+    # A 16 x 16 square whose centre is uniform covers (.4375)^2 of 32 x 32 on average, 12 of 16 per axis being inside.
+    assert removed > (15.99 / 32 * 12 / 16) ** 2
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> tuple[Dataset, Tensor]:
+    generator = np.random.default_rng(0)
+    parts = {f"{part}_x": generator.integers(0, 256, (40, 3, 12, 12)).astype(np.uint8) for part in ("train", "test")}
+    np.savez(tmp_path / "images.npz", **parts, train_y=np.arange(40) % 4, test_y=np.arange(40) % 4)
+    config = DataConfig(dataset="npz", cache=str(tmp_path / "cache"), options={"path": str(tmp_path / "images.npz")})
+    dataset = Dataset.open(prepare_dataset(config))
+    return dataset, dataset.tensors("train", np.arange(8))[0]
+
+
+def test_randaugment_works_on_the_pixels(images: tuple[Dataset, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, x = images
+    seen: list[Tensor] = []
+
+    def kept(image: Tensor) -> Tensor:
+        seen.append(image)
+        return image
+
+    choice = coloured(Chosen(RANDOM), dataset.colours)
+    monkeypatch.setattr("torchvision.transforms.v2.RandAugment", lambda *_given: kept)
+    result = augmentation(choice)(x, seeded(4))  # type: ignore[misc]
+    generator = seeded(4)
+    moved = crop_flip(x, generator)
+    torch.randint(0, 2**62, (), generator=generator)
+    # An image that is not changed keeps its values, but that the padding (the mean colour) is rounded to a pixel.
+    torch.testing.assert_close(result, cut_out(moved, generator, 16), atol=0.5 / 255 / min(dataset.std), rtol=0)
+    assert {image.dtype for image in seen} == {torch.uint8}
+    assert [tuple(image.shape) for image in seen] == [(3, 12, 12)] * 8
+    stored, _ = dataset.stored("train", np.arange(8))
+    assert set(seen[0].flatten().tolist()) <= {*stored[0].flatten().tolist(), *range(110, 145)}
+
+
+def test_randaugment_follows_its_generator_alone(images: tuple[Dataset, Tensor]) -> None:
+    dataset, x = images
+    augment = augmentation(coloured(Chosen(RANDOM, (("magnitude", 20),)), dataset.colours))
+    assert augment is not None
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = augment(x, seeded(5))
+    assert torch.equal(torch.get_rng_state(), before), "torch's global generator is left as it was"
+    torch.manual_seed(2)
+    assert torch.equal(augment(x, seeded(5)), first)
+    assert not torch.equal(augment(x, seeded(6)), first)
+    assert first.shape == x.shape
+    assert first.dtype == x.dtype
+    black, white = (torch.tensor(colour).view(-1, 1, 1) for colour in dataset.colours)
+    assert bool((first >= black - 1e-5).all())
+    assert bool((first <= white + 1e-5).all())
+
+
+def test_colours_are_those_of_the_data_set(images: tuple[Dataset, Tensor]) -> None:
+    dataset, _ = images
+    stored = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 3, 12, 12)
+    expected = dataset.normalised(stored)[:, :, 0, 0].tolist()
+    assert np.allclose(dataset.colours, expected, atol=1e-6)
+    assert coloured(Chosen("crop_flip"), dataset.colours) == Chosen("crop_flip")
+    own = dict(coloured(Chosen(RANDOM, (("black", [0.0]), ("white", None))), dataset.colours).options)
+    assert own["black"] == [0.0], "what is given stays"
+    assert own["white"] == dataset.colours[1]
+
+
+def test_features_have_no_pixels() -> None:
+    with pytest.raises(ValueError, match="needs images of pixels: the data set has none"):
+        AUGMENTATIONS.make(Chosen(RANDOM))(torch.zeros(2, 3, 8, 8), seeded())
+
+
+# -- per stage --------------------------------------------------------------------------------------------------------
+
+
+def options(**changes: Any) -> TrainingConfig:
+    return TrainingConfig(**changes)
+
+
+def test_a_stage_has_its_own_augmentation_or_the_datas(tmp_path: Path) -> None:
+    config = RunConfig()
+    config.data = DataConfig(cache=str(tmp_path), train_samples=80, test_samples=20, num_clients=4, augment="crop_flip")
+    config.space.name, config.tiers.count = "cnn_digits", 1
+    world = build_world(config)
+    assert augmentation_of(world, options()) == Chosen("crop_flip")
+    assert augmentation_of(world, options(augment="none")) == Chosen("none")
+    cut = options(augment="crop_flip_cutout", options={"length": 3, "server_lr": 0.5}, server="fedavgm")
+    assert augmentation_of(world, cut) == Chosen("crop_flip_cutout", (("length", 3),))
+    assert dict(augmentation_of(world, options(augment=RANDOM)).options)["black"] == world.data.dataset.colours[0]
+
+
+def test_options_of_the_augmentation_stand_among_the_stages() -> None:
+    given = options(augment="crop_flip_cutout", options={"length": 3})
+    assert own_augmentation(given) == Chosen("crop_flip_cutout", (("length", 3),))
+    rules_of(given, "method.train")
+    with pytest.raises(ValueError, match=r"method.train.options.lenght: not an option of .*did you mean 'length'"):
+        rules_of(options(augment="crop_flip_cutout", options={"lenght": 3}), "method.train")
+    with pytest.raises(ValueError, match=r"method.train.options.length: not an option"):
+        rules_of(options(options={"length": 3}), "method.train")
+    with pytest.raises(ValueError, match=r"method.train.augment: unknown augmentation 'cutout'"):
+        rules_of(options(augment="cutout"), "method.train")
+
+
+def test_a_stages_augmentation_has_to_fit_the_data() -> None:
+    with pytest.raises(ValueError, match="is for images: the data set has none"):
+        check_augmentation(Chosen("crop_flip_cutout"), torch.zeros(2, 7))
