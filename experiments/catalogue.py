@@ -54,7 +54,7 @@ def _with_options(config: RunConfig) -> Iterator[Setting]:
     for setting in settings:
         slot = slot_of(setting.allowed.kind) if isinstance(setting.allowed, Brought) else None
         above = [p for p in places if setting.key.startswith(f"{p}.")]
-        if slot is not None and above:
+        if slot is not None and above and setting.default is not None:
             place = max(above, key=len)
             options[place] += _options_of(slot, setting.default, f"{place}.options")
     for setting in settings:

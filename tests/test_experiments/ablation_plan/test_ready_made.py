@@ -23,12 +23,16 @@ FITTING = {
     "beta_schedule": "superfednas_digits",
     "comm_budget": "fedoras_digits",
     "distribution_averaging": "superfednas_digits",
+    "fedoras_alpha": "fedoras_digits",
     "init": "fedoras_digits",
     "participation": "fedoras_digits",
     "search": "fedoras_digits",
     "spider_lambda": "spider_digits",
     "tier_split": "fedoras_digits",
 }
+
+SEEDS = {"fedoras_alpha": (1, 2, 3, 4)}
+"""Of ablations that have other seeds than 1 and 2."""
 
 AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
     "alpha": ({"alpha": (100.0, 1.0, 0.1)}, {"alpha": 1.0}),
@@ -37,14 +41,15 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
         {"beta_0": 0.9, "decay": "cosine", "decay_share": 0.8},
     ),
     "comm_budget": (
-        {"budget": (1.0, 0.5, 0.25), "averaging": ("opa", "fedavg", "plain")},
+        {"budget": (1.0, 0.5, 0.25), "averaging": ("opa", "fedavg", "whole fedavg", "plain")},
         {"budget": 0.5, "averaging": "opa"},
     ),
     "distribution_averaging": (
         {"heuristic": ("overlap + R", "overlap + S", "overlap + TS", "MaxNet")},
         {"heuristic": "MaxNet"},
     ),
-    "init": ({"rounds": ("5 rounds", "15 rounds", "30 rounds")}, {"rounds": "30 rounds"}),
+    "fedoras_alpha": ({"alpha": (1000.0, 1.0, 0.1)}, {"alpha": 1.0}),
+    "init": ({"rounds": ("5 rounds", "15 rounds", "30 rounds", "30 rounds each")}, {"rounds": "30 rounds"}),
     "participation": ({"clients_per_round": (4, 8, 16)}, {}),
     "search": (
         {"searcher": ("nsga2", "random", "federated"), "validation_share": (1.0, 0.5, 0.2)},
@@ -82,12 +87,13 @@ def test_every_point_is_run_with_every_seed(name: str, ready_made: Mapping[str, 
     assert dict(ablation.axes) == axes
     assert list(ablation.axes) == list(axes)
     assert dict(ablation.reference) == reference
-    assert (ablation.name, ablation.experiment, ablation.seeds) == (name, FITTING[name], (1, 2))
-    assert len(ablation.trials) == 2 * math.prod(len(values) for values in axes.values())
+    seeds = SEEDS.get(name, (1, 2))
+    assert (ablation.name, ablation.experiment, ablation.seeds) == (name, FITTING[name], seeds)
+    assert len(ablation.trials) == len(seeds) * math.prod(len(values) for values in axes.values())
     assert [t.index for t in ablation.trials] == list(range(len(ablation.trials)))
-    assert [t.seed for t in ablation.trials] == [1, 2] * (len(ablation.trials) // 2)
+    assert [t.seed for t in ablation.trials] == [*seeds] * (len(ablation.trials) // len(seeds))
     points = [tuple(t.setting[axis] for axis in axes) for t in ablation.trials]
-    assert len(set(points)) * 2 == len(points)
+    assert len(set(points)) * len(seeds) == len(points)
     assert all(value in axes[axis] for t in ablation.trials for axis, value in t.setting.items())
 
 
@@ -95,9 +101,10 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
     assert {name: len(ablation.trials) for name, ablation in ready_made.items()} == {
         "alpha": 6,
         "beta_schedule": 24,
-        "comm_budget": 18,
+        "comm_budget": 24,
         "distribution_averaging": 8,
-        "init": 6,
+        "fedoras_alpha": 12,
+        "init": 8,
         "participation": 6,
         "search": 18,
         "spider_lambda": 8,
@@ -133,14 +140,17 @@ def test_distribution_averaging_has_the_four_pairs_of_the_paper(ready_made: Mapp
 
 def test_comm_budget_crosses_the_budget_with_the_averaging(ready_made: Mapping[str, Ablation]) -> None:
     trials = ready_made["comm_budget"].trials
-    keys = ("method.train.communication.value", "method.train.weighting", "method.train.communication.unit", "seed")
+    train = "method.train"
+    keys = (f"{train}.communication.value", f"{train}.weighting", f"{train}.communication.unit", "seed")
     assert [tuple(at(t.config, key) for key in keys) for t in trials] == [
         (budget, rule, "fraction", seed)
         for budget in (1.0, 0.5, 0.25)
-        for rule in ("opa", "fedavg", "plain")
+        for rule in ("opa", "fedavg", "fedavg_whole", "plain")
         for seed in (1, 2)
     ]
     assert all(at(t.config, "method.rand_init.rounds") == 0 for t in trials)
+    fewest = {at(t.config, f"{train}.weighting"): at(t.config, f"{train}.min_contributors") for t in trials}
+    assert fewest == {"opa": 2, "fedavg": 2, "fedavg_whole": 1, "plain": 2}
 
 
 def test_tier_split_sets_counts_shares_and_rho(ready_made: Mapping[str, Ablation]) -> None:
@@ -164,7 +174,10 @@ def test_search_has_three_searchers_and_shares(ready_made: Mapping[str, Ablation
 
 def test_the_others_vary_one_thing(ready_made: Mapping[str, Ablation]) -> None:
     rounds = ("method.finetune.rounds", "method.rand_init.rounds")
-    assert settings_of(ready_made["init"]) == [tuple(f"{key}={n}" for key in rounds) for n in (5, 15, 30)]
+    numbers = ((5, 60), (15, 60), (30, 60), (30, 30))
+    assert settings_of(ready_made["init"]) == [
+        tuple(f"{key}={n}" for key, n in zip(rounds, pair, strict=True)) for pair in numbers
+    ]
     assert settings_of(ready_made["spider_lambda"]) == [
         (f"method.train.pull={v}",) for v in ("0.0", "0.01", "0.1", "1.0")
     ]
