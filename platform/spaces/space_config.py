@@ -35,6 +35,8 @@ class SpaceConfig:
     ] = None
     width_multiplier: Annotated[float | None, Range(above=0, most=1000), "factor on all channels"] = None
     norm: Annotated[str | None, NOT_EMPTY, "normalisation, such as batch or none"] = None
+    initialisation: Annotated[str | None, NOT_EMPTY, "resnet: convolutions start as torch's or he's"] = None
+    bias: Annotated[bool | None, "resnet: whether convolutions have biases"] = None
     channels: Annotated[int | None, CHANNELS, "channels of the first cells or blocks"] = None
     embedding_size: Annotated[int | None, CHANNELS, "size of a token's embedding"] = None
     blocks: Annotated[list[int] | None, UP_TO_A_THOUSAND, "blocks per stage"] = None

@@ -7,6 +7,7 @@ import pytest
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.presets import experiments
 from fedloom.platform.federation.building import build_world
+from fedloom.platform.federation.training_config import learning_rate
 from fedloom.platform.runs.run import planned_stages
 
 IMAGES = [n for n in experiments() if n.startswith(("superfednas_c", "ifedavg"))]
@@ -49,3 +50,25 @@ def test_the_papers_family_is_the_one_of_the_presets() -> None:
     assert compose_config(["experiment=superfednas_cinic10"]).method.train.clients_per_round == 40
     assert compose_config(["experiment=superfednas_cifar100"]).method.train.rounds == 2000
     assert compose_config(["experiment=ifedavg_cifar10"]).method.separately
+
+
+@pytest.mark.parametrize(("name", "rate"), [("shakespeare", 4.0), ("ptb", 0.4)])
+def test_texts_still_learn_at_round_40(name: str, rate: float) -> None:
+    config = compose_config([f"experiment=superfednas_{name}"])
+    train = config.method.train
+    participation = train.clients_per_round / config.data.num_clients
+    # A client's 50 local epochs are ten of its rounds of five epochs, and it takes part in C of all rounds.
+    assert train.step_rounds == pytest.approx(10 / participation, rel=0.02)
+    assert learning_rate(train, 40) == pytest.approx(rate)
+    assert (
+        learning_rate(
+            compose_config([f"experiment=superfednas_{name}", "method.train.schedule=fixed"]).method.train,
+            train.rounds - 1,
+        )
+        == 4.0
+    )
+
+
+def test_images_are_clipped_as_the_authors_ran_them() -> None:
+    presets = ["superfednas_cifar10", "superfednas_cifar100", "superfednas_cinic10", "ifedavg_cifar10"]
+    assert {compose_config([f"experiment={name}"]).method.train.clip_norm for name in presets} == {10.0}
