@@ -8,6 +8,7 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.presets import experiments
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.training_config import learning_rate
+from fedloom.platform.methods.stages.target_search import targets_of
 from fedloom.platform.runs.run import planned_stages
 
 IMAGES = [n for n in experiments() if n.startswith(("superfednas_c", "ifedavg"))]
@@ -72,3 +73,19 @@ def test_texts_still_learn_at_round_40(name: str, rate: float) -> None:
 def test_images_are_clipped_as_the_authors_ran_them() -> None:
     presets = ["superfednas_cifar10", "superfednas_cifar100", "superfednas_cinic10", "ifedavg_cifar10"]
     assert {compose_config([f"experiment={name}"]).method.train.clip_norm for name in presets} == {10.0}
+
+
+def test_the_bins_of_the_papers_tables_are_targets_of_the_presets(tmp_path: Path) -> None:
+    names = ["superfednas_cifar10", "superfednas_cifar100", "superfednas_cinic10"]
+    for name in names:
+        config = compose_config([f"experiment={name}", *MADE_UP, "space.num_classes=10", f"results={tmp_path}"])
+        bins = [(t.interval.lower, t.interval.upper) for t in targets_of(build_world(config), config.method.search)]
+        assert bins == [(0.45e9, 0.95e9), (0.95e9, 1.45e9), (1.45e9, 2.45e9), (2.45e9, 3.75e9)]
+
+
+def test_twenty_targets_of_fig_4_hold_a_subnet_each(tmp_path: Path) -> None:
+    config = compose_config(["experiment=superfednas_cifar10_20targets", *MADE_UP, f"results={tmp_path}"])
+    world = build_world(config)
+    targets = targets_of(world, config.method.search)
+    assert len(targets) == 20
+    assert [s.name for s in planned_stages(world)] == ["supernet", "search/samples", "search/winners", "evaluation"]
