@@ -42,6 +42,9 @@ class SpaceConfig:
     blocks: Annotated[list[int] | None, UP_TO_A_THOUSAND, "blocks per stage"] = None
     kernel_size: Annotated[int | None, UP_TO_A_THOUSAND, "kernel size of the temporal convolutions"] = None
     dropout: Annotated[float | None, Range(least=0, below=1), "dropout probability"] = None
+    embedding_dropout: Annotated[
+        float | None, Range(least=0, below=1), "dropout probability of the embedding; null: dropout"
+    ] = None
     tied: Annotated[bool | None, "whether embedding and output share their weights"] = None
     cells: Annotated[int | None, UP_TO_A_THOUSAND, "number of cells"] = None
     nodes: Annotated[int | None, Range(least=1, most=100), "number of intermediate nodes per cell"] = None

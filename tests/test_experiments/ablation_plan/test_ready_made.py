@@ -27,6 +27,8 @@ FITTING = {
     "participation": "fedoras_digits",
     "search": "fedoras_digits",
     "spider_lambda": "spider_digits",
+    "superfed_alpha": "superfednas_digits",
+    "superfed_participation": "superfednas_digits",
     "tier_split": "fedoras_digits",
 }
 
@@ -51,6 +53,8 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
         {"searcher": "nsga2", "validation_share": 1.0},
     ),
     "spider_lambda": ({"lambda": (0.0, 0.01, 0.1, 1.0)}, {"lambda": 0.01}),
+    "superfed_alpha": ({"alpha": ("alpha 100", "alpha 1", "alpha .1")}, {}),
+    "superfed_participation": ({"participation": ("C = .2", "C = .4", "C = .8")}, {}),
     "tier_split": (
         {"split": ("4 equal", "2 equal", "3 equal", "4 mostly small", "4 mostly large", "4 by devices", "4 low rho")},
         {"split": "4 equal"},
@@ -82,12 +86,14 @@ def test_every_point_is_run_with_every_seed(name: str, ready_made: Mapping[str, 
     assert dict(ablation.axes) == axes
     assert list(ablation.axes) == list(axes)
     assert dict(ablation.reference) == reference
-    assert (ablation.name, ablation.experiment, ablation.seeds) == (name, FITTING[name], (1, 2))
-    assert len(ablation.trials) == 2 * math.prod(len(values) for values in axes.values())
+    assert (ablation.name, ablation.experiment) == (name, FITTING[name])
+    seeds = [1, 2, 3] if name.startswith("superfed_") else [1, 2]
+    assert list(ablation.seeds) == seeds
+    assert len(ablation.trials) == len(seeds) * math.prod(len(values) for values in axes.values())
     assert [t.index for t in ablation.trials] == list(range(len(ablation.trials)))
-    assert [t.seed for t in ablation.trials] == [1, 2] * (len(ablation.trials) // 2)
+    assert [t.seed for t in ablation.trials] == seeds * (len(ablation.trials) // len(seeds))
     points = [tuple(t.setting[axis] for axis in axes) for t in ablation.trials]
-    assert len(set(points)) * 2 == len(points)
+    assert len(set(points)) * len(seeds) == len(points)
     assert all(value in axes[axis] for t in ablation.trials for axis, value in t.setting.items())
 
 
@@ -101,6 +107,8 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
         "participation": 6,
         "search": 18,
         "spider_lambda": 8,
+        "superfed_alpha": 9,
+        "superfed_participation": 9,
         "tier_split": 14,
     }
 
@@ -169,6 +177,14 @@ def test_the_others_vary_one_thing(ready_made: Mapping[str, Ablation]) -> None:
         (f"method.train.pull={v}",) for v in ("0.0", "0.01", "0.1", "1.0")
     ]
     assert settings_of(ready_made["alpha"]) == [(f"data.alpha={v}",) for v in ("100.0", "1.0", "0.1")]
+    assert settings_of(ready_made["superfed_alpha"]) == [
+        (f"data.alpha={alpha}", f"method.train.rounds={n}")
+        for alpha, n in (("100.0", 1500), ("1.0", 1500), ("0.1", 2500))
+    ]
+    assert settings_of(ready_made["superfed_participation"]) == [
+        (f"method.train.clients_per_round={c}", f"method.train.rounds={n}")
+        for c, n in ((4, 1500), (8, 1500), (16, 1000))
+    ]
     assert settings_of(ready_made["participation"]) == [(f"method.train.clients_per_round={v}",) for v in (4, 8, 16)]
 
 
