@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fedloom.experiments.terminal.exit_codes import CONFIGURATION
+from fedloom.platform.search.criterion import METRICS
 from fedloom.platform.settings import POSITIVE, Range
 from fedloom.platform.words import MOST_SAID, shown
 
@@ -324,6 +325,7 @@ def _add_search(search: argparse.ArgumentParser) -> None:
     samples = _number(int, Range(least=1, most=1_000_000))
     search.add_argument("--samples", type=samples, help="subnets to measure, if more than the run did")
     tau = _number(float, Range(least=-1, most=1))
+    search.add_argument("--metric", choices=METRICS.names, help="what subnets are ranked by, if not as in the run")
     search.add_argument("--min-tau", type=tau, help="what Kendall's tau the predictors must reach")
 
 

@@ -317,7 +317,7 @@ def _search(args: argparse.Namespace) -> int:
     from fedloom.experiments.runs.search import load_trained, search_trained, show
 
     results = _here(args, [args.run], tensors=True)
-    trained = load_trained(results, args.run).changed(samples=args.samples, min_tau=args.min_tau)
+    trained = load_trained(results, args.run).changed(samples=args.samples, min_tau=args.min_tau, metric=args.metric)
     found = search_trained(trained, args.macs, args.latency_s)
     show(trained, found, len(args.macs) + len(args.latency_s), as_json=args.json)
     return OK

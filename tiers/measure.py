@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 MEASURES: Final = {"macs": "sum", "parameters": "sum", "activation_bytes": "max", "latency_s": "sum"}
 """The measures of cost tables and how the costs of parts are joined (`CostTable.reduce`)."""
 
+COUNTED_AS_MACS: Final = "convolutions and matrix products only (no norms, activations, pooling, additions)"
+"""The operations whose multiply-accumulates count, as in `torch.utils.flop_counter`."""
+
 
 @dataclass(frozen=True)
 class Latency:

@@ -40,7 +40,7 @@ class Subnet:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Quality of a predictor on held-out subnets, over the seeds of a setting; `measure` is accuracy or latency_s."""
+    """A predictor on held-out subnets over the seeds of a setting; `measure` is accuracy, loss or latency_s."""
 
     measure: str
     kendall_tau: Estimate | None
@@ -125,7 +125,7 @@ def _predictors(evaluations: pd.DataFrame) -> Iterable[Predictor]:
     rows = evaluations[(evaluations["model"] == "predictor").fillna(False).astype(bool)]
     groups = rows.groupby("metric", sort=False)
     values = {str(name): estimate_by_seed(group["value"], group[SEEDS]) for name, group in groups}
-    for measure in ("accuracy", "latency_s"):
+    for measure in ("accuracy", "loss", "latency_s"):
         if f"predictor_kendall_tau_{measure}" in values:
             figures = (values.get(f"predictor_{name}_{measure}") for name in ("kendall_tau", "mae", "held_out"))
             yield Predictor(measure, *figures)

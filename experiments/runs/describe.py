@@ -10,6 +10,7 @@ from fedloom.platform.federation.building import sampled_costs, split_into_tiers
 from fedloom.platform.federation.costs import measure_costs
 from fedloom.platform.spaces.registry import build_space
 from fedloom.tiers.bounds import share_of_models
+from fedloom.tiers.measure import COUNTED_AS_MACS
 
 
 def describe(overrides: Sequence[str]) -> dict[str, Any]:
@@ -34,6 +35,7 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
         "architectures": space.num_architectures,
         "parameters": {"fixed": int(parameters.fixed), "largest": int(parameters.largest)},
         "macs": {"fixed": int(macs.fixed), "smallest": int(macs.smallest), "largest": int(macs.largest)},
+        "macs_count": COUNTED_AS_MACS,
         "tier_cost": cost.measure,
         "tier_upper_bounds": uppers,
         "share_of_models": [float(s) for s in np.round(share_of_models(costs, uppers), 6)],

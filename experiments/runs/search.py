@@ -39,7 +39,7 @@ class Trained:
     weights: Weights
     samples: tuple[Sample, ...]
 
-    def changed(self, **settings: float | None) -> "Trained":
+    def changed(self, **settings: float | str | None) -> "Trained":
         """A copy with changed settings of the search; None keeps the run's own setting."""
         given = {name: value for name, value in settings.items() if value is not None}
         return replace(self, config=replace(self.config, **given))  # type: ignore[arg-type]
@@ -54,7 +54,9 @@ def search_trained(trained: Trained, macs: Sequence[float], latency_s: Sequence[
     """
     if not macs and not latency_s:
         raise ValueError("give at least one target: --macs 1e9 or --latency-s 0.02")
-    config = replace(trained.config, macs=list(macs), latency_s=list(latency_s), front=0, predictor="mlp")
+    config = replace(
+        trained.config, macs=list(macs), macs_above=[], latency_s=list(latency_s), front=0, predictor="mlp"
+    )
     samples = trained.samples if len(trained.samples) >= config.samples else ()
     return search_supernet(trained.world, config, trained.weights, samples, make_serial(trained.world))
 
@@ -118,12 +120,14 @@ def show(trained: Trained, found: Sequence[Found], asked: int, as_json: bool) ->
     if as_json:
         write_json({"run_id": trained.run_id, "found": values, "not_found": asked - len(found)})
         return
-    table = Table(box=None)
-    for column in ("target", "subnet", "MACs", "params", "predicted", "validation", "latency ms"):
+    table, by_loss = Table(box=None), trained.config.metric == "loss"
+    predicted, validation = ("predicted loss", "validation loss") if by_loss else ("predicted", "validation")
+    for column in ("target", "subnet", "MACs", "params", predicted, validation, "latency ms"):
         table.add_column(column, justify="left" if column in ("target", "subnet") else "right")
     for v in values:
         latency = "" if v["latency_s"] is None else f"{1000 * v['latency_s']:.2f}"
-        figures = (f"{v['macs']:.4g}", f"{v['parameters']:.4g}", f"{v['predicted']:.4f}", f"{v['metric']:.4f}", latency)
+        measured = v["loss" if by_loss else "metric"]
+        figures = (f"{v['macs']:.4g}", f"{v['parameters']:.4g}", f"{v['predicted']:.4f}", f"{measured:.4f}", latency)
         table.add_row(v["target"], v["label"], *figures)
     console().print(table)
     if asked > len(found):

@@ -73,6 +73,28 @@ class LastPosition(Objective):
         return len(targets)
 
 
+class LaterPositions(Objective):
+    """Only a text's positions from `skip` on count, which have as much context (Bai et al.'s code)."""
+
+    def __init__(
+        self, *, skip: Annotated[int, UP_TO_A_MILLION, "how many of the first positions do not count"] = 40
+    ) -> None:
+        self.skip = skip
+
+    def targets(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if targets.dim() != 2 or targets.shape[1] <= self.skip:
+            given = f"{targets.shape[1]} positions" if targets.dim() == 2 else "images"
+            raise ValueError(
+                f"objective.name=later_positions with objective.options.skip={self.skip} is for texts of more "
+                f"positions, given {given}"
+            )
+        return outputs[:, :, self.skip :], targets[:, self.skip :]
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        # The end of a text may be a batch of padding alone, of which a mean is not defined.
+        return self.loss_sum(outputs, targets) / torch.as_tensor(self.counted(outputs, targets)).clamp_min(1)
+
+
 class MaskedClasses(Objective):
     """A client's loss ignores the logits of the classes that are absent from its data (HeteroFL).
 
@@ -108,7 +130,13 @@ class TopK(Objective):
 
 OBJECTIVES: Slot[Objective] = Slot(
     "objective",
-    {"classification": Objective, "last_position": LastPosition, "masked_classes": MaskedClasses, "top_k": TopK},
+    {
+        "classification": Objective,
+        "last_position": LastPosition,
+        "later_positions": LaterPositions,
+        "masked_classes": MaskedClasses,
+        "top_k": TopK,
+    },
     (),
     made=True,
 )

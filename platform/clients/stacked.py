@@ -33,12 +33,13 @@ from fedloom.platform.clients.training import (
 from fedloom.platform.data.augment import augment_stack, augmentation
 from fedloom.platform.data.on_device import upload
 from fedloom.platform.spaces.base import SearchSpace, once
-from fedloom.platform.spaces.initialisation import on_meta
+from fedloom.platform.spaces.initialisation import UniformConvolution, on_meta
 from fedloom.platform.spaces.slices import Architecture, architecture_id
 
 TOGETHER = (
-    *(nn.Conv1d, nn.Conv2d, nn.Linear, nn.ReLU, nn.ReLU6, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Flatten),
-    *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.GroupNorm, nn.LayerNorm),
+    *(nn.Conv1d, nn.Conv2d, UniformConvolution, nn.Linear, nn.Flatten, nn.Identity, nn.GroupNorm, nn.LayerNorm),
+    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.Tanh, nn.Sigmoid),
+    *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
 )
 """Layers whose stacked form torch computes in one call, and which treat every sample alone."""
 BY_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d)

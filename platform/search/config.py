@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fedloom.platform.plugins import PluginError, Slot, is_import_path
 from fedloom.platform.search.base import Interval, Searcher
+from fedloom.platform.search.criterion import METRIC_TEXT, METRICS
 from fedloom.platform.search.evolution import EvolutionSearch
 from fedloom.platform.search.own import OwnSearcher, check_searcher
 from fedloom.platform.search.random_search import RandomSearch
@@ -25,6 +26,7 @@ class SearchConfig:
     mutation: Annotated[float, PART, "probability that a gene changes"] = 0.1
     parents: Annotated[float, SHARE, "evolution: number of parents as a share of the population"] = 0.25
     budget: Annotated[int, ONE_OR_MORE, "number of models to score"] = 1000
+    metric: Annotated[str, METRICS, METRIC_TEXT] = "accuracy"
     validation_share: Annotated[float, SHARE, "share of the validation data used for scoring (App. K.1)"] = 1.0
     options: Annotated[dict[str, Any], "options of a user's own searcher, by name"] = field(default_factory=dict)
 

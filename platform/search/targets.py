@@ -10,6 +10,7 @@ import numpy as np
 from fedloom.platform.plugins import Chosen, PluginError
 from fedloom.platform.search.base import Architecture, Interval
 from fedloom.platform.search.constraint import Constraint, PredictedConstraint, TableConstraint
+from fedloom.platform.search.criterion import METRIC_TEXT, METRICS, merit
 from fedloom.platform.search.predicted import predicted_front, search_predicted
 from fedloom.platform.search.predictors import (
     FEWEST_SAMPLES,
@@ -26,6 +27,7 @@ from fedloom.platform.settings import (
     POSITIVE,
     SHARE,
     UP_TO_A_MILLION,
+    ZERO_OR_MORE,
     Brought,
     Range,
     check_settings,
@@ -41,16 +43,21 @@ MEASURES = ("macs", "latency_s")
 class TargetSearchConfig:
     """Search of a trained elastic supernet (SuperFedNAS, stage 2); no client trains.
 
-    Targets are upper bounds in `macs` and `latency_s`; without any, there is one target per tier, its budget.
+    Targets are upper bounds in `macs` and `latency_s`; without any, there is one target per tier, its budget. A target
+    begins `tolerance` below its upper bound, or at its entry of `macs_above` (the bins of SuperFedNAS, Tab. 3).
     """
 
     macs: Annotated[list[float], POSITIVE, "targets: upper bounds on MACs"] = field(default_factory=list)
+    macs_above: Annotated[
+        list[float], ZERO_OR_MORE, "the lower bound of each of macs, which a winner exceeds; empty: see tolerance"
+    ] = field(default_factory=list)
     latency_s: Annotated[list[float], POSITIVE, "targets: upper bounds on seconds per sample on this host"] = field(
         default_factory=list
     )
     tolerance: Annotated[float, Range(above=0, below=1), "share by which a winner may cost less than its target"] = 0.01
+    metric: Annotated[str, METRICS, METRIC_TEXT] = "accuracy"
     predictor: Annotated[
-        str, Brought("predictor"), "the predictor of accuracy and latency; none: measure every candidate"
+        str, Brought("predictor"), "the predictor of the metric and of latency; none: measure every candidate"
     ] = "mlp"
     samples: Annotated[
         int, Range(least=0, most=1_000_000), "number of subnets to fit predictors on; 0 disables the search"
@@ -94,8 +101,8 @@ class Sample:
     latency_s: float | None = None
 
 
-def parse_target(text: str, tolerance: float, macs: CostTable) -> Target:
-    """A target such as `macs=1e9` or `latency_s=0.02`.
+def parse_target(text: str, tolerance: float, macs: CostTable, above: float | None = None) -> Target:
+    """A target such as `macs=1e9` or `latency_s=0.02`; it begins at `above`, or `tolerance` below its bound.
 
     Raises ValueError for another form, and for MACs below the smallest or above the largest subnet.
     """
@@ -106,12 +113,18 @@ def parse_target(text: str, tolerance: float, macs: CostTable) -> Target:
         value = math.nan
     if measure not in MEASURES or not 0 < value < math.inf:
         raise ValueError(f"target {text!r}: give {' or '.join(f'{m}=VALUE' for m in MEASURES)}, such as macs=1e9")
-    if measure == "macs" and not macs.smallest <= value <= macs.largest:
+    # A bin (above, value] may reach beyond the largest subnet, a target by itself may not.
+    outside = value < macs.smallest or (value > macs.largest if above is None else above >= macs.largest)
+    if measure == "macs" and outside:
+        given = text if above is None else f"{text} above {above:.10g}"
         raise ValueError(
-            f"target {text!r}: subnets have {macs.smallest:.10g} (smallest) to {macs.largest:.10g} (largest) MACs; "
+            f"target {given!r}: subnets have {macs.smallest:.10g} (smallest) to {macs.largest:.10g} (largest) MACs; "
             "choose a target in between"
         )
-    return Target(f"{measure}={value:.10g}", measure, Interval(value * (1 - tolerance), value))
+    if above is not None and above >= value:
+        raise ValueError(f"target {text!r}: its lower bound is {above:.10g}; give one below it")
+    lower = value * (1 - tolerance) if above is None else above
+    return Target(f"{measure}={value:.10g}", measure, Interval(lower, value))
 
 
 def check_target_search(config: TargetSearchConfig, key: str) -> None:
@@ -119,6 +132,11 @@ def check_target_search(config: TargetSearchConfig, key: str) -> None:
     check_settings(config, f"{key}.")
     predictor_of(config, key)
     _check_samples(config, key)
+    if config.macs_above and len(config.macs_above) != len(config.macs):
+        raise ValueError(
+            f"{key}.macs_above has {len(config.macs_above)} values for {len(config.macs)} targets of {key}.macs: give "
+            "one for each, or none"
+        )
 
 
 def predictor_of(config: TargetSearchConfig, key: str = "method.search") -> Chosen:
@@ -187,7 +205,7 @@ class Predictors:
 def fit_predictors(
     genome: Genome, samples: Sequence[Sample], config: TargetSearchConfig, seed: int, latency: bool = False
 ) -> Predictors:
-    """Fits predictors of accuracy and, with `latency`, of latency; `refused` is set if a tau is too low.
+    """Fits predictors of merit and, with `latency`, of latency; `refused` is set if a tau is too low.
 
     Raises ValueError if there are too few samples with finite scores.
     """
@@ -197,7 +215,7 @@ def fit_predictors(
     def fitted(what: str, values: Sequence[float]) -> Fitted:
         return fit_predictor(features, np.array(values), seed=seed, ids=(what,), fit=predictor_of(config))
 
-    metric = fitted("metric", [s.metric for s in sound])
+    metric = fitted("metric", [merit(config.metric, s.metric, s.loss) for s in sound])
     seconds = [s.latency_s if s.latency_s is not None else math.nan for s in sound]
     of_latency = fitted("latency_s", seconds) if latency else None
     refused = refusal(metric, config.min_tau, "the metric")
@@ -289,12 +307,19 @@ def front_finalists(
     return {found[i].architecture: found[i].metric for i in places}
 
 
-def choose(target: Target, verified: Sequence[Sample], cost: Mapping[Architecture, float]) -> Sample | None:
-    """The winner among the verified subnets: the best metric, then the smallest loss, then the smallest cost.
+def choose(
+    target: Target, verified: Sequence[Sample], cost: Mapping[Architecture, float], metric: str = "accuracy"
+) -> Sample | None:
+    """The winner among the verified subnets: the best metric, then the other one, then the smallest cost.
 
     For a latency target, only subnets whose measured latency meets it count. None if there are none or all failed.
     """
     sound = [s for s in verified if math.isfinite(s.loss) and math.isfinite(s.metric)]
     if target.measure == "latency_s":
         sound = [s for s in sound if s.latency_s is not None and s.latency_s <= target.interval.upper]
-    return min(sound, key=lambda s: (-s.metric, s.loss, cost[s.architecture], s.architecture), default=None)
+
+    def key(s: Sample) -> tuple[float, float, float, Architecture]:
+        scores = (-s.metric, s.loss) if metric == "accuracy" else (s.loss, -s.metric)
+        return (*scores, cost[s.architecture], s.architecture)
+
+    return min(sound, key=key, default=None)

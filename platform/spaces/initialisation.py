@@ -91,6 +91,14 @@ def _fill(part: nn.Module, own: TensorsByName, generator: torch.Generator) -> No
     raise ValueError(f"no initial values are known for {type(part).__name__}: give it a method initialise_own")
 
 
+class UniformConvolution(nn.Conv2d):
+    """A convolution that starts as torch initialises it (kaiming_uniform with a = sqrt(5))."""
+
+    def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
+        """Weights and biases uniform in +-1/sqrt(fan-in)."""
+        _fill_uniform(tensors_by_name, math.prod(tensors_by_name["weight"].shape[1:]), generator)
+
+
 def _fill_convolution(own: TensorsByName, generator: torch.Generator) -> None:
     for name, tensor in own.items():
         if name == "weight":
@@ -105,9 +113,7 @@ def _fill_norm(own: TensorsByName, _generator: torch.Generator) -> None:
 
 
 def _fill_linear(own: TensorsByName, generator: torch.Generator) -> None:
-    bound = 1 / math.sqrt(max(own["weight"].shape[1], 1))
-    for tensor in own.values():
-        tensor.uniform_(-bound, bound, generator=generator)
+    _fill_uniform(own, own["weight"].shape[1], generator)
 
 
 def _fill_embedding(own: TensorsByName, generator: torch.Generator) -> None:
@@ -116,7 +122,11 @@ def _fill_embedding(own: TensorsByName, generator: torch.Generator) -> None:
 
 def _fill_recurrent(own: TensorsByName, generator: torch.Generator) -> None:
     # weight_hh_l0 is (gates * hidden, hidden): PyTorch's bound is 1/sqrt(hidden).
-    bound = 1 / math.sqrt(own["weight_hh_l0"].shape[1])
+    _fill_uniform(own, own["weight_hh_l0"].shape[1], generator)
+
+
+def _fill_uniform(own: Mapping[str, Tensor], fan: int, generator: torch.Generator) -> None:
+    bound = 1 / math.sqrt(max(fan, 1))
     for tensor in own.values():
         tensor.uniform_(-bound, bound, generator=generator)
 

@@ -10,9 +10,11 @@ from torch.nn import functional as F
 
 from fedloom.platform.spaces.elastic import ElasticNetwork, ElasticSpace
 from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
+from fedloom.platform.spaces.initialisation import UniformConvolution
 from fedloom.platform.spaces.space_config import Spaces, from_design
 
 NORMS = ("none", "batch", "group")
+INITIALISATIONS = ("torch", "he")
 MULTIPLE = 8
 """Channels are multiples of 8, also the group size of group normalisation, so that groups do not depend on width."""
 
@@ -42,7 +44,11 @@ class ResnetDesign:
     `depths` is the largest number of extra blocks per stage, which has 1 to 1 + that many blocks. `expansions` scale a
     block's inner channels; `width_multiplier` scales the stem and all stages. `norm` is none, batch or group.
 
-    Source: SuperFed, Sec. 4.1; OFA's search space.
+    `initialisation` of the convolutions is torch (uniform +-1/sqrt(fan-in)) or he (normal, fan-out), by default torch
+    without norms: they cannot undo He's scale, with which the largest subnet starts at a loss of 5 and a gradient norm
+    of 200 instead of 2.30 and .3. `bias` adds biases to the convolutions.
+
+    Source: SuperFed, Sec. 4.1; OFA's search space; the authors' code (identity norms, no biases, torch's defaults).
     """
 
     name: str = "resnet_elastic"
@@ -55,9 +61,13 @@ class ResnetDesign:
     expansions: tuple[float, ...] = (0.1, 0.14, 0.18, 0.22, 0.25)
     width_multiplier: float = 1.0
     norm: str = "none"
+    initialisation: str | None = None
+    bias: bool = False
 
     def __post_init__(self) -> None:
         norm_of(self.norm)
+        if self.initialisation not in (None, *INITIALISATIONS):
+            raise ValueError(f"space.initialisation={self.initialisation!r}: allowed are {', '.join(INITIALISATIONS)}")
         lengths = {len(self.stage_widths), len(self.stage_strides), len(self.depths)}
         if len(lengths) != 1:
             raise ValueError(
@@ -100,11 +110,16 @@ class ResnetDesign:
         """The number of distinct widths of a stage's blocks."""
         return len({self.mid_channels(stage, width) for width in range(len(self.expansions))})
 
+    @property
+    def layers(self) -> "Layers":
+        """The kind of all convolutions and norms."""
+        as_norm = "torch" if self.norm == "none" else "he"
+        return Layers(self.norm, self.bias, self.initialisation or as_norm)
+
     def build_stem(self) -> nn.Module:
         """3x3 convolution, norm, ReLU."""
         channels = self.channels[0]
-        first = convolution(self.input_shape[0], channels, 3, bias=self.norm == "none")
-        return nn.Sequential(first, norm_of(self.norm)(channels), nn.ReLU())
+        return nn.Sequential(*self.layers.convolved(self.input_shape[0], channels, 3), nn.ReLU())
 
     def build_block(self, stage: int, block: int, width: int) -> nn.Module:
         """A residual block; the first of a stage changes resolution and channels."""
@@ -115,7 +130,7 @@ class ResnetDesign:
             self.mid_channels(stage, width),
             out_channels,
             self.stage_strides[stage] if first else 1,
-            self.norm,
+            self.layers,
             project=first,
         )
 
@@ -138,6 +153,22 @@ RESNET_SMALL = ResnetDesign(
 """For CPUs: 49 787 136 subnets of 4.5 to 53 M MACs; narrow stages need larger expansions for distinct widths."""
 
 
+@dataclass(frozen=True)
+class Layers:
+    """The norm after every convolution, and the convolutions' biases and initial weights."""
+
+    norm: str
+    bias: bool
+    initialisation: str
+
+    def convolved(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+        """A convolution with "same" padding and its norm."""
+        kind = UniformConvolution if self.initialisation == "torch" else nn.Conv2d
+        padding = kernel // 2
+        first = kind(in_channels, out_channels, kernel, stride, padding=padding, bias=self.bias)
+        return [first, norm_of(self.norm)(out_channels)]
+
+
 class ResidualBlock(nn.Module):
     """(N, in, H, W) -> (N, out, H/stride, W/stride): two 3x3 convolutions plus a shortcut.
 
@@ -145,15 +176,12 @@ class ResidualBlock(nn.Module):
     """
 
     def __init__(
-        self, in_channels: int, mid_channels: int, out_channels: int, stride: int, norm: str, *, project: bool
+        self, in_channels: int, mid_channels: int, out_channels: int, stride: int, layers: Layers, *, project: bool
     ) -> None:
         super().__init__()
-        bias = norm == "none"
-        self.conv1 = convolution(in_channels, mid_channels, 3, stride, bias=bias)
-        self.norm1 = norm_of(norm)(mid_channels)
-        self.conv2 = convolution(mid_channels, out_channels, 3, bias=bias)
-        self.norm2 = norm_of(norm)(out_channels)
-        self.shortcut = _projection(in_channels, out_channels, stride, norm) if project else nn.Identity()
+        self.conv1, self.norm1 = layers.convolved(in_channels, mid_channels, 3, stride)
+        self.conv2, self.norm2 = layers.convolved(mid_channels, out_channels, 3)
+        self.shortcut = _projection(in_channels, out_channels, stride, layers) if project else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.conv1(x)))
@@ -161,17 +189,10 @@ class ResidualBlock(nn.Module):
         return F.relu(y + self.shortcut(x))
 
 
-def _projection(in_channels: int, out_channels: int, stride: int, norm: str) -> nn.Module:
+def _projection(in_channels: int, out_channels: int, stride: int, layers: Layers) -> nn.Module:
     # With ceil_mode, odd sides (such as 7x7) give the same output size as the strided convolution.
     pool = nn.AvgPool2d(stride, stride, ceil_mode=True) if stride > 1 else nn.Identity()
-    return nn.Sequential(
-        pool, convolution(in_channels, out_channels, 1, bias=norm == "none"), norm_of(norm)(out_channels)
-    )
-
-
-def convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1, *, bias: bool) -> nn.Module:
-    """A convolution with "same" padding (odd kernels)."""
-    return nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=bias)
+    return nn.Sequential(pool, *layers.convolved(in_channels, out_channels, 1))
 
 
 SPACES: Spaces = {design.name: partial(from_design, ElasticSpace, design) for design in (ResnetDesign(), RESNET_SMALL)}

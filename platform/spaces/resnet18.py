@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.platform.spaces.fixed import FixedSpace
-from fedloom.platform.spaces.resnet import MULTIPLE, convolution, norm_of
+from fedloom.platform.spaces.resnet import MULTIPLE, norm_of
 from fedloom.platform.spaces.slices import Architecture
 from fedloom.platform.spaces.space_config import Spaces, from_design
 
@@ -90,7 +90,9 @@ class Resnet18Size:
 
 
 def _conv_norm(in_channels: int, out_channels: int, kernel: int, stride: int, norm: str) -> list[nn.Module]:
-    return [convolution(in_channels, out_channels, kernel, stride, bias=norm == "none"), norm_of(norm)(out_channels)]
+    bias, padding = norm == "none", kernel // 2
+    convolution = nn.Conv2d(in_channels, out_channels, kernel, stride, padding, bias=bias)
+    return [convolution, norm_of(norm)(out_channels)]
 
 
 @dataclass(frozen=True)

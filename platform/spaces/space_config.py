@@ -35,11 +35,16 @@ class SpaceConfig:
     ] = None
     width_multiplier: Annotated[float | None, Range(above=0, most=1000), "factor on all channels"] = None
     norm: Annotated[str | None, NOT_EMPTY, "normalisation, such as batch or none"] = None
+    initialisation: Annotated[str | None, NOT_EMPTY, "resnet: convolutions start as torch's or he's"] = None
+    bias: Annotated[bool | None, "resnet: whether convolutions have biases"] = None
     channels: Annotated[int | None, CHANNELS, "channels of the first cells or blocks"] = None
     embedding_size: Annotated[int | None, CHANNELS, "size of a token's embedding"] = None
     blocks: Annotated[list[int] | None, UP_TO_A_THOUSAND, "blocks per stage"] = None
     kernel_size: Annotated[int | None, UP_TO_A_THOUSAND, "kernel size of the temporal convolutions"] = None
     dropout: Annotated[float | None, Range(least=0, below=1), "dropout probability"] = None
+    embedding_dropout: Annotated[
+        float | None, Range(least=0, below=1), "dropout probability of the embedding; null: dropout"
+    ] = None
     tied: Annotated[bool | None, "whether embedding and output share their weights"] = None
     cells: Annotated[int | None, UP_TO_A_THOUSAND, "number of cells"] = None
     nodes: Annotated[int | None, Range(least=1, most=100), "number of intermediate nodes per cell"] = None

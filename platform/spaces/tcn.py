@@ -20,6 +20,7 @@ class TcnDesign:
 
     A subnet has `blocks[0]` to `blocks[1]` temporal blocks, with dilations 1, 2, 4, ...; `expansions` scale the first
     convolution's output channels. With `tied`, the decoder uses the embedding's weights, of the blocks' width.
+    `dropout` is the blocks'; `embedding_dropout` the embedding's, by default the same.
 
     Source: SuperFedNAS, App. (text); Bai et al. 2018.
     """
@@ -33,6 +34,7 @@ class TcnDesign:
     kernel_size: int = 3
     expansions: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0)
     dropout: float = 0.1
+    embedding_dropout: float | None = None
     tied: bool = False
 
     def __post_init__(self) -> None:
@@ -40,8 +42,9 @@ class TcnDesign:
             raise ValueError(f"space.blocks={list(self.blocks)}: give the fewest and the most, such as [2,4]")
         if min(self.channels, self.embedding_size, self.kernel_size, self.num_classes) < 1:
             raise ValueError("space.channels, embedding_size, kernel_size and num_classes must be at least 1")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"space.dropout={self.dropout}: must be in [0, 1)")
+        for name, rate in (("dropout", self.dropout), ("embedding_dropout", self.embedding_dropout)):
+            if rate is not None and not 0 <= rate < 1:
+                raise ValueError(f"space.{name}={rate}: must be in [0, 1)")
         if list(self.expansions) != sorted(set(self.expansions)) or not self.expansions or self.expansions[0] <= 0:
             raise ValueError(f"space.expansions={list(self.expansions)}: give positive values in ascending order")
         if self.tied and self.embedding_size != self.channels:
@@ -75,7 +78,8 @@ class TcnDesign:
 
     def build_stem(self) -> nn.Module:
         """Embedding and dropout."""
-        return Embedding(self.num_classes, self.embedding_size, self.dropout)
+        own = self.embedding_dropout
+        return Embedding(self.num_classes, self.embedding_size, self.dropout if own is None else own)
 
     def build_block(self, stage: int, block: int, width: int) -> nn.Module:
         """One temporal block."""

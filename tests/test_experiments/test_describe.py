@@ -67,6 +67,10 @@ def test_json_is_the_same_as_one_object(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(out) == describe(["space=cnn_digits", FEW_PATHS])
 
 
+def test_what_macs_count_is_said(cifar: dict[str, Any]) -> None:
+    assert cifar["macs_count"] == "convolutions and matrix products only (no norms, activations, pooling, additions)"
+
+
 def test_text_shows_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ending:
         main(["describe", "space=cnn_digits", FEW_PATHS])

@@ -263,3 +263,12 @@ def test_nothing_is_dropped_when_a_subnet_is_scored() -> None:
 def test_what_cannot_be_is_refused(config: SpaceConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_space(config)
+
+
+def test_the_embedding_may_have_a_dropout_of_its_own() -> None:
+    for own, expected in ((None, 0.4), (0.25, 0.25), (0.0, 0.0)):
+        module = ElasticSpace(replace(TINY, dropout=0.4, embedding_dropout=own)).build_subnet((0,))
+        assert module.stem.dropout.p == expected  # type: ignore[union-attr]
+        assert module.stages[0][0].dropout.p == 0.4  # type: ignore[index,union-attr]
+    with pytest.raises(ValueError, match=r"space\.embedding_dropout=1\.0: must be in \[0, 1\)"):
+        build_space(SpaceConfig("tcn_elastic", embedding_dropout=1.0))

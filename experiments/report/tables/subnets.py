@@ -1,6 +1,6 @@
 """Table of the evaluated subnets of SuperFedNAS, with the quality of the search's predictors."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedloom.experiments.analysis.intervals import is_absent
@@ -53,14 +53,21 @@ def _text(summary: SubnetSummary) -> tuple[str, ...]:
     return (over, measured, *(_quality(p) for p in summary.predictors))
 
 
+_MEASURES: Mapping[str, tuple[str, Write, str]] = {
+    "accuracy": ("accuracy", percent, " percentage points"),
+    "loss": ("loss", lambda value: f"{value:.4f}", ""),
+    "latency_s": ("latency", seconds, ""),
+}
+"""Per measure of a predictor its name, how its values are written, and their unit."""
+
+
 def _quality(predictor: Predictor) -> str:
     """A sentence on the predictor's rank correlation and error on held-out subnets."""
-    latency = predictor.measure == "latency_s"
+    what, shows, unit = _MEASURES[predictor.measure]
     tau, error = predictor.kendall_tau, predictor.mean_absolute_error
-    shown = with_interval(error, seconds if latency else percent)
-    unit = "" if latency else " percentage points"
+    shown = with_interval(error, shows)
     held_out = ABSENT if predictor.held_out is None else f"{predictor.held_out.mean:.0f}"
     return (
-        f"Predictor of {'latency' if latency else 'accuracy'}, on {held_out} held-out subnets: "
+        f"Predictor of {what}, on {held_out} held-out subnets: "
         f"Kendall tau {with_interval(tau, lambda v: f'{v:.2f}')}, mean absolute error {shown}{unit}."
     )

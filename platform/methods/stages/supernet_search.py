@@ -17,6 +17,7 @@ from fedloom.platform.methods.stages.target_search import (
     samples_in,
     targets_of,
 )
+from fedloom.platform.search.criterion import in_unit
 from fedloom.platform.search.targets import Sample, TargetSearchConfig, check_reachable, check_target_search, choose
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id
 
@@ -29,7 +30,7 @@ class Found:
     architecture: Architecture
     macs: float
     parameters: int
-    predicted: float
+    predicted: float  # in the unit of the search's metric
     metric: float
     loss: float
     latency_s: float | None
@@ -70,9 +71,10 @@ def search_supernet(
         predicted = value["found"][target.name]
         own = [verified[name] for name in predicted if name in verified]
         macs = {s.architecture: world.macs_table.cost(s.architecture) for s in own}
-        won = choose(target, own, macs)
+        won = choose(target, own, macs, config.metric)
         if won is not None:
-            a, as_predicted = won.architecture, predicted[architecture_id(won.architecture)]
+            a = won.architecture
+            as_predicted = in_unit(config.metric, predicted[architecture_id(a)])
             size = int(parameters.cost(a))
             found.append(Found(target.name, a, macs[a], size, as_predicted, won.metric, won.loss, won.latency_s))
     return found

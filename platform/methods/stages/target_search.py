@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fedloom.platform.clients.assignments import SERVER, Report, Task
@@ -23,6 +23,7 @@ from fedloom.platform.methods.stages.tier_search import (
     check_validation_data,
 )
 from fedloom.platform.search.base import Interval, Scored, pareto_front
+from fedloom.platform.search.criterion import merit
 from fedloom.platform.search.predictors import FEWEST_SAMPLES, check_predictor
 from fedloom.platform.search.targets import (
     Predictors,
@@ -53,13 +54,16 @@ FRONT = "front"
 
 def targets_of(world: World, config: TargetSearchConfig) -> list[Target]:
     """The configured targets, by default each tier's cost interval; ValueError for an invalid or duplicate target."""
-    texts = [f"macs={value!r}" for value in config.macs] + [f"latency_s={value!r}" for value in config.latency_s]
+    above: Sequence[float | None] = config.macs_above or [None] * len(config.macs)
+    texts: list[tuple[str, float | None]]
+    texts = [(f"macs={value!r}", lower) for value, lower in zip(config.macs, above, strict=True)]
+    texts += [(f"latency_s={value!r}", None) for value in config.latency_s]
     if not texts:
         return [Target(t.name, "budget", Interval(t.lower, t.upper)) for t in world.tiers]
     targets: list[Target] = []
-    for text in texts:
+    for text, lower in texts:
         try:
-            target = parse_target(text, config.tolerance, world.macs_table)
+            target = parse_target(text, config.tolerance, world.macs_table, lower)
         except ValueError as error:
             raise ValueError(f"method.search: {error}") from error
         if target.name in [t.name for t in targets]:
@@ -98,6 +102,7 @@ def _real_searches(world: World, config: TargetSearchConfig, targets: Sequence[T
         parents=config.parents,
         mutation=config.mutation,
         budget=config.budget,
+        metric=config.metric,
         validation_share=config.validation_share,
         candidates_per_task=config.candidates_per_task,
     )
@@ -207,7 +212,7 @@ class SampleStage(Stage):
 
     def end(self, state: RunState) -> Merged:
         """Returns one row per sample."""
-        rows = sample_rows(self.world, SAMPLES, 0, samples_in(state.data[SAMPLES]))
+        rows = sample_rows(self.world, SAMPLES, 0, samples_in(state.data[SAMPLES]), self.config.metric)
         return Merged(state, [*rows, *_latency_rows(SAMPLES, state.data[SAMPLES])])
 
 
@@ -233,11 +238,11 @@ class VerifyStage(Stage):
         latency = any(t.measure == "latency_s" for t in self.targets)
         predictors = fit_predictors(costs.genome, samples, self.config, seed, latency)
         if predictors.refused:
-            return self._refuse(state, fit_figures(predictors), predictors.refused)
+            return self._refuse(state, fit_figures(predictors, self.config.metric), predictors.refused)
         found = {t.name: _ids(finalists(t, costs, predictors, self.config, seed)) for t in self.targets}
         if self.config.front:
             found[FRONT] = _ids(front_finalists(costs, predictors, self.config, seed))
-        value = {"found": found, "fit": fit_figures(predictors), "measured": {}, "refused": ""}
+        value = {"found": found, "fit": fit_figures(predictors, self.config.metric), "measured": {}, "refused": ""}
         return state.with_data(FINALISTS, value)
 
     def _refuse(self, state: RunState, fit: dict[str, float], reason: str) -> RunState:
@@ -277,15 +282,16 @@ class VerifyStage(Stage):
         winners: dict[str, str] = {}
         for target in self.targets:
             own = [verified[name] for name in value["found"][target.name] if name in verified]
-            won = choose(target, own, {s.architecture: self.world.macs_table.cost(s.architecture) for s in own})
-            rows += sample_rows(self.world, target.name, 1, own, won)
+            macs = {s.architecture: self.world.macs_table.cost(s.architecture) for s in own}
+            won = choose(target, own, macs, self.config.metric)
+            rows += sample_rows(self.world, target.name, 1, own, self.config.metric, won)
             if won is None and not value["refused"]:
                 logger.warning("%s: no subnet was found for this target, or none could be scored", target.name)
             if won is not None:
                 winners[target.name] = architecture_id(won.architecture)
         if FRONT in value["found"]:
             own = [verified[name] for name in value["found"][FRONT] if name in verified]
-            rows += sample_rows(self.world, FRONT, 1, own)
+            rows += sample_rows(self.world, FRONT, 1, own, self.config.metric)
         rows += _latency_rows("finalists", value["measured"])
         # The rows hold everything from here on; without removal every later checkpoint would contain it.
         return Merged(state.with_data(WINNERS, winners).without_data(FINALISTS, SAMPLES), rows)
@@ -295,10 +301,10 @@ def _ids(found: dict[Architecture, float]) -> dict[str, float]:
     return {architecture_id(architecture): metric for architecture, metric in found.items()}
 
 
-def fit_figures(predictors: Predictors) -> dict[str, float]:
+def fit_figures(predictors: Predictors, metric: str) -> dict[str, float]:
     """The predictors' quality on held-out samples, by metric name."""
     figures: dict[str, float] = {}
-    for what, fitted in (("accuracy", predictors.metric), ("latency_s", predictors.latency)):
+    for what, fitted in ((metric, predictors.metric), ("latency_s", predictors.latency)):
         if fitted is not None:
             figures[f"predictor_kendall_tau_{what}"] = fitted.tau
             figures[f"predictor_mae_{what}"] = fitted.mae
@@ -322,7 +328,7 @@ def _latency_rows(tier: str, measured: Any) -> list[Row]:
 
 
 def sample_rows(
-    world: World, tier: str, generation: int, samples: Sequence[Sample], won: Sample | None = None
+    world: World, tier: str, generation: int, samples: Sequence[Sample], metric: str, won: Sample | None = None
 ) -> list[Row]:
     """Scored subnets as rows of `candidates`; the front holds the winner or, without one, the non-dominated subnets."""
     cost_of = world.macs_table.cost
@@ -330,5 +336,6 @@ def sample_rows(
         Scored(s.architecture, s.metric, s.loss, cost_of(s.architecture), generation, math.isfinite(s.loss))
         for s in samples
     ]
-    front = {won.architecture} if won else {s.architecture for s in pareto_front(scored)}
+    ranked = [replace(s, metric=merit(metric, s.metric, s.loss)) for s in scored]
+    front = {won.architecture} if won else {s.architecture for s in pareto_front(ranked)}
     return candidate_rows(world, tier, scored, front, won.architecture if won else None)

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,8 +25,9 @@ from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.stages.candidates import candidate_rows
 from fedloom.platform.plugins import Chosen
-from fedloom.platform.search.base import Interval, Searcher, pareto_front, winner
+from fedloom.platform.search.base import Interval, Scored, Searcher, pareto_front, winner
 from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher, generations_left, try_searcher
+from fedloom.platform.search.criterion import merit
 from fedloom.platform.search.ranking import kendall_tau
 from fedloom.platform.settings import ONE_OR_MORE, UP_TO_A_MILLION, OneOf
 from fedloom.platform.spaces.genome import Genome
@@ -225,15 +226,34 @@ class TierSearchStage(Stage):
         nothing = (float("nan"), float("nan"), 0)
         values = [scores.get(architecture_id(a), nothing) for a in candidates]
         # A diverged model still has an accuracy (of always predicting the first class); it counts as failed.
-        metrics = [metric if math.isfinite(loss) else math.nan for loss, metric, _ in values]
-        searcher.tell(candidates, metrics, [loss for loss, _, _ in values])
+        accuracies = [accuracy if math.isfinite(loss) else math.nan for loss, accuracy, _ in values]
+        losses = [loss for loss, _, _ in values]
+        merits = [merit(self.config.metric, *each) for each in zip(accuracies, losses, strict=True)]
+        searcher.tell(candidates, merits, losses)
+        if self.config.metric != "accuracy":  # the searcher does not keep them
+            told = zip(candidates, accuracies, strict=True)
+            new = {architecture_id(a): accuracy for a, accuracy in told if math.isfinite(accuracy)}
+            state = state.with_data(self._accuracies, {**state.data.get(self._accuracies, {}), **new})
         return state.with_data(self.name, searcher.state())
+
+    @property
+    def _accuracies(self) -> str:
+        return f"{self.name}/accuracies"
+
+    def _measured(self, state: RunState) -> list[Scored]:
+        """The searcher's history with accuracies, also where it was told losses."""
+        history = self._searcher(state).history
+        if self.config.metric == "accuracy":
+            return history
+        known = state.data.get(self._accuracies, {})
+        return [replace(s, metric=known.get(architecture_id(s.architecture), math.nan)) for s in history]
 
     def _tau_row(self, scores: "Scores", central: "Scores") -> Row:
         names = [n for n in scores if n in central and all(map(math.isfinite, (*scores[n][:2], *central[n][:2])))]
         tau = math.nan  # of fewer than two models
         if len(names) > 1:
-            tau, _ = kendall_tau([scores[n][1] for n in names], [central[n][1] for n in names])
+            merits = [[merit(self.config.metric, s[n][1], s[n][0]) for n in names] for s in (scores, central)]
+            tau, _ = kendall_tau(*merits)
         values = {"model": "supernet", "tier": self.goal.name, "split": "validation", "metric": "kendall_tau_federated"}
         return "evaluations", {**values, "value": tau, "samples": len(names)}
 
@@ -246,12 +266,12 @@ class TierSearchStage(Stage):
             logger.warning("%s: the search asked for %d models and found %d", self.goal.name, self.budget, len(history))
         front = {s.architecture for s in pareto_front(history)}
         won = winner(feasible).architecture if feasible else None
-        rows = candidate_rows(self.world, self.goal.name, history, front, won)
+        rows = candidate_rows(self.world, self.goal.name, self._measured(state), front, won)
         if won is not None:
             winners = {**state.data.get(WINNERS, {}), self.goal.name: architecture_id(won)}
             state = state.with_data(WINNERS, winners)
         # The rows hold the history from here on; without removal every later checkpoint would contain it.
-        return Merged(state.without_data(self.name, self._pending, f"{self.name}/central"), rows)
+        return Merged(state.without_data(self.name, self._pending, self._accuracies, f"{self.name}/central"), rows)
 
 
 Scores = dict[str, Any]

@@ -28,10 +28,12 @@ FITTING = {
     "participation": "fedoras_digits",
     "search": "fedoras_digits",
     "spider_lambda": "spider_digits",
+    "superfed_alpha": "superfednas_digits",
+    "superfed_participation": "superfednas_digits",
     "tier_split": "fedoras_digits",
 }
 
-SEEDS = {"fedoras_alpha": (1, 2, 3, 4)}
+SEEDS = {"fedoras_alpha": (1, 2, 3, 4), "superfed_alpha": (1, 2, 3), "superfed_participation": (1, 2, 3)}
 """Of ablations that have other seeds than 1 and 2."""
 
 AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
@@ -56,6 +58,8 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
         {"searcher": "nsga2", "validation_share": 1.0},
     ),
     "spider_lambda": ({"lambda": (0.0, 0.01, 0.1, 1.0)}, {"lambda": 0.01}),
+    "superfed_alpha": ({"alpha": ("alpha 100", "alpha 1", "alpha .1")}, {}),
+    "superfed_participation": ({"participation": ("C = .2", "C = .4", "C = .8")}, {}),
     "tier_split": (
         {"split": ("4 equal", "2 equal", "3 equal", "4 mostly small", "4 mostly large", "4 by devices", "4 low rho")},
         {"split": "4 equal"},
@@ -108,6 +112,8 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
         "participation": 6,
         "search": 18,
         "spider_lambda": 8,
+        "superfed_alpha": 9,
+        "superfed_participation": 9,
         "tier_split": 14,
     }
 
@@ -182,6 +188,14 @@ def test_the_others_vary_one_thing(ready_made: Mapping[str, Ablation]) -> None:
         (f"method.train.pull={v}",) for v in ("0.0", "0.01", "0.1", "1.0")
     ]
     assert settings_of(ready_made["alpha"]) == [(f"data.alpha={v}",) for v in ("100.0", "1.0", "0.1")]
+    assert settings_of(ready_made["superfed_alpha"]) == [
+        (f"data.alpha={alpha}", f"method.train.rounds={n}")
+        for alpha, n in (("100.0", 1500), ("1.0", 1500), ("0.1", 2500))
+    ]
+    assert settings_of(ready_made["superfed_participation"]) == [
+        (f"method.train.clients_per_round={c}", f"method.train.rounds={n}")
+        for c, n in ((4, 1500), (8, 1500), (16, 1000))
+    ]
     assert settings_of(ready_made["participation"]) == [(f"method.train.clients_per_round={v}",) for v in (4, 8, 16)]
 
 

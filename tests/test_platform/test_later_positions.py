@@ -1,0 +1,49 @@
+"""The objective of which only a text's later positions count."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedloom.platform.clients.objectives import IGNORED, LaterPositions, check_objective
+from fedloom.platform.plugins import Chosen
+from fedloom.platform.seeding import torch_stream
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Two texts of six positions and five tokens, the second one padded after its fourth position."""
+    generator = torch_stream(1, "test")
+    targets = torch.randint(0, 5, (2, 6), generator=generator)
+    targets[1, 4:] = IGNORED
+    return torch.randn((2, 5, 6), generator=generator), targets
+
+
+def test_only_positions_after_the_skipped_count() -> None:
+    objective, (outputs, targets) = LaterPositions(skip=3), batch()
+    places = [(0, 3), (0, 4), (0, 5), (1, 3)]
+    by_hand = torch.stack([F.cross_entropy(outputs[n, :, t], targets[n, t]) for n, t in places])
+    assert torch.as_tensor(objective.counted(outputs, targets)).item() == 4
+    torch.testing.assert_close(objective.loss_sum(outputs, targets), by_hand.sum())
+    torch.testing.assert_close(objective.loss(outputs, targets), by_hand.mean())
+    assert objective.metric_sum(outputs, targets).item() == sum(
+        int(outputs[n, :, t].argmax() == targets[n, t]) for n, t in places
+    )
+
+
+def test_a_batch_of_padding_alone_has_a_loss_of_zero_and_no_gradient() -> None:
+    outputs, targets = batch()
+    outputs.requires_grad_()
+    loss = LaterPositions(skip=4).loss(outputs[1:], targets[1:])
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == 0
+    assert outputs.grad is not None
+    assert not outputs.grad.any()
+
+
+def test_texts_that_are_too_short_and_images_are_refused() -> None:
+    choice = Chosen("later_positions", (("skip", 40),))
+    with pytest.raises(ValueError, match=r"skip=40 is for texts of more positions, given 35 positions"):
+        check_objective(choice, torch.zeros((3, 35), dtype=torch.int64), 5)
+    with pytest.raises(ValueError, match=r"is for texts of more positions, given images"):
+        check_objective(choice, torch.zeros(3, dtype=torch.int64), 5)
+    check_objective(choice, torch.zeros((3, 41), dtype=torch.int64), 5)
