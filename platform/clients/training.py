@@ -261,6 +261,10 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
+EVALUATED = 256
+"""Samples per batch of an evaluation whose result does not depend on it."""
+
+
 @dataclass(frozen=True)
 class Score:
     """Mean loss and accuracy over the targets of `samples` samples (one target per image, or per position of a text).
@@ -298,9 +302,11 @@ class _Sums:
         return Score(loss, metric, len(y), y.dim() > 1, means)
 
 
-def evaluate(forward: Callable[[Tensor], Tensor], data: Samples, objective: Objective, batch_size: int = 256) -> Score:
-    """Mean loss and metric of `forward` over all targets, in batches."""
-    return evaluate_all(lambda x_B: (forward(x_B),), 1, data, objective, batch_size)[0]
+def evaluate(
+    forward: Callable[[Tensor], Tensor], data: Samples, objective: Objective, sizes: list[int] | None = None
+) -> Score:
+    """Mean loss and metric of `forward` over all targets, in batches, of the given sizes if they matter."""
+    return evaluate_all(lambda x_B: (forward(x_B),), 1, data, objective, sizes)[0]
 
 
 @torch.no_grad()
@@ -309,7 +315,7 @@ def evaluate_all(
     networks: int,
     data: Samples,
     objective: Objective,
-    batch_size: int = 256,
+    sizes: list[int] | None = None,
 ) -> list[Score]:
     """The scores of several networks, whose outputs `outputs_of` gives for a batch; every batch is loaded once."""
     x, y = data
@@ -317,9 +323,9 @@ def evaluate_all(
         return [Score(math.nan, math.nan, 0)] * networks
     zero = torch.zeros((), dtype=torch.float64, device=x.device)
     sums = [_Sums(zero.clone(), zero.clone()) for _ in range(networks)]
-    if y.dim() > 1:  # the logits of every position make a batch of texts far larger than one of images
-        batch_size = max(1, batch_size // 8)
-    for x_B, y_B in zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True):
+    # The logits of every position make a batch of texts far larger than one of images.
+    split = sizes or (EVALUATED if y.dim() == 1 else EVALUATED // 8)
+    for x_B, y_B in zip(torch.split(x, split), torch.split(y, split), strict=True):
         for of_network, outputs in zip(sums, outputs_of(x_B), strict=True):
             of_network.add(outputs, y_B, objective)
     return [of_network.score(y) for of_network in sums]

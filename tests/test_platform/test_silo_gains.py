@@ -20,7 +20,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo.gains import GainConfig, GainStage
 from fedloom.platform.methods.silo.personal import Personal, unpacked
-from fedloom.platform.methods.silo.searchers import ArchitectureSearchConfig
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig
 from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace

@@ -29,15 +29,8 @@ from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.personal import ALPHAS, Personal
 from fedloom.platform.methods.silo.perturbation import is_settled
 from fedloom.platform.methods.silo.scoring import ScoreShared
-from fedloom.platform.methods.silo.searchers import (
-    ArchitectureSearchConfig,
-    Milenas,
-    by_magnitude,
-    first_alphas,
-    only_by,
-    own_network,
-    searched_space,
-)
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, only_by, searched_space
+from fedloom.platform.methods.silo.searchers import Milenas, by_magnitude, first_alphas, own_network
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
 from fedloom.platform.methods.silo.whole_federation import KEPT, kept_of, restricted_bag, train_kept
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation

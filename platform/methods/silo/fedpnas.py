@@ -31,18 +31,11 @@ from fedloom.platform.federation.training import Round, Slots, TrainingStage, fr
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
-from fedloom.platform.methods.silo.personal import Personal, begun
+from fedloom.platform.methods.silo.masking import Perturbation
+from fedloom.platform.methods.silo.personal import Personal, Searched, begun, restricted
 from fedloom.platform.methods.silo.scoring import final_measurements, scored_outcome
-from fedloom.platform.methods.silo.searchers import (
-    ArchitectureSearchConfig,
-    Perturbation,
-    Searched,
-    only_by,
-    restricted,
-    searched,
-    searched_space,
-    searcher_of,
-)
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, only_by, searched_space
+from fedloom.platform.methods.silo.searchers import searcher_of
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 from fedloom.platform.settings import UP_TO_A_THOUSAND
@@ -117,16 +110,15 @@ class TrainSplit:
     def _before(self, worker: Worker, assignment: Assignment, silo: Personal, weights: Weights) -> Searched:
         """Makes one search step with `weights`, those of base and personal part together."""
         space = with_cells(worker.space, "fedpnas")
-        if not self.search.due or self.search.is_over(space, silo.kept):
+        if not self.search.is_due(space, silo.kept):
             return Searched(silo)
-        kept, macs = searched(
+        kept, macs = self.search.decided(
             worker,
             assignment,
             split_network(worker, silo.kept, self.base_cells),
             weights,
             worker.client_data(client_of(assignment), "validation"),
-            prune_edges=self.search.prune_edges,
-            base_cells=self.base_cells,
+            self.base_cells,
         )
         return Searched(restricted(space, silo, kept), macs)
 
@@ -203,7 +195,7 @@ def stages(config: FedPnasConfig, world: World) -> list[Stage]:
     base_cells = _base_cells(config, searched_space(world, search, train.rounds, config.name))
 
     def client(round_: Round) -> TrainSplit:
-        searcher = searcher_of(search, round_.index)
+        searcher = searcher_of(search, round_.index, train.batch_size)
         assert isinstance(searcher, Perturbation), "checked before"
         return TrainSplit(round_.local, searcher, base_cells, rules, round_.scored, train.use_validation)
 

@@ -65,13 +65,18 @@ def decide(space: HasCells, score: ScoreOf, kept: Subspace, rng: np.random.Gener
 
 def is_settled(space: HasCells, kept: Subspace, *, prune_edges: bool) -> bool:
     """Whether the search has ended: all edges are decided and, with `prune_edges`, all nodes pruned."""
-    return is_decided(kept) and not (prune_edges and any(crowded_nodes(space, kept, t) for t in CELL_TYPES))
+    return steps_left(space, kept, prune_edges=prune_edges) == 0
 
 
 def search_steps(space: HasCells, *, prune_edges: bool) -> int:
+    """The number of search steps from the whole supernet to the end of the search."""
+    return steps_left(space, space.largest_subspace, prune_edges=prune_edges)
+
+
+def steps_left(space: HasCells, kept: Subspace, *, prune_edges: bool) -> int:
     """The number of search steps until the search has ended."""
-    steps = max(len(undecided(space.largest_subspace, space.decisions(t))) for t in CELL_TYPES)
-    return steps + (max(len(crowded_nodes(space, space.largest_subspace, t)) for t in CELL_TYPES) if prune_edges else 0)
+    steps = max(len(undecided(kept, space.decisions(t))) for t in CELL_TYPES)
+    return steps + (max(len(crowded_nodes(space, kept, t)) for t in CELL_TYPES) if prune_edges else 0)
 
 
 def crowded_nodes(space: HasCells, kept: Subspace, cell_type: str) -> dict[int, list[int]]:

@@ -26,13 +26,8 @@ from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.gains import GainConfig, GainStage, check_gains
 from fedloom.platform.methods.silo.personal import begun
 from fedloom.platform.methods.silo.scoring import ScoreOwn
-from fedloom.platform.methods.silo.searchers import (
-    ArchitectureSearchConfig,
-    Searcher,
-    own_network,
-    searched_space,
-    searcher_of,
-)
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, searched_space
+from fedloom.platform.methods.silo.searchers import Searcher, own_network, searcher_of
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, pair_outcome
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 from fedloom.platform.settings import ZERO_OR_MORE
@@ -117,7 +112,7 @@ def stages(config: SpiderConfig, world: World) -> list[Stage]:
     check_gains(config.gains, world.num_clients)
 
     def client(round_: Round) -> TrainSpider:
-        searcher = searcher_of(config.search, round_.index)
+        searcher = searcher_of(config.search, round_.index, train.batch_size)
         return TrainSpider(round_.local, train.pull, searcher, rules, round_.scored, train.use_validation)
 
     slots = Slots(initial=fresh_supernet(world), assign=to_all(client))

@@ -27,6 +27,7 @@ FITTING = {
     "participation": "fedoras_digits",
     "search": "fedoras_digits",
     "spider_lambda": "spider_digits",
+    "spider_statistics": "spider_digits",
     "tier_split": "fedoras_digits",
 }
 
@@ -51,6 +52,7 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
         {"searcher": "nsga2", "validation_share": 1.0},
     ),
     "spider_lambda": ({"lambda": (0.0, 0.01, 0.1, 1.0)}, {"lambda": 0.01}),
+    "spider_statistics": ({"statistics": ("batch", "running")}, {"statistics": "batch"}),
     "tier_split": (
         {"split": ("4 equal", "2 equal", "3 equal", "4 mostly small", "4 mostly large", "4 by devices", "4 low rho")},
         {"split": "4 equal"},
@@ -101,6 +103,7 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
         "participation": 6,
         "search": 18,
         "spider_lambda": 8,
+        "spider_statistics": 4,
         "tier_split": 14,
     }
 
