@@ -209,7 +209,7 @@ def stages(config: FedMnConfig, world: World) -> list[Stage]:
         assign=to_all(client),
         parameters=space.parameter_names | router,
     )
-    task = ScoreModular(adaptation(world, config.adapt, train, train.lr), train.use_validation)
+    task = ScoreModular(adaptation(world, config.adapt, train), train.use_validation)
     training = TrainingStage(world, train, rules, slots, name=config.name)
     return [training, ClientEvaluation(world, lambda _state: task)]
 

@@ -36,7 +36,7 @@ def stages(config: LocalAdaptationConfig, world: World) -> list[Stage]:
     """FedAvg, then the evaluation of the shared and the adapted model on every silo's test data."""
     train, rules = config.train, checked_silos(world, config.train)
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
-    task = AdaptAndScore(subnet, adaptation(world, config.adapt, train, train.lr), train.use_validation)
+    task = AdaptAndScore(subnet, adaptation(world, config.adapt, train), train.use_validation)
     training = fedavg_stage(world, train, rules, subnet, config.name)
     return [training, ClientEvaluation(world, lambda _state: task)]
 

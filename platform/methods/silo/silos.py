@@ -85,9 +85,9 @@ class AdaptationConfig:
     lr: Annotated[float | None, POSITIVE, "learning rate; null: the initial rate of training"] = 0.01
 
 
-def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig, rate: float) -> LocalSGD:
-    """Hyper-parameters of the adaptation, with the learning rate `rate` if the configuration has none."""
-    lr = rate if config.lr is None else config.lr
+def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig) -> LocalSGD:
+    """Hyper-parameters of the adaptation."""
+    lr = train.lr if config.lr is None else config.lr
     return replace(local_sgd(train, 0, world.augment), epochs=config.epochs, lr=lr)
 
 
