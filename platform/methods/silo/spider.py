@@ -109,7 +109,7 @@ def stages(config: SpiderConfig, world: World) -> list[Stage]:
     """Training with the search, the evaluation, and the gains if configured."""
     train, rules = config.train, checked_silos(world, config.train)
     space = searched_space(world, config.search, train.rounds, "spider")
-    check_gains(config.gains, world.num_clients)
+    check_gains(config.gains, world)
 
     def client(round_: Round) -> TrainSpider:
         searcher = searcher_of(config.search, round_.index, train.batch_size)
