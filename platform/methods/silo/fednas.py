@@ -22,7 +22,7 @@ from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Plan, RoundResult, Stage
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import SUPERNET, Round, Slots, Tasks, TrainingStage, fresh_supernet
+from fedloom.platform.federation.training import SUPERNET, Round, Slots, Tasks, fresh_supernet
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
@@ -31,9 +31,9 @@ from fedloom.platform.methods.silo.perturbation import is_settled
 from fedloom.platform.methods.silo.scoring import ScoreShared
 from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, only_by, searched_space
 from fedloom.platform.methods.silo.searchers import Milenas, by_magnitude, first_alphas, own_network
+from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
 from fedloom.platform.methods.silo.whole_federation import KEPT, kept_of, restricted_bag, train_kept
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 from fedloom.platform.spaces.offers import with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
 
@@ -103,8 +103,14 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
         parameters=world.space.parameter_names | {ALPHAS},
         data={KEPT: subspace_id(space.largest_subspace)},
     )
-    training = TrainingStage(world, train, rules, slots, name=config.name)
-    return [training, ClientEvaluation(world, lambda state: ScoreShared(MixedNetwork(kept_of(state))))]
+
+    def score(state: RunState) -> Task:
+        return ScoreShared(MixedNetwork(kept_of(state)))
+
+    def chosen(state: RunState) -> bool:
+        return ALPHAS not in state.weights(SUPERNET)
+
+    return silo_stages(world, train, rules, slots, config.name, score, ready=chosen)
 
 
 METHOD = Method(FedNasConfig, stages, kind="silos", lacks=("candidates", "models"), needs=with_cells)

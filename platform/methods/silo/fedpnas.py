@@ -27,7 +27,7 @@ from fedloom.platform.clients.trainer import (
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import Round, Slots, TrainingStage, fresh_supernet, to_all
+from fedloom.platform.federation.training import Round, Slots, fresh_supernet, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
@@ -36,8 +36,8 @@ from fedloom.platform.methods.silo.personal import Personal, Searched, begun, re
 from fedloom.platform.methods.silo.scoring import final_measurements, scored_outcome
 from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, only_by, searched_space
 from fedloom.platform.methods.silo.searchers import searcher_of
+from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 from fedloom.platform.settings import UP_TO_A_THOUSAND
 from fedloom.platform.spaces.darts_network import CELL_TYPES
 from fedloom.platform.spaces.offers import HasCells, HasSubspaces, with_cells
@@ -200,8 +200,7 @@ def stages(config: FedPnasConfig, world: World) -> list[Stage]:
         return TrainSplit(round_.local, searcher, base_cells, rules, round_.scored, train.use_validation)
 
     slots = Slots(initial=fresh_supernet(world), assign=to_all(client))
-    training = TrainingStage(world, train, rules, slots, name=config.name)
-    return [training, ClientEvaluation(world, lambda _state: ScoreSplit(base_cells))]
+    return silo_stages(world, train, rules, slots, config.name, lambda _state: ScoreSplit(base_cells))
 
 
 METHOD = Method(FedPnasConfig, stages, kind="silos", own="cells", lacks=("candidates", "models"), needs=with_cells)

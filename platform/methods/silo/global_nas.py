@@ -12,7 +12,7 @@ from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Plan, RoundResult, Stage
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import Slots, TrainingStage, fresh_supernet
+from fedloom.platform.federation.training import Slots, fresh_supernet
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.masking import Perturbation
@@ -20,9 +20,9 @@ from fedloom.platform.methods.silo.perturbation import is_settled
 from fedloom.platform.methods.silo.scoring import ScoreShared
 from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, only_by, searched_space
 from fedloom.platform.methods.silo.searchers import searcher_of
+from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
 from fedloom.platform.methods.silo.whole_federation import KEPT, kept_of, restricted_bag, train_kept
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 from fedloom.platform.spaces.offers import with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
 from fedloom.tiers.clock import EVALUATION_FACTOR
@@ -80,8 +80,7 @@ def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
         after=take_over,
         data={KEPT: subspace_id(space.largest_subspace)},
     )
-    training = TrainingStage(world, train, rules, slots, name=config.name)
-    return [training, ClientEvaluation(world, lambda state: ScoreShared(MixedNetwork(kept_of(state))))]
+    return silo_stages(world, train, rules, slots, config.name, lambda state: ScoreShared(MixedNetwork(kept_of(state))))
 
 
 METHOD = Method(GlobalNasConfig, stages, kind="silos", lacks=("candidates", "models"), needs=with_cells)

@@ -28,8 +28,8 @@ from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.scoring import final_measurements, scored_outcome
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig, check_validation, checked_silos, fedavg_stage
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, check_validation, checked_silos, fedavg_slots
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import NOT_EMPTY, POSITIVE, UP_TO_A_MILLION
 from fedloom.platform.spaces.slices import Weights
@@ -188,7 +188,7 @@ def stages(config: KnnPerConfig, world: World) -> list[Stage]:
         check_validation(world, "choose the mixing weight")
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
     task = ScoreNearest(subnet, config.neighbours, config.scale, train.use_validation)
-    return [fedavg_stage(world, train, rules, subnet, config.name), ClientEvaluation(world, lambda _state: task)]
+    return silo_stages(world, train, rules, fedavg_slots(world, train, rules, subnet), config.name, lambda _state: task)
 
 
 METHOD = Method(KnnPerConfig, stages, kind="silos", lacks=("candidates", "models"))

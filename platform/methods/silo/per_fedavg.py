@@ -23,13 +23,13 @@ from fedloom.platform.clients.trainer import (
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, endless_batches, gradient_of
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import Round, Slots, TrainingStage, to_all
+from fedloom.platform.federation.training import Round, Slots, to_all
 from fedloom.platform.federation.training_config import EPOCHS, Rules, local_sgd
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.scoring import AdaptAndScore
+from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, fresh_subnet
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import NOT_EMPTY, POSITIVE
 from fedloom.platform.spaces.slices import Weights
@@ -138,8 +138,7 @@ def stages(config: PerFedAvgConfig, world: World) -> list[Stage]:
 
     slots = Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))
     task = AdaptAndScore(subnet, inner_steps(world, config.adapt, train, inner_lr), train.use_validation)
-    training = TrainingStage(world, train, rules, slots, name=config.name)
-    return [training, ClientEvaluation(world, lambda _state: task)]
+    return silo_stages(world, train, rules, slots, config.name, lambda _state: task)
 
 
 METHOD = Method(PerFedAvgConfig, stages, kind="silos", lacks=("candidates", "models"))

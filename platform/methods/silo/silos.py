@@ -12,7 +12,7 @@ from fedloom.platform.clients.assignments import Outcome
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train, TrainedNetwork, trained_outcome, update_of
 from fedloom.platform.clients.training import LocalSGD, Samples
-from fedloom.platform.federation.training import SUPERNET, Initial, Round, Slots, TrainingStage, from_generator, to_all
+from fedloom.platform.federation.training import SUPERNET, Initial, Round, Slots, from_generator, to_all
 from fedloom.platform.federation.training_config import (
     EPOCHS,
     SCHEDULE_NAMES,
@@ -46,6 +46,9 @@ class SiloTrainingConfig(TrainingConfig):
         bool,
         "train also on validation data once no search needs it, as in the paper; it is not scored from then on",
     ] = True
+    test_every: Annotated[
+        int, ZERO_OR_MORE, "reads test data, for reports alone: rounds between two scores on them, 0 for none"
+    ] = 0
 
 
 def checked_silos(world: World, train: SiloTrainingConfig) -> Rules:
@@ -110,7 +113,7 @@ def pair_outcome(
     )
 
 
-def fedavg_stage(world: World, train: SiloTrainingConfig, rules: Rules, subnet: Subnet, name: str) -> TrainingStage:
+def fedavg_slots(world: World, train: SiloTrainingConfig, rules: Rules, subnet: Subnet) -> Slots:
     """FedAvg of one architecture over the silos, with no personal part."""
 
     def client(round_: Round) -> Train:
@@ -123,5 +126,4 @@ def fedavg_stage(world: World, train: SiloTrainingConfig, rules: Rules, subnet: 
             scored=round_.scored,
         )
 
-    slots = Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))
-    return TrainingStage(world, train, rules, slots, name=name)
+    return Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))

@@ -19,7 +19,7 @@ from fedloom.platform.clients.trainer import client_samples, received, train_net
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import Round, Slots, TrainingStage, fresh_supernet, to_all
+from fedloom.platform.federation.training import Round, Slots, fresh_supernet, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
@@ -28,8 +28,8 @@ from fedloom.platform.methods.silo.personal import begun
 from fedloom.platform.methods.silo.scoring import ScoreOwn
 from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, searched_space
 from fedloom.platform.methods.silo.searchers import Searcher, own_network, searcher_of
+from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, pair_outcome
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.offers import with_cells
 from fedloom.platform.spaces.slices import Weights
@@ -116,8 +116,7 @@ def stages(config: SpiderConfig, world: World) -> list[Stage]:
         return TrainSpider(round_.local, train.pull, searcher, rules, round_.scored, train.use_validation)
 
     slots = Slots(initial=fresh_supernet(world), assign=to_all(client))
-    training = TrainingStage(world, train, rules, slots, name=config.name)
-    sequence: list[Stage] = [training, ClientEvaluation(world, lambda _state: ScoreOwn())]
+    sequence = silo_stages(world, train, rules, slots, config.name, lambda _state: ScoreOwn())
     return [*sequence, GainStage(world, config.gains, train, space)] if config.gains.epochs else sequence
 
 
