@@ -34,10 +34,10 @@ from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.masking import Perturbation
 from fedloom.platform.methods.silo.personal import Personal, Searched, begun, restricted
 from fedloom.platform.methods.silo.scoring import final_measurements, scored_outcome
-from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, only_by, searched_space
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, check_target, only_by, searched_space
 from fedloom.platform.methods.silo.searchers import searcher_of
 from fedloom.platform.methods.silo.silo_stages import silo_stages
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, participation
 from fedloom.platform.settings import UP_TO_A_THOUSAND
 from fedloom.platform.spaces.darts_network import CELL_TYPES
 from fedloom.platform.spaces.offers import HasCells, HasSubspaces, with_cells
@@ -192,7 +192,9 @@ def stages(config: FedPnasConfig, world: World) -> list[Stage]:
         raise ValueError(
             f"method.train.local_rule={train.local_rule}: base and own part are trained as one network, by sgd alone"
         )
-    base_cells = _base_cells(config, searched_space(world, search, train.rounds, config.name))
+    space = searched_space(world, search, train.rounds, config.name, share=participation(world, train))
+    base_cells = _base_cells(config, space)
+    check_target(space, search, base_cells)
 
     def client(round_: Round) -> TrainSplit:
         searcher = searcher_of(search, round_.index, train.batch_size)

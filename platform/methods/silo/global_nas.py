@@ -18,7 +18,7 @@ from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.masking import Perturbation
 from fedloom.platform.methods.silo.perturbation import is_settled
 from fedloom.platform.methods.silo.scoring import ScoreShared
-from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, only_by, searched_space
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, check_target, only_by, searched_space
 from fedloom.platform.methods.silo.searchers import searcher_of
 from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
@@ -58,6 +58,7 @@ def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
     only_by("perturbation", search, config.name)
     # A decision takes effect in the next round.
     space = searched_space(world, search, train.rounds - 1, config.name)
+    check_target(space, search)
 
     def settled(kept: Subspace) -> bool:
         return is_settled(space, kept, prune_edges=search.prune_edges)

@@ -13,6 +13,7 @@ from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.training import SGD, Samples, Score, Step, epoch_sizes, evaluate
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.on_device import upload
+from fedloom.platform.methods.silo.mac_target import MacTarget
 from fedloom.platform.methods.silo.personal import Personal, Searched, restricted
 from fedloom.platform.methods.silo.perturbation import decide, is_settled, search_steps, steps_left
 from fedloom.platform.seeding import stream, torch_stream
@@ -35,12 +36,14 @@ class Perturbation:
         statistics: `batch` scores masked networks with the statistics of their own batches, `running` with the stored
             ones, which belong to the network with all its operators.
         batch_size: samples per batch, if its statistics matter.
+        max_macs: the most MACs of the architecture that the search ends with.
     """
 
     turns: int
     prune_edges: bool = False
     statistics: str = BATCH
     batch_size: int = 32
+    max_macs: float | None = None
     passes = 1
 
     def before(self, worker: Worker, assignment: Assignment, silo: Personal) -> Searched:
@@ -94,9 +97,11 @@ class Perturbation:
             macs += space.cost_of_cells("macs", rest, base_cells) * len(data[1])
             return evaluate(lambda x: network.module(x, rest, None, base_cells), data, worker.objective, sizes)
 
+        target = None if self.max_macs is None else MacTarget.of(space, self.max_macs, base_cells)
+        rng, prune = stream(seed, "edges", *place), self.prune_edges
         normalised = batch_statistics(network.module) if in_batches else nullcontext()
         with worker.randomness(network.module, torch_stream(seed, "masks", *place)), normalised:
-            kept = decide(space, score, network.kept, stream(seed, "edges", *place), prune_edges=self.prune_edges)
+            kept = decide(space, score, network.kept, rng, prune_edges=prune, target=target)
         return kept, macs
 
     def _batches(self, data: Samples, generator: torch.Generator) -> tuple[Samples, list[int]]:

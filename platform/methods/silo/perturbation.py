@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from fedloom.platform.clients.training import Score
+from fedloom.platform.methods.silo.mac_target import MacTarget
 from fedloom.platform.methods.silo.personal import is_decided, undecided, with_row
 from fedloom.platform.spaces.darts_network import CELL_TYPES
 from fedloom.platform.spaces.offers import HasCells
@@ -52,14 +53,26 @@ def most_important(scores: dict[int, Score]) -> int:
     return by_importance(scores)[0]
 
 
-def decide(space: HasCells, score: ScoreOf, kept: Subspace, rng: np.random.Generator, *, prune_edges: bool) -> Subspace:
+def decide(
+    space: HasCells,
+    score: ScoreOf,
+    kept: Subspace,
+    rng: np.random.Generator,
+    *,
+    prune_edges: bool,
+    target: MacTarget | None = None,
+) -> Subspace:
     """One search step: a random undecided edge of each cell type keeps only its most important operator.
 
-    After all edges are decided, with `prune_edges`, a node of each cell type keeps its two most important in-edges.
+    With a target, only operators with which it can still be reached. After all edges are decided, with `prune_edges`, a
+    node of each cell type keeps its two most important in-edges.
     """
-    step = _prune_node if prune_edges and is_decided(kept) else _decide_edge
+    prune = prune_edges and is_decided(kept)
     for cell_type in CELL_TYPES:
-        kept = step(space, score, kept, cell_type, rng)
+        if prune:
+            kept = _prune_node(space, score, kept, cell_type, rng)
+        else:
+            kept = _decide_edge(space, score, kept, cell_type, rng, target)
     return kept
 
 
@@ -88,12 +101,21 @@ def crowded_nodes(space: HasCells, kept: Subspace, cell_type: str) -> dict[int, 
     return {node: edges for node, edges in incoming.items() if len(edges) > EDGES_KEPT}
 
 
-def _decide_edge(space: HasCells, score: ScoreOf, kept: Subspace, cell_type: str, rng: np.random.Generator) -> Subspace:
+def _decide_edge(
+    space: HasCells,
+    score: ScoreOf,
+    kept: Subspace,
+    cell_type: str,
+    rng: np.random.Generator,
+    target: MacTarget | None,
+) -> Subspace:
     left = undecided(kept, space.decisions(cell_type))
     if not left:
         return kept
     decision = _drawn(left, rng)
-    return with_row(kept, decision, (most_important(masked_scores(score, kept, decision)),))
+    allowed = kept[decision] if target is None else target.allowed(kept, decision)
+    scores = masked_scores(score, kept, decision)
+    return with_row(kept, decision, (most_important({option: scores[option] for option in allowed}),))
 
 
 def _prune_node(space: HasCells, score: ScoreOf, kept: Subspace, cell_type: str, rng: np.random.Generator) -> Subspace:

@@ -14,11 +14,12 @@ from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, Samples, Step, endless_batches
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.on_device import upload
+from fedloom.platform.methods.silo.mac_target import MacTarget
 from fedloom.platform.methods.silo.masking import Perturbation
 from fedloom.platform.methods.silo.personal import Personal, Searched, is_decided, restricted
 from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, turns
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.offers import HasCells, SumsOptions, summing_options
+from fedloom.platform.spaces.offers import HasCells, SumsOptions, with_cells
 from fedloom.platform.spaces.slices import Subspace
 
 
@@ -50,17 +51,18 @@ class Milenas:
     ends: bool
     lr: float = 0.01
     validation_weight: float = 1.0
+    max_macs: float | None = None
     passes = 2
 
     def before(self, worker: Worker, assignment: Assignment, silo: Personal) -> Searched:
         """Starts the search with equal weights, or ends it with the largest operator of every edge."""
         del assignment
-        space = summing_options(worker.space, "a search by gradients")
+        space = with_cells(worker.space, "a search by gradients")
         if is_decided(silo.kept):
             return Searched(silo)
         alphas = (first_alphas(space) if silo.alphas is None else silo.alphas).to(worker.device)
         if self.ends:
-            return Searched(restricted(space, silo, by_magnitude(alphas, silo.kept)))
+            return Searched(restricted(space, silo, chosen(space, alphas, silo.kept, self.max_macs)))
         return Searched(replace(silo, alphas=alphas))
 
     def is_over(self, space: HasCells, kept: Subspace) -> bool:
@@ -105,6 +107,13 @@ def by_magnitude(alphas: Tensor, kept: Subspace) -> Subspace:
     """The operator with the largest parameter of every edge; ties go to the first."""
     values = alphas.tolist()
     return tuple((max(row, key=lambda o: (values[d][o], -o)),) if row else () for d, row in enumerate(kept))
+
+
+def chosen(space: HasCells, alphas: Tensor, kept: Subspace, max_macs: float | None) -> Subspace:
+    """The architecture that a search by gradients ends with, within `max_macs` if there is such a target."""
+    if max_macs is None:
+        return by_magnitude(alphas, kept)
+    return MacTarget.of(space, max_macs).most_probable(alphas, kept)
 
 
 class MixedStep:
@@ -155,5 +164,6 @@ class MixedStep:
 def searcher_of(config: ArchitectureSearchConfig, round_: int, batch_size: int) -> Perturbation | Milenas:
     """The searcher of a round (from 0); `batch_size` is that of the silos' training."""
     if config.kind == "milenas":
-        return Milenas(round_ >= config.rounds, config.lr, config.validation_weight)
-    return Perturbation(turns(config, round_ + 1), config.prune_edges, config.statistics, batch_size)
+        return Milenas(round_ >= config.rounds, config.lr, config.validation_weight, config.max_macs)
+    due = turns(config, round_ + 1)
+    return Perturbation(due, config.prune_edges, config.statistics, batch_size, config.max_macs)

@@ -19,6 +19,7 @@ from fedloom.platform.federation.training_config import (
     Rules,
     TrainingConfig,
     check_training,
+    cohort_size,
     local_sgd,
     rules_of,
 )
@@ -64,6 +65,11 @@ def checked_silos(world: World, train: SiloTrainingConfig) -> Rules:
         )
     check_training(train, "method.train", world.num_clients)
     return rules_of(train, "method.train")
+
+
+def participation(world: World, train: SiloTrainingConfig) -> float:
+    """The share of the rounds that a silo takes part in, on average."""
+    return cohort_size(train, world.num_clients) / world.num_clients
 
 
 def check_validation(world: World, why: str) -> None:

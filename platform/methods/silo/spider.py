@@ -26,10 +26,10 @@ from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.gains import GainConfig, GainStage, check_gains
 from fedloom.platform.methods.silo.personal import begun
 from fedloom.platform.methods.silo.scoring import ScoreOwn
-from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, searched_space
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, check_target, searched_space
 from fedloom.platform.methods.silo.searchers import Searcher, own_network, searcher_of
 from fedloom.platform.methods.silo.silo_stages import silo_stages
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, pair_outcome
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, pair_outcome, participation
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.offers import with_cells
 from fedloom.platform.spaces.slices import Weights
@@ -108,7 +108,8 @@ class TrainSpider:
 def stages(config: SpiderConfig, world: World) -> list[Stage]:
     """Training with the search, the evaluation, and the gains if configured."""
     train, rules = config.train, checked_silos(world, config.train)
-    space = searched_space(world, config.search, train.rounds, "spider")
+    space = searched_space(world, config.search, train.rounds, "spider", share=participation(world, train))
+    check_target(space, config.search)
     check_gains(config.gains, world)
 
     def client(round_: Round) -> TrainSpider:
