@@ -10,7 +10,7 @@ from fedloom.experiments.analysis.kinds import SILOS
 from fedloom.experiments.analysis.seeds import estimate_by_seed
 from fedloom.experiments.analysis.settings import Setting, settings_of
 from fedloom.experiments.analysis.silo_gains import p_matrix, personalisation_gains
-from fedloom.experiments.analysis.silos import PERSONAL, per_silo, silos, training
+from fedloom.experiments.analysis.silos import PERSONAL, best_round, per_silo, silos, training
 from fedloom.experiments.analysis.stages import real_rounds
 from fedloom.experiments.analysis.tables import Tables, only
 
@@ -18,6 +18,8 @@ MEASURED = (
     "accuracy",
     "std",
     "worst",
+    "best_accuracy",
+    "best_round",
     "global_accuracy",
     "gain",
     "parameters",
@@ -34,6 +36,7 @@ class SiloSummary:
     """Estimates of one setting over its seeds.
 
     `values` holds an estimate, or None, for: accuracy, std and worst (of the silos' own test accuracies);
+    best_accuracy and best_round (`silos.best_round`);
     global_accuracy (mean of the shared model, if silos also have their own model); gain (mean personalisation gain);
     parameters and macs (means over the silos' models); peak_memory_bytes (maximum over silos in training);
     bytes_per_round (received and sent, per silo); wall_s (of all training rounds); architectures (number of distinct
@@ -69,13 +72,15 @@ def silo_summaries(tables: Tables) -> list[SiloSummary]:
 def _run_values(run: Tables) -> dict[str, float | None]:
     """The values of one run by the names of `MEASURED`; every silo with test data has the same weight."""
     rows, gains = per_silo(run), personalisation_gains(p_matrix(run))
-    rounds = real_rounds(training(run.rounds))
+    best, rounds = best_round(run), real_rounds(training(run.rounds))
     sent, tasks = rounds["bytes_down"].sum() + rounds["bytes_up"].sum(), rounds["clients_planned"].sum()
     architectures = int(rows["architecture"].nunique())
     values: dict[str, Any] = {
         "accuracy": rows["accuracy"].mean(),
         "std": rows["accuracy"].std(ddof=0),
         "worst": rows["accuracy"].min(),
+        "best_accuracy": None if best is None else best[0],
+        "best_round": None if best is None else best[1],
         "global_accuracy": rows["global_accuracy"].mean(),
         "gain": gains["gain"].mean(),
         "parameters": rows["parameters"].mean(),

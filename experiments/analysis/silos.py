@@ -52,6 +52,23 @@ def per_silo(tables: Tables) -> pd.DataFrame:
     return in_order(frame.astype({"samples": "Int64", "client_id": "Int64"}), tables)
 
 
+WATCHED = "accuracy_while_training"
+"""Silos' test accuracies during training, measured only for reports (`method.train.test_every`)."""
+
+
+def best_round(run: Tables) -> tuple[float, int] | None:
+    """The highest mean test accuracy of the silos over the rounds in which it was measured, and the first such round.
+
+    Test data choose it, so that it is too high; it is what papers report (SPIDER, App. B.1). None if not measured.
+    """
+    rows = silos(run).evaluations
+    rows = rows[(rows["metric"] == WATCHED) & (rows["samples"].fillna(0) > 0) & rows["value"].notna()]
+    personal = rows[rows["model"] == PERSONAL]
+    means = (personal if len(personal) else rows).groupby("round")["value"].agg(["mean", "size"])
+    means = means.loc[means["size"] == means["size"].max(), "mean"].astype("float64")
+    return None if means.empty else (float(means.max()), int(means.idxmax()))
+
+
 def _silo(key: tuple[Any, ...], rows: pd.DataFrame) -> dict[str, Any]:
     model = PERSONAL if (rows["model"] == PERSONAL).any() else GLOBAL
     own = rows[rows["model"] == model]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +29,10 @@ Correction = Callable[[str, Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """Hyper-parameters of a client's local training in one round; `loss_norm` asks for `Trained.loss_norm`."""
+    """Hyper-parameters of a client's local training in one round.
+
+    `loss_norm` asks for `Trained.loss_norm`; with `steps`, training ends after that many steps, if not before.
+    """
 
     epochs: int
     batch_size: int
@@ -38,11 +42,12 @@ class LocalSGD:
     clip_norm: float = 0.0
     augment: Chosen = NO_AUGMENTATION
     loss_norm: bool = False
+    steps: int | None = None
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Results of local training: optimiser steps, samples seen (epochs * n_k), mean loss and accuracy.
+    """Results of local training: optimiser steps, samples seen (of all epochs), mean loss and accuracy.
 
     `loss_norm` is the root mean square of the single targets' losses, None unless asked for.
     """
@@ -80,7 +85,7 @@ def epoch_sizes(num_samples: int, batch_size: int) -> list[int]:
 
 def batch_sizes(num_samples: int, local: LocalSGD) -> list[int]:
     """The sizes of the batches of `batch_indices` over all epochs."""
-    return epoch_sizes(num_samples, local.batch_size) * local.epochs
+    return (epoch_sizes(num_samples, local.batch_size) * local.epochs)[: local.steps]
 
 
 def endless_batches(data: Samples, local: LocalSGD, generator: torch.Generator) -> Iterator[Samples]:
@@ -136,7 +141,8 @@ def train_locally(
     """
     augment, seen = augmentation(local.augment), Seen(data[0].device, local.loss_norm)
     steps = 0
-    for index in batch_indices(len(data[1]), local.batch_size, local.epochs, generator, data[0].device):
+    batches = batch_indices(len(data[1]), local.batch_size, local.epochs, generator, data[0].device)
+    for index in itertools.islice(batches, local.steps):
         x_B, y_B = _taken(data, index)
         if augment is not None:
             x_B = augment(x_B, generator)
@@ -147,7 +153,7 @@ def train_locally(
             seen.add(loss, outputs, y_B, objective)
         optimizer.step()
         steps += 1
-    return seen.summed_up(steps, len(data[1]) * local.epochs)
+    return seen.summed_up(steps, sum(batch_sizes(len(data[1]), local)))
 
 
 @dataclass
@@ -261,6 +267,10 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
+EVALUATED = 256
+"""Samples per batch of an evaluation whose result does not depend on it."""
+
+
 @dataclass(frozen=True)
 class Score:
     """Mean loss and accuracy over the targets of `samples` samples (one target per image, or per position of a text).
@@ -298,9 +308,11 @@ class _Sums:
         return Score(loss, metric, len(y), y.dim() > 1, means)
 
 
-def evaluate(forward: Callable[[Tensor], Tensor], data: Samples, objective: Objective, batch_size: int = 256) -> Score:
-    """Mean loss and metric of `forward` over all targets, in batches."""
-    return evaluate_all(lambda x_B: (forward(x_B),), 1, data, objective, batch_size)[0]
+def evaluate(
+    forward: Callable[[Tensor], Tensor], data: Samples, objective: Objective, sizes: list[int] | None = None
+) -> Score:
+    """Mean loss and metric of `forward` over all targets, in batches, of the given sizes if they matter."""
+    return evaluate_all(lambda x_B: (forward(x_B),), 1, data, objective, sizes)[0]
 
 
 @torch.no_grad()
@@ -309,7 +321,7 @@ def evaluate_all(
     networks: int,
     data: Samples,
     objective: Objective,
-    batch_size: int = 256,
+    sizes: list[int] | None = None,
 ) -> list[Score]:
     """The scores of several networks, whose outputs `outputs_of` gives for a batch; every batch is loaded once."""
     x, y = data
@@ -317,9 +329,9 @@ def evaluate_all(
         return [Score(math.nan, math.nan, 0)] * networks
     zero = torch.zeros((), dtype=torch.float64, device=x.device)
     sums = [_Sums(zero.clone(), zero.clone()) for _ in range(networks)]
-    if y.dim() > 1:  # the logits of every position make a batch of texts far larger than one of images
-        batch_size = max(1, batch_size // 8)
-    for x_B, y_B in zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True):
+    # The logits of every position make a batch of texts far larger than one of images.
+    split = sizes or (EVALUATED if y.dim() == 1 else EVALUATED // 8)
+    for x_B, y_B in zip(torch.split(x, split), torch.split(y, split), strict=True):
         for of_network, outputs in zip(sums, outputs_of(x_B), strict=True):
             of_network.add(outputs, y_B, objective)
     return [of_network.score(y) for of_network in sums]

@@ -146,6 +146,8 @@ class Loop:
         self._check_failures(stage.name, state.round, result.reports, client_rows)
         with stage_work(stage.name, state.round):
             merged = answered("merge", stage.merge(state, plan, result), Merged)
+        kept = {r.client_id: r.state for r in clients if r.client_id is not None and r.state is not None}
+        merged = replace(merged, state=merged.state.with_client_states(kept))
         if merged.review is not None:
             merged = self._reviewed(stage, merged, merged.review)
         with stage_work(stage.name, state.round):
@@ -154,8 +156,7 @@ class Loop:
             deadline_s = self.deadline_s if any(a.deadline_s is not None for a in plan.assignments) else None
             clock, simulated_s = VirtualClock(state.simulated_s).after_round(times_s, deadline_s)
         row = round_row(stage.name, state.round, clients, plan, time.perf_counter() - started, simulated_s)
-        kept = {r.client_id: r.state for r in clients if r.client_id is not None and r.state is not None}
-        after = replace(merged.state.with_client_states(kept), round=state.round + 1, simulated_s=clock.now_s)
+        after = replace(merged.state, round=state.round + 1, simulated_s=clock.now_s)
         stop = self.should_stop()
         save = stop or after.round % self.checkpoint.every == 0
         # Until these rows are on disk the previous checkpoint stays: resuming from a later one would duplicate rows.

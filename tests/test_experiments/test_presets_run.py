@@ -33,7 +33,7 @@ def test_a_preset_of_silos_can_begin(name: str, tmp_path: Path, caplog: pytest.L
     stages = planned_stages(world)
     assert name.startswith(stages[0].name)
     assert [s.name for s in stages[1:]] in (["evaluation"], ["evaluation", "gains"])
-    assert world.num_clients == 8
+    assert world.num_clients == {"cohort": 20, "device": 100}.get(name.rpartition("_")[2], 8)
     assert "will not be" not in caplog.text, "every edge is searched"
 
 
@@ -43,6 +43,19 @@ def test_spiders_presets_have_the_papers_settings() -> None:
     assert (train.rounds, train.batch_size, train.momentum, train.clip_norm, train.pull) == (1000, 32, 0.9, 5.0, 0.01)
     assert (search.start, search.every, config.data.alpha, config.data.num_clients) == (30, 20, 0.2, 8)
     assert (config.data.validation_share, config.data.test_share) == (0.2, 0.2)
+    assert (train.weight_decay, search.prune_edges, search.statistics) == (0.001, True, "batch")
+    gains = config.method.gains
+    assert (gains.epochs, gains.start, gains.tune_own, gains.epoch) == (30, "own", False, "test")
+
+
+def test_the_search_baselines_of_other_papers_have_their_cohorts_and_targets() -> None:
+    for name in ("fednas", "fedpnas"):
+        config = compose_config([f"experiment={name}_cifar10_cohort"])
+        train = config.method.train
+        assert (config.data.num_clients, train.clients_per_round, train.rounds) == (20, 8, 1500)
+        assert config.method.search.max_macs == 0.95e9
+    train = compose_config(["experiment=fednas_cifar10_cross_device"]).method.train
+    assert (train.clients_per_round, train.epochs, train.batch_size, train.rounds) == (10, 10, 32, 500)
 
 
 def test_the_papers_family_is_the_one_of_the_presets() -> None:

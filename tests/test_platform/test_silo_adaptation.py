@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fedloom.platform.clients.assignments import (
     Assignment,
@@ -20,7 +22,7 @@ from fedloom.platform.clients.assignments import (
 )
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import SGD, LocalSGD, train_locally
+from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, evaluate, train_locally
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
@@ -31,7 +33,7 @@ from fedloom.platform.methods.silo import knn_per
 from fedloom.platform.methods.silo.ditto import DittoConfig, DittoTrainingConfig
 from fedloom.platform.methods.silo.knn_per import KnnPerConfig, ScoreNearest, best_share, nearest_labels, score_of
 from fedloom.platform.methods.silo.local_adaptation import LocalAdaptationConfig
-from fedloom.platform.methods.silo.per_fedavg import PerFedAvgConfig, PerFedAvgTrainingConfig
+from fedloom.platform.methods.silo.per_fedavg import InnerStepsConfig, PerFedAvgConfig, PerFedAvgTrainingConfig
 from fedloom.platform.methods.silo.scoring import AdaptAndScore, ScoreShared
 from fedloom.platform.methods.silo.silos import AdaptationConfig, SiloTrainingConfig
 from fedloom.platform.seeding import torch_stream
@@ -111,15 +113,6 @@ def nearest_by_hand(
     return np.array(rows)
 
 
-def test_nearest_labels_in_literal_numbers() -> None:
-    features = torch.tensor([[1.0], [3.0], [100.0]])
-    found = nearest_labels(torch.tensor([[0.0]]), features, torch.tensor([2, 0, 1]), 3, neighbours=2, scale=1.0)
-    # Distances 1 and 3, sigma 2: exp(-.5) and exp(-1.5), as e : 1.
-    assert found.tolist() == [pytest.approx([1 / (1 + np.e), 0.0, np.e / (1 + np.e)])]
-    half = nearest_labels(torch.tensor([[0.0]]), features, torch.tensor([2, 0, 1]), 3, neighbours=2, scale=0.5)
-    assert half.tolist() == [pytest.approx([1 / (1 + np.e**2), 0.0, np.e**2 / (1 + np.e**2)])]
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 40), st.integers(1, 45), st.sampled_from([0.25, 1.0, 4.0]))
 def test_nearest_labels_are_those_of_a_loop(seed: int, samples: int, k: int, scale: float) -> None:
@@ -129,31 +122,6 @@ def test_nearest_labels_are_those_of_a_loop(seed: int, samples: int, k: int, sca
     found = nearest_labels(torch.tensor(queries), torch.tensor(features), torch.tensor(labels), 4, k, scale)
     np.testing.assert_allclose(found.numpy(), nearest_by_hand(queries, features, labels, 4, k, scale), atol=1e-9)
     assert found.sum(dim=1).tolist() == pytest.approx([1.0] * 30)
-
-
-def test_neighbours_in_the_same_place_count_alike_and_fewer_samples_than_k_are_all_taken() -> None:
-    same = nearest_labels(torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([0, 0, 0, 1]), 2, 10, 1.0)
-    assert same.tolist() == [pytest.approx([0.75, 0.25])] * 2
-
-
-def test_the_share_is_the_best_and_the_smallest_of_equals() -> None:
-    right, wrong = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])
-    y = torch.tensor([1])
-    assert best_share(right, wrong, y) == 0.6, "at .5 it is a draw, which goes to the first class"
-    assert best_share(wrong, right, y) == 0.0
-    assert best_share(right, right, y) == 0.0
-    assert best_share(wrong, wrong, y) == 0.0
-    near = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    predicted = torch.tensor([[0.55, 0.45], [0.3, 0.7]])
-    # The first is right from .1 on, the second, of class 1, only below 2/7: .1 and .2 are equally good.
-    assert best_share(near, predicted, torch.tensor([1, 1])) == 0.1
-    assert best_share(near[:0], predicted[:0], torch.tensor([], dtype=torch.long)) == 0.0
-
-
-def test_scores_of_probabilities_in_literal_numbers() -> None:
-    score = score_of(torch.tensor([[0.25, 0.75], [0.5, 0.5]]).double(), torch.tensor([1, 1]))
-    assert score.loss == pytest.approx(-(np.log(0.75) + np.log(0.5)) / 2)
-    assert (score.metric, score.samples) == (0.5, 2)
 
 
 def misled(federation: Federation) -> Federation:
@@ -186,8 +154,10 @@ def test_a_share_of_0_is_the_shared_model(federation: Federation, monkeypatch: p
     assert found["global", "accuracy"] == shared["global", "accuracy"]
 
 
-def test_neighbours_are_found_by_what_enters_the_classifier_on_training_data(federation: Federation) -> None:
-    outcome = federation.do(ScoreNearest(SUBNET, neighbours=3))
+@pytest.mark.parametrize("joined", [True, False])
+def test_neighbours_are_found_by_what_enters_the_classifier(federation: Federation, joined: bool) -> None:
+    outcome = federation.do(ScoreNearest(SUBNET, neighbours=3, joined=joined))
+    splits = ("train", "validation") if joined else ("train",)
 
     def features(split: str) -> Tensor:
         headless = federation.module().eval()
@@ -195,7 +165,8 @@ def test_neighbours_are_found_by_what_enters_the_classifier_on_training_data(fed
         x: Tensor = headless(federation.data(split)[0])
         return x.detach()
 
-    store, labels = features("train").double().numpy(), federation.data()[1].tolist()
+    store = torch.cat([features(split) for split in splits]).double().numpy()
+    labels = torch.cat([federation.data(split)[1] for split in splits]).tolist()
     module = federation.module().eval()
 
     def mixture(split: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,8 +174,18 @@ def test_neighbours_are_found_by_what_enters_the_classifier_on_training_data(fed
         near = nearest_by_hand(features(split).double().numpy(), store, labels, 10, 3, 1.0)
         return torch.tensor(near), module(x).detach().double().softmax(dim=1), y
 
-    share = best_share(*mixture("validation"))
-    assert share not in (best_share(*mixture("train")), best_share(*mixture("test"))), "the data tell the splits apart"
+    def left_out() -> float:
+        rest = [np.delete(np.arange(len(labels)), i) for i in range(len(labels))]
+        near = [
+            nearest_by_hand(store[[i]], store[rest[i]], [labels[j] for j in rest[i]], 10, 3, 1.0)[0]
+            for i in range(len(labels))
+        ]
+        predicted = torch.cat([mixture(split)[1] for split in splits])
+        return best_share(torch.tensor(np.array(near)), predicted, torch.tensor(labels))
+
+    share = left_out() if joined else best_share(*mixture("validation"))
+    others = (best_share(*mixture("train")), best_share(*mixture("test")))
+    assert joined or share not in others, "the data tell the splits apart"
     near, predicted, y = mixture("test")
     score = score_of(share * near + (1 - share) * predicted, y)
     assert values(outcome)["personal", "neighbour_share"] == share
@@ -212,13 +193,17 @@ def test_neighbours_are_found_by_what_enters_the_classifier_on_training_data(fed
     assert values(outcome)["personal", "loss"] == pytest.approx(score.loss)
 
 
-def test_a_run_of_knn_per_never_trains_on_validation_data(make_config: Make, run_in_memory: Run) -> None:
-    train = SiloTrainingConfig(rounds=2, batch_size=12, use_validation=False)
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_run_of_knn_per_trains_on_what_the_weight_is_chosen_on_only_by_cross_validation(
+    make_config: Make, joined: bool, run_in_memory: Run
+) -> None:
+    train = SiloTrainingConfig(rounds=2, batch_size=12, use_validation=joined)
     config = make_config(KnnPerConfig(train=train))
     world, memory, _ = run_in_memory(config)
     clients = memory.table("clients")
     trained = clients[clients.stage == "knn_per"]
-    for client_id, samples in enumerate(world.data.sizes("train").tolist()):
+    sizes = world.data.sizes("train") + (world.data.sizes("validation") if joined else 0)
+    for client_id, samples in enumerate(sizes.tolist()):
         assert trained[trained.client_id == client_id].samples.tolist() == [samples] * 2
     rows = memory.table("evaluations")
     shares = rows[rows.metric == "neighbour_share"]
@@ -260,11 +245,40 @@ def accuracy(module: nn.Module, data: Data) -> float:
     return correct / len(data[1])
 
 
-@pytest.mark.parametrize("method", [LocalAdaptationConfig, PerFedAvgConfig])
+@pytest.mark.parametrize("steps", [1, 3, 6])
+def test_per_fedavg_adapts_by_the_plain_steps_that_it_was_trained_for(make_config: Make, steps: int) -> None:
+    config = make_config(PerFedAvgConfig(adapt=InnerStepsConfig(steps=steps)))
+    config.method.train = replace(
+        config.method.train, lr=0.02, batch_size=12, weight_decay=0.1, clip_norm=0.1, local_factor=3.0
+    )
+    federation = first_of(config)
+    task = build_stages(federation.world)[1].plan(RunState()).assignments[0].task
+    outcome = federation.do(task)
+    x, y = (torch.cat(pair) for pair in zip(federation.data(), federation.data("validation"), strict=True))
+    module = federation.module()
+    stream = torch_stream(federation.worker.spec.training_seed, "batches", "train", 0, 0)
+    for index in islice(batch_indices(len(y), 12, steps, stream), steps):
+        gradients = torch.autograd.grad(F.cross_entropy(module(x[index]), y[index]), list(module.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                parameter -= 0.06 * gradient
+    assert outcome.steps == steps
+    assert values(outcome)["personal", "accuracy"] == accuracy(module, federation.data("test"))
+    score = evaluate(module.eval(), federation.data("test"), Objective())
+    assert values(outcome)["personal", "loss"] == pytest.approx(score.loss, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        LocalAdaptationConfig(adapt=AdaptationConfig(epochs=1, lr=0.05)),
+        PerFedAvgConfig(adapt=InnerStepsConfig(steps=2, lr=0.05)),
+    ],
+)
 def test_the_shared_model_is_scored_before_and_the_adapted_one_after(
     make_config: Make, method: Any, run_in_memory: Run
 ) -> None:
-    config = make_config(method(adapt=AdaptationConfig(epochs=1, lr=0.05)))
+    config = make_config(method)
     config.method.train = replace(config.method.train, rounds=2, batch_size=12)
     world, memory, state = run_in_memory(config)
     rows = memory.table("evaluations")
@@ -284,6 +298,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "local_adaptation": LocalAdaptationConfig,
     "ditto": DittoConfig,
     "per_fedavg": PerFedAvgConfig,
+    "knn_per": KnnPerConfig,
 }
 
 
@@ -316,9 +331,13 @@ def test_settings_that_cannot_run_are_refused_in_one_line(make_config: Make, ref
 
     assert said(DittoConfig(train=DittoTrainingConfig(pull=-0.1))) == "method.train.pull=-0.1: must be 0 or more"
     assert said(DittoConfig(train=DittoTrainingConfig(rounds=-1))) == "method.train.rounds=-1: must be at least 1"
-    for method in (LocalAdaptationConfig, PerFedAvgConfig):
-        assert said(method(adapt=AdaptationConfig(epochs=0))) == "method.adapt.epochs=0: must be between 1 and 100000"
-        assert said(method(adapt=AdaptationConfig(lr=0.0))) == "method.adapt.lr=0.0: must be greater than 0, or null"
+    for name, method, adapt in (
+        ("epochs", LocalAdaptationConfig, AdaptationConfig),
+        ("steps", PerFedAvgConfig, InnerStepsConfig),
+    ):
+        none = said(method(adapt=adapt(**{name: 0})))  # type: ignore[operator]
+        assert none == f"method.adapt.{name}=0: must be between 1 and 100000"
+        assert said(method(adapt=adapt(lr=0.0))) == "method.adapt.lr=0.0: must be greater than 0, or null"  # type: ignore[operator]
     assert (
         said(PerFedAvgConfig(train=PerFedAvgTrainingConfig(local_factor=0.0)))
         == "method.train.local_factor=0.0: must be greater than 0"
@@ -326,11 +345,7 @@ def test_settings_that_cannot_run_are_refused_in_one_line(make_config: Make, ref
     assert said(KnnPerConfig(neighbours=0)) == "method.neighbours=0: must be between 1 and 1000000"
     assert said(KnnPerConfig(scale=0.0)) == "method.scale=0.0: must be greater than 0"
     assert (
-        said(KnnPerConfig(train=SiloTrainingConfig()))
-        == "method.train.use_validation: kNN-Per chooses its mixing weight on validation data; set false"
-    )
-    assert (
-        said(KnnPerConfig(), validation_share=0.0)
+        said(KnnPerConfig(train=SiloTrainingConfig(use_validation=False)), validation_share=0.0)
         == "data.validation_share=0 leaves a silo without validation samples to choose the mixing weight with: "
         "raise it, or give each silo more samples"
     )

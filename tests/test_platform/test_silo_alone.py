@@ -15,8 +15,8 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods.silo.masking import Perturbation
 from fedloom.platform.methods.silo.personal import Personal, unpacked, with_row
-from fedloom.platform.methods.silo.searchers import Perturbation
 from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace
@@ -69,7 +69,7 @@ def states_of(world: World, stream: Iterator[Weights], pull: float) -> tuple[lis
     worker, states, sent = worker_of(world), [], []
     state: Weights | None = None
     for round_, weights in enumerate(stream):
-        task = TrainSpider(LOCAL, pull, Perturbation(due=round_ >= 1), RULES)
+        task = TrainSpider(LOCAL, pull, Perturbation(turns=round_), RULES)
         outcome = task.run(worker, Assignment("spider", round_, 1, "tier1", task, state=state), weights)
         assert outcome.state is not None
         assert outcome.update is not None
@@ -84,7 +84,7 @@ def states_alone(world: World, first: Weights) -> list[Weights]:
     worker, states = worker_of(world), []
     silo = Personal(dict(first), {}, darts(world).largest_subspace)
     for round_ in range(ROUNDS):
-        task = Perturbation(due=round_ >= 1)
+        task = Perturbation(turns=round_)
         assignment = Assignment("spider", round_, 1, "tier1", TrainSpider(LOCAL, 0.0, task, RULES))
         silo = task.before(worker, assignment, silo).silo
         joined = all(len(row) == 1 for row in silo.kept)
@@ -141,7 +141,7 @@ def test_the_pull_moves_what_the_silo_keeps_by_its_gradient_and_nothing_else(wor
     state = Personal(own, {}, kept).packed()
 
     def after(pull: float, received: Weights) -> tuple[Personal, Weights]:
-        task = TrainSpider(one_batch, pull, Perturbation(due=False), RULES)
+        task = TrainSpider(one_batch, pull, Perturbation(turns=0), RULES)
         outcome = task.run(worker_of(world), Assignment("spider", 0, 0, "tier1", task, state=state), received)
         assert outcome.steps == 2, "a step of either model"
         assert outcome.state is not None

@@ -26,7 +26,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.gains import GainConfig
 from fedloom.platform.methods.silo.personal import unpacked
 from fedloom.platform.methods.silo.scoring import ScoreOwn
-from fedloom.platform.methods.silo.searchers import ArchitectureSearchConfig
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig
 from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider, stages
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run, list_runs

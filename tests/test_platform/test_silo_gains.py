@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import SGD, LocalSGD, evaluate, train_locally
+from fedloom.platform.clients.training import SGD, LocalSGD, Score, evaluate, train_locally
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
@@ -18,9 +19,11 @@ from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.methods.silo import crossed as crossed_task
+from fedloom.platform.methods.silo.crossed import BestEpoch
 from fedloom.platform.methods.silo.gains import GainConfig, GainStage
 from fedloom.platform.methods.silo.personal import Personal, unpacked
-from fedloom.platform.methods.silo.searchers import ArchitectureSearchConfig
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig
 from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace
@@ -157,6 +160,62 @@ def test_no_silos_state_and_no_shared_weight_changes(measured: Measured) -> None
         assert [t for t, tensor in bag.tensors.items() if not torch.equal(tensor, bags[name][t])] == []
 
 
+def crossed(make_config: Make, run_stages: RunStages, **gains: Any) -> tuple[Gains, pd.DataFrame]:
+    found = standing(make_config(GainConfig(lr=0.02, start="own", **gains)))
+    return found, found.measure(run_stages)[0]
+
+
+def test_as_in_the_paper_the_others_best_epoch_is_compared_with_the_final_model(
+    make_config: Make, run_stages: RunStages
+) -> None:
+    gains, rows = crossed(make_config, run_stages, epochs=3, tune_own=False, epoch="test")
+    space, last, best = cast(DartsSpace, gains.world.space), pairs(rows), pairs(rows, "best_test_accuracy")
+    by_epochs = [pairs(crossed(make_config, run_stages, epochs=n)[1]) for n in (1, 2, 3)]
+    number = pairs(rows, "best_epoch")
+    worker = Worker(gains.world.spec)
+    for of, kept in enumerate(KEPT):
+        for on in range(3):
+            name = f"silo-{of}"
+            if on == of:
+                module = space.build_subspace(kept).eval()
+                module.load_state_dict(own_weights(space, kept, of))
+                with worker.data.reading_test():
+                    score = evaluate(module, worker.client_data(on, "test"), Objective())
+                assert last.loc[name, on] == pytest.approx(score.metric, abs=1e-9), "p_ii is not trained"
+                assert np.isnan(best.loc[name, on])
+                continue
+            each = [table.loc[name, on] for table in by_epochs]
+            assert last.loc[name, on] == each[-1], "to look at every epoch changes none"
+            assert best.loc[name, on] == max(each)
+            assert number.loc[name, on] == 1 + each.index(max(each))
+
+
+def test_validation_data_may_choose_the_epoch_and_is_then_not_trained_on(
+    make_config: Make, run_stages: RunStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[int] = []
+    original = crossed_task.train_network
+
+    def spy(*given: Any, **more: Any) -> Any:
+        trained.append(len(given[4][1]))
+        return original(*given, **more)
+
+    monkeypatch.setattr(crossed_task, "train_network", spy)
+    gains, rows = crossed(make_config, run_stages, epochs=3, epoch="validation")
+    assert trained == gains.world.data.sizes("train").tolist() * 3
+    assert set(rows.metric) == {"loss", "accuracy", "best_epoch"}
+    assert pairs(rows, "best_epoch").isin([1, 2, 3]).all(axis=None)
+
+
+def test_the_best_epoch_is_the_first_of_the_highest_metric() -> None:
+    best, looked = BestEpoch(), []
+    for metric in (0.5, 0.25, 0.75, 0.75):
+        best.see(Score(1.0, metric, 4), lambda metric=metric: looked.append(metric) or Score(1.0, 1 - metric, 6))  # type: ignore[misc]
+    assert best.on_test is not None
+    assert (best.epoch, best.on_test.metric, looked) == (3, 0.25, [0.5, 0.75])
+    assert best.samples == 4 * 4 + 2 * 6
+
+
 def test_a_silo_gains_nothing_where_all_architectures_are_equal(make_config: Make, run_stages: RunStages) -> None:
     """From shared weights p_ij is then a matter of i alone, but for the order of the batches: here there is one."""
     equal = [KEPT[1]] * 3
@@ -213,5 +272,12 @@ def test_gains_that_cannot_be_are_refused_in_one_line(make_config: Make, refused
         assert refused(make_config(GainConfig(clients=clients))) == (
             f"method.gains.clients={clients}: must be at least 2, or null"
         )
+    assert refused(make_config(GainConfig(tune_own=False))) == (
+        "method.gains.tune_own=false compares with the silos' final models, which the others have to start from: set "
+        "method.gains.start=own"
+    )
+    assert refused(make_config(GainConfig(epoch="x"))) == (
+        "method.gains.epoch=x: must be one of last, validation, test"
+    )
     assert refused(make_config(GainConfig(epochs=-1))) == "method.gains.epochs=-1: must be between 0 and 100000"
     assert refused(make_config(GainConfig(lr=0.0))) == "method.gains.lr=0.0: must be greater than 0"

@@ -26,12 +26,12 @@ from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo.fednas import FedNasConfig, TrainMixed
+from fedloom.platform.methods.silo.masking import Perturbation
 from fedloom.platform.methods.silo.personal import ALPHAS, Personal, is_decided, unpacked
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig
 from fedloom.platform.methods.silo.searchers import (
-    ArchitectureSearchConfig,
     Milenas,
     MixedStep,
-    Perturbation,
     absent_of,
     by_magnitude,
     first_alphas,
@@ -245,11 +245,19 @@ def test_a_run_of_spider_by_gradients_ends_decided(make_config: Make, run_in_mem
 
 
 def test_the_search_of_a_round() -> None:
-    config = ArchitectureSearchConfig(start=3, every=4)
-    due = [r for r in range(20) if cast(Perturbation, searcher_of(config, r)).due]
-    assert due == [3, 7, 11, 15, 19]
+    def due(start: int, every: int, rounds: int) -> list[int]:
+        config = ArchitectureSearchConfig(start=start, every=every, statistics="running")
+        searchers = [searcher_of(config, r, batch_size=8) for r in range(rounds)]
+        assert all(searcher == replace(searchers[0], turns=searcher.turns) for searcher in searchers)
+        turns = [0, *(cast(Perturbation, searcher).turns for searcher in searchers)]
+        return [r for r in range(rounds) if turns[r + 1] == turns[r] + 1]
+
+    assert due(30, 20, 101) == [40, 60, 80, 100], "Alg. 2: t >= t_s, and t a multiple of tau"
+    assert due(3, 4, 20) == [4, 8, 12, 16]
+    assert due(0, 4, 9) == [0, 4, 8]
+    assert due(8, 4, 13) == [8, 12]
     gradients = ArchitectureSearchConfig("milenas", rounds=2, lr=0.3, validation_weight=0.7)
-    assert [searcher_of(gradients, r) for r in range(4)] == [Milenas(r >= 2, 0.3, 0.7) for r in range(4)]
+    assert [searcher_of(gradients, r, 8) for r in range(4)] == [Milenas(r >= 2, 0.3, 0.7) for r in range(4)]
 
 
 # -- FedNAS -----------------------------------------------------------------------------------------------------------

@@ -27,8 +27,10 @@ from fedloom.platform.methods.silo import fedpnas
 from fedloom.platform.methods.silo.fednas import FedNasConfig
 from fedloom.platform.methods.silo.fedpnas import FedPnasConfig, TrainSplit
 from fedloom.platform.methods.silo.global_nas import DecideCentrally, GlobalNasConfig
+from fedloom.platform.methods.silo.masking import Perturbation
 from fedloom.platform.methods.silo.personal import Personal, unpacked, with_row
-from fedloom.platform.methods.silo.searchers import ArchitectureSearchConfig, Milenas, Perturbation
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig
+from fedloom.platform.methods.silo.searchers import Milenas
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig
 from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider
 from fedloom.platform.seeding import stream, torch_stream
@@ -43,7 +45,7 @@ Data = tuple[Tensor, Tensor]
 
 LOCAL = LocalSGD(epochs=1, batch_size=8, lr=0.05, momentum=0.9, clip_norm=5.0)
 RULES = rules_of(SiloTrainingConfig(), "method.train")
-NO_SEARCH = Perturbation(due=False)
+NO_SEARCH = Perturbation(turns=0)
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,9 @@ def test_a_decision_of_the_server_holds_for_all_from_the_next_round_on(make_conf
     assert rows[rows.split == "test"].stage.unique().tolist() == ["evaluation"]
 
 
+@pytest.mark.parametrize("statistics", ["batch", "running"])
 def test_the_server_decides_on_validation_data_with_the_weights_that_the_round_began_with(
-    federation: Federation, monkeypatch: pytest.MonkeyPatch
+    federation: Federation, monkeypatch: pytest.MonkeyPatch, statistics: str
 ) -> None:
     asked: list[str] = []
     central_data = Worker.central_data
@@ -137,29 +140,34 @@ def test_the_server_decides_on_validation_data_with_the_weights_that_the_round_b
 
     monkeypatch.setattr(Worker, "central_data", spy)
     kept = federation.space.largest_subspace
-    outcome = federation.do(DecideCentrally(kept), client_id=None)
+    outcome = federation.do(
+        DecideCentrally(kept, Perturbation(99, statistics=statistics, batch_size=8)), client_id=None
+    )
     assert asked == ["validation"]
     assert outcome.update is None
     assert outcome.samples == sum(federation.world.data.sizes("validation"))
     found = parse_subspace(outcome.subspace or "")
     assert [sum(len(found[d]) == 1 for d in federation.space.decisions(t)) for t in ("normal", "reduction")] == [1, 1]
-    assert found == decided_by_hand(federation, kept)
+    assert found == decided_by_hand(federation, kept, statistics)
     looked_at = federation.worker.tensors_of(federation.worker.supernet)
     assert [n for n, t in federation.weights.items() if not torch.equal(looked_at[n], t)] == [], "statistics, too"
 
 
-def decided_by_hand(federation: Federation, kept: Subspace) -> Subspace:
-    """The operators without which a network in evaluation mode is worst, on the same edges."""
+def decided_by_hand(federation: Federation, kept: Subspace, statistics: str) -> Subspace:
+    """The operators without which a network in training or evaluation mode is worst, on the same edges."""
     worker, space = federation.worker, federation.space
-    module = space.build_supernet().eval()
+    module = space.build_supernet().train(statistics == "batch")
     module.load_state_dict({n: federation.weights[n] for n in module.state_dict()})
     x, y = worker.central_data("validation")
+    shuffle = torch_stream(worker.spec.training_seed, "masked_batches", "train", 0, "server")
+    order = torch.randperm(len(y), generator=shuffle)
+    x, y = x[order], y[order]
     rng = stream(worker.spec.training_seed, "edges", "train", 0, "server")
     for cell_type in ("normal", "reduction"):
         decision = space.decisions(cell_type)[int(rng.integers(5))]
         pain = []
         for option in (0, 1):
-            logits = module(x, with_row(kept, decision, (1 - option,)))
+            logits = torch.cat([module(x_B, with_row(kept, decision, (1 - option,))) for x_B in torch.split(x, 8)])
             accuracy = (logits.argmax(dim=1) == y).double().mean().item()
             pain.append((accuracy, -F.cross_entropy(logits, y).item(), option))
         kept = with_row(kept, decision, (min(pain)[2],))
@@ -246,7 +254,7 @@ def test_a_pruned_edge_and_its_tensors_are_gone(federation: Federation) -> None:
     space = federation.space
     kept: Subspace = ((1,),) * 10
     state = Personal({n: federation.weights[n] for n in space.subspace_slices(kept)}, {}, kept).packed()
-    task = TrainSpider(LOCAL, 0.1, Perturbation(due=True, prune_edges=True), RULES)
+    task = TrainSpider(LOCAL, 0.1, Perturbation(turns=99, prune_edges=True), RULES)
     outcome = federation.do(task, state)
     after = own(outcome)
     assert [sum(not row for row in after.kept[first : first + 5]) for first in (0, 5)] == [1, 1]
@@ -254,7 +262,7 @@ def test_a_pruned_edge_and_its_tensors_are_gone(federation: Federation) -> None:
     assert set(after.momentum) <= set(after.weights)
     joined = sum(federation.world.data.size(0, s) for s in ("train", "validation"))
     assert outcome.samples == joined, "nothing is left to be searched"
-    not_yet = federation.do(TrainSpider(LOCAL, 0.1, Perturbation(due=False, prune_edges=True), RULES), state)
+    not_yet = federation.do(TrainSpider(LOCAL, 0.1, Perturbation(turns=0, prune_edges=True), RULES), state)
     assert not_yet.samples == federation.world.data.size(0, "train")
     assert own(not_yet).kept == kept
 
@@ -262,7 +270,7 @@ def test_a_pruned_edge_and_its_tensors_are_gone(federation: Federation) -> None:
 # -- what crosses the boundary ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("search", [Perturbation(due=True), Milenas(ends=False, lr=0.1)])
+@pytest.mark.parametrize("search", [Perturbation(turns=99), Milenas(ends=False, lr=0.1)])
 def test_nothing_of_a_silos_own_is_in_an_update_of_spider(federation: Federation, search: Any) -> None:
     first = federation.do(TrainSpider(LOCAL, 0.1, search, RULES))
     second = federation.do(TrainSpider(LOCAL, 0.1, search, RULES), first.state, round_=1)

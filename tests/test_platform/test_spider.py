@@ -18,8 +18,9 @@ from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.gains import GainConfig
+from fedloom.platform.methods.silo.masking import Perturbation
 from fedloom.platform.methods.silo.personal import Personal, is_decided, undecided, unpacked, with_row
-from fedloom.platform.methods.silo.searchers import ArchitectureSearchConfig, Perturbation
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig
 from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider, stages
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
@@ -68,7 +69,7 @@ def shared_weights(world: World) -> dict[str, Tensor]:
 def one_round(
     world: World, weights: dict[str, Tensor], pull: float, state: dict[str, Tensor] | None = None
 ) -> Personal:
-    task = TrainSpider(LOCAL, pull, Perturbation(due=False), RULES)
+    task = TrainSpider(LOCAL, pull, Perturbation(turns=0), RULES)
     outcome = task.run(Worker(world.spec), Assignment("spider", 0, 0, "tier1", task, state=state), weights)
     assert outcome.state is not None
     return unpacked(outcome.state)
@@ -121,7 +122,7 @@ def test_only_the_operators_that_are_kept_are_pulled_and_kept(spider_config: Mak
 def test_the_server_receives_the_shared_model_and_nothing_of_the_silos_own(spider_config: Make) -> None:
     world = build_world(spider_config())
     weights = shared_weights(world)
-    task = TrainSpider(LOCAL, 0.1, Perturbation(due=True), RULES, scored=True)
+    task = TrainSpider(LOCAL, 0.1, Perturbation(turns=99), RULES, scored=True)
     outcome = task.run(Worker(world.spec), Assignment("spider", 0, 0, "tier1", task), weights)
     assert outcome.update is not None
     assert outcome.state is not None
@@ -203,7 +204,7 @@ def test_what_cannot_run_is_refused_and_unsearched_edges_are_counted(
     config = spider_config({"every": 3})
     with caplog.at_level(logging.WARNING):
         stages(config.method, build_world(config))
-    assert "6 of 10 edges will not be searched before the last round" in caplog.text
+    assert "8 of 10 edges will not be searched before the last round" in caplog.text
     without = replace(config, data=replace(config.data, validation_share=0.0))
     with pytest.raises(ValueError, match=r"validation_share=0 leaves a silo without validation samples"):
         stages(without.method, build_world(without))

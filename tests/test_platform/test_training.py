@@ -234,7 +234,7 @@ def test_the_rounds_rate_reaches_the_client() -> None:
 
 def test_evaluation_is_the_mean_over_all_samples_whatever_the_batches() -> None:
     net = model(1)
-    score = evaluate(net, (X, Y), Objective(), batch_size=3)
+    score = evaluate(net, (X, Y), Objective(), sizes=[3, 3, 3, 1])
     assert score.samples == 10
     assert score.loss == pytest.approx(F.cross_entropy(net(X), Y).item())
     assert score.metric == pytest.approx((net(X).argmax(1) == Y).float().mean().item())

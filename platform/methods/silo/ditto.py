@@ -14,14 +14,14 @@ from fedloom.platform.clients.trainer import client_samples, received, train_net
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import Round, Slots, TrainingStage, to_all
+from fedloom.platform.federation.training import Round, Slots, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.personal import Personal, begun
 from fedloom.platform.methods.silo.scoring import ScoreOwn
+from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, fresh_subnet, pair_outcome
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 from fedloom.platform.settings import NOT_EMPTY, ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Weights
 
@@ -80,8 +80,7 @@ def stages(config: DittoConfig, world: World) -> list[Stage]:
         return TrainDitto(subnet, round_.local, train.pull, rules, train.use_validation, round_.scored)
 
     slots = Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))
-    training = TrainingStage(world, train, rules, slots, name=config.name)
-    return [training, ClientEvaluation(world, lambda _state: ScoreOwn(subnet))]
+    return silo_stages(world, train, rules, slots, config.name, lambda _state: ScoreOwn(subnet))
 
 
 METHOD = Method(DittoConfig, stages, kind="silos", own="model", lacks=("candidates", "models"))

@@ -38,7 +38,8 @@ from fedloom.platform.clients.trainer import (
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import SUPERNET, Round, Slots, TrainingStage, from_generator, to_all
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training import SUPERNET, Round, Slots, from_generator, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
@@ -53,8 +54,8 @@ from fedloom.platform.methods.silo.router import (
     straight_through,
 )
 from fedloom.platform.methods.silo.scoring import adapted_outcome
+from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import AdaptationConfig, SiloTrainingConfig, adaptation, checked_silos
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import POSITIVE, ZERO_OR_MORE
 from fedloom.platform.spaces.offers import summing_options
@@ -209,9 +210,13 @@ def stages(config: FedMnConfig, world: World) -> list[Stage]:
         assign=to_all(client),
         parameters=space.parameter_names | router,
     )
-    task = ScoreModular(adaptation(world, config.adapt, train, train.lr), train.use_validation)
-    training = TrainingStage(world, train, rules, slots, name=config.name)
-    return [training, ClientEvaluation(world, lambda _state: task)]
+    task = ScoreModular(adaptation(world, config.adapt, train), train.use_validation)
+
+    def adapted(state: RunState) -> bool:
+        """The paper's accuracies are those of the second phase."""
+        return state.round >= train.pretraining_rounds
+
+    return silo_stages(world, train, rules, slots, config.name, lambda _state: task, ready=adapted)
 
 
 METHOD = Method(FedMnConfig, stages, kind="silos", lacks=("candidates", "models"), needs=summing_options)

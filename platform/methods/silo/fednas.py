@@ -22,25 +22,18 @@ from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Plan, RoundResult, Stage
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import SUPERNET, Round, Slots, Tasks, TrainingStage, fresh_supernet
+from fedloom.platform.federation.training import SUPERNET, Round, Slots, Tasks, fresh_supernet
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.personal import ALPHAS, Personal
 from fedloom.platform.methods.silo.perturbation import is_settled
 from fedloom.platform.methods.silo.scoring import ScoreShared
-from fedloom.platform.methods.silo.searchers import (
-    ArchitectureSearchConfig,
-    Milenas,
-    by_magnitude,
-    first_alphas,
-    only_by,
-    own_network,
-    searched_space,
-)
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, check_target, only_by, searched_space
+from fedloom.platform.methods.silo.searchers import Milenas, chosen, first_alphas, own_network
+from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
 from fedloom.platform.methods.silo.whole_federation import KEPT, kept_of, restricted_bag, train_kept
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 from fedloom.platform.spaces.offers import with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
 
@@ -83,6 +76,7 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
     train, search, rules = config.train, config.search, checked_silos(world, config.train)
     only_by("milenas", search, config.name)
     space = searched_space(world, search, train.rounds, config.name)
+    check_target(space, search)
     milenas = Milenas(False, search.lr, search.validation_weight)
     fedavg = train_kept(train, rules, lambda kept: is_settled(space, kept, prune_edges=search.prune_edges))
     fresh = fresh_supernet(world)
@@ -101,7 +95,9 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
         alphas = state.weights(SUPERNET).get(ALPHAS)
         if alphas is None or state.round + 1 < min(search.rounds, train.rounds):
             return state
-        return restricted_bag(state.with_data(KEPT, subspace_id(by_magnitude(alphas, kept_of(state)))), space)
+        return restricted_bag(
+            state.with_data(KEPT, subspace_id(chosen(space, alphas, kept_of(state), search.max_macs))), space
+        )
 
     slots = Slots(
         initial=initial,
@@ -110,8 +106,14 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
         parameters=world.space.parameter_names | {ALPHAS},
         data={KEPT: subspace_id(space.largest_subspace)},
     )
-    training = TrainingStage(world, train, rules, slots, name=config.name)
-    return [training, ClientEvaluation(world, lambda state: ScoreShared(MixedNetwork(kept_of(state))))]
+
+    def score(state: RunState) -> Task:
+        return ScoreShared(MixedNetwork(kept_of(state)))
+
+    def has_chosen(state: RunState) -> bool:
+        return ALPHAS not in state.weights(SUPERNET)
+
+    return silo_stages(world, train, rules, slots, config.name, score, ready=has_chosen)
 
 
 METHOD = Method(FedNasConfig, stages, kind="silos", lacks=("candidates", "models"), needs=with_cells)

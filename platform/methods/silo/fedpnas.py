@@ -27,24 +27,17 @@ from fedloom.platform.clients.trainer import (
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import Round, Slots, TrainingStage, fresh_supernet, to_all
+from fedloom.platform.federation.training import Round, Slots, fresh_supernet, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
-from fedloom.platform.methods.silo.personal import Personal, begun
+from fedloom.platform.methods.silo.masking import Perturbation
+from fedloom.platform.methods.silo.personal import Personal, Searched, begun, restricted
 from fedloom.platform.methods.silo.scoring import final_measurements, scored_outcome
-from fedloom.platform.methods.silo.searchers import (
-    ArchitectureSearchConfig,
-    Perturbation,
-    Searched,
-    only_by,
-    restricted,
-    searched,
-    searched_space,
-    searcher_of,
-)
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, check_target, only_by, searched_space
+from fedloom.platform.methods.silo.searchers import searcher_of
+from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, participation
 from fedloom.platform.settings import UP_TO_A_THOUSAND
 from fedloom.platform.spaces.darts_network import CELL_TYPES
 from fedloom.platform.spaces.offers import HasCells, HasSubspaces, with_cells
@@ -117,16 +110,15 @@ class TrainSplit:
     def _before(self, worker: Worker, assignment: Assignment, silo: Personal, weights: Weights) -> Searched:
         """Makes one search step with `weights`, those of base and personal part together."""
         space = with_cells(worker.space, "fedpnas")
-        if not self.search.due or self.search.is_over(space, silo.kept):
+        if not self.search.is_due(space, silo.kept):
             return Searched(silo)
-        kept, macs = searched(
+        kept, macs = self.search.decided(
             worker,
             assignment,
             split_network(worker, silo.kept, self.base_cells),
             weights,
             worker.client_data(client_of(assignment), "validation"),
-            prune_edges=self.search.prune_edges,
-            base_cells=self.base_cells,
+            self.base_cells,
         )
         return Searched(restricted(space, silo, kept), macs)
 
@@ -201,16 +193,17 @@ def stages(config: FedPnasConfig, world: World) -> list[Stage]:
         raise ValueError(
             f"method.train.local_rule={train.local_rule}: base and own part are trained as one network, by sgd alone"
         )
-    base_cells = _base_cells(config, searched_space(world, search, train.rounds, config.name))
+    space = searched_space(world, search, train.rounds, config.name, share=participation(world, train))
+    base_cells = _base_cells(config, space)
+    check_target(space, search, base_cells)
 
     def client(round_: Round) -> TrainSplit:
-        searcher = searcher_of(search, round_.index)
+        searcher = searcher_of(search, round_.index, train.batch_size)
         assert isinstance(searcher, Perturbation), "checked before"
         return TrainSplit(round_.local, searcher, base_cells, rules, round_.scored, train.use_validation)
 
     slots = Slots(initial=fresh_supernet(world), assign=to_all(client))
-    training = TrainingStage(world, train, rules, slots, name=config.name)
-    return [training, ClientEvaluation(world, lambda _state: ScoreSplit(base_cells))]
+    return silo_stages(world, train, rules, slots, config.name, lambda _state: ScoreSplit(base_cells))
 
 
 METHOD = Method(FedPnasConfig, stages, kind="silos", own="cells", lacks=("candidates", "models"), needs=with_cells)

@@ -9,10 +9,16 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.training_config import augmentation_of, local_sgd
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods.silo.crossed import (
+    BY_VALIDATION,
+    EPOCHS_REPORTED,
+    LAST,
+    ScoreModel,
+    TrainAndScore,
+)
 from fedloom.platform.methods.silo.personal import begun
-from fedloom.platform.methods.silo.scoring import TrainAndScore
 from fedloom.platform.methods.silo.searchers import by_magnitude
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, check_validation
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation, as_measured
 from fedloom.platform.settings import POSITIVE, OneOf, Range
 from fedloom.platform.spaces.offers import HasSubspaces
@@ -23,22 +29,34 @@ class GainConfig:
     """How personalisation gains are measured.
 
     With `start=shared`, all silos (also for p_ii) start from the shared weights of the architecture's operators, so
-    that only architectures are compared; with `own`, from the weights of the silo that found the architecture. Models
-    train on training and validation data and are scored after the last epoch (the paper's best epoch uses test data).
+    that only architectures are compared. With `own`, they start from the trained model of the silo that found the
+    architecture; the paper fine-tunes it on the other silos' data alone, so that p_ii is the final model itself
+    (`tune_own=false`). Models train on training and validation data, on training data alone if validation data choose
+    the epoch. `epoch=test` adds the paper's "best accuracy achieved" as `best_test_accuracy`: the test data that it is
+    measured on have chosen its epoch, so that it is too high, and it is chosen among many for p_ij, but not for p_ii.
     """
 
     epochs: Annotated[int, Range(least=0, most=100_000), "epochs of training; 0: do not measure gains"] = 0
     clients: Annotated[int | None, Range(least=2), "number of silos, the first ones; null: all"] = None
     lr: Annotated[float, POSITIVE, "learning rate"] = 0.01
     start: Annotated[str, OneOf(("shared", "own")), "the initial weights"] = "shared"
+    tune_own: Annotated[bool, "whether p_ii is trained like the others; false: the silo's final model as it is"] = True
+    epoch: Annotated[str, OneOf(EPOCHS_REPORTED), "the epoch reported: the last, or the best on these data"] = LAST
 
 
-def check_gains(config: GainConfig, num_clients: int) -> None:
-    """Raises ValueError if `clients` is larger than the number of silos."""
-    if config.clients is not None and config.clients > num_clients:
+def check_gains(config: GainConfig, world: World) -> None:
+    """Raises ValueError for more silos than there are, and for settings that do not go together."""
+    if config.clients is not None and config.clients > world.num_clients:
         raise ValueError(
-            f"method.gains.clients={config.clients}: must be between 2 and the {num_clients} silos there are"
+            f"method.gains.clients={config.clients}: must be between 2 and the {world.num_clients} silos there are"
         )
+    if not config.tune_own and config.start == "shared":
+        raise ValueError(
+            "method.gains.tune_own=false compares with the silos' final models, which the others have to start from: "
+            "set method.gains.start=own"
+        )
+    if config.epochs and config.epoch == BY_VALIDATION:
+        check_validation(world, "choose the epoch of the gains")
 
 
 class GainStage(ClientEvaluation):
@@ -65,8 +83,12 @@ class GainStage(ClientEvaluation):
         of = state.round
         silo = begun(state.client_state(of), state.weights(SUPERNET), self.space.largest_subspace)
         kept = silo.kept if silo.alphas is None else by_magnitude(silo.alphas, silo.kept)
-        task = TrainAndScore(kept, f"silo-{of}", self.local)
+        name = f"silo-{of}"
+        task = TrainAndScore(kept, name, self.local, self.config.epoch)
         planned = [a for a in self.planned(of, task) if a.client_id in self.silos]
         # Set explicitly, so that the loop does not insert the silos' saved states.
         begin = silo.packed() if self.config.start == "own" else {}
-        return Plan([replace(a, state=begin) for a in as_measured(planned)], SUPERNET)
+        given = [replace(a, state=begin) for a in as_measured(planned)]
+        if not self.config.tune_own:
+            given = [replace(a, task=ScoreModel(kept, name)) if a.client_id == of else a for a in given]
+        return Plan(given, SUPERNET)

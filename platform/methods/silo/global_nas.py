@@ -12,22 +12,17 @@ from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Plan, RoundResult, Stage
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import Slots, TrainingStage, fresh_supernet
+from fedloom.platform.federation.training import Slots, fresh_supernet
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
+from fedloom.platform.methods.silo.masking import Perturbation
 from fedloom.platform.methods.silo.perturbation import is_settled
 from fedloom.platform.methods.silo.scoring import ScoreShared
-from fedloom.platform.methods.silo.searchers import (
-    ArchitectureSearchConfig,
-    Perturbation,
-    only_by,
-    searched,
-    searched_space,
-    searcher_of,
-)
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, check_target, only_by, searched_space
+from fedloom.platform.methods.silo.searchers import searcher_of
+from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
 from fedloom.platform.methods.silo.whole_federation import KEPT, kept_of, restricted_bag, train_kept
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 from fedloom.platform.spaces.offers import with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
 from fedloom.tiers.clock import EVALUATION_FACTOR
@@ -47,13 +42,13 @@ class DecideCentrally:
     """The server's search step, on all validation data with the current weights."""
 
     subspace: Subspace
-    prune_edges: bool = False
+    search: Perturbation
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """Makes the search step; the outcome's `subspace` holds the remaining operators."""
         data = worker.central_data("validation")
         network = MixedNetwork(self.subspace).on(worker)
-        kept, macs = searched(worker, assignment, network, weights, data, prune_edges=self.prune_edges)
+        kept, macs = self.search.decided(worker, assignment, network, weights, data)
         return Outcome(samples=len(data[1]), macs=macs, subspace=subspace_id(kept), clock_factor=EVALUATION_FACTOR)
 
 
@@ -63,16 +58,17 @@ def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
     only_by("perturbation", search, config.name)
     # A decision takes effect in the next round.
     space = searched_space(world, search, train.rounds - 1, config.name)
+    check_target(space, search)
 
     def settled(kept: Subspace) -> bool:
         return is_settled(space, kept, prune_edges=search.prune_edges)
 
     def decide(state: RunState) -> list[Task]:
-        kept, searcher = kept_of(state), searcher_of(search, state.round)
+        kept, searcher = kept_of(state), searcher_of(search, state.round, train.batch_size)
         last = state.round == train.rounds - 1  # a decision in the last round would never be trained
-        if last or not isinstance(searcher, Perturbation) or not searcher.due or searcher.is_over(space, kept):
+        if last or not isinstance(searcher, Perturbation) or not searcher.is_due(space, kept):
             return []
-        return [DecideCentrally(kept, searcher.prune_edges)]
+        return [DecideCentrally(kept, searcher)]
 
     def take_over(state: RunState, _plan: Plan, result: RoundResult) -> RunState:
         decided = [r.subspace for r in result.reports if r.client_id is None and r.subspace is not None]
@@ -85,8 +81,7 @@ def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
         after=take_over,
         data={KEPT: subspace_id(space.largest_subspace)},
     )
-    training = TrainingStage(world, train, rules, slots, name=config.name)
-    return [training, ClientEvaluation(world, lambda state: ScoreShared(MixedNetwork(kept_of(state))))]
+    return silo_stages(world, train, rules, slots, config.name, lambda state: ScoreShared(MixedNetwork(kept_of(state))))
 
 
 METHOD = Method(GlobalNasConfig, stages, kind="silos", lacks=("candidates", "models"), needs=with_cells)

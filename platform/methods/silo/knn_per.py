@@ -21,14 +21,15 @@ from fedloom.platform.clients.assignments import (
 )
 from fedloom.platform.clients.networks import Network, Subnet
 from fedloom.platform.clients.scoring import GLOBAL, PERSONAL
-from fedloom.platform.clients.training import Score
+from fedloom.platform.clients.trainer import client_samples
+from fedloom.platform.clients.training import Samples, Score
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.scoring import final_measurements, scored_outcome
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig, check_validation, checked_silos, fedavg_stage
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, check_validation, checked_silos, fedavg_slots
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import NOT_EMPTY, POSITIVE, UP_TO_A_MILLION
 from fedloom.platform.spaces.slices import Weights
@@ -42,8 +43,9 @@ BATCH = 256
 class ScoreNearest:
     """Scores the predictions share * neighbours + (1 - share) * shared model on a silo's test data.
 
-    The data store holds the features of the silo's training data. The share has the highest accuracy on its validation
-    data; ties go to the smallest.
+    The data store holds the features of the silo's training data, with its validation data if `joined`. Then the share
+    has the highest accuracy on the store itself when every sample is predicted by its neighbours among the others
+    (leave-one-out cross-validation), otherwise on the validation data; ties go to the smallest.
 
     Attributes:
         neighbours: k; a silo with fewer samples uses all of them.
@@ -53,6 +55,7 @@ class ScoreNearest:
     subnet: Subnet
     neighbours: int = 10
     scale: float = 1.0
+    joined: bool = True
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """Measures `global`, `personal`, and the chosen share."""
@@ -61,20 +64,23 @@ class ScoreNearest:
         worker.set_mode(network.module, training=False)
         generator = torch_stream(worker.spec.training_seed, "score", *places_of(assignment))
         with worker.randomness(network.module, generator):
-            return self._scored(worker, network, client_id)
+            return self._scored(worker, network, client_samples(worker, assignment, joined=self.joined), client_id)
 
-    def _scored(self, worker: Worker, network: Network, client_id: int) -> Outcome:
-        store_x, store_y = worker.client_data(client_id, "train")
-        features, _ = features_and_logits(network, store_x)
+    def _scored(self, worker: Worker, network: Network, store: Samples, client_id: int) -> Outcome:
+        features, store_logits = features_and_logits(network, store[0])
 
-        def mixture(split: str) -> tuple[Tensor, Tensor, Tensor]:
-            x, y = worker.client_data(client_id, split)
-            queries, logits = features_and_logits(network, x)
-            near = nearest_labels(queries, features, store_y, logits.shape[1], self.neighbours, self.scale)
-            return near, logits.double().softmax(dim=1), y
+        def mixture(queries: Tensor, logits: Tensor, *, leave_one_out: bool = False) -> tuple[Tensor, Tensor]:
+            classes, k, scale = logits.shape[1], self.neighbours, self.scale
+            near = nearest_labels(queries, features, store[1], classes, k, scale, leave_one_out=leave_one_out)
+            return near, logits.double().softmax(dim=1)
 
-        share = best_share(*mixture("validation"))
-        near, predicted, y = mixture("test")
+        if self.joined:
+            share = best_share(*mixture(features, store_logits, leave_one_out=True), store[1])
+        else:
+            x, y = worker.client_data(client_id, "validation")
+            share = best_share(*mixture(*features_and_logits(network, x)), y)
+        x, y = worker.client_data(client_id, "test")
+        near, predicted = mixture(*features_and_logits(network, x))
         own = score_of(share * near + (1 - share) * predicted, y)
         rows = (
             *final_measurements(worker, GLOBAL, network, score_of(predicted, y)),
@@ -110,20 +116,35 @@ def _inputs_of(layer: nn.Linear, kept: list[Tensor]) -> Iterator[None]:
 
 
 def nearest_labels(
-    queries: Tensor, features: Tensor, labels: Tensor, num_classes: int, neighbours: int, scale: float
+    queries: Tensor,
+    features: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    neighbours: int,
+    scale: float,
+    *,
+    leave_one_out: bool = False,
 ) -> Tensor:
     """Class probabilities (n, classes) from the labels of the nearest features, weighted by exp(-distance / sigma).
 
-    Source: Marfoq et al. 2022, Eq. 7; sigma is `scale` times a query's mean distance to its neighbours, so that `scale`
-    is comparable between networks.
+    With `leave_one_out`, the queries are the features, and none is a neighbour of itself; a single one has no neighbour
+    and no probabilities. Source: Marfoq et al. 2022, Eq. 7; sigma is `scale` times a query's mean distance to its
+    neighbours, so that `scale` is comparable between networks.
     """
-    k = min(neighbours, len(features))
-    distances, places = torch.cdist(queries.double(), features.double()).topk(k, largest=False)
-    sigma = scale * distances.mean(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    weights = (-distances / sigma).softmax(dim=1)
-    return torch.zeros((len(queries), num_classes), dtype=torch.float64, device=queries.device).scatter_add_(
-        1, labels[places], weights
-    )
+    k = min(neighbours, len(features) - leave_one_out)
+    found = torch.zeros((len(queries), num_classes), dtype=torch.float64, device=queries.device)
+    if k == 0:
+        return found
+    # All distances at once would take gigabytes for a silo with thousands of samples.
+    for first in range(0, len(queries), BATCH):
+        rows = slice(first, first + BATCH)
+        every = torch.cdist(queries[rows].double(), features.double())
+        if leave_one_out:
+            every.diagonal(first).fill_(torch.inf)
+        distances, places = every.topk(k, largest=False)
+        sigma = scale * distances.mean(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        found[rows].scatter_add_(1, labels[places], (-distances / sigma).softmax(dim=1))
+    return found
 
 
 def best_share(near: Tensor, predicted: Tensor, y: Tensor) -> float:
@@ -146,12 +167,14 @@ def score_of(probabilities: Tensor, y: Tensor) -> Score:
 class KnnPerConfig:
     """FedAvg, then every silo mixes in the prediction of its nearest samples.
 
-    The mixing weight is chosen on validation data, which therefore is not used for training.
+    With `train.use_validation`, as in the paper, FedAvg trains on validation data, too, it joins the silos' stores, and
+    the mixing weight is chosen by cross-validation on the store; otherwise it is chosen on validation data, which is
+    then neither trained on nor stored.
     """
 
     name: str = "knn_per"
     architecture: Annotated[str | None, NOT_EMPTY, "options such as 0-0-3; null: the space's first"] = None
-    train: SiloTrainingConfig = field(default_factory=lambda: SiloTrainingConfig(use_validation=False))
+    train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
     neighbours: Annotated[int, UP_TO_A_MILLION, "number of nearest samples"] = 10
     scale: Annotated[float, POSITIVE, "sigma, in units of the mean distance to the neighbours"] = 1.0
 
@@ -161,12 +184,11 @@ def stages(config: KnnPerConfig, world: World) -> list[Stage]:
     if len(world.space.input_shape) != 3:
         raise ValueError(f"method=knn_per classifies images, and {world.config.data.dataset} is text")
     train, rules = config.train, checked_silos(world, config.train)
-    if train.use_validation:
-        raise ValueError("method.train.use_validation: kNN-Per chooses its mixing weight on validation data; set false")
-    check_validation(world, "choose the mixing weight")
+    if not train.use_validation:
+        check_validation(world, "choose the mixing weight")
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
-    task = ScoreNearest(subnet, config.neighbours, config.scale)
-    return [fedavg_stage(world, train, rules, subnet, config.name), ClientEvaluation(world, lambda _state: task)]
+    task = ScoreNearest(subnet, config.neighbours, config.scale, train.use_validation)
+    return silo_stages(world, train, rules, fedavg_slots(world, train, rules, subnet), config.name, lambda _state: task)
 
 
 METHOD = Method(KnnPerConfig, stages, kind="silos", lacks=("candidates", "models"))

@@ -11,14 +11,14 @@ from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.scoring import AdaptAndScore
+from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import (
     AdaptationConfig,
     SiloTrainingConfig,
     adaptation,
     checked_silos,
-    fedavg_stage,
+    fedavg_slots,
 )
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
 from fedloom.platform.settings import NOT_EMPTY
 
 
@@ -36,9 +36,9 @@ def stages(config: LocalAdaptationConfig, world: World) -> list[Stage]:
     """FedAvg, then the evaluation of the shared and the adapted model on every silo's test data."""
     train, rules = config.train, checked_silos(world, config.train)
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
-    task = AdaptAndScore(subnet, adaptation(world, config.adapt, train, train.lr), train.use_validation)
-    training = fedavg_stage(world, train, rules, subnet, config.name)
-    return [training, ClientEvaluation(world, lambda _state: task)]
+    task = AdaptAndScore(subnet, adaptation(world, config.adapt, train), train.use_validation)
+    slots = fedavg_slots(world, train, rules, subnet)
+    return silo_stages(world, train, rules, slots, config.name, lambda _state: task)
 
 
 METHOD = Method(LocalAdaptationConfig, stages, kind="silos", lacks=("candidates", "models"))

@@ -23,19 +23,13 @@ from fedloom.platform.clients.trainer import (
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, endless_batches, gradient_of
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import Round, Slots, TrainingStage, to_all
-from fedloom.platform.federation.training_config import Rules
+from fedloom.platform.federation.training import Round, Slots, to_all
+from fedloom.platform.federation.training_config import EPOCHS, Rules, local_sgd
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.scoring import AdaptAndScore
-from fedloom.platform.methods.silo.silos import (
-    AdaptationConfig,
-    SiloTrainingConfig,
-    adaptation,
-    checked_silos,
-    fresh_subnet,
-)
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, fresh_subnet
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import NOT_EMPTY, POSITIVE
 from fedloom.platform.spaces.slices import Weights
@@ -51,13 +45,21 @@ class PerFedAvgTrainingConfig(SiloTrainingConfig):
 
 
 @dataclass
+class InnerStepsConfig:
+    """A silo's adaptation, which the shared model was trained for: steps without momentum, decay or clipping."""
+
+    steps: Annotated[int, EPOCHS, "number of steps, each on one batch of the silo's data"] = 1
+    lr: Annotated[float | None, POSITIVE, "learning rate; null: the inner step's, local_factor times lr"] = None
+
+
+@dataclass
 class PerFedAvgConfig:
     """First-order MAML over the silos, then every silo adapts the shared model."""
 
     name: str = "per_fedavg"
     architecture: Annotated[str | None, NOT_EMPTY, "options such as 0-0-3; null: the space's first"] = None
     train: PerFedAvgTrainingConfig = field(default_factory=PerFedAvgTrainingConfig)
-    adapt: AdaptationConfig = field(default_factory=lambda: AdaptationConfig(epochs=1, lr=None))
+    adapt: InnerStepsConfig = field(default_factory=InnerStepsConfig)
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,13 @@ class MetaStep:
         self.sgd.step()
 
 
+def inner_steps(world: World, config: InnerStepsConfig, train: SiloTrainingConfig, inner_lr: float) -> LocalSGD:
+    """Hyper-parameters of the adaptation; a silo with fewer batches than steps passes over them again."""
+    lr = inner_lr if config.lr is None else config.lr
+    local, steps = local_sgd(train, 0, world.augment), config.steps
+    return replace(local, epochs=steps, steps=steps, lr=lr, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
+
+
 def stages(config: PerFedAvgConfig, world: World) -> list[Stage]:
     """First-order MAML, then the evaluation of the shared and the adapted model."""
     train, rules = config.train, checked_silos(world, config.train)
@@ -128,9 +137,8 @@ def stages(config: PerFedAvgConfig, world: World) -> list[Stage]:
         return TrainMeta(subnet, round_.local, inner_lr, rules, train.use_validation, round_.scored)
 
     slots = Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))
-    task = AdaptAndScore(subnet, adaptation(world, config.adapt, train, inner_lr), train.use_validation)
-    training = TrainingStage(world, train, rules, slots, name=config.name)
-    return [training, ClientEvaluation(world, lambda _state: task)]
+    task = AdaptAndScore(subnet, inner_steps(world, config.adapt, train, inner_lr), train.use_validation)
+    return silo_stages(world, train, rules, slots, config.name, lambda _state: task)
 
 
 METHOD = Method(PerFedAvgConfig, stages, kind="silos", lacks=("candidates", "models"))

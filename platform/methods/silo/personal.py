@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedloom.platform.spaces.offers import HasSubspaces
 from fedloom.platform.spaces.slices import Subspace, Weights
 
 KEPT = "kept"
@@ -69,3 +70,21 @@ def undecided(kept: Subspace, decisions: Sequence[int]) -> list[int]:
 def with_row(kept: Subspace, decision: int, row: tuple[int, ...]) -> Subspace:
     """The subspace with the operators of one decision replaced."""
     return (*kept[:decision], row, *kept[decision + 1 :])
+
+
+def restricted(space: HasSubspaces, silo: Personal, kept: Subspace) -> Personal:
+    """The silo's model without the tensors of removed operators."""
+    slices = space.subspace_slices(kept)
+
+    def of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if name in slices}
+
+    return Personal(of(silo.weights), of(silo.momentum), kept)
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A silo's model after a search step, and the forward MACs of the step."""
+
+    silo: Personal
+    macs: float = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from fedloom.platform.clients.training import Score
+from fedloom.platform.methods.silo.mac_target import MacTarget
 from fedloom.platform.methods.silo.personal import is_decided, undecided, with_row
 from fedloom.platform.spaces.darts_network import CELL_TYPES
 from fedloom.platform.spaces.offers import HasCells
@@ -52,26 +53,43 @@ def most_important(scores: dict[int, Score]) -> int:
     return by_importance(scores)[0]
 
 
-def decide(space: HasCells, score: ScoreOf, kept: Subspace, rng: np.random.Generator, *, prune_edges: bool) -> Subspace:
+def decide(
+    space: HasCells,
+    score: ScoreOf,
+    kept: Subspace,
+    rng: np.random.Generator,
+    *,
+    prune_edges: bool,
+    target: MacTarget | None = None,
+) -> Subspace:
     """One search step: a random undecided edge of each cell type keeps only its most important operator.
 
-    After all edges are decided, with `prune_edges`, a node of each cell type keeps its two most important in-edges.
+    With a target, only operators with which it can still be reached. After all edges are decided, with `prune_edges`, a
+    node of each cell type keeps its two most important in-edges.
     """
-    step = _prune_node if prune_edges and is_decided(kept) else _decide_edge
+    prune = prune_edges and is_decided(kept)
     for cell_type in CELL_TYPES:
-        kept = step(space, score, kept, cell_type, rng)
+        if prune:
+            kept = _prune_node(space, score, kept, cell_type, rng)
+        else:
+            kept = _decide_edge(space, score, kept, cell_type, rng, target)
     return kept
 
 
 def is_settled(space: HasCells, kept: Subspace, *, prune_edges: bool) -> bool:
     """Whether the search has ended: all edges are decided and, with `prune_edges`, all nodes pruned."""
-    return is_decided(kept) and not (prune_edges and any(crowded_nodes(space, kept, t) for t in CELL_TYPES))
+    return steps_left(space, kept, prune_edges=prune_edges) == 0
 
 
 def search_steps(space: HasCells, *, prune_edges: bool) -> int:
+    """The number of search steps from the whole supernet to the end of the search."""
+    return steps_left(space, space.largest_subspace, prune_edges=prune_edges)
+
+
+def steps_left(space: HasCells, kept: Subspace, *, prune_edges: bool) -> int:
     """The number of search steps until the search has ended."""
-    steps = max(len(undecided(space.largest_subspace, space.decisions(t))) for t in CELL_TYPES)
-    return steps + (max(len(crowded_nodes(space, space.largest_subspace, t)) for t in CELL_TYPES) if prune_edges else 0)
+    steps = max(len(undecided(kept, space.decisions(t))) for t in CELL_TYPES)
+    return steps + (max(len(crowded_nodes(space, kept, t)) for t in CELL_TYPES) if prune_edges else 0)
 
 
 def crowded_nodes(space: HasCells, kept: Subspace, cell_type: str) -> dict[int, list[int]]:
@@ -83,12 +101,21 @@ def crowded_nodes(space: HasCells, kept: Subspace, cell_type: str) -> dict[int, 
     return {node: edges for node, edges in incoming.items() if len(edges) > EDGES_KEPT}
 
 
-def _decide_edge(space: HasCells, score: ScoreOf, kept: Subspace, cell_type: str, rng: np.random.Generator) -> Subspace:
+def _decide_edge(
+    space: HasCells,
+    score: ScoreOf,
+    kept: Subspace,
+    cell_type: str,
+    rng: np.random.Generator,
+    target: MacTarget | None,
+) -> Subspace:
     left = undecided(kept, space.decisions(cell_type))
     if not left:
         return kept
     decision = _drawn(left, rng)
-    return with_row(kept, decision, (most_important(masked_scores(score, kept, decision)),))
+    allowed = kept[decision] if target is None else target.allowed(kept, decision)
+    scores = masked_scores(score, kept, decision)
+    return with_row(kept, decision, (most_important({option: scores[option] for option in allowed}),))
 
 
 def _prune_node(space: HasCells, score: ScoreOf, kept: Subspace, cell_type: str, rng: np.random.Generator) -> Subspace:

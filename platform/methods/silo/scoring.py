@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 from fedloom.platform.clients.assignments import Assignment, Measurement, Outcome
-from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.networks import Described, Network, Subnet
 from fedloom.platform.clients.scoring import (
     GLOBAL,
@@ -16,10 +15,10 @@ from fedloom.platform.clients.scoring import (
 from fedloom.platform.clients.trainer import TrainedNetwork, client_samples, train_network
 from fedloom.platform.clients.training import LocalSGD, Samples, Score
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.methods.silo.personal import begun, unpacked
+from fedloom.platform.methods.silo.personal import begun
 from fedloom.platform.methods.silo.searchers import own_network
 from fedloom.platform.spaces.offers import summing_options
-from fedloom.platform.spaces.slices import Subspace, Weights
+from fedloom.platform.spaces.slices import Weights
 from fedloom.tiers.clock import EVALUATION_FACTOR, TRAINING_FACTOR
 
 
@@ -98,14 +97,14 @@ def adapted_outcome(
     after = score_loaded(worker, assignment, network, test)
     models = ((GLOBAL, before), (PERSONAL, after))
     rows = tuple(row for model, score in models for row in final_measurements(worker, model, network, score))
-    return trained_and_scored(worker, adapted, after, rows, passes=2)
+    return trained_and_scored(worker, adapted, after, rows, evaluated=2 * after.samples)
 
 
 def trained_and_scored(
-    worker: Worker, trained: TrainedNetwork, score: Score, measurements: tuple[Measurement, ...], passes: int = 1
+    worker: Worker, trained: TrainedNetwork, score: Score, measurements: tuple[Measurement, ...], *, evaluated: int
 ) -> Outcome:
-    """The outcome of training a network only to score it, with `passes` evaluations."""
-    forward_macs = passes * trained.network.macs * score.samples
+    """The outcome of training a network only to score it, on `evaluated` samples in all."""
+    forward_macs = trained.network.macs * evaluated
     return replace(
         scored_outcome(worker, trained.network, score, measurements),
         steps=trained.figures.steps,
@@ -113,25 +112,3 @@ def trained_and_scored(
         forward_macs=forward_macs,
         clock_factor=TRAINING_FACTOR,
     )
-
-
-@dataclass(frozen=True)
-class TrainAndScore:
-    """Trains one silo's architecture on another silo's data and scores it there (SPIDER's p_ij, Fig. 3).
-
-    Training starts from the shared weights of its operators, or from the model in the assignment's state.
-    """
-
-    subspace: Subspace
-    model: str
-    local: LocalSGD
-
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """Measures the model called `model`; the silo's own state does not change."""
-        network = MixedNetwork(self.subspace).on(worker)
-        begin = unpacked(assignment.state).weights if assignment.state else weights
-        data = client_samples(worker, assignment, joined=True)
-        trained = train_network(worker, assignment, network, begin, data, self.local).checked()
-        score = score_loaded(worker, assignment, network, own_test_data(worker, assignment))
-        rows = measurements_of(self.model, network.name, "test", score)
-        return trained_and_scored(worker, trained, score, rows)

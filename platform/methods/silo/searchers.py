@@ -1,9 +1,8 @@
 """A silo's architecture search during training: by perturbation, or by gradients (MiLeNAS)."""
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,48 +11,16 @@ from fedloom.platform.clients.assignments import Assignment, client_of, places_o
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import SGD, Samples, Score, Step, endless_batches, evaluate
+from fedloom.platform.clients.training import SGD, Samples, Step, endless_batches
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.on_device import upload
-from fedloom.platform.federation.world import World
-from fedloom.platform.methods.silo.personal import Personal, is_decided
-from fedloom.platform.methods.silo.perturbation import decide, is_settled, search_steps
-from fedloom.platform.methods.silo.silos import check_validation
-from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, OneOf
-from fedloom.platform.spaces.offers import HasCells, HasSubspaces, SumsOptions, summing_options, with_cells
-from fedloom.platform.spaces.slices import Subspace, Weights
-
-logger = logging.getLogger(__name__)
-
-KINDS = ("perturbation", "milenas")
-
-
-@dataclass
-class ArchitectureSearchConfig:
-    """When and how architectures are searched.
-
-    `perturbation`: from round `start` (t_s) on, every `every` (tau) rounds one edge of the normal and one of the
-    reduction cell keeps only the operator that is most important on validation data.
-    `milenas`: for `rounds` rounds, SGD with learning rate `lr` on architecture parameters, with the gradient on
-    training data plus `validation_weight` times that on validation data; then every edge keeps the largest operator.
-    """
-
-    kind: Annotated[str, OneOf(KINDS), "how architectures are searched"] = "perturbation"
-    start: Annotated[int, ZERO_OR_MORE, "perturbation: first round of the search"] = 30
-    every: Annotated[int, ONE_OR_MORE, "perturbation: rounds between two decisions"] = 20
-    prune_edges: Annotated[bool, "perturbation: finally, every node keeps its two most important edges"] = False
-    rounds: Annotated[int, ONE_OR_MORE, "milenas: rounds of search"] = 400
-    lr: Annotated[float, POSITIVE, "milenas: learning rate of the architecture parameters"] = 0.01
-    validation_weight: Annotated[float, ZERO_OR_MORE, "milenas: weight of the gradients on validation data"] = 1.0
-
-
-@dataclass(frozen=True)
-class Searched:
-    """A silo's model after a search step, and the forward MACs of the step."""
-
-    silo: Personal
-    macs: float = 0.0
+from fedloom.platform.methods.silo.mac_target import MacTarget
+from fedloom.platform.methods.silo.masking import Perturbation
+from fedloom.platform.methods.silo.personal import Personal, Searched, is_decided, restricted
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, turns
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.offers import HasCells, SumsOptions, with_cells
+from fedloom.platform.spaces.slices import Subspace
 
 
 class Searcher(Protocol):
@@ -78,92 +45,24 @@ class Searcher(Protocol):
 
 
 @dataclass(frozen=True)
-class Perturbation:
-    """Search by masking operators (SPIDER, Alg. 2); `due` is whether the round makes a search step."""
-
-    due: bool
-    prune_edges: bool = False
-    passes = 1
-
-    def before(self, worker: Worker, assignment: Assignment, silo: Personal) -> Searched:
-        """Decides one edge, or prunes one node, of each cell type (see `perturbation.decide`)."""
-        space = with_cells(worker.space, "a search by perturbation")
-        if not self.due or self.is_over(space, silo.kept):
-            return Searched(silo)
-        data = worker.client_data(client_of(assignment), "validation")
-        network = MixedNetwork(silo.kept).on(worker)
-        kept, macs = searched(worker, assignment, network, silo.weights, data, prune_edges=self.prune_edges)
-        return Searched(restricted(space, silo, kept), macs)
-
-    def is_over(self, space: HasCells, kept: Subspace) -> bool:
-        return is_settled(space, kept, prune_edges=self.prune_edges)
-
-    def step(self, worker: Worker, assignment: Assignment, silo: Personal) -> Callable[[SGD], Step]:
-        """Plain SGD."""
-        del worker, assignment, silo
-        return lambda sgd: sgd
-
-
-def searched(
-    worker: Worker,
-    assignment: Assignment,
-    network: Network,
-    weights: Weights,
-    data: Samples,
-    *,
-    prune_edges: bool,
-    base_cells: int = 0,
-) -> tuple[Subspace, float]:
-    """Makes one step of the search by perturbation with these weights, on these validation data.
-
-    Returns the remaining operators, and the MACs of all masked networks' forward passes.
-    """
-    assert network.kept is not None, "only a part of a supernet is searched"
-    who: str | int = "server" if assignment.client_id is None else assignment.client_id
-    worker.load(network.module, weights, network.slices)
-    worker.set_mode(network.module, training=False)
-    rng = stream(worker.spec.training_seed, "edges", assignment.stage, assignment.round, who)
-    generator = torch_stream(worker.spec.training_seed, "masks", assignment.stage, assignment.round, who)
-    space, macs = with_cells(worker.space, "a search by perturbation"), 0.0
-
-    def score(rest: Subspace) -> Score:
-        nonlocal macs
-        macs += space.cost_of_cells("macs", rest, base_cells) * len(data[1])
-        return evaluate(lambda x: network.module(x, rest, None, base_cells), data, worker.objective)
-
-    with worker.randomness(network.module, generator):
-        kept = decide(space, score, network.kept, rng, prune_edges=prune_edges)
-    return kept, macs
-
-
-def restricted(space: HasSubspaces, silo: Personal, kept: Subspace) -> Personal:
-    """The silo's model without the tensors of removed operators."""
-    slices = space.subspace_slices(kept)
-
-    def of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in tensors.items() if name in slices}
-
-    return Personal(of(silo.weights), of(silo.momentum), kept)
-
-
-@dataclass(frozen=True)
 class Milenas:
     """Search by gradients (He et al. 2020, first order); in the round with `ends` the largest operators are chosen."""
 
     ends: bool
     lr: float = 0.01
     validation_weight: float = 1.0
+    max_macs: float | None = None
     passes = 2
 
     def before(self, worker: Worker, assignment: Assignment, silo: Personal) -> Searched:
         """Starts the search with equal weights, or ends it with the largest operator of every edge."""
         del assignment
-        space = summing_options(worker.space, "a search by gradients")
+        space = with_cells(worker.space, "a search by gradients")
         if is_decided(silo.kept):
             return Searched(silo)
         alphas = (first_alphas(space) if silo.alphas is None else silo.alphas).to(worker.device)
         if self.ends:
-            return Searched(restricted(space, silo, by_magnitude(alphas, silo.kept)))
+            return Searched(restricted(space, silo, chosen(space, alphas, silo.kept, self.max_macs)))
         return Searched(replace(silo, alphas=alphas))
 
     def is_over(self, space: HasCells, kept: Subspace) -> bool:
@@ -208,6 +107,13 @@ def by_magnitude(alphas: Tensor, kept: Subspace) -> Subspace:
     """The operator with the largest parameter of every edge; ties go to the first."""
     values = alphas.tolist()
     return tuple((max(row, key=lambda o: (values[d][o], -o)),) if row else () for d, row in enumerate(kept))
+
+
+def chosen(space: HasCells, alphas: Tensor, kept: Subspace, max_macs: float | None) -> Subspace:
+    """The architecture that a search by gradients ends with, within `max_macs` if there is such a target."""
+    if max_macs is None:
+        return by_magnitude(alphas, kept)
+    return MacTarget.of(space, max_macs).most_probable(alphas, kept)
 
 
 class MixedStep:
@@ -255,71 +161,9 @@ class MixedStep:
         self.sgd.step()
 
 
-def searcher_of(config: ArchitectureSearchConfig, round_: int) -> Perturbation | Milenas:
-    """The searcher of a round (from 0)."""
+def searcher_of(config: ArchitectureSearchConfig, round_: int, batch_size: int) -> Perturbation | Milenas:
+    """The searcher of a round (from 0); `batch_size` is that of the silos' training."""
     if config.kind == "milenas":
-        return Milenas(round_ >= config.rounds, config.lr, config.validation_weight)
-    due = round_ >= config.start and (round_ - config.start) % config.every == 0
-    return Perturbation(due, config.prune_edges)
-
-
-PARAMETER_FREE = ("none", "noise", "skip_connect", "max_pool_3x3", "avg_pool_3x3")
-
-
-def searched_space(world: World, config: ArchitectureSearchConfig, rounds: int, who: str) -> HasCells:
-    """The space; raises ValueError for an invalid search, and warns about edges that will not be searched."""
-    space = with_cells(world.space, who)
-    names = {name for names in space.operator_names for name in names}
-    if config.prune_edges and config.kind == "milenas":
-        raise ValueError("method.search.prune_edges: edges are pruned by perturbation, not by milenas; leave it out")
-    if config.prune_edges and not names & set(PARAMETER_FREE):
-        raise ValueError(
-            f"method.search.prune_edges needs an operator without parameters ({', '.join(PARAMETER_FREE)}), and the "
-            f"space has {', '.join(sorted(names))}: add one to space.operators, or leave it out"
-        )
-    check_validation(world, "search")
-    _warn_of_unsearched(space, config, rounds)
-    return space
-
-
-def only_by(kind: str, search: ArchitectureSearchConfig, name: str) -> None:
-    """Raises ValueError if the kind of search is not the method's."""
-    if search.kind != kind:
-        raise ValueError(f"method.search.kind={search.kind}: {name} searches by {kind}")
-
-
-def _warn_of_unsearched(space: HasCells, config: ArchitectureSearchConfig, rounds: int) -> None:
-    left = unsearched_edges(space, config, rounds)
-    if left and config.kind == "milenas":
-        logger.warning(
-            "none of the %d edges will be decided before the last round: lower method.search.rounds (%d), or train for "
-            "more than %d rounds",
-            left,
-            config.rounds,
-            config.rounds + 1,
-        )
-    elif left:
-        logger.warning(
-            "%d of %d edges will not be searched before the last round: lower method.search.start or "
-            "method.search.every, or train for more rounds",
-            left,
-            len(space.options),
-        )
-    elif config.prune_edges and search_steps(space, prune_edges=True) > _turns(config, rounds):
-        logger.warning(
-            "not all edges will be pruned before the last round: that takes %d search rounds, there are %d",
-            search_steps(space, prune_edges=True),
-            _turns(config, rounds),
-        )
-
-
-def _turns(config: ArchitectureSearchConfig, rounds: int) -> int:
-    return len(range(config.start, rounds - 1, config.every))
-
-
-def unsearched_edges(space: HasCells, config: ArchitectureSearchConfig, rounds: int) -> int:
-    """The number of edges undecided before the last round, in which the cosine schedule's learning rate is zero."""
-    if config.kind == "milenas":
-        return 0 if rounds > config.rounds + 1 else sum(options > 1 for options in space.options)
-    choices = [sum(space.options[d] > 1 for d in space.decisions(t)) for t in ("normal", "reduction")]
-    return sum(max(0, count - _turns(config, rounds)) for count in choices)
+        return Milenas(round_ >= config.rounds, config.lr, config.validation_weight, config.max_macs)
+    due = turns(config, round_ + 1)
+    return Perturbation(due, config.prune_edges, config.statistics, batch_size, config.max_macs)

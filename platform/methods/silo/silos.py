@@ -12,7 +12,7 @@ from fedloom.platform.clients.assignments import Outcome
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train, TrainedNetwork, trained_outcome, update_of
 from fedloom.platform.clients.training import LocalSGD, Samples
-from fedloom.platform.federation.training import SUPERNET, Initial, Round, Slots, TrainingStage, from_generator, to_all
+from fedloom.platform.federation.training import SUPERNET, Initial, Round, Slots, from_generator, to_all
 from fedloom.platform.federation.training_config import (
     EPOCHS,
     SCHEDULE_NAMES,
@@ -20,6 +20,7 @@ from fedloom.platform.federation.training_config import (
     TrainingConfig,
     augmentation_of,
     check_training,
+    cohort_size,
     local_sgd,
     rules_of,
 )
@@ -47,6 +48,9 @@ class SiloTrainingConfig(TrainingConfig):
         bool,
         "train also on validation data once no search needs it, as in the paper; it is not scored from then on",
     ] = True
+    test_every: Annotated[
+        int, ZERO_OR_MORE, "reads test data, for reports alone: rounds between two scores on them, 0 for none"
+    ] = 0
 
 
 def checked_silos(world: World, train: SiloTrainingConfig) -> Rules:
@@ -62,6 +66,11 @@ def checked_silos(world: World, train: SiloTrainingConfig) -> Rules:
         )
     check_training(train, "method.train", world.num_clients)
     return rules_of(train, "method.train")
+
+
+def participation(world: World, train: SiloTrainingConfig) -> float:
+    """The share of the rounds that a silo takes part in, on average."""
+    return cohort_size(train, world.num_clients) / world.num_clients
 
 
 def check_validation(world: World, why: str) -> None:
@@ -86,9 +95,9 @@ class AdaptationConfig:
     lr: Annotated[float | None, POSITIVE, "learning rate; null: the initial rate of training"] = 0.01
 
 
-def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig, rate: float) -> LocalSGD:
-    """Hyper-parameters of the adaptation, with the learning rate `rate` if the configuration has none."""
-    lr = rate if config.lr is None else config.lr
+def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig) -> LocalSGD:
+    """Hyper-parameters of the adaptation."""
+    lr = train.lr if config.lr is None else config.lr
     return replace(local_sgd(train, 0, augmentation_of(world, train)), epochs=config.epochs, lr=lr)
 
 
@@ -111,7 +120,7 @@ def pair_outcome(
     )
 
 
-def fedavg_stage(world: World, train: SiloTrainingConfig, rules: Rules, subnet: Subnet, name: str) -> TrainingStage:
+def fedavg_slots(world: World, train: SiloTrainingConfig, rules: Rules, subnet: Subnet) -> Slots:
     """FedAvg of one architecture over the silos, with no personal part."""
 
     def client(round_: Round) -> Train:
@@ -124,5 +133,4 @@ def fedavg_stage(world: World, train: SiloTrainingConfig, rules: Rules, subnet: 
             scored=round_.scored,
         )
 
-    slots = Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))
-    return TrainingStage(world, train, rules, slots, name=name)
+    return Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))

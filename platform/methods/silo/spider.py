@@ -19,22 +19,17 @@ from fedloom.platform.clients.trainer import client_samples, received, train_net
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import Round, Slots, TrainingStage, fresh_supernet, to_all
+from fedloom.platform.federation.training import Round, Slots, fresh_supernet, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.gains import GainConfig, GainStage, check_gains
 from fedloom.platform.methods.silo.personal import begun
 from fedloom.platform.methods.silo.scoring import ScoreOwn
-from fedloom.platform.methods.silo.searchers import (
-    ArchitectureSearchConfig,
-    Searcher,
-    own_network,
-    searched_space,
-    searcher_of,
-)
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, pair_outcome
-from fedloom.platform.methods.stages.evaluation import ClientEvaluation
+from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, check_target, searched_space
+from fedloom.platform.methods.silo.searchers import Searcher, own_network, searcher_of
+from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, pair_outcome, participation
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.offers import with_cells
 from fedloom.platform.spaces.slices import Weights
@@ -113,16 +108,16 @@ class TrainSpider:
 def stages(config: SpiderConfig, world: World) -> list[Stage]:
     """Training with the search, the evaluation, and the gains if configured."""
     train, rules = config.train, checked_silos(world, config.train)
-    space = searched_space(world, config.search, train.rounds, "spider")
-    check_gains(config.gains, world.num_clients)
+    space = searched_space(world, config.search, train.rounds, "spider", share=participation(world, train))
+    check_target(space, config.search)
+    check_gains(config.gains, world)
 
     def client(round_: Round) -> TrainSpider:
-        searcher = searcher_of(config.search, round_.index)
+        searcher = searcher_of(config.search, round_.index, train.batch_size)
         return TrainSpider(round_.local, train.pull, searcher, rules, round_.scored, train.use_validation)
 
     slots = Slots(initial=fresh_supernet(world), assign=to_all(client))
-    training = TrainingStage(world, train, rules, slots, name=config.name)
-    sequence: list[Stage] = [training, ClientEvaluation(world, lambda _state: ScoreOwn())]
+    sequence = silo_stages(world, train, rules, slots, config.name, lambda _state: ScoreOwn())
     return [*sequence, GainStage(world, config.gains, train, space)] if config.gains.epochs else sequence
 
 

@@ -28,6 +28,7 @@ FITTING = {
     "participation": "fedoras_digits",
     "search": "fedoras_digits",
     "spider_lambda": "spider_digits",
+    "spider_statistics": "spider_digits",
     "superfed_alpha": "superfednas_digits",
     "superfed_participation": "superfednas_digits",
     "tier_split": "fedoras_digits",
@@ -58,6 +59,7 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
         {"searcher": "nsga2", "validation_share": 1.0},
     ),
     "spider_lambda": ({"lambda": (0.0, 0.01, 0.1, 1.0)}, {"lambda": 0.01}),
+    "spider_statistics": ({"statistics": ("batch", "running")}, {"statistics": "batch"}),
     "superfed_alpha": ({"alpha": ("alpha 100", "alpha 1", "alpha .1")}, {}),
     "superfed_participation": ({"participation": ("C = .2", "C = .4", "C = .8")}, {}),
     "tier_split": (
@@ -112,6 +114,7 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
         "participation": 6,
         "search": 18,
         "spider_lambda": 8,
+        "spider_statistics": 4,
         "superfed_alpha": 9,
         "superfed_participation": 9,
         "tier_split": 14,

@@ -7,10 +7,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedloom.experiments.analysis.silo_gains import as_square, p_matrix, personalisation_gains
+from fedloom.experiments.analysis.silo_gains import as_square, best_on_test, p_matrix, personalisation_gains
 from fedloom.experiments.analysis.tables import load
 from fedloom.experiments.report.figures.gains import gains_figure
 from fedloom.experiments.report.pages.runs import write_report
+from fedloom.experiments.report.tables.silos import gains_block
 
 
 def matrix(values: Mapping[tuple[int, int], float]) -> pd.DataFrame:
@@ -57,6 +58,20 @@ def test_the_matrix_is_read_from_the_stage_of_gains_alone(silos: Any) -> None:
     pairs = zip(frame["client_id"], frame["silo"], strict=True)
     assert dict(zip(pairs, frame["accuracy"], strict=True)) == silos.MATRIX
     assert as_square(frame).values.tolist() == [[0.9, 0.7, 0.8], [0.5, 0.8, 0.6], [0.6, 0.7, 0.6]]
+
+
+def test_the_best_epoch_on_test_data_counts_where_it_was_measured_and_is_named(silos: Any) -> None:
+    writer = silos.begin("r1")
+    writer.add_training([(silos.DECIDED,) * 3])
+    writer.add_gains({(0, 0): 0.5, (0, 1): 0.25})
+    assert not best_on_test(load(silos.root))
+    row = {"stage": "gains", "round": 0, "client_id": 0, "split": "test", "samples": 10, "model": "silo-1"}
+    writer.add("evaluations", **row, metric="best_test_accuracy", value=0.4)
+    writer.close()
+    tables = load(silos.root)
+    assert best_on_test(tables)
+    assert as_square(p_matrix(tables)).loc[0].tolist() == [0.5, 0.4]
+    assert "best epoch on the test data" in " ".join(gains_block(tables).text)
 
 
 def test_a_part_of_the_matrix_is_square_with_gaps(silos: Any) -> None:

@@ -15,6 +15,8 @@ def test_a_run_has_mean_spread_worst_and_costs_of_its_silos(silos: Any) -> None:
         "accuracy": pytest.approx(0.7),
         "std": pytest.approx(0.2 * (2 / 3) ** 0.5),
         "worst": pytest.approx(0.5),
+        "best_accuracy": None,
+        "best_round": None,
         "global_accuracy": pytest.approx(0.5),
         "gain": pytest.approx((0.15 + 0.25 - 0.05) / 3),
         "parameters": 200.0,
@@ -24,6 +26,24 @@ def test_a_run_has_mean_spread_worst_and_costs_of_its_silos(silos: Any) -> None:
         "wall_s": 6.0,
         "architectures": 2.0,
     }
+
+
+def test_the_best_round_on_test_data_stands_beside_the_last_and_says_what_it_is(silos: Any) -> None:
+    writer = silos.begin("r1")
+    writer.add_training([(silos.DECIDED,) * 3] * 3)
+    writer.add_model("personal", [0.5, 0.6, 0.7], [silos.DECIDED] * 3)
+    for round_, accuracies in enumerate([[0.2, 0.3, 0.4], [0.9, 0.5, 0.7], [0.7, 0.9, 0.5], [0.9, 0.95]]):
+        for client_id, value in enumerate(accuracies):
+            row = {"stage": "spider", "round": round_, "client_id": client_id, "split": "test", "samples": 10}
+            writer.add("evaluations", **row, model="personal", metric="accuracy_while_training", value=value)
+            writer.add("evaluations", **row, model="global", metric="accuracy_while_training", value=1.0)
+    writer.close()
+    values = silos.values("r1")
+    assert (values["accuracy"], values["best_accuracy"], values["best_round"]) == pytest.approx((0.6, 0.7, 1)), (
+        "the first of equal rounds, and none that misses a silo"
+    )
+    text = " ".join(silos.summary(["r1"]).split())
+    assert "Test data have chosen that round, so that it is too high" in text
 
 
 def test_seeds_are_one_setting_with_intervals_and_methods_are_rows_of_one_table(silos: Any) -> None:

@@ -1,0 +1,76 @@
+"""The stages of a cross-silo method: training, watched on test data if asked for, and the final evaluation."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from fedloom.platform.clients.assignments import Task
+from fedloom.platform.federation.stage import Merged, Plan, Review, RoundResult, Row, Stage, evaluation_rows
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.training import Slots, TrainingStage
+from fedloom.platform.federation.training_config import Rules
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig
+from fedloom.platform.methods.stages.evaluation import ClientEvaluation, as_measured
+
+WATCHED = "accuracy_while_training"
+"""The metric of silos' test accuracies during training; a name of its own keeps them apart from final results."""
+
+Score = Callable[[RunState], Task]
+"""Returns the task that scores each silo's model on its test data."""
+
+
+def silo_stages(
+    world: World,
+    train: SiloTrainingConfig,
+    rules: Rules,
+    slots: Slots,
+    name: str,
+    score: Score,
+    *,
+    ready: Callable[[RunState], bool] = lambda _state: True,
+) -> list[Stage]:
+    """Training, and the evaluation of every silo's model by the task of `score`.
+
+    `ready` is whether there is a model to score before the end; a method may not have chosen one yet.
+    """
+    return [SiloTraining(world, train, rules, slots, name, score, ready), ClientEvaluation(world, score)]
+
+
+class SiloTraining(TrainingStage):
+    """A training stage that also measures the silos' test accuracies every `test_every` rounds and after the last.
+
+    The papers report the best test accuracy of all rounds (SPIDER, App. B.1). It is measured after a round has ended,
+    by tasks that return nothing but rows, so that no test datum can change what is trained, searched or chosen.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        train: SiloTrainingConfig,
+        rules: Rules,
+        slots: Slots,
+        name: str,
+        score: Score,
+        ready: Callable[[RunState], bool],
+    ) -> None:
+        super().__init__(world, train, rules, slots, name=name)
+        self.test_every, self.score, self.ready = train.test_every, score, ready
+
+    def merge(self, state: RunState, plan: Plan, result: RoundResult) -> Merged:
+        """The training stage's, with a review by all silos where it is due."""
+        merged = super().merge(state, plan, result)
+        if not (self._is_tested(state.round) and self.ready(merged.state)):
+            return merged
+        assert merged.review is None, "silos' models are scored by the silos, not by the server"
+        planned = ClientEvaluation(self.world, self.score).planned(state.round, self.score(merged.state))
+        tests = [replace(a, stage=self.name) for a in as_measured(planned)]
+        return replace(merged, review=Review(Plan(tests, self.bag), _watched))
+
+    def _is_tested(self, index: int) -> bool:
+        return self.test_every > 0 and (index % self.test_every == 0 or self._is_last(index))
+
+
+def _watched(result: RoundResult) -> list[Row]:
+    rows = evaluation_rows(result.reports)
+    of_test = [(t, row) for t, row in rows if row["split"] == "test" and row["metric"] == "accuracy"]
+    return [(table, {**row, "metric": WATCHED}) for table, row in of_test]
