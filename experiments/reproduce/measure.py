@@ -13,7 +13,7 @@ from fedloom.experiments.analysis.silos import per_silo
 from fedloom.experiments.analysis.stages import by_stage
 from fedloom.experiments.analysis.summary import per_model
 from fedloom.experiments.analysis.tables import Tables
-from fedloom.experiments.reproduce.counted import FACTS, fact
+from fedloom.experiments.reproduce.counted import fact, facts_of
 from fedloom.experiments.reproduce.schema import ONLY, Combined, Counted, Item, Operand, Quantity, Read, Scale, Spot
 from fedloom.experiments.reproduce.settings import overrides_of
 
@@ -163,7 +163,7 @@ class _CountedFacts:
     def _facts(self, name: str, setting: str) -> Mapping[str, Any]:
         key = (name, setting)
         if key not in self._known:
-            self._known[key] = FACTS[name](overrides_of(self._scale, setting))
+            self._known[key] = facts_of(name, overrides_of(self._scale, setting))
         return self._known[key]
 
 
