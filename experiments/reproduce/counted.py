@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from fedloom.experiments.reproduce.stand_in import stood_in
+from fedloom.experiments.runs.described import described
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,6 +19,13 @@ Facts = Callable[[Sequence[str]], dict[str, Any]]
 
 DATASET = "data.dataset="
 MEASURES = ("rounds", "clients", "bytes_down", "bytes_up", "macs")
+SIZES: Mapping[str, tuple[int, int, int]] = {
+    "cifar10": (50_000, 10_000, 10),
+    "cifar100": (50_000, 10_000, 100),
+    "cinic10": (90_000, 90_000, 10),
+}
+"""Training samples, test samples and classes of the sets of 3 x 32 x 32 images."""
+STAND_IN = "fedloom.experiments.reproduce.stand_in:images"
 FEW_ROUNDS = 5
 """Rounds whose assignments tell the mean of all of a stage's."""
 
@@ -130,6 +137,14 @@ def _without_content(overrides: Sequence[str], folder: str) -> list[str]:
     return [*kept, *stand_in, f"data.cache={folder}/cache"]
 
 
+def stood_in(dataset: str) -> list[str]:
+    """The overrides that put the stand-in in the place of a data set; none for a set that has no stand-in."""
+    if dataset not in SIZES:
+        return []
+    train, test, classes = SIZES[dataset]
+    return [f"data.dataset={STAND_IN}", f"data.options={{train:{train},test:{test},classes:{classes}}}"]
+
+
 FACTS: Mapping[str, Facts] = {
     "space": space_facts,
     "family": family_facts,
@@ -137,12 +152,12 @@ FACTS: Mapping[str, Facts] = {
     "work": work_facts,
 }
 """The functions that an item's `count: {from: NAME}` may name."""
+OF_DATA = ("training", "work")
+"""Those that count a federation's rounds, for which text has to be there: images are stood in for."""
 
 
 def facts_of(name: str, overrides: Sequence[str]) -> Mapping[str, Any]:
     """The facts of a configuration, counted once for every revision of fedloom."""
-    from fedloom.experiments.runs.described import described
-
     return described(overrides, FACTS[name])
 
 
