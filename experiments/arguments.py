@@ -6,6 +6,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fedloom.experiments.reproduce.help import REPRODUCE_HELP
 from fedloom.experiments.terminal.exit_codes import CONFIGURATION
 from fedloom.platform.search.criterion import METRICS
 from fedloom.platform.settings import POSITIVE, Range
@@ -158,20 +159,6 @@ PLUGINS_HELP = """Lists, place by place, what can be chosen by name. Everywhere 
 """
 
 
-REPRODUCE_HELP = """Runs what a paper's table or figure needs, and says which of its claims the results show.
-
-  fedloom reproduce --list                            the items, what they need, and how they stand here
-  fedloom reproduce fedoras/tab8                      what is counted without training: seconds
-  fedloom reproduce fedoras/tab6                      at the small scale: a laptop, less than an hour
-  fedloom reproduce fedoras/tab6 scale=paper          what the paper ran; it goes on after Ctrl-C, kill or crash
-  fedloom reproduce fedoras/tab6 seeds=[1,2,3,4,5] method.train.rounds=100     changed: not on the scoreboard
-  fedloom reproduce --scoreboard                      all claims of all papers, as a page
-
-A claim is shown or contradicted if the 95 % interval over seeds says so everywhere it is made, or anywhere; else it is
-not shown. Exit code 0: it ran, whatever it found; 2: unknown, or no data, with a line that says which file goes where.
-"""
-
-
 EXPORT_HELP = """Writes a trained model as safetensors, torch.export and ONNX files, with a card that says what it is.
 
   fedloom export RUN --tier tier1                        what the run found for a tier
@@ -306,7 +293,7 @@ def _add_report(report: argparse.ArgumentParser) -> None:
 
 def _add_reproduce(reproduce: argparse.ArgumentParser) -> None:
     reproduce.add_argument(
-        "overrides", nargs="*", metavar="ITEM or key=value", help="fedoras/tab6, scale=small, seeds=[1,2], ..."
+        "overrides", nargs="*", metavar="ITEM or key=value", help="fedoras/tab6 (or ./mine/tab1.yaml), scale=small, ..."
     )
     which = reproduce.add_mutually_exclusive_group()
     which.add_argument("--list", action="store_true", help="all items: what they need, and how they stand here")

@@ -2,14 +2,27 @@
 
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.text import Text
 
 from fedloom.experiments.ablation.view import TerminalView
+from fedloom.experiments.report.pages.files import ReportFiles
 from fedloom.experiments.report.parts.block import rich_block
+from fedloom.experiments.reproduce.board import (
+    Entry,
+    all_items,
+    board_json,
+    claims_block,
+    entries,
+    list_block,
+    missing_sentences,
+    papers,
+    summary_block,
+)
 from fedloom.experiments.reproduce.driver import run_part
-from fedloom.experiments.reproduce.files import load_item
+from fedloom.experiments.reproduce.files import load_given
 from fedloom.experiments.reproduce.outcome import outcome_of
 from fedloom.experiments.reproduce.plan import Asked, Part, asked, parts_of
 from fedloom.experiments.reproduce.schema import Item
@@ -23,15 +36,49 @@ def run_command(args: Namespace) -> int:
     """Does what the arguments ask for; ValueError for an item or a word that is not known."""
     names = [word for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
+    if args.list or args.scoreboard:
+        if overrides:
+            raise ValueError(f"{' '.join(overrides)}: the overview is of the items' own runs: leave it out")
+        return _overview([load_given(name) for name in names] or all_items(), args)
+    if args.out is not None:
+        raise ValueError(f"--out {args.out} is the folder of the page: give --scoreboard with it")
     if len(names) != 1:
         given = f"{len(names)} items were given ({', '.join(names)}): " if names else ""
         raise ValueError(f"{given}give one item, such as fedoras/tab6; fedloom reproduce --list shows all")
-    item = load_item(names[0])
+    item = load_given(names[0])
     wanted = asked(item, overrides)
     if item.needs_runs and not args.show:
         run_item(item, wanted, args.results, as_json=args.json)
     show(outcome_of(item, wanted, args.results), as_json=args.json)
     return OK
+
+
+def _overview(items: Sequence[Item], args: Namespace) -> int:
+    """Shows items with what they need, or their claims, which are written as a page, too."""
+    found = entries(args.results, items, counting=args.scoreboard)
+    files = _page(found, args) if args.scoreboard else None
+    if args.json:
+        places = {} if files is None else {"html": str(files.html), "markdown": str(files.markdown)}
+        write_json({**board_json(found), **places})
+        return OK
+    screen = console()
+    shown = [list_block(found)]
+    if files is not None:
+        shown = [summary_block(found), *(claims_block(found, paper) for paper in papers(found))]
+    for block in shown:
+        screen.print(rich_block(block, stacked=False))
+        screen.print()
+    for sentence in missing_sentences(found):
+        screen.print(Text(sentence, style="yellow"))
+    for file in () if files is None else (files.html, files.markdown, files.latex):
+        screen.print(str(file))
+    return OK
+
+
+def _page(found: Sequence[Entry], args: Namespace) -> ReportFiles:
+    from fedloom.experiments.reproduce.page import write_page  # imports matplotlib
+
+    return write_page(found, args.results, args.out)
 
 
 def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> None:

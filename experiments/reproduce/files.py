@@ -23,7 +23,8 @@ from fedloom.experiments.reproduce.schema import (
 )
 from fedloom.experiments.runs.presets import CONF
 from fedloom.platform.plugins import nearest
-from fedloom.platform.settings import ZERO_OR_MORE
+from fedloom.platform.results.files import check_name
+from fedloom.platform.settings import PATH, ZERO_OR_MORE
 from fedloom.platform.words import shown
 
 ITEMS = CONF / "paper"
@@ -36,10 +37,22 @@ def item_names(folder: Path = ITEMS) -> list[str]:
     return sorted(f"{file.parent.name}/{file.stem}" for file in folder.glob(f"*/*{ENDING}"))
 
 
+def load_given(given: str) -> Item:
+    """An item by its name, or one of the user's own by the path of its file, which lies in the folder of its paper."""
+    if not given.endswith(ENDING):
+        return load_item(given)
+    path = Path(given)
+    if not PATH.holds(given) or not path.is_file():
+        raise ValueError(f"{shown(given)}: there is no such file")
+    folder = path.absolute().parent
+    check_name("item", f"{folder.name}-{path.stem}")
+    return load_item(f"{folder.name}/{path.stem}", folder.parent)
+
+
 def load_item(name: str, folder: Path = ITEMS) -> Item:
     """Reads and checks an item; ValueError in one line for an unknown one, and for a file that is not one."""
-    known = item_names(folder)
-    if name not in known:
+    if not (folder / f"{name}{ENDING}").is_file():
+        known = item_names(folder)
         ends = {each.rpartition("/")[2]: each for each in known}
         close = nearest(name, known) or nearest(ends.get(name, name), known) or nearest(name, [*ends])
         raise ValueError(f"no such item: {shown(name)}{close}; fedloom reproduce --list shows all")

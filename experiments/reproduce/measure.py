@@ -13,9 +13,9 @@ from fedloom.experiments.analysis.silos import per_silo
 from fedloom.experiments.analysis.stages import by_stage
 from fedloom.experiments.analysis.summary import per_model
 from fedloom.experiments.analysis.tables import Tables
-from fedloom.experiments.reproduce.counted import FACTS, fact
+from fedloom.experiments.reproduce.counted import OF_DATA, fact, facts_of, stood_in
 from fedloom.experiments.reproduce.schema import ONLY, Combined, Counted, Item, Operand, Quantity, Read, Scale, Spot
-from fedloom.experiments.reproduce.settings import overrides_of
+from fedloom.experiments.reproduce.settings import dataset_of, missing_data, overrides_of
 
 FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {
     "models": per_model,
@@ -156,6 +156,7 @@ class _CountedFacts:
         values = {
             (setting, place): {self._scale.seeds[0]: value * counted.times}
             for setting in self._scale.settings
+            if not lacking(counted, self._scale, setting)
             for place, value in fact(self._facts(counted.facts, setting), counted.value).items()
         }
         return Measured(values, is_exact=True)
@@ -163,8 +164,16 @@ class _CountedFacts:
     def _facts(self, name: str, setting: str) -> Mapping[str, Any]:
         key = (name, setting)
         if key not in self._known:
-            self._known[key] = FACTS[name](overrides_of(self._scale, setting))
+            self._known[key] = facts_of(name, overrides_of(self._scale, setting))
         return self._known[key]
+
+
+def lacking(counted: Counted, scale: Scale, setting: str) -> str:
+    """The data that has to be there to count this in a setting, and where it belongs; empty if nothing is missing."""
+    dataset = dataset_of(scale, setting)
+    if counted.facts not in OF_DATA or stood_in(dataset):
+        return ""
+    return missing_data(dataset, scale.overrides)
 
 
 # -- two quantities ---------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ from pathlib import Path
 from fedloom.experiments.analysis.ablation import load_ablation
 from fedloom.experiments.analysis.tables import only
 from fedloom.experiments.reproduce.claims import verdict
-from fedloom.experiments.reproduce.measure import Runs, measured
+from fedloom.experiments.reproduce.measure import Runs, lacking, measured
 from fedloom.experiments.reproduce.plan import AXIS, Asked, Part, parts_of
-from fedloom.experiments.reproduce.schema import Item
+from fedloom.experiments.reproduce.schema import Counted, Item, Scale
 from fedloom.experiments.reproduce.settings import missing_data
 from fedloom.experiments.reproduce.table import Outcome, rows_of
 from fedloom.experiments.store.ablations import FOLDER, PLAN, read_ablation
@@ -28,7 +28,8 @@ def outcome_of(item: Item, asked: Asked, results: Path) -> Outcome:
         is_own=asked.is_own,
         rows=tuple(rows_of(item, scale, values)),
         verdicts=tuple(verdict(claim, values, item, [*scale.settings]) for claim in claims),
-        missing=tuple(_missing(parts, results, asked.free)),
+        missing=tuple(dict.fromkeys([*_missing(parts, results, asked.free), *_not_countable(item, scale)])),
+        runs=(sum(len(found.places) for found in runs), sum(part.num_runs for part in parts)),
     )
 
 
@@ -45,6 +46,13 @@ def done_runs(part: Part, results: Path) -> Runs | None:
     return Runs(only(tables, [*places]), places)
 
 
+def _not_countable(item: Item, scale: Scale) -> Iterator[str]:
+    """The data without which something of an item cannot be counted."""
+    sources = [q.source for q in item.quantities.values() if isinstance(q.source, Counted)]
+    found = (lacking(source, scale, setting) for source in sources for setting in scale.settings)
+    return filter(None, found)
+
+
 def _missing(parts: Sequence[Part], results: Path, free: Sequence[str]) -> Iterator[str]:
     """What the runs still lack: data, or trials."""
     for part in parts:
@@ -56,4 +64,4 @@ def _missing(parts: Sequence[Part], results: Path, free: Sequence[str]) -> Itera
         elif lacking := missing_data(part.dataset, [*part.scale.overrides, *free]):
             yield lacking
         else:
-            yield f"{part.dataset}: {len(part.scale.settings) * len(part.scale.seeds)} trials are not begun"
+            yield f"{part.dataset}: {part.num_runs} trials are not begun"

@@ -55,6 +55,11 @@ class Part:
     ablation_id: str
     scale: Scale
 
+    @property
+    def num_runs(self) -> int:
+        """Every setting with every seed."""
+        return len(self.scale.settings) * len(self.scale.seeds)
+
 
 def asked(item: Item, overrides: Sequence[str]) -> Asked:
     """What `scale=NAME seeds=[...] key=value ...` ask of an item; ValueError for a scale or a value that cannot be.

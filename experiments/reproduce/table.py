@@ -35,6 +35,7 @@ class Outcome:
     Attributes:
         is_own: whether the runs are the item's own, and not changed by the command line.
         missing: sentences about data that is not there and runs that are not done.
+        runs: how many of its runs are done, and how many there are.
     """
 
     item: Item
@@ -43,6 +44,7 @@ class Outcome:
     rows: tuple[Row, ...]
     verdicts: tuple[Verdict, ...]
     missing: tuple[str, ...] = ()
+    runs: tuple[int, int] = (0, 0)
 
 
 def rows_of(item: Item, scale: Scale, measured: Mapping[str, Measured]) -> Iterator[Row]:
@@ -63,10 +65,10 @@ def _spots(quantity: Quantity, scale: Scale, own: Measured) -> list[Spot]:
 
 def blocks(outcome: Outcome) -> list[Block]:
     """The numbers and the claims as tables."""
-    return [*_number_blocks(outcome), _claims_block(outcome)]
+    return [*number_blocks(outcome), _claims_block(outcome)]
 
 
-def _number_blocks(outcome: Outcome) -> Iterator[Block]:
+def number_blocks(outcome: Outcome) -> Iterator[Block]:
     """A table per set of places, with these as columns; three lines per quantity and setting."""
     by_places: dict[tuple[str, ...], list[list[Row]]] = {}
     for rows in _lines(outcome):
@@ -93,7 +95,7 @@ def _lines(outcome: Outcome) -> list[list[Row]]:
     lines: dict[tuple[str, str], list[Row]] = {}
     for row in outcome.rows:
         lines.setdefault((row.quantity, row.spot[0]), []).append(row)
-    settings = outcome.item.scales[outcome.scale].settings
+    settings = {"", *outcome.item.scales[outcome.scale].settings}
     return [rows for (_, setting), rows in lines.items() if outcome.scale == PAPER or setting in settings]
 
 
@@ -165,6 +167,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "rows": [_row_as_json(row) for row in outcome.rows],
         "claims": [_claim_as_json(outcome.item, verdict) for verdict in outcome.verdicts],
         "missing": [*outcome.missing],
+        "runs": {"done": outcome.runs[0], "planned": outcome.runs[1]},
     }
 
 

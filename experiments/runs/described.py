@@ -1,4 +1,4 @@
-"""What `fedloom describe` has said of a space, so that saying it again needs neither torch nor a count."""
+"""What was counted of a configuration, so that saying it again needs neither torch nor a count."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ MEASURED = "latency_s"
 
 
 def described(overrides: Sequence[str], describe: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
-    """The facts of a space, counted once for every revision of fedloom; those of the user's own code every time.
+    """What `describe` says of overrides, once for every revision of fedloom; of the user's own code every time.
 
     They are kept in the folder `described` of the cache (FEDLOOM_CACHE, or ~/.cache/fedloom).
     """
     if any(_may_differ(override) for override in overrides):
         return describe(overrides)
-    file = _folder() / f"{_key(overrides)}.json"
+    file = _folder() / f"{_key(overrides, describe.__name__)}.json"
     try:
         known: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -41,8 +41,8 @@ def _folder() -> Path:
     return cache_root(DataConfig()) / "described"
 
 
-def _key(overrides: Sequence[str]) -> str:
-    digest = sha256(f"{source_hash()} {json.dumps(list(overrides))}".encode())
+def _key(overrides: Sequence[str], name: str) -> str:
+    digest = sha256(f"{source_hash()} {name} {json.dumps(list(overrides))}".encode())
     for file in sorted(CONF.rglob("*.yaml")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:32]

@@ -55,7 +55,7 @@ def html_page(content: Content) -> str:
         f"<h1>{escape(content.title)}</h1>",
         *_missing((*content.missing, *_again(content))),
         *content.ordered([_table(b) for b in content.blocks], [_figure(p) for p in content.pictures]),
-        f"<h2>{escape(content.about)}</h2>",
+        *([f"<h2>{escape(content.about)}</h2>"] if content.runs else []),
         *(_run(run) for run in content.runs),
         "</body>",
         "</html>",

@@ -24,7 +24,7 @@ def markdown_page(content: Content) -> str:
     for picture in content.pictures:
         pictures += [f"## {picture.title}", f"![{picture.title}]({picture.name}.png)", picture.caption]
     parts += content.ordered(tables, pictures)
-    parts.append(f"## {content.about}")
+    parts += [f"## {content.about}"] if content.runs else []
     for run in content.runs:
         parts += [f"### {run.run_id}", markdown(("fact", "value"), run.facts).rstrip()]
     return "\n\n".join(parts) + "\n"

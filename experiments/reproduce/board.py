@@ -1,0 +1,235 @@
+"""All items with what is known of them in a results folder: what they need, and which of their claims are shown."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedloom.experiments.report.parts.block import Block
+from fedloom.experiments.report.parts.numbers import ABSENT, si
+from fedloom.experiments.reproduce.claims import NOT_RUN, STATES, Verdict, in_the_paper
+from fedloom.experiments.reproduce.files import ITEMS, item_names, load_item
+from fedloom.experiments.reproduce.outcome import outcome_of
+from fedloom.experiments.reproduce.plan import Asked, parts_of
+from fedloom.experiments.reproduce.schema import PAPER, SCALES, SMALL, Item
+from fedloom.experiments.reproduce.settings import missing_data
+from fedloom.experiments.reproduce.table import Outcome
+
+WORK = ITEMS / "work.yaml"
+"""The MACs of all runs of each item and scale, as `work_facts` counts them; a test keeps the file up to date."""
+CORE_MACS_PER_S = 2e9
+"""What a core of a laptop does with the small presets, measured: a network of small layers keeps no core busy."""
+GPU_MACS_PER_S = 1e12
+"""What a GPU is assumed to do with clients' small batches; not measured."""
+HOUR_S = 3600.0
+COUNTED = "counted in seconds"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An item with its outcome at each scale at which it is run, or counted."""
+
+    item: Item
+    outcomes: Mapping[str, Outcome]
+
+    def verdicts(self) -> list[tuple[Verdict | None, Verdict | None]]:
+        """Each claim's verdict at the paper's and at the small scale; None where it is not made."""
+        by_scale = {scale: {v.claim.text: v for v in o.verdicts} for scale, o in self.outcomes.items()}
+        texts = [claim.text for claim in self.item.claims]
+        return [(by_scale.get(PAPER, {}).get(text), by_scale.get(SMALL, {}).get(text)) for text in texts]
+
+
+def entries(results: Path, items: Sequence[Item], *, counting: bool = True) -> list[Entry]:
+    """The items with what their own runs in this folder show.
+
+    Without `counting`, what needs no training has no outcome: to count all of it takes minutes the first time.
+    """
+    return [
+        Entry(item, {scale: outcome_of(item, Asked(scale), results) for scale in item.scales})
+        if item.needs_runs or counting
+        else Entry(item, {})
+        for item in items
+    ]
+
+
+def all_items() -> list[Item]:
+    """The items of all papers."""
+    return [load_item(name) for name in item_names()]
+
+
+# -- what an item needs -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Need:
+    """What an item needs at a scale: the work of all its runs in MACs (None: not counted), data sets, missing data."""
+
+    macs: float | None
+    datasets: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    @property
+    def core_hours(self) -> float | None:
+        """Hours on one core, at `CORE_MACS_PER_S`."""
+        return None if self.macs is None else self.macs / CORE_MACS_PER_S / HOUR_S
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Hours on one GPU, at `GPU_MACS_PER_S`."""
+        return None if self.macs is None else self.macs / GPU_MACS_PER_S / HOUR_S
+
+
+@cache
+def recorded_work() -> Mapping[str, Mapping[str, float]]:
+    """The MACs by item and scale; of an item that shares another's runs, those are the other's."""
+    known: Mapping[str, Mapping[str, float]] = yaml.safe_load(WORK.read_text()) if WORK.exists() else {}
+    return known
+
+
+def need_of(item: Item, scale: str) -> Need:
+    """What an item needs at a scale."""
+    if not item.needs_runs:
+        return Need(0.0, (), ())
+    parts = parts_of(item, Asked(scale))
+    datasets = tuple(dict.fromkeys(part.dataset for part in parts))
+    lacking = dict.fromkeys(missing_data(part.dataset, part.scale.overrides) for part in parts)
+    macs = recorded_work().get(item.runs_of, {}).get(scale)
+    return Need(macs, datasets, tuple(filter(None, lacking)))
+
+
+def list_block(found: Sequence[Entry]) -> Block:
+    """A row per item: what it needs at both scales, and how its claims stand."""
+    rows = []
+    for entry in found:
+        item = entry.item
+        needs = {scale: need_of(item, scale) for scale in item.scales}
+        paper, small = needs.get(PAPER), needs.get(SMALL)
+        datasets = dict.fromkeys(name for need in needs.values() for name in need.datasets)
+        missing = {
+            name for name in datasets if any(t.startswith(f"{name} not") for n in needs.values() for t in n.missing)
+        }
+        data = ", ".join(f"{name} (missing)" if name in missing else name for name in datasets) or ABSENT
+        hours = (
+            _hours(small and small.core_hours),
+            _hours(paper and paper.core_hours),
+            _hours(paper and paper.gpu_hours),
+        )
+        shared = f"with {item.runs_of}" if item.runs_of != item.name else ""
+        rows.append((item.name, item.title, data, state_of(entry, PAPER), state_of(entry, SMALL), *hours, shared))
+    heads = ("item", "title", "data", "paper scale", "small scale", "small core h", "paper core h", "paper GPU h", "")
+    text = (
+        f"Hours: the work of all runs, counted without training, at {si(CORE_MACS_PER_S)}MAC/s per core (measured on "
+        f"the small presets) and {si(GPU_MACS_PER_S)}MAC/s per GPU (assumed). Counted items need seconds, no data.",
+    )
+    return Block("Tables and figures of the papers", text, heads, tuple(rows), labels=5)
+
+
+def _hours(value: float | None) -> str:
+    if value is None:
+        return ABSENT
+    return "0" if value == 0 else f"{value:.1g}" if value < 1 else f"{value:,.0f}"
+
+
+def state_of(entry: Entry, scale: str) -> str:
+    """How many claims of an item have which state at a scale."""
+    outcome = entry.outcomes.get(scale)
+    if outcome is None:
+        return COUNTED if scale in entry.item.scales else ABSENT
+    done, planned = outcome.runs
+    runs = f" ({done} of {planned} runs)" if 0 < done < planned else ""
+    return (counted_states(outcome.verdicts) or "no claim") + runs
+
+
+def counted_states(verdicts: Iterable[Verdict]) -> str:
+    """The number of claims in each state, the best first."""
+    counts = Counter(found.state for found in verdicts)
+    if set(counts) == {NOT_RUN}:
+        return NOT_RUN
+    return ", ".join(f"{counts[state]} {state}" for state in reversed(STATES) if counts[state])
+
+
+# -- the claims -------------------------------------------------------------------------------------------------------
+
+
+def papers(found: Sequence[Entry]) -> list[str]:
+    """The papers, in the order of the items."""
+    return list(dict.fromkeys(entry.item.name.partition("/")[0] for entry in found))
+
+
+def summary_block(found: Sequence[Entry]) -> Block:
+    """A row per paper: the number of claims in each state at both scales."""
+    rows = []
+    for paper in papers(found):
+        own = [entry for entry in found if entry.item.name.startswith(f"{paper}/")]
+        states = [counted_states([v for e in own if s in e.outcomes for v in e.outcomes[s].verdicts]) for s in SCALES]
+        rows.append(
+            (paper, str(len(own)), str(sum(len(e.item.claims) for e in own)), *(text or ABSENT for text in states))
+        )
+    text = (
+        "A claim is shown if the 95 % interval over seeds says so everywhere it is made, contradicted if it says the "
+        "opposite anywhere. What is counted without training has no interval and stands under the paper's scale.",
+    )
+    heads = ("paper", "items", "claims", "paper scale", "small scale")
+    return Block("Scoreboard", text, heads, tuple(rows), labels=5)
+
+
+def claims_block(found: Sequence[Entry], paper: str) -> Block:
+    """A row per claim of a paper, with its state at both scales and for the published numbers."""
+    rows = [
+        (entry.item.name, claim.text, *map(_state, pair), in_the_paper(claim, entry.item), _why(pair))
+        for entry in found
+        if entry.item.name.startswith(f"{paper}/")
+        for claim, pair in zip(entry.item.claims, entry.verdicts(), strict=True)
+    ]
+    heads = ("item", "claim", "paper scale", "small scale", "in the paper", "where and why")
+    return Block(f"Claims of {paper}", (), heads, tuple(rows), labels=6)
+
+
+def _state(found: Verdict | None) -> str:
+    return ABSENT if found is None else found.state
+
+
+def _why(pair: Sequence[Verdict | None]) -> str:
+    """The reasons at both scales, but that a claim was not run, which needs none."""
+    reasons = [found.reason for found in pair if found is not None and found.state != NOT_RUN]
+    return "; ".join(dict.fromkeys(filter(None, reasons)))
+
+
+def missing_sentences(found: Sequence[Entry]) -> list[str]:
+    """The data that is not there, and where it belongs, with the items that need it."""
+    items: dict[str, list[str]] = {}
+    for entry in found:
+        for scale in entry.item.scales:
+            for text in need_of(entry.item, scale).missing:
+                items.setdefault(text, []).append(entry.item.name)
+    return [f"{text} (for {', '.join(dict.fromkeys(names))})" for text, names in items.items()]
+
+
+def board_json(found: Sequence[Entry]) -> dict[str, Any]:
+    """All items, needs and verdicts, for `--json`."""
+    return {"items": [_entry_json(entry) for entry in found], "missing": missing_sentences(found)}
+
+
+def _entry_json(entry: Entry) -> dict[str, Any]:
+    item = entry.item
+    needs = {scale: need_of(item, scale) for scale in item.scales}
+    return {
+        "item": item.name,
+        "title": item.title,
+        "source": item.source,
+        "runs_of": item.runs_of,
+        "needs": {
+            scale: {"macs": n.macs, "core_hours": n.core_hours, "gpu_hours": n.gpu_hours, "data": n.datasets,
+                    "missing": n.missing}
+            for scale, n in needs.items()
+        },
+        "claims": [
+            {"claim": claim.text, **{scale: _state(v) for scale, v in zip(SCALES, pair, strict=True)},
+             "in_the_paper": in_the_paper(claim, item), "why": _why(pair)}
+            for claim, pair in zip(item.claims, entry.verdicts(), strict=True)
+        ],
+    }  # fmt: skip

@@ -1,0 +1,160 @@
+"""A tiny item from the command line: run, run again, changed, killed, refused; and the board and its page."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.experiments.cli import main
+from fedloom.experiments.store.ablations import ablation_ids
+
+TINY = str(Path(__file__).parent / "tiny" / "tab1.yaml")
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `fedloom reproduce`: exit code, output, errors."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["reproduce", *arguments])
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of the item's own runs at the small scale."""
+    folder = tmp_path_factory.mktemp("reproduced")
+    with pytest.raises(SystemExit) as ended:
+        main(["reproduce", TINY, "--results", str(folder)])
+    assert ended.value.code == 0
+    return folder
+
+
+def shown(command: Command, results: Path, *arguments: str) -> dict[str, Any]:
+    code, out, _ = command(TINY, "--show", "--json", "--results", str(results), *arguments)
+    assert code == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_the_table_has_published_and_measured_numbers_and_the_claims_states(command: Command, results: Path) -> None:
+    found = shown(command, results)
+    assert (found["scale"], found["changed"], found["missing"], found["runs"]) == (
+        "small", False, [], {"done": 4, "planned": 4}
+    )  # fmt: skip
+    rows = {(row["quantity"], row["setting"]): row for row in found["rows"]}
+    assert rows["accuracy", "short"]["published"] == {"value": 50, "std": 2.5}
+    assert rows["accuracy", "short"]["measured"]["seeds"] == 2
+    assert rows["growth", ""]["measured"]["mean"] == pytest.approx(2.0)
+    assert rows["growth", ""]["difference"] == pytest.approx(0.0)
+    assert rows["parameters", "long"]["measured"]["seeds"] == 0  # counted
+    assert rows["rival", "short"]["measured"] is None
+    assert [claim["state"] for claim in found["claims"]] == ["shown", "contradicted", "contradicted"]
+    assert found["claims"][0]["in_the_paper"] == "shown"
+
+
+def test_the_text_names_setting_state_and_reason(command: Command, results: Path) -> None:
+    code, out, _ = command(TINY, "--results", str(results))
+    assert code == 0
+    assert "running" not in out  # all trials were done
+    for words in ("Nobody, Tab. 1", "fedavg_digits", "50.00 (sd 2.500)", "Longer training sends less.", "contradicted"):
+        assert words in out
+
+
+def test_changed_runs_are_others_and_do_not_count(command: Command, results: Path) -> None:
+    found = shown(command, results, "seeds=[1]", "data.alpha=100")
+    assert (found["changed"], found["runs"]) == (True, {"done": 0, "planned": 2})
+    assert {claim["state"] for claim in found["claims"]} == {"not run"}
+    assert shown(command, results, "seeds=[1,2]", "executor.threads=1")["changed"] is True
+    assert shown(command, results, "seeds=[1,2]", "executor.actors=1", "tags=[mine]")["runs"]["done"] == 4
+    _, out, _ = command("--scoreboard", TINY, "--json", "--results", str(results))
+    (item,) = json.loads(out)["items"]
+    assert [claim["small"] for claim in item["claims"]] == ["shown", "contradicted", "contradicted"]
+    assert [claim["paper"] for claim in item["claims"]] == ["not run", "not run", "–"]
+
+
+def test_the_page_has_claims_numbers_and_figures(command: Command, results: Path, tmp_path: Path) -> None:
+    code, out, _ = command("--scoreboard", TINY, "--results", str(results), "--out", str(tmp_path / "page"))
+    assert (code, "1 shown, 2 contradicted" in out) == (0, True)
+    page, text = ((tmp_path / "page" / name).read_text() for name in ("report.html", "report.md"))
+    for words in ("Twice the rounds send twice the bytes.", "contradicted", "50.00 (sd 2.500)"):
+        assert words in page
+        assert words in text
+    assert (tmp_path / "page" / "tiny-tab1-small.png").stat().st_size > 1000
+    assert "<h2>Runs</h2>" not in page
+
+
+def test_the_list_says_what_an_item_needs_and_how_it_stands(command: Command, results: Path) -> None:
+    code, out, _ = command("--list", TINY, "fedoras/tab8", "--json", "--results", str(results))
+    tiny, counted = json.loads(out)["items"]
+    assert code == 0
+    assert tiny["needs"]["small"]["data"] == ["digits"]
+    assert tiny["claims"][0]["small"] == "shown"
+    assert (counted["needs"]["paper"]["macs"], counted["needs"]["paper"]["missing"]) == (0.0, [])
+
+
+def test_killed_and_started_again_it_ends_with_the_same_table(command: Command, results: Path, tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "fedloom.experiments.cli", "reproduce", TINY, "--results", str(tmp_path)]
+    process = subprocess.Popen(run, stdout=subprocess.DEVNULL, env=os.environ, start_new_session=True)
+    give_up_s = time.monotonic() + 120
+    while not [*tmp_path.glob("artifacts/*/status.json")] and process.poll() is None:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert shown(command, tmp_path)["runs"]["done"] < 4
+    code, *_ = command(TINY, "--results", str(tmp_path))
+    assert code == 0
+    assert shown(command, tmp_path) == shown(command, results)
+    assert ablation_ids(tmp_path) == ablation_ids(tmp_path)[:1]
+
+
+def test_data_that_is_not_there_is_one_line_and_exit_code_2(command: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "paper"
+    folder.mkdir()
+    text = Path(TINY).read_text().replace("experiment: fedavg_digits", "experiment: fedoras_cifar100")
+    (folder / "tab2.yaml").write_text(text)
+    code, out, err = command(str(folder / "tab2.yaml"), f"data.root={tmp_path}", "--results", str(tmp_path / "results"))
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "cifar100 not found under" in err
+    assert "cifar-100-python" in err
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["fedoras/tab66"], "no such item: fedoras/tab66; did you mean 'fedoras/tab6'?"),
+        (["tab6"], "did you mean 'fedoras/tab6'?"),
+        (["nowhere/tab6.yaml"], "there is no such file"),
+        ([], "give one item, such as fedoras/tab6"),
+        (["fedoras/tab6", "fedoras/tab8"], "2 items were given"),
+        (["fedoras/tab6", "scale=huge"], "there are paper and small"),
+        (["fedoras/tab6", "seeds=[1,1]"], "give different whole numbers"),
+        (["fedoras/tab6", "seed=3"], "give seeds=[1,2] instead"),
+        (["fedoras/tab6", "data.alpha=3"], "the settings of fedoras/tab6 differ in it"),
+        (["fedoras/tab6", "method.train.round=3"], "unknown configuration key 'method.train.round'"),
+        (["fedoras/tab6", "--out", "x"], "give --scoreboard with it"),
+        (["--list", "scale=small"], "leave it out"),
+    ],
+)
+def test_mistakes_are_one_line(command: Command, tmp_path: Path, arguments: list[str], said: str) -> None:
+    code, out, err = command(*arguments, "--results", str(tmp_path / "results"))
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "results").exists()
