@@ -24,7 +24,7 @@ from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, endl
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.training import Round, Slots, to_all
-from fedloom.platform.federation.training_config import EPOCHS, Rules, local_sgd
+from fedloom.platform.federation.training_config import EPOCHS, Rules, augmentation_of, local_sgd
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.scoring import AdaptAndScore
@@ -123,7 +123,7 @@ class MetaStep:
 def inner_steps(world: World, config: InnerStepsConfig, train: SiloTrainingConfig, inner_lr: float) -> LocalSGD:
     """Hyper-parameters of the adaptation; a silo with fewer batches than steps passes over them again."""
     lr = inner_lr if config.lr is None else config.lr
-    local, steps = local_sgd(train, 0, world.augment), config.steps
+    local, steps = local_sgd(train, 0, augmentation_of(world, train)), config.steps
     return replace(local, epochs=steps, steps=steps, lr=lr, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
 
 
