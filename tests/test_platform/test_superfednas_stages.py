@@ -139,9 +139,10 @@ def test_every_variant_trains(elastic_config: Make, name: str, results_of: Any) 
     assert (beta is None) == (name == "random and overlap")
 
 
-@pytest.mark.parametrize("norm", ["none", "batch", "group"])
-def test_training_lowers_the_loss(elastic_config: Make, norm: str, results_of: Any) -> None:
-    train = {"rounds": 4, "epochs": 3, "clients_per_round": 6, "lr": 0.2, "evaluate_every": 1, "evaluate": ["largest"]}
+@pytest.mark.parametrize(("norm", "lr"), [("none", 1.0), ("batch", 0.2), ("group", 0.2)])
+def test_training_lowers_the_loss(elastic_config: Make, norm: str, lr: float, results_of: Any) -> None:
+    # Without norms the first gradients are small: torch's weights shrink the signal from layer to layer.
+    train = {"rounds": 4, "epochs": 3, "clients_per_round": 6, "lr": lr, "evaluate_every": 1, "evaluate": ["largest"]}
     evaluations = results_of(elastic_config(norm, train=train))["evaluations"]
     losses = evaluations[(evaluations["stage"] == "supernet") & (evaluations["metric"] == "loss")].sort_values("round")
     assert losses["round"].tolist() == [0, 1, 2, 3, 4]

@@ -51,7 +51,8 @@ TEXT = [
     "experiment=superfednas_shakespeare", "data.train_samples=64", "data.test_samples=16", "data.num_clients=4",
     "data.partition=natural", "data.sequence_length=16", "space.input_shape=[16]", "space.channels=8",
     "space.embedding_size=8", "method.train.rounds=2", "method.train.clients_per_round=3", "method.train.epochs=1",
-    "method.search.samples=0", "method.train.evaluate_every=1", "tiers.paths=100",
+    "method.search.samples=0", "method.search.macs=[]", "method.search.macs_above=[]",
+    "method.train.evaluate_every=1", "tiers.paths=100",
 ]  # fmt: skip
 
 RUNS: dict[str, list[str]] = {

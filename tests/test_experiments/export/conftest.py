@@ -54,6 +54,8 @@ NO_SEARCH = TargetSearchConfig(samples=0)
 def images(results: Path, norm: str, search: TargetSearchConfig = NO_SEARCH) -> RunConfig:
     space = SpaceConfig("resnet_elastic_small", input_shape=[1, 8, 8], stem_channels=8, norm=norm)
     space = replace(space, stage_widths=[8, 16], stage_strides=[1, 2], depths=[1, 1])
+    if norm == "none":  # biases are exported, too, and so few rounds teach nothing from torch's small weights
+        space = replace(space, initialisation="he", bias=True)
     return RunConfig(
         experiment=f"elastic_{norm}",
         results=str(results),
