@@ -21,8 +21,16 @@ def space_facts(overrides: Sequence[str]) -> Mapping[str, Any]:
     return {**facts, "models_per_tier": models}
 
 
+def account_facts(overrides: Sequence[str]) -> Mapping[str, Any]:
+    """What FedorAS sends and computes: see `accounting.fedoras_accounts`."""
+    from fedloom.experiments.reproduce.accounting import fedoras_accounts
+
+    return fedoras_accounts([o for o in overrides if not o.startswith("seed=")])
+
+
 FACTS: Mapping[str, Facts] = {
     "space": space_facts,
+    "accounts": account_facts,
 }
 """The functions that an item's `count: {from: NAME}` may name."""
 

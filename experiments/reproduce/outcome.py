@@ -28,7 +28,7 @@ def outcome_of(item: Item, asked: Asked, results: Path) -> Outcome:
         is_own=asked.is_own,
         rows=tuple(rows_of(item, scale, values)),
         verdicts=tuple(verdict(claim, values, item, [*scale.settings]) for claim in claims),
-        missing=tuple(_missing(parts, results, asked.free)),
+        missing=(item.missing,) if item.missing else tuple(_missing(parts, results, asked.free)),
     )
 
 
