@@ -145,11 +145,19 @@ def stood_in(dataset: str) -> list[str]:
     return [f"data.dataset={STAND_IN}", f"data.options={{train:{train},test:{test},classes:{classes}}}"]
 
 
+def account_facts(overrides: Sequence[str]) -> Mapping[str, Any]:
+    """What FedorAS sends and computes: see `accounting.fedoras_accounts`."""
+    from fedloom.experiments.reproduce.accounting import fedoras_accounts
+
+    return fedoras_accounts([o for o in overrides if not o.startswith("seed=")])
+
+
 FACTS: Mapping[str, Facts] = {
     "space": space_facts,
     "family": family_facts,
     "training": training_facts,
     "work": work_facts,
+    "accounts": account_facts,
 }
 """The functions that an item's `count: {from: NAME}` may name."""
 OF_DATA = ("training", "work")

@@ -28,7 +28,9 @@ def outcome_of(item: Item, asked: Asked, results: Path) -> Outcome:
         is_own=asked.is_own,
         rows=tuple(rows_of(item, scale, values)),
         verdicts=tuple(verdict(claim, values, item, [*scale.settings]) for claim in claims),
-        missing=tuple(dict.fromkeys([*_missing(parts, results, asked.free), *_not_countable(item, scale)])),
+        missing=(item.missing,)
+        if item.missing
+        else tuple(dict.fromkeys([*_missing(parts, results, asked.free), *_not_countable(item, scale)])),
         runs=(sum(len(found.places) for found in runs), sum(part.num_runs for part in parts)),
     )
 

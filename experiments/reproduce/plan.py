@@ -110,7 +110,9 @@ def _check_changes(item: Item, scale: Scale, overrides: Sequence[str]) -> None:
 
 
 def parts_of(item: Item, asked_for: Asked) -> list[Part]:
-    """The ablations of an item at a scale, in the order of its settings."""
+    """The ablations of an item at a scale, in the order of its settings; none if it cannot be run."""
+    if item.missing:
+        return []
     scale = asked_for.of(item.scales[asked_for.scale])
     groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for setting, changes in scale.settings.items():

@@ -1,0 +1,96 @@
+"""What FedorAS sends and computes, counted without data or training from the subspaces and paths that are drawn."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedloom.experiments.runs.configuration import compose_config
+from fedloom.platform.clients.path_samplers import path_sampler
+from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspace
+from fedloom.platform.federation.building import split_into_tiers
+from fedloom.platform.federation.costs import measure_costs
+from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.methods.tiered.fedoras import FedorASConfig, SupernetConfig
+from fedloom.platform.seeding import stream
+from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.registry import build_space
+from fedloom.tiers.costs import CostTable, size_of
+from fedloom.tiers.tier import Tier
+
+SUBSPACES, PATHS, MODELS = 50, 20, 20_000
+"""Draws per tier, paths of each subspace, and models of the whole space: a mean is exact to about 1 %."""
+WEIGHT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A space with its tiers, and what is drawn from both.
+
+    Attributes:
+        sizes: in parameters.
+        macs: of one forward pass of one sample.
+        costs: in the unit of the tiers' bounds.
+    """
+
+    space: SearchSpace
+    tiers: tuple[Tier, ...]
+    sizes: CostTable
+    macs: CostTable
+    costs: CostTable
+
+    def clients(self, config: SupernetConfig, tier: Tier) -> Iterator[tuple[float, float]]:
+        """Parameters that a client of a tier receives in a round, and MACs of the paths that it trains, per sample."""
+        budget = CommunicationBudget(config.communication.unit, config.communication.value)
+        table, limit = budget.resolve(self.space)
+        rng = stream(0, "accounting", tier.name)
+        for _ in range(SUBSPACES):
+            subspace = sample_subspace(table, limit, rng, self.costs, tier.upper)
+            sampler = path_sampler(config.paths, self.costs, subspace, tier.upper)
+            paths = np.array([sampler.sample(rng) for _ in range(PATHS)])
+            yield size_of(self.sizes, subspace), float(self.macs.costs(paths).mean())
+
+    def model_sizes(self) -> list[float]:
+        """Mean parameters of random models per tier."""
+        models = self.space.genome.draw(MODELS, stream(0, "accounting"))
+        costs, sizes = self.costs.costs(models), self.sizes.costs(models)
+        return [float(sizes[(costs > tier.lower) & (costs <= tier.upper)].mean()) for tier in self.tiers]
+
+
+def fedoras_accounts(overrides: Sequence[str]) -> Mapping[str, Any]:
+    """The costs of stages 1 and 3.
+
+    sent_parameters (to a client per round, the mean over clients), supernet_parameters, macs_per_sample (forward) and
+    macs_per_round (of all epochs, per sample that a client has), supernet_bytes (received and sent by all clients in
+    all rounds), model_parameters and finetune_bytes (of a random model of each tier), and their means over tiers.
+
+    Source: FedorAS, Tab. 12, 17 and 18.
+    """
+    config = compose_config(overrides)
+    method: FedorASConfig = config.method
+    space = build_space(config.space)
+    costs = measure_costs(config.tiers, space)
+    tiers, sizes = split_into_tiers(config, space, costs.budget), space.cost_table("parameters")
+    drawn = Drawn(space, tiers, sizes, costs.macs, costs.budget)
+    by_tier = [np.mean([*drawn.clients(method.train, tier)], axis=0) for tier in tiers]
+    sent, macs = (float(mean) for mean in np.average(by_tier, axis=0, weights=config.tiers.shares))
+    models = drawn.model_sizes()
+    finetune = [_bytes(method.finetune, size, config.data.num_clients) for size in models]
+    return {
+        "sent_parameters": sent,
+        "supernet_parameters": sizes.fixed + sum(map(sum, sizes.options)),
+        "macs_per_sample": macs,
+        "macs_per_round": macs * method.train.epochs,
+        "supernet_bytes": _bytes(method.train, sent, config.data.num_clients),
+        "model_parameters": models,
+        "finetune_bytes": finetune,
+        "mean_model_parameters": sum(models) / len(models),
+        "mean_finetune_bytes": sum(finetune) / len(finetune),
+    }
+
+
+def _bytes(stage: TrainingConfig, parameters: float, num_clients: int) -> float:
+    """Bytes in both directions of a stage whose clients all receive and return as many parameters."""
+    clients = num_clients if stage.clients_per_round is None else stage.clients_per_round
+    return 2.0 * WEIGHT_BYTES * parameters * stage.rounds * clients
