@@ -221,6 +221,8 @@ class WeightedSums:
         self._check_unused()
         self.used_up = True
         fewest = max(1, min_contributors)
+        if self.whole_weight and self.updates >= fewest:
+            fewest = 1  # who does not hold a scalar contributes its old value
         done = {name: own.finish(old[name], fewest, self.whole_weight) for name, own in self.tensors.items()}
         weights = {**old, **{name: tensor for name, (tensor, _) in done.items()}}
         return Averaged(weights, {name: covered for name, (_, covered) in done.items() if covered})

@@ -46,7 +46,8 @@ class Whole(dict[str, float]):
 def fedavg_whole(work: Work) -> Whole:
     """FedAvg of whole supernets: what a client did not hold counts with its old value and n_k, and so dilutes.
 
-    Source: the naive baseline of FedorAS, Fig. 10. Use it with `min_contributors=1`.
+    All clients contribute to everything, so that `min_contributors` asks only for so many updates.
+    Source: the naive baseline of FedorAS, Fig. 10.
     """
     return Whole(fedavg(work), float(work.samples))
 

@@ -80,7 +80,11 @@ def unchanged(x_B: Tensor, generator: torch.Generator) -> Tensor:
 
 
 SIDE = Annotated[int, Range(least=1, most=10_000), "cutout: side of the square, in pixels"]
-COLOUR = Annotated[list[float] | None, Range(), "randaugment: a channel's value of this colour; null: the data set's"]
+COLOUR = Annotated[
+    list[float] | None,
+    Range(least=-1e6, most=1e6),
+    "randaugment: a channel's value of this colour; null: the data set's",
+]
 
 
 def crop_flip_cutout(x_BCHW: Tensor, generator: torch.Generator, *, length: SIDE = 16) -> Tensor:

@@ -27,7 +27,7 @@ from fedloom.experiments.store.ablations import FIGURES, Ablation
 from fedloom.platform.results.sealed import sealed_json, unsealed
 
 BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]
-BUDGET = ["ablation=comm_budget", "experiment=fedoras_digits"]
+BUDGET = ["ablation=comm_budget", "experiment=fedoras_digits", "ablation.axes.averaging.values=[opa,fedavg,plain]"]
 
 
 def written(root: Path, arguments: list[str], fates: Fates | None = None) -> Ablation:

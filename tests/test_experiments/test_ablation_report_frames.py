@@ -15,7 +15,8 @@ from fedloom.experiments.benchmarks.generated_ablation import Fates, write_plann
 from fedloom.experiments.store.ablations import Ablation
 
 BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]
-BUDGET = ["ablation=comm_budget", "experiment=fedoras_digits"]
+WHAT = ["ablation=comm_budget", "experiment=fedoras_digits"]
+BUDGET = [*WHAT, "ablation.axes.averaging.values=[opa,fedavg,plain]"]
 QUANTILE = 12.706204736
 """Of Student's t with one degree of freedom: two seeds."""
 
@@ -123,7 +124,7 @@ def test_missing_and_failed_trials_lower_n(tmp_path: Path) -> None:
 
 
 def test_an_axis_without_the_experiments_own_value_refers_to_its_first(tmp_path: Path) -> None:
-    changed = [*BUDGET, "ablation.axes.budget.values=[0.25,0.8]", "ablation.axes.averaging.values=[opa]"]
+    changed = [*WHAT, "ablation.axes.budget.values=[0.25,0.8]", "ablation.axes.averaging.values=[opa]"]
     ablation, _, frame = planned(tmp_path, changed)
     assert "budget" not in ablation.reference
     assert analysis.references(ablation) == {"budget": 0.25, "averaging": "opa"}

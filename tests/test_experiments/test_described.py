@@ -20,6 +20,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Counter:
     """Describes a space and notes that it was asked to."""
 
+    __name__ = "count"
+
     def __init__(self) -> None:
         self.asked: list[Sequence[str]] = []
 

@@ -61,6 +61,10 @@ def test_what_clients_lack_dilutes_in_numbers() -> None:
     # b[1]: (30 * 4 + 10 * 2) / 40 = 3.5, not 4; c is held by nobody.
     assert {name: tensor.tolist() for name, tensor in naive.items()} == {"a": [4.0], "b": [5.0, 3.5], "c": [5.0]}
     assert average(old, [first, second])["b"].tolist() == [5.0, 4.0]
+    both = [replace(first, unheld=30.0), replace(second, unheld=10.0)]
+    assert average(old, both, min_contributors=2)["b"].tolist() == [5.0, 3.5], "both contribute to b[1]"
+    assert average(old, both, min_contributors=3)["b"].tolist() == [1.0, 2.0]
+    assert average(old, [first, second], min_contributors=2)["b"].tolist() == [5.0, 2.0]
 
 
 def test_rules_are_found_by_name() -> None:
