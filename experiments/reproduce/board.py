@@ -83,6 +83,9 @@ class Need:
         return None if self.macs is None else self.macs / GPU_MACS_PER_S / HOUR_S
 
 
+UNKNOWN = Need(None, (), ())
+
+
 @cache
 def recorded_work() -> Mapping[str, Mapping[str, float]]:
     """The MACs by item and scale; of an item that shares another's runs, those are the other's."""
@@ -107,16 +110,16 @@ def list_block(found: Sequence[Entry]) -> Block:
     for entry in found:
         item = entry.item
         needs = {scale: need_of(item, scale) for scale in item.scales}
-        paper, small = needs.get(PAPER), needs.get(SMALL)
+        paper, small = needs.get(PAPER, UNKNOWN), needs.get(SMALL, UNKNOWN)
         datasets = dict.fromkeys(name for need in needs.values() for name in need.datasets)
         missing = {
             name for name in datasets if any(t.startswith(f"{name} not") for n in needs.values() for t in n.missing)
         }
         data = ", ".join(f"{name} (missing)" if name in missing else name for name in datasets) or ABSENT
         hours = (
-            _hours(small and small.core_hours),
-            _hours(paper and paper.core_hours),
-            _hours(paper and paper.gpu_hours),
+            _hours(small.core_hours),
+            _hours(paper.core_hours),
+            _hours(paper.gpu_hours),
         )
         shared = f"with {item.runs_of}" if item.runs_of != item.name else ""
         rows.append((item.name, item.title, data, state_of(entry, PAPER), state_of(entry, SMALL), *hours, shared))

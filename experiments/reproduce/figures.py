@@ -1,6 +1,7 @@
 """Published figures drawn again, with the measured points beside the published ones."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -64,7 +65,7 @@ def _panel(axes: Axes, rows: Sequence[Row]) -> None:
 def _point(axes: Axes, x: float, row: Row, colour: str, marker: str) -> None:
     if row.published is not None:
         std = row.published.std or 0.0
-        style = {"marker": marker, "color": tint(colour), "markerfacecolor": "white", "zorder": 2}
+        style: dict[str, Any] = {"marker": marker, "color": tint(colour), "markerfacecolor": "white", "zorder": 2}
         axes.errorbar([x - SHIFT / 3], [row.published.value], yerr=[std], capsize=0, linestyle="", **style)
     if row.measured is not None:
         found = row.measured
