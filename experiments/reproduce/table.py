@@ -141,7 +141,9 @@ def interval_text(interval: Interval | None) -> str:
     if interval.low is None or interval.high is None:
         return f"{_text(interval.mean)} (one seed)"
     half = (interval.high - interval.low) / 2
-    return _text(interval.mean) if interval.seeds == 0 else f"{_text(interval.mean)} ± {_text(half)}"
+    return (
+        f"{_text(interval.mean)} ± {_text(half)}" if half else _text(interval.mean)
+    )  # costs are the same in all seeds
 
 
 def _difference(value: float | None) -> str:

@@ -91,7 +91,7 @@ def test_a_claim_has_the_worst_state_of_all_its_spots() -> None:
     a = seen({("s", "t1"): [3, 3.1, 3.2], ("s", "t2"): [1, 1.1, 1.2], ("r", "t1"): [3, 3.1, 3.2]})
     b = seen({("s", "t1"): [2, 2.1, 2.2], ("s", "t2"): [2, 2.1, 2.2], ("r", "t1"): [2, 2.1, 2.2]})
     found = judged(GREATER, {"a": a, "b": b}, ("s", "r"))
-    assert (found.state, found.reason) == ("contradicted", "1 of 3: s, t2")
+    assert (found.state, found.reason) == ("contradicted", "1 of 3: s, t2; it is -1")
     only = {"greater": {"of": "a", "than": "b", "settings": ["r"]}}
     assert judged(only, {"a": a, "b": b}, ("s", "r")).state == "shown"
     places = {"greater": {"of": "a", "than": "b", "places": ["t1"]}}
@@ -153,4 +153,4 @@ def test_the_published_numbers_are_judged_as_well() -> None:
     claim = Claim("", read_checks(Fields({"text": "x", **GREATER}, "file")), ("paper",))
     assert in_the_paper(claim, item({"a": {("s", "t"): 2.0}, "b": {("s", "t"): 1.0}})) == "shown"
     assert in_the_paper(claim, item({"a": {("s", "t"): 1.0}, "b": {("s", "t"): 2.0}})) == "contradicted"
-    assert in_the_paper(claim, item({"a": {("s", "t"): 1.0}})) == "not run"
+    assert in_the_paper(claim, item({"a": {("s", "t"): 1.0}})) == "not published"
