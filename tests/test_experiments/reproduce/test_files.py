@@ -95,12 +95,19 @@ def test_no_number_is_chosen_by_test_data(load: Load) -> None:
     read = {"from": "evaluations", "value": "value", "reduce": "max", "where": {"metric": "accuracy"}}
     with pytest.raises(ValueError, match="say in where which split is read"):
         load("quantities/a/read", read)
-    read["where"] = {"metric": "accuracy", "split": "test"}
-    with pytest.raises(ValueError, match="reduce=max over rounds chooses a number by test data"):
-        load("quantities/a/read", read)
-    for allowed in ({"stage": "evaluation", "split": "test"}, {"split": "validation"}):
-        load("quantities/a/read", {**read, "where": allowed})
-    load("quantities/a/read", {**read, "reduce": "last"})
+    of_test = {**read, "where": {"metric": "accuracy", "split": "test"}}
+    for best in (of_test, {"from": "models", "value": "accuracy", "reduce": "max"},
+                 {"from": "silos", "value": "loss", "reduce": "min"}):  # fmt: skip
+        with pytest.raises(ValueError, match=f"reduce={best['reduce']} of .* chooses a number by test data"):
+            load("quantities/a/read", best)
+    for allowed in (
+        {**of_test, "reduce": "last"},
+        {**of_test, "where": {"metric": "accuracy", "split": "validation"}},
+        {"from": "silos", "value": "accuracy", "reduce": "min"},
+        {"from": "candidates", "value": "metric", "reduce": "max"},
+        {"from": "models", "value": "macs", "reduce": "max"},
+    ):
+        load("quantities/a/read", allowed)
 
 
 def test_what_is_only_published_is_in_no_claim(load: Load) -> None:
