@@ -1,7 +1,7 @@
 """All items with what is known of them in a results folder: what they need, and which of their claims are shown."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,17 +43,18 @@ class Entry:
         return [(by_scale.get(PAPER, {}).get(text), by_scale.get(SMALL, {}).get(text)) for text in texts]
 
 
-def entries(results: Path, items: Sequence[Item], *, counting: bool = True) -> list[Entry]:
-    """The items with what their own runs in this folder show.
+def entries(results: Path, items: Sequence[Item], tell: Callable[[str], None], *, counting: bool = True) -> list[Entry]:
+    """The items with what their own runs in this folder show; `tell` is called with what is being looked at.
 
     Without `counting`, what needs no training has no outcome: to count all of it takes minutes the first time.
     """
-    return [
-        Entry(item, {scale: outcome_of(item, Asked(scale), results) for scale in item.scales})
-        if item.needs_runs or counting
-        else Entry(item, {})
-        for item in items
-    ]
+    found = []
+    for item in items:
+        scales = item.scales if item.needs_runs or counting else ()
+        if scales:
+            tell(f"looking at {item.name}")
+        found.append(Entry(item, {scale: outcome_of(item, Asked(scale), results) for scale in scales}))
+    return found
 
 
 def all_items() -> list[Item]:

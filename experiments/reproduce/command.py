@@ -28,6 +28,7 @@ from fedloom.experiments.reproduce.settings import missing_data
 from fedloom.experiments.reproduce.table import Outcome, blocks, outcome_json
 from fedloom.experiments.terminal.exit_codes import OK, of_run_end
 from fedloom.experiments.terminal.output import console, write_json
+from fedloom.experiments.terminal.reading import tell_at_once
 
 DONE, INTERRUPTED = "done", "interrupted"
 """Ends of an ablation."""
@@ -55,7 +56,8 @@ def run_command(args: Namespace) -> int:
 
 def _overview(items: Sequence[Item], args: Namespace) -> int:
     """Shows items with what they need, or their claims, which are written as a page, too."""
-    found = entries(args.results, items, counting=args.scoreboard)
+    tell = _silent if args.json or args.list else tell_at_once
+    found = entries(args.results, items, tell, counting=args.scoreboard)
     files = _page(found, args) if args.scoreboard else None
     if args.json:
         places = {} if files is None else {"html": str(files.html), "markdown": str(files.markdown)}
@@ -73,6 +75,10 @@ def _overview(items: Sequence[Item], args: Namespace) -> int:
     for file in () if files is None else (files.html, files.markdown, files.latex):
         screen.print(str(file))
     return OK
+
+
+def _silent(_text: str) -> None:
+    """Tells nothing."""
 
 
 def _page(found: Sequence[Entry], args: Namespace) -> ReportFiles:

@@ -69,7 +69,7 @@ def _check_not_chosen_by_test(read: Read, where: str) -> None:
     best = [name for name in names for kind in BEST.get(read.reduce, ()) if kind in name]
     if is_tested and best:
         raise ValueError(
-            f"{where}: reduce={read.reduce} of {best[0]} chooses a number by test data: read the last one, or each place"
+            f"{where}: reduce={read.reduce} of {best[0]} chooses a number by test data: read the last, or each place"
         )
 
 
