@@ -26,7 +26,7 @@ CORE_MACS_PER_S = 2e9
 GPU_MACS_PER_S = 1e12
 """What a GPU is assumed to do with clients' small batches; not measured."""
 HOUR_S = 3600.0
-COUNTED = "counted in seconds"
+COUNTED, NOT_HERE = "counted in seconds", "cannot be run"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def recorded_work() -> Mapping[str, Mapping[str, float]]:
 def need_of(item: Item, scale: str) -> Need:
     """What an item needs at a scale."""
     if not item.needs_runs:
-        return Need(0.0, (), ())
+        return Need(None if item.missing else 0.0, (), ())
     parts = parts_of(item, Asked(scale))
     datasets = tuple(dict.fromkeys(part.dataset for part in parts))
     lacking = dict.fromkeys(missing_data(part.dataset, part.scale.overrides) for part in parts)
@@ -141,6 +141,8 @@ def _hours(value: float | None) -> str:
 def state_of(entry: Entry, scale: str) -> str:
     """How many claims of an item have which state at a scale."""
     outcome = entry.outcomes.get(scale)
+    if entry.item.missing:
+        return NOT_HERE if scale in entry.item.scales else ABSENT
     if outcome is None:
         return COUNTED if scale in entry.item.scales else ABSENT
     done, planned = outcome.runs
@@ -184,7 +186,13 @@ def summary_block(found: Sequence[Entry]) -> Block:
 def claims_block(found: Sequence[Entry], paper: str) -> Block:
     """A row per claim of a paper, with its state at both scales and for the published numbers."""
     rows = [
-        (entry.item.name, claim.text, *map(_state, pair), in_the_paper(claim, entry.item), _why(pair))
+        (
+            entry.item.name,
+            claim.text,
+            *map(_state, pair),
+            in_the_paper(claim, entry.item),
+            entry.item.missing or _why(pair),
+        )
         for entry in found
         if entry.item.name.startswith(f"{paper}/")
         for claim, pair in zip(entry.item.claims, entry.verdicts(), strict=True)
@@ -233,7 +241,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         },
         "claims": [
             {"claim": claim.text, **{scale: _state(v) for scale, v in zip(SCALES, pair, strict=True)},
-             "in_the_paper": in_the_paper(claim, item), "why": _why(pair)}
+             "in_the_paper": in_the_paper(claim, item), "why": item.missing or _why(pair)}
             for claim, pair in zip(item.claims, entry.verdicts(), strict=True)
         ],
     }  # fmt: skip

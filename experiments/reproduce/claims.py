@@ -169,8 +169,7 @@ def _operand(measured: Mapping[str, Measured], operand: Operand) -> Measured:
 
 def _spots(check: Check, quantity: Measured, settings: Sequence[str]) -> list[Spot]:
     """Where a check is made: in all its settings, at all places with values; a setting without any is one spot."""
-    without = {setting for setting, _ in quantity.values} == {""}  # its two operands name their settings
-    wanted = [""] if without or check.operand.setting is not None else [*(check.settings or settings)]
+    wanted = _settings(check, quantity, settings)
     found: list[Spot] = []
     for setting in wanted:
         places = [place for own, place in quantity.values if own == setting]
@@ -178,6 +177,12 @@ def _spots(check: Check, quantity: Measured, settings: Sequence[str]) -> list[Sp
             places = [*check.places] or places
         found += [(setting, place) for place in dict.fromkeys(places)] or [(setting, "")]
     return found
+
+
+def _settings(check: Check, quantity: Measured, settings: Sequence[str]) -> list[str]:
+    """The settings of a check; "" for a quantity that names its own, as the difference of two settings does."""
+    is_fixed = check.operand.setting is not None or {setting for setting, _ in quantity.values} == {""}
+    return [""] if is_fixed else [*(check.settings or settings)]
 
 
 def _judged(check: Check, spot: Spot, interval: Interval | None, item: Item) -> Finding:
@@ -237,9 +242,7 @@ def _monotone(check: Check, measured: Mapping[str, Measured], settings: Sequence
     """Each step of the order as a paired difference, in every setting or at every place that is not ordered."""
     whole = _operand(measured, check.operand)
     by_settings = check.along == "settings"
-    others = [place for _, place in whole.values] if by_settings else [*(check.settings or settings)]
-    if check.operand.setting is not None and not by_settings:
-        others = [""]
+    others = [place for _, place in whole.values] if by_settings else _settings(check, whole, settings)
     if by_settings and check.places:
         others = [*check.places]
     for other in dict.fromkeys(others) or [""]:

@@ -12,12 +12,15 @@ from fedloom.experiments.reproduce.fields import Fields, as_number, check_known
 from fedloom.experiments.reproduce.quantities import read_source
 from fedloom.experiments.reproduce.schema import (
     ONLY,
+    PAPER,
     SCALES,
     Check,
     Claim,
+    Counted,
     Item,
     Published,
     Quantity,
+    Read,
     Scale,
     Spot,
 )
@@ -57,9 +60,9 @@ def load_item(name: str, folder: Path = ITEMS) -> Item:
         close = nearest(name, known) or nearest(ends.get(name, name), known) or nearest(name, [*ends])
         raise ValueError(f"no such item: {shown(name)}{close}; fedloom reproduce --list shows all")
     fields = _fields(name, folder)
-    fields.only("title", "source", "note", "runs", "runs_of", "quantities", "claims")
-    runs_of = fields.text("runs_of", name)
-    scales = _scales(_runs_of(fields, name, runs_of, folder))
+    fields.only("title", "source", "note", "missing", "runs", "runs_of", "quantities", "claims")
+    runs_of, missing = fields.text("runs_of", name), " ".join(fields.text("missing", "").split())
+    scales = _published_scale(fields) if missing else _scales(_runs_of(fields, name, runs_of, folder))
     quantities = _quantities(fields, _settings(scales))
     item = Item(
         name=name,
@@ -70,10 +73,20 @@ def load_item(name: str, folder: Path = ITEMS) -> Item:
         scales=scales,
         quantities=quantities,
         claims=tuple(_claims(fields, scales, quantities)),
+        missing=missing,
     )
-    if item.needs_runs and set(scales) != set(SCALES):
-        raise ValueError(f"{name}: it reads results of runs: say in runs what is run at {' and '.join(SCALES)}")
+    _check_runs(item)
     return item
+
+
+def _check_runs(item: Item) -> None:
+    """Raises ValueError if the item reads or counts what it does not run."""
+    if item.missing:
+        for quantity in item.quantities.values():
+            if isinstance(quantity.source, Read | Counted):
+                raise ValueError(f"{item.name}: {quantity.name} is measured, but missing says that it cannot be run")
+    elif item.needs_runs and set(item.scales) != set(SCALES):
+        raise ValueError(f"{item.name}: it reads results of runs: say in runs what is run at {' and '.join(SCALES)}")
 
 
 def _fields(name: str, folder: Path) -> Fields:
@@ -101,6 +114,16 @@ def _runs_of(fields: Fields, name: str, runs_of: str, folder: Path) -> Fields:
     if other.has("runs_of"):
         raise ValueError(f"{fields.where}: runs_of={runs_of} reads those of another item itself: name that one")
     return other.inner("runs")
+
+
+def _published_scale(fields: Fields) -> dict[str, Scale]:
+    """The scale of an item that cannot be run: the settings that were published."""
+    for name in ("runs", "runs_of"):
+        if fields.has(name):
+            raise ValueError(f"{fields.where}: missing says that it cannot be run: leave out {name}")
+    quantities = fields.inner("quantities")
+    names = [name for quantity in quantities.names for name in quantities.inner(quantity).inner("published").names]
+    return {PAPER: Scale(experiment="", settings={name: {} for name in names})}
 
 
 def _scales(runs: Fields) -> dict[str, Scale]:
@@ -188,21 +211,23 @@ def _claims(fields: Fields, scales: Mapping[str, Scale], quantities: Mapping[str
         for check in claim.checks:
             for scale in at:
                 _check_names(check, scales[scale], quantities, f"{own.where}, at scale {scale}")
+                if not fields.has("missing"):
+                    _check_measured(check, quantities, own.where)
         yield claim
 
 
 def _check_names(check: Check, scale: Scale, quantities: Mapping[str, Quantity], where: str) -> None:
-    """Raises ValueError for quantities and settings that are not there, or cannot be measured."""
+    """Raises ValueError for quantities and settings that are not there."""
     for operand in (check.operand, check.other):
         if operand is not None:
             check_known([operand.quantity], [*quantities], "quantity", where)
-            _check_measured(quantities[operand.quantity], where)
             check_known([operand.setting] if operand.setting else [], [*scale.settings], "setting", where)
     check_known(check.settings, [*scale.settings], "setting", where)
     if check.along == "settings":
         check_known(check.order, [*scale.settings], "setting", where)
 
 
-def _check_measured(quantity: Quantity, where: str) -> None:
-    if quantity.source is None:
-        raise ValueError(f"{where}: {quantity.name} is only published: a claim compares what is measured")
+def _check_measured(check: Check, quantities: Mapping[str, Quantity], where: str) -> None:
+    for operand in (check.operand, check.other):
+        if operand is not None and quantities[operand.quantity].source is None:
+            raise ValueError(f"{where}: {operand.quantity} is only published: a claim compares what is measured")

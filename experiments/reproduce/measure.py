@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from fedloom.experiments.analysis.convergence import convergence
 from fedloom.experiments.analysis.frames import communication, communication_by_kind, fairness, pareto, per_tier
 from fedloom.experiments.analysis.fronts import hypervolume
 from fedloom.experiments.analysis.silos import per_silo
@@ -26,9 +27,10 @@ FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {
     "communication_by_kind": lambda tables: communication_by_kind(communication(tables)),
     "candidates": pareto,
     "hypervolume": hypervolume,
+    "convergence": convergence,
     "rounds": lambda tables: by_stage(tables.rounds),
     "clients": lambda tables: by_stage(tables.clients),
-    "evaluations": lambda tables: tables.evaluations,
+    "evaluations": lambda tables: by_stage(tables.evaluations),
 }
 """The frames that a quantity may be read from; their docstrings say which columns they have."""
 

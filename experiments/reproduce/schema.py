@@ -162,6 +162,8 @@ class Item:
         name: paper and item, such as fedoras/tab6.
         source: where it is published.
         runs_of: the item whose runs it reads: itself, or another one that runs the same.
+        missing: what fedloom lacks to run it, such as a data set; empty if it can be run. Such an item has published
+            numbers and claims alone, and one scale, whose settings are those that were published.
     """
 
     name: str
@@ -172,6 +174,7 @@ class Item:
     scales: Mapping[str, Scale]
     quantities: Mapping[str, Quantity]
     claims: tuple[Claim, ...]
+    missing: str = ""
 
     @property
     def needs_runs(self) -> bool:

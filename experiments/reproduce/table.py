@@ -84,6 +84,8 @@ def number_blocks(outcome: Outcome) -> Iterator[Block]:
 def about(outcome: Outcome) -> tuple[str, ...]:
     """Where the numbers are from."""
     item, scale = outcome.item, outcome.item.scales[outcome.scale]
+    if item.missing:
+        return tuple(filter(None, (f"{item.source}. Published numbers alone: it cannot be run here.", item.note)))
     changed = "" if outcome.is_own else ", changed by the command line"
     intervals = "mean ± 95 % interval over seeds; sd: the paper's standard deviation" if item.needs_runs else "counted"
     first = f"{item.source}. Scale: {outcome.scale} ({scale.experiment}{changed}). Measured: {intervals}."
@@ -91,12 +93,15 @@ def about(outcome: Outcome) -> tuple[str, ...]:
 
 
 def _lines(outcome: Outcome) -> list[list[Row]]:
-    """The rows of each quantity and setting; those that only the paper has are left out at another scale."""
+    """The rows of each quantity and setting; those that only the paper has are left out at another scale.
+
+    The setting of a quantity that compares two given settings is "".
+    """
     lines: dict[tuple[str, str], list[Row]] = {}
     for row in outcome.rows:
         lines.setdefault((row.quantity, row.spot[0]), []).append(row)
-    settings = {"", *outcome.item.scales[outcome.scale].settings}
-    return [rows for (_, setting), rows in lines.items() if outcome.scale == PAPER or setting in settings]
+    settings = outcome.item.scales[outcome.scale].settings
+    return [rows for (_, setting), rows in lines.items() if outcome.scale == PAPER or setting in (*settings, "")]
 
 
 def _cells(rows: Sequence[Row], outcome: Outcome) -> Iterator[tuple[str, ...]]:
@@ -124,7 +129,7 @@ def _claims_block(outcome: Outcome) -> Block:
 
 def claim_cells(item: Item, found: Verdict) -> tuple[str, ...]:
     """A claim as text, with its state for the published numbers."""
-    return (found.claim.text, found.state, in_the_paper(found.claim, item), found.reason)
+    return (found.claim.text, found.state, in_the_paper(found.claim, item), item.missing or found.reason)
 
 
 def published_text(number: Published | None) -> str:

@@ -139,6 +139,24 @@ def test_data_that_is_not_there_is_one_line_and_exit_code_2(command: Command, tm
     assert not (tmp_path / "results").exists()
 
 
+def test_what_cannot_be_run_says_why(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "paper").mkdir()
+    file = tmp_path / "paper" / "tab3.yaml"
+    file.write_text(
+        "title: T\nsource: S\nmissing: fedloom has no such data set\n"
+        "quantities: {a: {published: {s: 1}}}\nclaims: [{text: It is so., at_least: {of: a, value: 0}}]\n"
+    )
+    code, out, _ = command(str(file), "--json", "--results", str(tmp_path))
+    found = json.loads(out)
+    assert (code, found["missing"]) == (0, ["fedloom has no such data set"])
+    assert [(c["state"], c["in_the_paper"]) for c in found["claims"]] == [("not run", "shown")]
+    _, out, _ = command("--list", str(file), "--results", str(tmp_path))
+    assert "cannot be run" in out
+    _, out, _ = command("--scoreboard", str(file), "--json", "--results", str(tmp_path))
+    (item,) = json.loads(out)["items"]
+    assert item["claims"][0]["why"] == "fedloom has no such data set"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
