@@ -3,7 +3,8 @@
 import pytest
 
 from fedloom.experiments.reproduce import counted
-from fedloom.experiments.reproduce.counted import fact, family_facts, space_facts, training_facts, work_facts
+from fedloom.experiments.reproduce.counted import fact
+from fedloom.experiments.reproduce.facts import family_facts, space_facts, training_facts, work_facts
 
 FAMILY = ["experiment=superfednas_digits"]
 FEDAVG = ["experiment=fedavg_digits", "data.num_clients=4", "method.train.rounds=3", "method.train.clients_per_round=2"]
