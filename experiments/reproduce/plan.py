@@ -8,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from fedloom.experiments.reproduce.files import EXPERIMENT
 from fedloom.experiments.reproduce.schema import SCALES, Item, Scale
 from fedloom.experiments.reproduce.settings import dataset_of
 from fedloom.experiments.runs.override_texts import override_text
@@ -17,7 +18,6 @@ from fedloom.experiments.store.ablations import Ablation
 AXIS = "setting"
 """The one axis of an item's ablations."""
 SCALE, SEEDS = "scale", "seeds"
-EXPERIMENT = "experiment"
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ def test_a_whole_file(load: Load) -> None:
         ("runs/large", {}, "runs: unknown key 'large'; there are paper, small"),
         ("runs/small", None, "say in runs what is run at paper and small"),
         ("runs/paper/seeds", [1, 1], "give different whole numbers from 0"),
+        ("runs/paper/experiment", "fedavg_digit", "no preset 'fedavg_digit'; did you mean 'fedavg_digits'?"),
+        ("runs/paper/settings/s", {"experiment": "fedavg_digit"}, "no preset 'fedavg_digit'"),
         ("runs/paper/settings", {}, "settings are missing"),
         ("runs/paper/sedes", [1], "unknown key 'sedes'; did you mean 'seeds'?"),
         ("runs_of", "x/tab2", "says what is run: leave out runs"),
