@@ -45,7 +45,7 @@ def plan_ablation(arguments: Sequence[str]) -> Ablation:
     """
     given, own, common = _sorted_arguments(arguments)
     name, config = load_ablation_config(given, own)
-    return plan_of(name, config, common, given=given)
+    return plan_of(name, config, common, given=f"ablation={given}")
 
 
 def plan_of(
@@ -53,11 +53,11 @@ def plan_of(
 ) -> Ablation:
     """Plans an ablation of this definition without writing files; `common` are further overrides of all its trials.
 
-    `given` is what errors call it; it gets a new id unless one is fixed. Raises ValueError like `plan_ablation`.
+    `given` is what errors call it, such as ablation=alpha; it gets a new id unless one is fixed. Raises ValueError like `plan_ablation`.
     """
     _check_names_experiment(config, [*config.overrides, *common])
     if (trials_planned := _num_points(config) * len(config.seeds)) > MOST_TRIALS:
-        raise ValueError(f"ablation={given} has {trials_planned} trials: {MOST_TRIALS} at most; take fewer values")
+        raise ValueError(f"{given} has {trials_planned} trials: {MOST_TRIALS} at most; take fewer values")
     overrides = ["reuse_supernet=true", *config.overrides, *common]
     variants = Variants(overrides)
     base = _base(given, variants, common)
@@ -67,7 +67,7 @@ def plan_of(
     try:
         trials = tuple(_trials(ablation_id, variants, base, points, config.seeds))
     except ValueError as error:
-        raise ValueError(f"ablation={given} of {base.experiment}: {error}") from error
+        raise ValueError(f"{given} of {base.experiment}: {error}") from error
     return Ablation(
         ablation_id=ablation_id,
         name=name,
@@ -103,7 +103,7 @@ def _base(given: str, variants: Variants, common: Sequence[str]) -> RunConfig:
     except ValueError as error:
         typed = compose_config(common)
         raise ValueError(
-            f"ablation={given} does not fit {typed.experiment}: {error}; fedloom ablate --help says what it is for"
+            f"{given} does not fit {typed.experiment}: {error}; fedloom ablate --help says what it is for"
         ) from error
 
 

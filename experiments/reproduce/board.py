@@ -1,7 +1,7 @@
 """All items with what is known of them in a results folder: what they need, and which of their claims are shown."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ CORE_MACS_PER_S = 2e9
 GPU_MACS_PER_S = 1e12
 """What a GPU is assumed to do with clients' small batches; not measured."""
 HOUR_S = 3600.0
-COUNTED = "counted in seconds"
+COUNTED, NOT_HERE = "counted in seconds", "cannot be run"
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,18 @@ class Entry:
         return [(by_scale.get(PAPER, {}).get(text), by_scale.get(SMALL, {}).get(text)) for text in texts]
 
 
-def entries(results: Path, items: Sequence[Item], *, counting: bool = True) -> list[Entry]:
-    """The items with what their own runs in this folder show.
+def entries(results: Path, items: Sequence[Item], tell: Callable[[str], None], *, counting: bool = True) -> list[Entry]:
+    """The items with what their own runs in this folder show; `tell` is called with what is being looked at.
 
     Without `counting`, what needs no training has no outcome: to count all of it takes minutes the first time.
     """
-    return [
-        Entry(item, {scale: outcome_of(item, Asked(scale), results) for scale in item.scales})
-        if item.needs_runs or counting
-        else Entry(item, {})
-        for item in items
-    ]
+    found = []
+    for item in items:
+        scales = item.scales if item.needs_runs or counting else ()
+        if scales:
+            tell(f"looking at {item.name}")
+        found.append(Entry(item, {scale: outcome_of(item, Asked(scale), results) for scale in scales}))
+    return found
 
 
 def all_items() -> list[Item]:
@@ -83,6 +84,9 @@ class Need:
         return None if self.macs is None else self.macs / GPU_MACS_PER_S / HOUR_S
 
 
+UNKNOWN = Need(None, (), ())
+
+
 @cache
 def recorded_work() -> Mapping[str, Mapping[str, float]]:
     """The MACs by item and scale; of an item that shares another's runs, those are the other's."""
@@ -93,7 +97,7 @@ def recorded_work() -> Mapping[str, Mapping[str, float]]:
 def need_of(item: Item, scale: str) -> Need:
     """What an item needs at a scale."""
     if not item.needs_runs:
-        return Need(0.0, (), ())
+        return Need(None if item.missing else 0.0, (), ())
     parts = parts_of(item, Asked(scale))
     datasets = tuple(dict.fromkeys(part.dataset for part in parts))
     lacking = dict.fromkeys(missing_data(part.dataset, part.scale.overrides) for part in parts)
@@ -107,16 +111,16 @@ def list_block(found: Sequence[Entry]) -> Block:
     for entry in found:
         item = entry.item
         needs = {scale: need_of(item, scale) for scale in item.scales}
-        paper, small = needs.get(PAPER), needs.get(SMALL)
+        paper, small = needs.get(PAPER, UNKNOWN), needs.get(SMALL, UNKNOWN)
         datasets = dict.fromkeys(name for need in needs.values() for name in need.datasets)
         missing = {
             name for name in datasets if any(t.startswith(f"{name} not") for n in needs.values() for t in n.missing)
         }
         data = ", ".join(f"{name} (missing)" if name in missing else name for name in datasets) or ABSENT
         hours = (
-            _hours(small and small.core_hours),
-            _hours(paper and paper.core_hours),
-            _hours(paper and paper.gpu_hours),
+            _hours(small.core_hours),
+            _hours(paper.core_hours),
+            _hours(paper.gpu_hours),
         )
         shared = f"with {item.runs_of}" if item.runs_of != item.name else ""
         rows.append((item.name, item.title, data, state_of(entry, PAPER), state_of(entry, SMALL), *hours, shared))
@@ -137,6 +141,8 @@ def _hours(value: float | None) -> str:
 def state_of(entry: Entry, scale: str) -> str:
     """How many claims of an item have which state at a scale."""
     outcome = entry.outcomes.get(scale)
+    if entry.item.missing:
+        return NOT_HERE if scale in entry.item.scales else ABSENT
     if outcome is None:
         return COUNTED if scale in entry.item.scales else ABSENT
     done, planned = outcome.runs
@@ -180,7 +186,13 @@ def summary_block(found: Sequence[Entry]) -> Block:
 def claims_block(found: Sequence[Entry], paper: str) -> Block:
     """A row per claim of a paper, with its state at both scales and for the published numbers."""
     rows = [
-        (entry.item.name, claim.text, *map(_state, pair), in_the_paper(claim, entry.item), _why(pair))
+        (
+            entry.item.name,
+            claim.text,
+            *map(_state, pair),
+            in_the_paper(claim, entry.item),
+            entry.item.missing or _why(pair),
+        )
         for entry in found
         if entry.item.name.startswith(f"{paper}/")
         for claim, pair in zip(entry.item.claims, entry.verdicts(), strict=True)
@@ -229,7 +241,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         },
         "claims": [
             {"claim": claim.text, **{scale: _state(v) for scale, v in zip(SCALES, pair, strict=True)},
-             "in_the_paper": in_the_paper(claim, item), "why": _why(pair)}
+             "in_the_paper": in_the_paper(claim, item), "why": item.missing or _why(pair)}
             for claim, pair in zip(item.claims, entry.verdicts(), strict=True)
         ],
     }  # fmt: skip

@@ -17,6 +17,7 @@ STATES = (CONTRADICTED, NOT_RUN, NOT_SHOWN, SHOWN)
 """From the worst to the best: a claim has the worst state of its checks."""
 MOST_SPOTS = 3
 """Places that are named where a claim is not shown."""
+NOT_PUBLISHED = "not published"
 ONE_SEED = "one seed has no interval"
 NO_VALUE = "not measured"
 
@@ -58,9 +59,16 @@ class Verdict:
         names = list(dict.fromkeys(spot_name(f.spot) for f in bad if spot_name(f.spot)))
         more = f" and {len(names) - MOST_SPOTS} more" if len(names) > MOST_SPOTS else ""
         places = f"{' / '.join(names[:MOST_SPOTS])}{more}"
-        reasons = ", ".join(dict.fromkeys(f.reason for f in bad if f.reason))
+        reasons = ", ".join(list(dict.fromkeys(f.reason or _range(f.interval) for f in bad))[:MOST_SPOTS])
         number = f"{len(bad)} of {len(self.findings)}" if len(self.findings) > 1 else ""
         return ": ".join(text for text in (number, "; ".join(filter(None, (places, reasons)))) if text)
+
+
+def _range(interval: Interval | None) -> str:
+    if interval is None or interval.low is None or interval.high is None:
+        return ""
+    low, high = f"{interval.low:.4g}", f"{interval.high:.4g}"
+    return f"it is {low}" if low == high else f"it is {low} to {high}"
 
 
 def spot_name(spot: Spot) -> str:
@@ -87,10 +95,11 @@ def verdict(claim: Claim, measured: Mapping[str, Measured], item: Item, settings
 
 
 def in_the_paper(claim: Claim, item: Item) -> str:
-    """The claim's state for the published numbers, which count as exact; not run if they were not published."""
+    """The claim's state for the published numbers, which count as exact, or that these were not published."""
     published = as_published(item)
     settings = list(dict.fromkeys(setting for quantity in published.values() for setting, _ in quantity.values))
-    return verdict(claim, published, item, settings).state
+    state = verdict(claim, published, item, settings).state
+    return NOT_PUBLISHED if state == NOT_RUN else state
 
 
 def as_published(item: Item) -> dict[str, Measured]:

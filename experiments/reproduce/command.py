@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.text import Text
 
-from fedloom.experiments.ablation.view import TerminalView
 from fedloom.experiments.report.pages.files import ReportFiles
 from fedloom.experiments.report.parts.block import rich_block
 from fedloom.experiments.reproduce.board import (
@@ -21,15 +20,18 @@ from fedloom.experiments.reproduce.board import (
     papers,
     summary_block,
 )
-from fedloom.experiments.reproduce.driver import run_part
 from fedloom.experiments.reproduce.files import load_given
 from fedloom.experiments.reproduce.outcome import outcome_of
 from fedloom.experiments.reproduce.plan import Asked, Part, asked, parts_of
 from fedloom.experiments.reproduce.schema import Item
 from fedloom.experiments.reproduce.settings import missing_data
 from fedloom.experiments.reproduce.table import Outcome, blocks, outcome_json
-from fedloom.experiments.terminal.exit_codes import OK
+from fedloom.experiments.terminal.exit_codes import OK, of_run_end
 from fedloom.experiments.terminal.output import console, write_json
+from fedloom.experiments.terminal.reading import tell_at_once
+
+DONE, INTERRUPTED = "done", "interrupted"
+"""Ends of an ablation."""
 
 
 def run_command(args: Namespace) -> int:
@@ -47,15 +49,15 @@ def run_command(args: Namespace) -> int:
         raise ValueError(f"{given}give one item, such as fedoras/tab6; fedloom reproduce --list shows all")
     item = load_given(names[0])
     wanted = asked(item, overrides)
-    if item.needs_runs and not args.show:
-        run_item(item, wanted, args.results, as_json=args.json)
+    kind = run_item(item, wanted, args.results, as_json=args.json) if item.needs_runs and not args.show else DONE
     show(outcome_of(item, wanted, args.results), as_json=args.json)
-    return OK
+    return of_run_end(kind)
 
 
 def _overview(items: Sequence[Item], args: Namespace) -> int:
     """Shows items with what they need, or their claims, which are written as a page, too."""
-    found = entries(args.results, items, counting=args.scoreboard)
+    tell = _silent if args.json or args.list else tell_at_once
+    found = entries(args.results, items, tell, counting=args.scoreboard)
     files = _page(found, args) if args.scoreboard else None
     if args.json:
         places = {} if files is None else {"html": str(files.html), "markdown": str(files.markdown)}
@@ -75,14 +77,24 @@ def _overview(items: Sequence[Item], args: Namespace) -> int:
     return OK
 
 
+def _silent(_text: str) -> None:
+    """Tells nothing."""
+
+
 def _page(found: Sequence[Entry], args: Namespace) -> ReportFiles:
     from fedloom.experiments.reproduce.page import write_page  # imports matplotlib
 
     return write_page(found, args.results, args.out)
 
 
-def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> None:
-    """Runs all parts of an item whose data is there; ValueError, which says which file goes where, if none is."""
+def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> str:
+    """Runs all parts of an item whose data is there; how they ended: done, or the first other end.
+
+    Raises ValueError, which says which file goes where, if no part has its data.
+    """
+    from fedloom.experiments.ablation.view import TerminalView
+    from fedloom.experiments.reproduce.driver import run_part  # imports torch and Ray, which no table needs
+
     parts = parts_of(item, wanted)
     lacking = {part.ablation_id: _lacking(part, wanted) for part in parts}
     there = [part for part in parts if not lacking[part.ablation_id]]
@@ -91,12 +103,16 @@ def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> None
         raise ValueError(f"{item.name}: {'; '.join(problems)}")
     for problem in problems:
         sys.stderr.write(f"fedloom: left out: {problem}\n")
+    ends = []
     for part in there:
         view = TerminalView(quiet=as_json)
         try:
-            run_part(item, part, wanted, results, view)
+            ends.append(run_part(item, part, wanted, results, view))
         finally:
             view.close()
+        if ends[-1] == INTERRUPTED:
+            break
+    return next((end for end in ends if end != DONE), DONE)
 
 
 def _lacking(part: Part, wanted: Asked) -> str:

@@ -1,24 +1,28 @@
-"""What is counted without training: functions of a setting's configuration that give facts by name."""
+"""What is counted without training: facts of a setting's configuration, by name."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedloom.experiments.runs.described import described
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from fedloom.platform.federation.stage import Stage
-    from fedloom.platform.federation.world import World
+from fedloom.platform.plugins import Shipped
 
 Facts = Callable[[Sequence[str]], dict[str, Any]]
 """Counts the facts of a configuration, given as overrides `key=value`; all figures are numbers, or by place."""
 
-DATASET = "data.dataset="
-MEASURES = ("rounds", "clients", "bytes_down", "bytes_up", "macs")
+_HERE = "fedloom.experiments.reproduce"
+FACTS: Mapping[str, Facts] = Shipped(
+    {
+        "space": f"{_HERE}.facts:space_facts",
+        "family": f"{_HERE}.facts:family_facts",
+        "training": f"{_HERE}.facts:training_facts",
+        "work": f"{_HERE}.facts:work_facts",
+        "accounts": f"{_HERE}.accounting:fedoras_accounts",
+    }
+)
+"""The functions that an item's `count: {from: NAME}` may name, imported when they count: that takes seconds."""
+OF_DATA = ("training", "work")
+"""Those that count a federation's rounds, for which text has to be there: images are stood in for."""
+
 SIZES: Mapping[str, tuple[int, int, int]] = {
     "cifar10": (50_000, 10_000, 10),
     "cifar100": (50_000, 10_000, 100),
@@ -26,115 +30,6 @@ SIZES: Mapping[str, tuple[int, int, int]] = {
 }
 """Training samples, test samples and classes of the sets of 3 x 32 x 32 images."""
 STAND_IN = "fedloom.experiments.reproduce.stand_in:images"
-FEW_ROUNDS = 5
-"""Rounds whose assignments tell the mean of all of a stage's."""
-
-# Torch is loaded by what counts alone: to read the files of all items takes a moment.
-
-
-def space_facts(overrides: Sequence[str]) -> dict[str, Any]:
-    """What `fedloom describe` says of the space and its tiers, and the number of models per tier.
-
-    Source: FedorAS, App. E.4, Tab. 8.
-    """
-    from fedloom.experiments.runs.describe import describe
-
-    facts = describe([o for o in overrides if not o.startswith("seed=")])
-    models = [share * facts["architectures"] for share in facts["share_of_models"]]
-    return {**facts, "models_per_tier": models}
-
-
-def family_facts(overrides: Sequence[str]) -> dict[str, Any]:
-    """Of each subnet of `method.family`, by its name there: macs, parameters, bytes (of all that is sent of it).
-
-    Source: SuperFed, Tab. 4.
-    """
-    from fedloom.experiments.runs.configuration import compose_config
-    from fedloom.platform.federation.costs import measure_costs
-    from fedloom.platform.spaces.registry import build_space
-
-    config = compose_config(overrides)
-    space = build_space(config.space)
-    tables = {"macs": measure_costs(config.tiers, space).macs}
-    tables |= {name: space.cost_table(name) for name in ("parameters", "bytes")}
-    family: Sequence[str] = getattr(config.method, "family", ())
-    parsed = {text: space.parse(text) for text in family}
-    return {name: {text: table.cost(a) for text, a in parsed.items()} for name, table in tables.items()}
-
-
-def training_facts(overrides: Sequence[str]) -> dict[str, Any]:
-    """The costs of a dry run: rounds, clients (tasks), bytes_down, bytes_up, bytes and macs, each by kind of stage.
-
-    Also macs_per_client and bytes_per_client (of one task), and by_stage with the same by whole stage. MACs are of
-    forward passes. Stages that depend on what was trained are not counted. CIFAR and CINIC are stood in for.
-    """
-    from fedloom.experiments.analysis.frames import communication
-    from fedloom.experiments.analysis.tables import load
-    from fedloom.experiments.runs.configuration import compose_config
-    from fedloom.platform.runs.run import start_run
-    from fedloom.platform.runs.serial import make_serial
-
-    with TemporaryDirectory(prefix="fedloom-counted-") as folder:
-        places = [f"results={folder}/results", "dry_run=true", "executor.kind=serial"]
-        start_run(compose_config([*_without_content(overrides, folder), *places]), make_serial)
-        stages = communication(load(Path(folder) / "results", tables=["rounds"]))
-    return {**_costs(stages, "kind"), "by_stage": _costs(stages, "stage")}
-
-
-def _costs(stages: "pd.DataFrame", by: str) -> dict[str, Any]:
-    sums = stages.groupby(by, sort=False)[list(MEASURES)].sum().astype("float64")
-    sums["bytes"] = sums["bytes_down"] + sums["bytes_up"]
-    for name in ("bytes", "macs"):
-        sums[f"{name}_per_client"] = sums[name] / sums["clients"]
-    return {str(name): {str(k): float(v) for k, v in sums[name].items()} for name in sums.columns}
-
-
-def work_facts(overrides: Sequence[str]) -> dict[str, Any]:
-    """The MACs of a whole run, by kind of stage and in total (`macs`); a training step counts as three passes.
-
-    Training from fresh weights is counted from the assignments of its first rounds; the other stages say what they
-    expect of a middling network.
-    """
-    from fedloom.experiments.runs.configuration import compose_config
-    from fedloom.platform.federation.forecast import kind_of
-    from fedloom.platform.runs.run import planned_stages, planned_world
-
-    with TemporaryDirectory(prefix="fedloom-counted-") as folder:
-        world = planned_world(compose_config(_without_content(overrides, folder)))
-        by_kind: dict[str, float] = {}
-        for stage in planned_stages(world):
-            by_kind[kind_of(stage)] = by_kind.get(kind_of(stage), 0.0) + _work(world, stage)
-    return {"macs": sum(by_kind.values()), "by_kind": by_kind}
-
-
-def _work(world: "World", stage: "Stage") -> float:
-    from fedloom.platform.clients.worker import Worker
-    from fedloom.platform.federation.forecast import macs_left
-    from fedloom.platform.federation.planning import TRAINING
-    from fedloom.platform.federation.state import RunState
-    from fedloom.platform.runs.dry_run import DryStage
-
-    if not stage.countable:
-        return macs_left(stage, RunState()) or 0.0
-    dry = DryStage(stage)
-    state, worker = dry.begin(RunState()), Worker(world.spec)
-    rounds = min(FEW_ROUNDS, dry.rounds_left(state))
-    plans = [dry.plan(replace(state, round=number)) for number in range(rounds)]
-    tasks: Any = [(a.task, a) for plan in plans for a in plan.assignments]
-    macs = sum(task.account(worker, assignment).macs for task, assignment in tasks)
-    return float(macs) * TRAINING * dry.rounds_left(state) / rounds
-
-
-def _without_content(overrides: Sequence[str], folder: str) -> list[str]:
-    """The overrides with a stand-in for image data, prepared in the folder."""
-    from fedloom.experiments.runs.configuration import compose_config
-
-    dataset = compose_config(overrides).data.dataset
-    stand_in = stood_in(dataset)
-    if not stand_in:
-        return [*overrides]
-    kept = [override for override in overrides if not override.startswith(DATASET)]
-    return [*kept, *stand_in, f"data.cache={folder}/cache"]
 
 
 def stood_in(dataset: str) -> list[str]:
@@ -143,25 +38,6 @@ def stood_in(dataset: str) -> list[str]:
         return []
     train, test, classes = SIZES[dataset]
     return [f"data.dataset={STAND_IN}", f"data.options={{train:{train},test:{test},classes:{classes}}}"]
-
-
-def account_facts(overrides: Sequence[str]) -> Mapping[str, Any]:
-    """What FedorAS sends and computes: see `accounting.fedoras_accounts`."""
-    from fedloom.experiments.reproduce.accounting import fedoras_accounts
-
-    return fedoras_accounts([o for o in overrides if not o.startswith("seed=")])
-
-
-FACTS: Mapping[str, Facts] = {
-    "space": space_facts,
-    "family": family_facts,
-    "training": training_facts,
-    "work": work_facts,
-    "accounts": account_facts,
-}
-"""The functions that an item's `count: {from: NAME}` may name."""
-OF_DATA = ("training", "work")
-"""Those that count a federation's rounds, for which text has to be there: images are stood in for."""
 
 
 def facts_of(name: str, overrides: Sequence[str]) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fedloom.experiments.ablation.at_work import AblationView, Place, check_idle
+from fedloom.experiments.ablation.at_work import AblationView, Place, check_idle, kind_of
 from fedloom.experiments.ablation.in_process import is_serial, run_in_process
 from fedloom.experiments.ablation.plan import planned_ablation
 from fedloom.experiments.reproduce.plan import Asked, Part, planned
@@ -12,10 +12,11 @@ from fedloom.experiments.store.trials import FAILED, FINAL, trial_states
 from fedloom.platform.results.remote import check_results
 
 
-def run_part(item: Item, part: Part, asked: Asked, results: Path, view: AblationView) -> None:
-    """Runs what is not done of a part; what was killed goes on from its last checkpoint.
+def run_part(item: Item, part: Part, asked: Asked, results: Path, view: AblationView) -> str:
+    """Runs what is not done of a part; what was killed goes on from its last checkpoint, what failed is tried again.
 
-    Raises ValueError for a configuration that cannot run, before anything is written, and if another process runs it.
+    Returns how it ended: done, failed, infrastructure or interrupted. Raises ValueError for a configuration that cannot
+    run, before anything is written, and if another process runs it.
     """
     place = Place(str(results), check_results(str(results)))
     is_new = not (place.root / FOLDER / part.ablation_id / PLAN).exists()
@@ -24,12 +25,10 @@ def run_part(item: Item, part: Part, asked: Asked, results: Path, view: Ablation
     else:
         ablation = planned_ablation(place.root, part.ablation_id, asked.free)
         check_idle(ablation, place.root)
-        if is_over(place.root, ablation):
-            return
-    if is_serial(ablation):
-        run_in_process(ablation, place, view, is_new=is_new)
-    else:
-        _run_on_ray(ablation, place, view, is_new=is_new)
+    if is_new or not is_over(place.root, ablation):
+        run = run_in_process if is_serial(ablation) else _run_on_ray
+        run(ablation, place, view, is_new=is_new)
+    return kind_of(trial_states(place.root, ablation))
 
 
 def is_over(root: Path, ablation: Ablation) -> bool:

@@ -1,6 +1,7 @@
 """Published figures drawn again, with the measured points beside the published ones."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,8 +12,10 @@ from fedloom.experiments.report.parts.picture import Picture
 from fedloom.experiments.reproduce.table import Outcome, Row
 
 MOST_PANELS, MOST_SETTINGS = 4, 7
-SHIFT = 0.12
-"""Distance between two settings' points at one place, in places."""
+ROOM = 32
+"""Letters that fit below a panel side by side."""
+SHIFT, APART = 0.2, 0.04
+"""Distance between two settings' points at one place, and half of that from published to measured, in places."""
 
 
 def picture(outcome: Outcome) -> Picture | None:
@@ -50,12 +53,14 @@ def _panel(axes: Axes, rows: Sequence[Row]) -> None:
     names = settings if by_setting else places
     for number, setting in enumerate(settings):
         colour, marker = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
-        shift = 0.0 if by_setting else SHIFT * (number - (len(settings) - 1) / 2)
+        shift = 0.0 if by_setting else min(SHIFT, 0.8 / len(settings)) * (number - (len(settings) - 1) / 2)
         for row in (row for row in rows if row.spot[0] == setting):
             _point(axes, names.index(row.spot[0 if by_setting else 1]) + shift, row, colour, marker)
         if not by_setting:
             axes.plot([], [], marker=marker, color=colour, linestyle="", label=setting)
-    axes.set_xticks(range(len(names)), names, rotation=30 if max(map(len, names)) > 6 else 0, ha="right")
+    is_long = max(map(len, names)) * len(names) > ROOM
+    axes.set_xticks(range(len(names)), names, rotation=30 if is_long else 0, ha="right" if is_long else "center")
+    axes.set_xlim(-0.5, len(names) - 0.5)
     quiet(axes, title=rows[0].quantity, ylabel=rows[0].unit)
     if len(settings) > 1 and not by_setting:
         axes.legend(**LEGEND)
@@ -64,10 +69,10 @@ def _panel(axes: Axes, rows: Sequence[Row]) -> None:
 def _point(axes: Axes, x: float, row: Row, colour: str, marker: str) -> None:
     if row.published is not None:
         std = row.published.std or 0.0
-        style = {"marker": marker, "color": tint(colour), "markerfacecolor": "white", "zorder": 2}
-        axes.errorbar([x - SHIFT / 3], [row.published.value], yerr=[std], capsize=0, linestyle="", **style)
+        style: dict[str, Any] = {"marker": marker, "color": tint(colour), "markerfacecolor": "white", "zorder": 2}
+        axes.errorbar([x - APART], [row.published.value], yerr=[std], capsize=0, linestyle="", **style)
     if row.measured is not None:
         found = row.measured
         low, high = (found.mean if bound is None else bound for bound in (found.low, found.high))
         spread = [[found.mean - low], [high - found.mean]]
-        axes.errorbar([x + SHIFT / 3], [found.mean], yerr=spread, capsize=3, linestyle="", marker=marker, color=colour)
+        axes.errorbar([x + APART], [found.mean], yerr=spread, capsize=3, linestyle="", marker=marker, color=colour)

@@ -24,7 +24,7 @@ from fedloom.experiments.reproduce.schema import (
     Scale,
     Spot,
 )
-from fedloom.experiments.runs.presets import CONF
+from fedloom.experiments.runs.presets import CONF, experiments
 from fedloom.platform.plugins import nearest
 from fedloom.platform.results.files import check_name
 from fedloom.platform.settings import PATH, ZERO_OR_MORE
@@ -33,6 +33,8 @@ from fedloom.platform.words import shown
 ITEMS = CONF / "paper"
 """One folder per paper, one file per table or figure."""
 ENDING = ".yaml"
+EXPERIMENT = "experiment"
+"""The key of a setting that has a preset of its own."""
 
 
 def item_names(folder: Path = ITEMS) -> list[str]:
@@ -141,9 +143,16 @@ def _scale(fields: Fields) -> Scale:
     seeds = tuple(fields.list("seeds")) or (1,)
     if any(type(seed) is not int or not ZERO_OR_MORE.holds(seed) for seed in seeds) or len({*seeds}) < len(seeds):
         raise ValueError(f"{fields.where}: seeds={list(seeds)}: give different whole numbers from 0")
+    experiment = fields.text("experiment")
+    changes = {name: _changes(settings, name) for name in settings.names}
+    for preset in (experiment, *(str(own[EXPERIMENT]) for own in changes.values() if EXPERIMENT in own)):
+        if not preset.endswith(ENDING):
+            check_known([preset], experiments(), "preset", fields.where)
+        elif not Path(preset).is_file():
+            raise ValueError(f"{fields.where}: experiment={shown(preset)}: there is no such file")
     return Scale(
-        experiment=fields.text("experiment"),
-        settings={name: _changes(settings, name) for name in settings.names},
+        experiment=experiment,
+        settings=changes,
         seeds=seeds,
         overrides=fields.texts("overrides"),
     )

@@ -28,9 +28,7 @@ def outcome_of(item: Item, asked: Asked, results: Path) -> Outcome:
         is_own=asked.is_own,
         rows=tuple(rows_of(item, scale, values)),
         verdicts=tuple(verdict(claim, values, item, [*scale.settings]) for claim in claims),
-        missing=(item.missing,)
-        if item.missing
-        else tuple(dict.fromkeys([*_missing(parts, results, asked.free), *_not_countable(item, scale)])),
+        missing=tuple(dict.fromkeys(_lacks(item, scale, parts, results, asked.free))),
         runs=(sum(len(found.places) for found in runs), sum(part.num_runs for part in parts)),
     )
 
@@ -46,6 +44,15 @@ def done_runs(part: Part, results: Path) -> Runs | None:
     _, tables = load_ablation(results, part.ablation_id)
     places = {trial.run_id: (str(trial.setting[AXIS]), trial.seed) for trial in done}
     return Runs(only(tables, [*places]), places)
+
+
+def _lacks(item: Item, scale: Scale, parts: Sequence[Part], results: Path, free: Sequence[str]) -> Iterator[str]:
+    """What keeps an item from being measured: it cannot be run, its data is not there, or its runs are not done."""
+    if item.missing:
+        yield item.missing
+        return
+    yield from _missing(parts, results, free)
+    yield from _not_countable(item, scale)
 
 
 def _not_countable(item: Item, scale: Scale) -> Iterator[str]:

@@ -8,8 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from fedloom.experiments.ablation.config import AblationConfig, AxisConfig
-from fedloom.experiments.ablation.plan import plan_of
+from fedloom.experiments.reproduce.files import EXPERIMENT
 from fedloom.experiments.reproduce.schema import SCALES, Item, Scale
 from fedloom.experiments.reproduce.settings import dataset_of
 from fedloom.experiments.runs.override_texts import override_text
@@ -19,7 +18,6 @@ from fedloom.experiments.store.ablations import Ablation
 AXIS = "setting"
 """The one axis of an item's ablations."""
 SCALE, SEEDS = "scale", "seeds"
-EXPERIMENT = "experiment"
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,6 @@ def asked(item: Item, overrides: Sequence[str]) -> Asked:
 
     Without `scale` it is small, which a laptop can do, or the only scale that the item has.
     """
-    from fedloom.platform.runs.run import free_on_resume
-
     given = {o.partition("=")[0]: o.partition("=")[2] for o in overrides if o.partition("=")[0] in (SCALE, SEEDS)}
     scale = given.get(SCALE, SCALES[-1])
     if scale not in SCALES:
@@ -76,13 +72,19 @@ def asked(item: Item, overrides: Sequence[str]) -> Asked:
     seeds = _seeds(given[SEEDS]) if SEEDS in given else ()
     rest = [o for o in overrides if o.partition("=")[0] not in (SCALE, SEEDS)]
     _check_changes(item, item.scales[scale], rest)
-    free = tuple(o for o in rest if free_on_resume(o.partition("=")[0]))
+    free = tuple(o for o in rest if _is_free(o.partition("=")[0]))
     return Asked(
         scale=scale,
         changes=tuple(o for o in rest if o not in free),
         free=free,
         seeds=() if seeds == item.scales[scale].seeds else seeds,
     )
+
+
+def _is_free(key: str) -> bool:
+    from fedloom.platform.runs.run import free_on_resume  # imports torch
+
+    return free_on_resume(key)
 
 
 def _seeds(text: str) -> tuple[int, ...]:
@@ -136,6 +138,9 @@ def _ablation_id(item: Item, scale_name: str, scale: Scale) -> str:
 
 def planned(item: Item, part: Part, free: Sequence[str], results: str | Path) -> Ablation:
     """The plan of a part; every trial's configuration is composed and checked. ValueError names the item."""
+    from fedloom.experiments.ablation.config import AblationConfig, AxisConfig
+    from fedloom.experiments.ablation.plan import plan_of  # imports torch, which a list of items does not need
+
     scale = part.scale
     config = AblationConfig(
         title=f"{item.source}: {item.title}",

@@ -10,8 +10,10 @@ from fedloom.experiments.reproduce.schema import Combined, Counted, Operand, Rea
 from fedloom.platform.words import shown
 
 COMBINED = ("ratio", "difference")
-EXTREMES = ("max", "min")
-"""Reductions that choose one of several rows, as a search or early stopping does."""
+BEST = {"max": ("accuracy", "metric", "test"), "min": ("loss", "perplexity", "test_loss")}
+"""Reductions that choose the best of several rows, as early stopping does, by values with such names."""
+OF_VALIDATION = ("candidates", "hypervolume", "rounds", "clients", "communication", "communication_by_kind")
+"""Frames without a value on test data."""
 
 
 def read_source(fields: Fields, quantities: Sequence[str], settings: Sequence[str]) -> Source | None:
@@ -53,16 +55,21 @@ def _wanted(given: Any) -> tuple[Any, ...]:
 
 
 def _check_not_chosen_by_test(read: Read, where: str) -> None:
-    """Raises ValueError for the best of several values on test data: which one is reported must not depend on it."""
-    if read.frame != "evaluations":
-        return
-    if "split" not in read.where:
-        raise ValueError(f"{where}: say in where which split is read: test or validation")
-    final = read.where.get("stage") == ("evaluation",)
-    if "test" in read.where["split"] and read.reduce in EXTREMES and not final:
+    """Raises ValueError for the best of several values on test data: which one is reported must not depend on it.
+
+    The worst one, of all clients say, is no choice: it flatters nobody.
+    """
+    names = (read.value, *map(str, read.where.get("metric", ())))
+    if read.frame == "evaluations":
+        if "split" not in read.where:
+            raise ValueError(f"{where}: say in where which split is read: test or validation")
+        is_tested = "test" in read.where["split"]
+    else:
+        is_tested = read.frame not in OF_VALIDATION
+    best = [name for name in names for kind in BEST.get(read.reduce, ()) if kind in name]
+    if is_tested and best:
         raise ValueError(
-            f"{where}: reduce={read.reduce} over rounds chooses a number by test data: read the last one, or the final "
-            "evaluation (where: {stage: evaluation})"
+            f"{where}: reduce={read.reduce} of {best[0]} chooses a number by test data: read the last, or each place"
         )
 
 

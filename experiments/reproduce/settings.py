@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -9,6 +10,7 @@ import yaml
 from fedloom.experiments.reproduce.schema import Scale
 from fedloom.experiments.runs.override_texts import override_text
 from fedloom.experiments.runs.presets import CONF, PRESET
+from fedloom.experiments.runs.spelling import ENDINGS
 
 DATASET = "data.dataset="
 DEFAULT_DATASET = "digits"
@@ -31,8 +33,9 @@ def dataset_of(scale: Scale, setting: str) -> str:
 
 @cache
 def dataset_in(preset: str) -> str:
-    """The data set that a preset of fedloom's chooses, itself or through the preset that it begins with."""
-    values: Any = yaml.safe_load((CONF / "experiment" / f"{preset}.yaml").read_text())
+    """The data set that a preset chooses, itself or through the preset that it begins with."""
+    file = Path(preset) if preset.endswith(ENDINGS) else CONF / "experiment" / f"{preset}.yaml"
+    values: Any = yaml.safe_load(file.read_text())
     own = values.get("data", {}).get("dataset")
     if own is not None:
         return str(own)

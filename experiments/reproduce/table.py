@@ -100,8 +100,8 @@ def _lines(outcome: Outcome) -> list[list[Row]]:
     lines: dict[tuple[str, str], list[Row]] = {}
     for row in outcome.rows:
         lines.setdefault((row.quantity, row.spot[0]), []).append(row)
-    settings = {"", *outcome.item.scales[outcome.scale].settings}
-    return [rows for (_, setting), rows in lines.items() if outcome.scale == PAPER or setting in settings]
+    settings = outcome.item.scales[outcome.scale].settings
+    return [rows for (_, setting), rows in lines.items() if outcome.scale == PAPER or setting in (*settings, "")]
 
 
 def _cells(rows: Sequence[Row], outcome: Outcome) -> Iterator[tuple[str, ...]]:
@@ -146,7 +146,9 @@ def interval_text(interval: Interval | None) -> str:
     if interval.low is None or interval.high is None:
         return f"{_text(interval.mean)} (one seed)"
     half = (interval.high - interval.low) / 2
-    return _text(interval.mean) if interval.seeds == 0 else f"{_text(interval.mean)} ± {_text(half)}"
+    return (
+        f"{_text(interval.mean)} ± {_text(half)}" if half else _text(interval.mean)
+    )  # costs are the same in all seeds
 
 
 def _difference(value: float | None) -> str:

@@ -106,9 +106,11 @@ def new_ablation_id(root: Path, name: str) -> str:
 
 
 def write_ablation(root: Path, ablation: Ablation) -> None:
-    """Writes the plan atomically."""
+    """Writes the plan atomically; FileExistsError if there is one."""
     folder = ablation.folder(root)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)  # it is there if whoever began it was killed before the plan was written
+    if (folder / PLAN).exists():
+        raise FileExistsError(f"{folder / PLAN} is there: plans are written once")
     base = ablation.trials[0].config if ablation.trials else {}
     trials = [_stored(trial, base) for trial in ablation.trials]
     values = {"version": VERSION, **vars(ablation), "base": base, "trials": trials}

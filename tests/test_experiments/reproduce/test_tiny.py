@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from fedloom.experiments.cli import main
+from fedloom.experiments.reproduce.files import load_given
+from fedloom.experiments.reproduce.plan import Asked, parts_of
 from fedloom.experiments.store.ablations import ablation_ids
 
 TINY = str(Path(__file__).parent / "tiny" / "tab1.yaml")
@@ -107,6 +109,8 @@ def test_the_list_says_what_an_item_needs_and_how_it_stands(command: Command, re
 
 
 def test_killed_and_started_again_it_ends_with_the_same_table(command: Command, results: Path, tmp_path: Path) -> None:
+    (plan,) = parts_of(load_given(TINY), Asked("small"))
+    (tmp_path / "ablations" / plan.ablation_id).mkdir(parents=True)  # as if it had been killed before its first file
     run = [sys.executable, "-m", "fedloom.experiments.cli", "reproduce", TINY, "--results", str(tmp_path)]
     process = subprocess.Popen(run, stdout=subprocess.DEVNULL, env=os.environ, start_new_session=True)
     give_up_s = time.monotonic() + 120
@@ -119,7 +123,7 @@ def test_killed_and_started_again_it_ends_with_the_same_table(command: Command, 
     code, *_ = command(TINY, "--results", str(tmp_path))
     assert code == 0
     assert shown(command, tmp_path) == shown(command, results)
-    assert ablation_ids(tmp_path) == ablation_ids(tmp_path)[:1]
+    assert ablation_ids(tmp_path) == [plan.ablation_id]
 
 
 def test_data_that_is_not_there_is_one_line_and_exit_code_2(command: Command, tmp_path: Path) -> None:
@@ -133,6 +137,24 @@ def test_data_that_is_not_there_is_one_line_and_exit_code_2(command: Command, tm
     assert "cifar100 not found under" in err
     assert "cifar-100-python" in err
     assert not (tmp_path / "results").exists()
+
+
+def test_what_cannot_be_run_says_why(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "paper").mkdir()
+    file = tmp_path / "paper" / "tab3.yaml"
+    file.write_text(
+        "title: T\nsource: S\nmissing: fedloom has no such data set\n"
+        "quantities: {a: {published: {s: 1}}}\nclaims: [{text: It is so., at_least: {of: a, value: 0}}]\n"
+    )
+    code, out, _ = command(str(file), "--json", "--results", str(tmp_path))
+    found = json.loads(out)
+    assert (code, found["missing"]) == (0, ["fedloom has no such data set"])
+    assert [(c["state"], c["in_the_paper"]) for c in found["claims"]] == [("not run", "shown")]
+    _, out, _ = command("--list", str(file), "--results", str(tmp_path))
+    assert "cannot be run" in out
+    _, out, _ = command("--scoreboard", str(file), "--json", "--results", str(tmp_path))
+    (item,) = json.loads(out)["items"]
+    assert item["claims"][0]["why"] == "fedloom has no such data set"
 
 
 @pytest.mark.parametrize(

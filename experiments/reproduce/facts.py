@@ -1,0 +1,112 @@
+"""Functions that count facts of a configuration without training: of its space, a family, a dry run, a whole run."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pandas as pd
+
+from fedloom.experiments.analysis.frames import communication
+from fedloom.experiments.analysis.tables import load
+from fedloom.experiments.reproduce.counted import stood_in
+from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.describe import describe
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.costs import measure_costs
+from fedloom.platform.federation.forecast import kind_of, macs_left
+from fedloom.platform.federation.planning import TRAINING
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.world import World
+from fedloom.platform.runs.dry_run import DryStage
+from fedloom.platform.runs.run import planned_stages, planned_world, start_run
+from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.spaces.registry import build_space
+
+DATASET = "data.dataset="
+MEASURES = ("rounds", "clients", "bytes_down", "bytes_up", "macs")
+FEW_ROUNDS = 5
+"""Rounds whose assignments tell the mean of all of a stage's."""
+
+
+def space_facts(overrides: Sequence[str]) -> dict[str, Any]:
+    """What `fedloom describe` says of the space and its tiers, and the number of models per tier.
+
+    Source: FedorAS, App. E.4, Tab. 8.
+    """
+    facts = describe([o for o in overrides if not o.startswith("seed=")])
+    models = [share * facts["architectures"] for share in facts["share_of_models"]]
+    return {**facts, "models_per_tier": models}
+
+
+def family_facts(overrides: Sequence[str]) -> dict[str, Any]:
+    """Of each subnet of `method.family`, by its name there: macs, parameters, bytes (of all that is sent of it).
+
+    Source: SuperFed, Tab. 4.
+    """
+    config = compose_config(overrides)
+    space = build_space(config.space)
+    tables = {"macs": measure_costs(config.tiers, space).macs}
+    tables |= {name: space.cost_table(name) for name in ("parameters", "bytes")}
+    family: Sequence[str] = getattr(config.method, "family", ())
+    parsed = {text: space.parse(text) for text in family}
+    return {name: {text: table.cost(a) for text, a in parsed.items()} for name, table in tables.items()}
+
+
+def training_facts(overrides: Sequence[str]) -> dict[str, Any]:
+    """The costs of a dry run: rounds, clients (tasks), bytes_down, bytes_up, bytes and macs, each by kind of stage.
+
+    Also macs_per_client and bytes_per_client (of one task), and by_stage with the same by whole stage. MACs are of
+    forward passes. Stages that depend on what was trained are not counted. CIFAR and CINIC are stood in for.
+    """
+    with TemporaryDirectory(prefix="fedloom-counted-") as folder:
+        places = [f"results={folder}/results", "dry_run=true", "executor.kind=serial"]
+        start_run(compose_config([*_without_content(overrides, folder), *places]), make_serial)
+        stages = communication(load(Path(folder) / "results", tables=["rounds"]))
+    return {**_costs(stages, "kind"), "by_stage": _costs(stages, "stage")}
+
+
+def _costs(stages: pd.DataFrame, by: str) -> dict[str, Any]:
+    sums = stages.groupby(by, sort=False)[list(MEASURES)].sum().astype("float64")
+    sums["bytes"] = sums["bytes_down"] + sums["bytes_up"]
+    for name in ("bytes", "macs"):
+        sums[f"{name}_per_client"] = sums[name] / sums["clients"]
+    return {str(name): {str(k): float(v) for k, v in sums[name].items()} for name in sums.columns}
+
+
+def work_facts(overrides: Sequence[str]) -> dict[str, Any]:
+    """The MACs of a whole run, by kind of stage and in total (`macs`); a training step counts as three passes.
+
+    Training from fresh weights is counted from the assignments of its first rounds; the other stages say what they
+    expect of a middling network.
+    """
+    with TemporaryDirectory(prefix="fedloom-counted-") as folder:
+        world = planned_world(compose_config(_without_content(overrides, folder)))
+        by_kind: dict[str, float] = {}
+        for stage in planned_stages(world):
+            by_kind[kind_of(stage)] = by_kind.get(kind_of(stage), 0.0) + _work(world, stage)
+    return {"macs": sum(by_kind.values()), "by_kind": by_kind}
+
+
+def _work(world: World, stage: Stage) -> float:
+    if not stage.countable:
+        return macs_left(stage, RunState()) or 0.0
+    dry = DryStage(stage)
+    state, worker = dry.begin(RunState()), Worker(world.spec)
+    rounds = min(FEW_ROUNDS, dry.rounds_left(state))
+    plans = [dry.plan(replace(state, round=number)) for number in range(rounds)]
+    tasks: Any = [(a.task, a) for plan in plans for a in plan.assignments]
+    macs = sum(task.account(worker, assignment).macs for task, assignment in tasks)
+    return float(macs) * TRAINING * dry.rounds_left(state) / rounds
+
+
+def _without_content(overrides: Sequence[str], folder: str) -> list[str]:
+    """The overrides with a stand-in for image data, prepared in the folder."""
+    dataset = compose_config(overrides).data.dataset
+    stand_in = stood_in(dataset)
+    if not stand_in:
+        return [*overrides]
+    kept = [override for override in overrides if not override.startswith(DATASET)]
+    return [*kept, *stand_in, f"data.cache={folder}/cache"]

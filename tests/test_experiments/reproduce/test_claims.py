@@ -1,0 +1,156 @@
+"""The states of claims, by literal numbers: every kind of check, the worst state of all spots, seeds and pairs."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fedloom.experiments.reproduce.checks import read_checks
+from fedloom.experiments.reproduce.claims import Verdict, in_the_paper, verdict
+from fedloom.experiments.reproduce.fields import Fields
+from fedloom.experiments.reproduce.measure import Measured, combined
+from fedloom.experiments.reproduce.schema import Claim, Combined, Item, Operand, Published, Quantity, Spot
+
+SEEDS = (1, 2, 3)
+
+
+def item(published: Mapping[str, Mapping[Spot, float]] | None = None) -> Item:
+    names = {"a": {}, "b": {}, **(published or {})}
+    quantities = {n: Quantity(n, "", None, {s: Published(v) for s, v in own.items()}) for n, own in names.items()}
+    return Item("x/tab1", "", "", "", "x/tab1", {}, quantities, ())
+
+
+def seen(values: Mapping[Spot, Any], *, is_exact: bool = False) -> Measured:
+    """A quantity; a list is one value per seed."""
+    by_spot = {s: v if isinstance(v, dict) else dict(zip(SEEDS, v, strict=False)) for s, v in values.items()}
+    return Measured(by_spot, is_exact)
+
+
+def judged(
+    check: Mapping[str, Any], measured: Mapping[str, Measured], settings: tuple[str, ...] = ("s",), **of_item: Any
+) -> Verdict:
+    claim = Claim("it is so", read_checks(Fields({"text": "it is so", **check}, "file")), ("paper",))
+    return verdict(claim, measured, item(**of_item), settings)
+
+
+A, B = {("s", "t"): [0.90, 0.91, 0.92]}, {("s", "t"): [0.80, 0.82, 0.81]}
+GREATER = {"greater": {"of": "a", "than": "b"}}
+
+
+@pytest.mark.parametrize(
+    ("check", "state"),
+    [
+        (GREATER, "shown"),
+        ({"greater": {"of": "b", "than": "a"}}, "contradicted"),
+        ({"less": {"of": "b", "than": "a"}}, "shown"),
+        ({"less": {"of": "b", "than": "a", "by": 0.05}}, "shown"),
+        ({"less": {"of": "b", "than": "a", "by": 0.2}}, "contradicted"),
+        ({"greater": {"of": "a", "than": "b", "by": 0.1}}, "not shown"),
+        ({"at_least": {"of": "a", "value": 0.8}}, "shown"),
+        ({"at_least": {"of": "a", "value": 0.91}}, "not shown"),
+        ({"at_least": {"of": "a", "value": 0.99}}, "contradicted"),
+        ({"at_most": {"of": "a", "value": 0.99}}, "shown"),
+        ({"band": {"of": "a", "target": 0.9, "tolerance": 0.05}}, "shown"),
+        ({"band": {"of": "a", "target": 0.9, "tolerance": "6 %"}}, "shown"),
+        ({"band": {"of": "a", "target": 0.9, "tolerance": "2 %"}}, "not shown"),
+        ({"band": {"of": "a", "target": 0.5, "tolerance": 0.05}}, "contradicted"),
+        ({"close": {"of": "a", "to": "b", "within": 0.2}}, "shown"),
+        ({"close": {"of": "a", "to": "b", "within": 0.1}}, "not shown"),
+        ({"close": {"of": "a", "to": "b", "within": 0.01}}, "contradicted"),
+        ({"all": [GREATER, {"at_least": {"of": "a", "value": 0.8}}]}, "shown"),
+        ({"all": [GREATER, {"at_least": {"of": "a", "value": 0.99}}]}, "contradicted"),
+    ],
+)
+def test_each_kind_of_check(check: Mapping[str, Any], state: str) -> None:
+    """a is .91 +- .025, b .81 +- .025, their paired difference .1 +- .025 (Student's t of 2 degrees: 4.30)."""
+    assert judged(check, {"a": seen(A), "b": seen(B)}).state == state
+
+
+def test_pairs_are_those_of_equal_seeds() -> None:
+    """Seeds that vary far more than the two differ: only the paired interval is narrow."""
+    a, b = seen({("s", "t"): {1: 0.5, 2: 0.7, 3: 0.9}}), seen({("s", "t"): {3: 0.88, 1: 0.48, 2: 0.68, 9: 1.0}})
+    (finding,) = judged(GREATER, {"a": a, "b": b}).findings
+    assert finding.interval is not None
+    assert (finding.state, finding.interval.seeds) == ("shown", 3)
+    assert finding.interval.mean == pytest.approx(0.02)
+
+
+def test_one_seed_shows_nothing_and_says_so() -> None:
+    found = judged(GREATER, {"a": seen({("s", "t"): [0.9]}), "b": seen({("s", "t"): [0.1]})})
+    assert (found.state, found.reason) == ("not shown", "s, t; one seed has no interval")
+
+
+def test_what_was_counted_needs_no_seeds() -> None:
+    exact = seen({("s", "t"): [120.0]}, is_exact=True)
+    assert judged({"band": {"of": "a", "target": 120.9, "tolerance": "2 %"}}, {"a": exact}).state == "shown"
+    assert judged({"greater": {"of": "a", "than": "b"}}, {"a": exact, "b": exact}).state == "not shown"
+
+
+def test_a_claim_has_the_worst_state_of_all_its_spots() -> None:
+    a = seen({("s", "t1"): [3, 3.1, 3.2], ("s", "t2"): [1, 1.1, 1.2], ("r", "t1"): [3, 3.1, 3.2]})
+    b = seen({("s", "t1"): [2, 2.1, 2.2], ("s", "t2"): [2, 2.1, 2.2], ("r", "t1"): [2, 2.1, 2.2]})
+    found = judged(GREATER, {"a": a, "b": b}, ("s", "r"))
+    assert (found.state, found.reason) == ("contradicted", "1 of 3: s, t2; it is -1")
+    only = {"greater": {"of": "a", "than": "b", "settings": ["r"]}}
+    assert judged(only, {"a": a, "b": b}, ("s", "r")).state == "shown"
+    places = {"greater": {"of": "a", "than": "b", "places": ["t1"]}}
+    assert judged(places, {"a": a, "b": b}, ("s", "r")).state == "shown"
+
+
+def test_a_part_that_was_not_run_keeps_a_claim_from_being_shown() -> None:
+    a, b = seen(A), seen(B)
+    found = judged(GREATER, {"a": a, "b": b}, ("s", "later"))
+    assert (found.state, found.reason) == ("not shown", "1 of 2: later; not measured")
+    assert judged(GREATER, {"a": a, "b": seen({})}).state == "not run"
+    assert judged(GREATER, {}).state == "not run"
+    assert judged({"greater": {"of": "b", "than": "a"}}, {"a": a, "b": b}, ("s", "later")).state == "contradicted"
+
+
+def test_settings_and_places_are_compared_by_naming_them() -> None:
+    a = seen({("max", "big"): [3, 3.1, 3.2], ("max", "small"): [2, 2.1, 2.2], ("over", "big"): [1, 1.1, 1.2],
+              ("over", "small"): [1, 1.1, 1.2]})  # fmt: skip
+    by_setting = {"greater": {"of": {"of": "a", "setting": "max"}, "than": {"of": "a", "setting": "over"}}}
+    found = judged(by_setting, {"a": a}, ("max", "over"))
+    assert (found.state, [f.spot for f in found.findings]) == ("shown", [("", "big"), ("", "small")])
+    by_place = {"greater": {"of": {"of": "a", "place": "big"}, "than": {"of": "a", "place": "small"}}}
+    assert judged(by_place, {"a": a}, ("max", "over")).state == "not shown"  # over: no difference
+    assert judged(by_place, {"a": a}, ("max",)).state == "shown"
+
+
+def test_monotone_takes_every_step() -> None:
+    a = seen({("s", "x"): [1, 1.1, 1.2], ("s", "y"): [2, 2.1, 2.2], ("s", "z"): [3, 3.1, 3.2]})
+    rising = {"of": "a", "along": "places", "order": ["x", "y", "z"]}
+    assert judged({"monotone": rising}, {"a": a}).state == "shown"
+    assert judged({"monotone": {**rising, "direction": "decreasing"}}, {"a": a}).state == "contradicted"
+    assert judged({"monotone": {**rising, "order": ["x", "z", "y"]}}, {"a": a}).state == "contradicted"
+    assert judged({"monotone": {**rising, "order": ["x", "w"]}}, {"a": a}).state == "not run"
+    turned = seen({(place, "s"): values for (_, place), values in a.values.items()})
+    assert judged({"monotone": {**rising, "along": "settings"}}, {"a": turned}, ("x", "y", "z")).state == "shown"
+
+
+def test_a_band_around_each_published_number() -> None:
+    check = {"band": {"of": "a", "target": "published", "tolerance": 0.05}}
+    published = {"a": {("s", "t"): 0.9}}
+    assert judged(check, {"a": seen(A)}, published=published).state == "shown"
+    assert judged(check, {"a": seen(A)}).state == "not run"
+
+
+def test_ratios_and_differences_pair_seeds_and_exact_values() -> None:
+    a, b = seen({("s", "t"): {1: 6.0, 2: 8.0}}), seen({("s", "t"): {2: 2.0, 3: 1.0}})
+    both = {"a": a, "b": b}
+    assert combined(Combined("ratio", Operand("a"), Operand("b")), both).values == {("s", "t"): {2: 4.0}}
+    assert combined(Combined("difference", Operand("a"), Operand("b")), both).values == {("s", "t"): {2: 6.0}}
+    exact = replace(seen({("s", "t"): {1: 2.0}}), is_exact=True)
+    assert combined(Combined("ratio", Operand("a"), Operand("b")), {"a": a, "b": exact}).values == {
+        ("s", "t"): {1: 3.0, 2: 4.0}
+    }
+    against_one = Combined("difference", Operand("a"), Operand("a", setting="s"))
+    assert combined(against_one, {"a": a}).values == {("s", "t"): {1: 0.0, 2: 0.0}}
+
+
+def test_the_published_numbers_are_judged_as_well() -> None:
+    claim = Claim("", read_checks(Fields({"text": "x", **GREATER}, "file")), ("paper",))
+    assert in_the_paper(claim, item({"a": {("s", "t"): 2.0}, "b": {("s", "t"): 1.0}})) == "shown"
+    assert in_the_paper(claim, item({"a": {("s", "t"): 1.0}, "b": {("s", "t"): 2.0}})) == "contradicted"
+    assert in_the_paper(claim, item({"a": {("s", "t"): 1.0}})) == "not published"

@@ -1,0 +1,138 @@
+"""Files of items are read strictly: every mistake is one line that says where it is and what is allowed."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedloom.experiments.reproduce.files import load_item
+from fedloom.experiments.reproduce.plan import Asked, parts_of
+from fedloom.experiments.reproduce.schema import Published
+
+Load = Callable[..., Any]
+
+
+def values() -> dict[str, Any]:
+    scale = {"experiment": "fedavg_digits", "seeds": [1, 2], "settings": {"s": {}, "r": {"data.alpha": 0.1}}}
+    read = {"from": "models", "value": "accuracy", "place": "tier"}
+    return {
+        "title": "T",
+        "source": "Paper, Tab. 1",
+        "runs": {"paper": scale, "small": scale},
+        "quantities": {"a": {"read": read, "published": {"s": {"tier1": [1, 0.5], "tier2": 2}}}},
+        "claims": [{"text": "It is so.", "at_least": {"of": "a", "value": 1}}],
+    }
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """Loads the item with one value changed; the place is a path such as runs.paper.seeds, None deletes."""
+
+    def changed(place: str = "", value: Any = None, name: str = "tab1") -> Any:
+        content = values()
+        *way, last = place.split("/") if place else [""]
+        at: Any = content
+        for part in way:
+            at = at[int(part)] if isinstance(at, list) else at[part]
+        if place and value is None:
+            del at[last]
+        elif place:
+            at[last] = value
+        (tmp_path / "x").mkdir(exist_ok=True)
+        (tmp_path / "x" / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        return load_item(f"x/{name}", tmp_path)
+
+    return changed
+
+
+def test_a_whole_file(load: Load) -> None:
+    item = load()
+    assert item.quantities["a"].published == {("s", "tier1"): Published(1, 0.5), ("s", "tier2"): Published(2)}
+    assert item.needs_runs
+    assert [claim.scales for claim in item.claims] == [("paper", "small")]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        ("title", None, "paper/x/tab1.yaml: title is missing"),
+        ("titel", "T", "unknown key 'titel'; did you mean 'title'?; there are title, source"),
+        ("runs/large", {}, "runs: unknown key 'large'; there are paper, small"),
+        ("runs/small", None, "say in runs what is run at paper and small"),
+        ("runs/paper/seeds", [1, 1], "give different whole numbers from 0"),
+        ("runs/paper/experiment", "fedavg_digit", "no preset 'fedavg_digit'; did you mean 'fedavg_digits'?"),
+        ("runs/paper/settings/s", {"experiment": "fedavg_digit"}, "no preset 'fedavg_digit'"),
+        ("runs/paper/settings", {}, "settings are missing"),
+        ("runs/paper/sedes", [1], "unknown key 'sedes'; did you mean 'seeds'?"),
+        ("runs_of", "x/tab2", "says what is run: leave out runs"),
+        ("quantities/a/read/from", "model", "from=model; did you mean 'models'?"),
+        ("quantities/a/read/reduce", "median", "reduce=median; did you mean 'mean'?; there are one, mean"),
+        ("quantities/a/ratio", ["a", "a"], "has read and ratio: give one of them"),
+        ("quantities/b", {"ratio": ["a", "c"]}, "there is no quantity above it 'c'"),
+        ("quantities/b", {"ratio": ["a"]}, "give a list of two quantities"),
+        ("quantities/b", {"unit": "%"}, "neither published nor measured"),
+        ("quantities/b", {"count": {"from": "spaces", "value": "x"}}, "from=spaces; did you mean 'space'?"),
+        ("quantities/a/published/s/tier1", "much", "published: s: tier1 is much: give a number"),
+        ("quantities/a/published/s/tier1", [1, 2, 3], "give a number, or [number, standard deviation]"),
+        ("claims/0/at_least/of", "b", "there is no quantity 'b'"),
+        ("claims/0/at_least/settings", ["t"], "at scale paper: there is no setting 't'"),
+        ("claims/0/at_least/value", None, "at_least: value is missing"),
+        ("claims/0/at_most", {"of": "a", "value": 3}, "has 2 checks: give one of greater"),
+        ("claims/0/scales", ["huge"], "there is no scale 'huge'"),
+        ("claims/0/band", {"of": "a", "target": 1, "tolerance": "much"}, "has 2 checks"),
+        ("claims", [{"text": "x", "band": {"of": "a", "target": 1, "tolerance": "much"}}], "a share such as 10 %"),
+        ("claims", [{"text": "x", "monotone": {"of": "a", "order": ["s"]}}], "give at least two settings or places"),
+    ],
+)
+def test_a_mistake_is_one_line(load: Load, place: str, value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        load(place, value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_number_is_chosen_by_test_data(load: Load) -> None:
+    read = {"from": "evaluations", "value": "value", "reduce": "max", "where": {"metric": "accuracy"}}
+    with pytest.raises(ValueError, match="say in where which split is read"):
+        load("quantities/a/read", read)
+    of_test = {**read, "where": {"metric": "accuracy", "split": "test"}}
+    for best in (of_test, {"from": "models", "value": "accuracy", "reduce": "max"},
+                 {"from": "silos", "value": "loss", "reduce": "min"}):  # fmt: skip
+        with pytest.raises(ValueError, match=f"reduce={best['reduce']} of .* chooses a number by test data"):
+            load("quantities/a/read", best)
+    for allowed in (
+        {**of_test, "reduce": "last"},
+        {**of_test, "where": {"metric": "accuracy", "split": "validation"}},
+        {"from": "silos", "value": "accuracy", "reduce": "min"},
+        {"from": "candidates", "value": "metric", "reduce": "max"},
+        {"from": "models", "value": "macs", "reduce": "max"},
+    ):
+        load("quantities/a/read", allowed)
+
+
+def test_what_is_only_published_is_in_no_claim(load: Load) -> None:
+    with pytest.raises(ValueError, match="a is only published: a claim compares what is measured"):
+        load("quantities/a/read", None)
+
+
+def test_runs_of_another_item_are_the_same_ablations(load: Load, tmp_path: Path) -> None:
+    first = load()
+    content = values()
+    del content["runs"]
+    (tmp_path / "x" / "fig1.yaml").write_text(yaml.safe_dump({**content, "runs_of": "x/tab1"}))
+    second = load_item("x/fig1", tmp_path)
+    ids = [[part.ablation_id for part in parts_of(item, Asked("small"))] for item in (first, second)]
+    assert ids[0] == ids[1]
+    assert ids[0] != [part.ablation_id for part in parts_of(first, Asked("small", seeds=(1, 2, 3)))]
+    assert ids[0] != [part.ablation_id for part in parts_of(first, Asked("paper"))]
+
+
+def test_the_id_changes_with_the_runs_alone(load: Load) -> None:
+    def ids(item: Any) -> list[str]:
+        return [part.ablation_id for part in parts_of(item, Asked("small"))]
+
+    assert ids(load()) == ids(load("title", "Another")) == ids(load("claims", []))
+    for place, value in (("overrides", ["data.num_clients=3"]), ("seeds", [1, 2, 3]), ("settings", {"s": {}})):
+        assert ids(load()) != ids(load(f"runs/small/{place}", value)), place

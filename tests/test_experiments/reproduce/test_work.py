@@ -1,0 +1,57 @@
+"""The work of every item, which `fedloom reproduce --list` tells: recorded, because to count all takes minutes.
+
+FEDLOOM_RECORD=1 python -m pytest tests/test_experiments/reproduce/test_work.py
+"""
+
+import os
+
+import pytest
+import yaml
+
+from fedloom.experiments.reproduce.board import WORK, all_items, recorded_work
+from fedloom.experiments.reproduce.counted import facts_of, stood_in
+from fedloom.experiments.reproduce.schema import Item, Scale
+from fedloom.experiments.reproduce.settings import dataset_of, missing_data, overrides_of
+
+LAPTOP_CORE_HOURS = 2 * 40 / 60
+CORE_MACS = 2e9 * 3600
+
+
+def counted(scale: Scale) -> float | None:
+    """The MACs of all settings with all seeds; None if text that it needs is not there."""
+    datasets = {dataset_of(scale, setting) for setting in scale.settings}
+    if any(missing_data(dataset, scale.overrides) for dataset in datasets if not stood_in(dataset)):
+        return None
+    return len(scale.seeds) * sum(facts_of("work", overrides_of(scale, s))["macs"] for s in scale.settings)
+
+
+@pytest.fixture(scope="module")
+def own() -> list[Item]:
+    """The items that have runs of their own."""
+    return [item for item in all_items() if item.needs_runs and item.runs_of == item.name]
+
+
+def test_the_work_of_every_item_is_recorded(own: list[Item]) -> None:
+    if os.environ.get("FEDLOOM_RECORD"):
+        found = {item.name: {name: counted(scale) for name, scale in item.scales.items()} for item in own}
+        known = {item: {n: float(f"{v:.3g}") for n, v in macs.items() if v is not None} for item, macs in found.items()}
+        head = (
+            "# MACs of all runs of an item: a training step counts as three passes. A test counts and records them.\n"
+        )
+        WORK.write_text(head + yaml.safe_dump(known, sort_keys=True))
+        recorded_work.cache_clear()
+    assert {item.name for item in own} == {*recorded_work()}
+
+
+def test_the_small_scale_fits_a_laptop(own: list[Item]) -> None:
+    for item in own:
+        macs = recorded_work()[item.name].get("small")
+        assert macs is None or macs / CORE_MACS <= LAPTOP_CORE_HOURS, item.name
+
+
+@pytest.mark.slow
+def test_the_recorded_work_is_what_is_counted(own: list[Item]) -> None:
+    for item in own:
+        for name, scale in item.scales.items():
+            if (macs := counted(scale)) is not None:
+                assert recorded_work()[item.name][name] == pytest.approx(macs, rel=0.01), (item.name, name)
