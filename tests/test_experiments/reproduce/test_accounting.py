@@ -3,6 +3,7 @@
 import pytest
 
 from fedloom.experiments.reproduce.accounting import fedoras_accounts
+from fedloom.experiments.reproduce.files import load_item
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.registry import build_space
@@ -50,3 +51,18 @@ def test_fine_tuning_sends_the_tiers_model(space: SearchSpace) -> None:
     assert facts["model_parameters"] == [pytest.approx(mean, rel=0.02)]
     assert facts["finetune_bytes"] == [5 * 2 * facts["model_parameters"][0] * 4 * 2]
     assert facts["mean_finetune_bytes"] == facts["finetune_bytes"][0]
+
+
+@pytest.mark.parametrize("name", ["fedoras/tab17", "fedoras/tab18"])
+def test_published_bytes_are_rounds_times_clients_times_size_in_both_directions(name: str) -> None:
+    """Four bytes per parameter, and 1 GB of 1024 million bytes: every row, as far as its size was rounded."""
+    published = {kind: quantity.published for kind, quantity in load_item(name).quantities.items()}
+    sizes = published["size of what is sent" if name.endswith("17") else "mean size"]
+    misprinted = ("CIFAR-10, ZeroFL", "")  # 11.7 M, where Tab. 5 has 11.17 M
+    oort = ("Speech Commands, Oort", "")  # sends to 1300 clients and receives from 100
+    assert len(sizes) >= 6
+    for spot, size in sizes.items():
+        millions = 11.17 if spot == misprinted else size.value
+        directions = (1300 + 100) if spot == oort else 2 * published["clients per round"][spot].value
+        total = published["rounds"][spot].value * directions * millions * 4 / 1024
+        assert published["communication"][spot].value == pytest.approx(total, rel=0.025), spot
