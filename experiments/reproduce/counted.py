@@ -21,8 +21,24 @@ def space_facts(overrides: Sequence[str]) -> Mapping[str, Any]:
     return {**facts, "models_per_tier": models}
 
 
+def family_facts(overrides: Sequence[str]) -> Mapping[str, Any]:
+    """Costs of the subnets of a family (`counted_elastic.family_facts`)."""
+    from fedloom.experiments.reproduce import counted_elastic
+
+    return counted_elastic.family_facts(overrides)
+
+
+def round_facts(overrides: Sequence[str]) -> Mapping[str, Any]:
+    """Costs of a round of an elastic supernet's training, and of its baselines (`counted_elastic.round_facts`)."""
+    from fedloom.experiments.reproduce import counted_elastic
+
+    return counted_elastic.round_facts(overrides)
+
+
 FACTS: Mapping[str, Facts] = {
     "space": space_facts,
+    "family": family_facts,
+    "elastic_round": round_facts,
 }
 """The functions that an item's `count: {from: NAME}` may name."""
 
