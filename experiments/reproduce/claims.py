@@ -160,7 +160,8 @@ def _operand(measured: Mapping[str, Measured], operand: Operand) -> Measured:
 
 def _spots(check: Check, quantity: Measured, settings: Sequence[str]) -> list[Spot]:
     """Where a check is made: in all its settings, at all places with values; a setting without any is one spot."""
-    wanted = [""] if check.operand.setting is not None else [*(check.settings or settings)]
+    without = {setting for setting, _ in quantity.values} == {""}  # its two operands name their settings
+    wanted = [""] if without or check.operand.setting is not None else [*(check.settings or settings)]
     found: list[Spot] = []
     for setting in wanted:
         places = [place for own, place in quantity.values if own == setting]
