@@ -87,10 +87,12 @@ def _of_a_round(space: ElasticSpace, table: CostTable, clients: int, ways: int) 
 
 def _mean(space: ElasticSpace, table: CostTable, likelihood: Likelihood) -> float:
     """The exact mean cost of a random subnet: stages are independent, and their costs are summed."""
-    rows = zip(space.genome.stages, table.options, strict=True)
-    return table.fixed + sum(
-        likelihood(stage, widths) * cost for stage, row in rows for widths, cost in zip(stage.contents, row, strict=True)
+    varying: float = sum(
+        likelihood(stage, widths) * cost
+        for stage, costs in zip(space.genome.stages, table.options, strict=True)
+        for widths, cost in zip(stage.contents, costs, strict=True)
     )
+    return table.fixed + varying
 
 
 def _uniform(stage: ElasticStage, widths: tuple[int, ...]) -> float:

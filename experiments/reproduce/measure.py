@@ -32,7 +32,7 @@ FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {
     "hypervolume": hypervolume,
     "rounds": lambda tables: by_stage(tables.rounds),
     "clients": lambda tables: by_stage(tables.clients),
-    "evaluations": lambda tables: tables.evaluations,
+    "evaluations": lambda tables: by_stage(tables.evaluations),
 }
 """The frames that a quantity may be read from; their docstrings say which columns they have."""
 
