@@ -87,17 +87,16 @@ def _of_a_round(space: ElasticSpace, table: CostTable, clients: int, ways: int) 
 
 def _mean(space: ElasticSpace, table: CostTable, likelihood: Likelihood) -> float:
     """The exact mean cost of a random subnet: stages are independent, and their costs are summed."""
-    varying: float = sum(
+    return table.fixed + sum(
         likelihood(stage, widths) * cost
         for stage, costs in zip(space.genome.stages, table.options, strict=True)
         for widths, cost in zip(stage.contents, costs, strict=True)
     )
-    return table.fixed + varying
 
 
 def _uniform(stage: ElasticStage, widths: tuple[int, ...]) -> float:
     """Depths and widths are uniform and independent."""
-    return _any_depth(stage) / stage.widths ** len(widths)
+    return _any_depth(stage) / float(stage.widths) ** len(widths)
 
 
 def _widest(stage: ElasticStage, widths: tuple[int, ...]) -> float:
