@@ -15,6 +15,7 @@ from fedloom.experiments.analysis.stages import by_stage
 from fedloom.experiments.analysis.summary import per_model
 from fedloom.experiments.analysis.tables import Tables
 from fedloom.experiments.reproduce.counted import OF_DATA, fact, facts_of, stood_in
+from fedloom.experiments.reproduce.frames import cells, gains, subnets_by_size
 from fedloom.experiments.reproduce.schema import ONLY, Combined, Counted, Item, Operand, Quantity, Read, Scale, Spot
 from fedloom.experiments.reproduce.settings import dataset_of, missing_data, overrides_of
 
@@ -23,6 +24,9 @@ FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {
     "tiers": per_tier,
     "fairness": fairness,
     "silos": per_silo,
+    "subnets": subnets_by_size,
+    "gains": gains,
+    "cells": cells,
     "communication": communication,
     "communication_by_kind": lambda tables: communication_by_kind(communication(tables)),
     "candidates": pareto,
