@@ -53,7 +53,8 @@ def plan_of(
 ) -> Ablation:
     """Plans an ablation of this definition without writing files; `common` are further overrides of all its trials.
 
-    `given` is what errors call it, such as ablation=alpha; it gets a new id unless one is fixed. Raises ValueError like `plan_ablation`.
+    `given` is what errors call it, such as ablation=alpha; it gets a new id unless one is fixed. Raises ValueError like
+    `plan_ablation`.
     """
     _check_names_experiment(config, [*config.overrides, *common])
     if (trials_planned := _num_points(config) * len(config.seeds)) > MOST_TRIALS:
