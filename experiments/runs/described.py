@@ -21,7 +21,8 @@ def described(
 ) -> dict[str, Any]:
     """What `describe` says of overrides, once for every revision of fedloom; of the user's own code every time.
 
-    `what` tells apart what different functions say. They are kept in the folder `described` of the cache (FEDLOOM_CACHE, or ~/.cache/fedloom).
+    `what` tells apart what different functions say. All of it is kept in the folder `described` of the cache
+    (FEDLOOM_CACHE, or ~/.cache/fedloom).
     """
     if any(_may_differ(override) for override in overrides):
         return describe(overrides)
