@@ -43,7 +43,7 @@ def stood_in(dataset: str) -> list[str]:
 
 def facts_of(name: str, overrides: Sequence[str]) -> Mapping[str, Any]:
     """The facts of a configuration, counted once for every revision of fedloom."""
-    return described(overrides, FACTS[name])
+    return described(overrides, lambda of: FACTS[name](of), name)  # what is known needs no import
 
 
 def fact(facts: Mapping[str, Any], name: str) -> Mapping[str, float]:

@@ -16,14 +16,17 @@ MEASURED = "latency_s"
 """Figures that differ from one measurement to the next."""
 
 
-def described(overrides: Sequence[str], describe: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
+def described(
+    overrides: Sequence[str], describe: Callable[[Sequence[str]], dict[str, Any]], what: str = "describe"
+) -> dict[str, Any]:
     """What `describe` says of overrides, once for every revision of fedloom; of the user's own code every time.
 
-    They are kept in the folder `described` of the cache (FEDLOOM_CACHE, or ~/.cache/fedloom).
+    `what` tells apart what different functions say. All of it is kept in the folder `described` of the cache
+    (FEDLOOM_CACHE, or ~/.cache/fedloom).
     """
     if any(_may_differ(override) for override in overrides):
         return describe(overrides)
-    file = _folder() / f"{_key(overrides, describe.__name__)}.json"
+    file = _folder() / f"{_key(overrides, what)}.json"
     try:
         known: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -41,8 +44,8 @@ def _folder() -> Path:
     return cache_root(DataConfig()) / "described"
 
 
-def _key(overrides: Sequence[str], name: str) -> str:
-    digest = sha256(f"{source_hash()} {name} {json.dumps(list(overrides))}".encode())
+def _key(overrides: Sequence[str], what: str) -> str:
+    digest = sha256(f"{source_hash()} {what} {json.dumps(list(overrides))}".encode())
     for file in sorted(CONF.rglob("*.yaml")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:32]
