@@ -15,6 +15,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fedloom.experiments.runs.older import completed
 from fedloom.experiments.runs.own_presets import is_own, own_preset
 from fedloom.experiments.runs.presets import CONF, DEFAULT_METHOD, PRESET, method_in, of_method
 from fedloom.experiments.runs.restored import restored_run
@@ -86,6 +87,7 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
         method = find_method(values["method"]["name"])
     except PluginError as error:
         raise ValueError(f"the run's method cannot be used: {error}") from error
+    values = completed(values)
     known = restored_run(values, method.config)
     if known is not None:
         return known

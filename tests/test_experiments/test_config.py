@@ -115,6 +115,19 @@ def test_a_stored_configuration_of_another_version_is_refused() -> None:
         config_from_dict(stored)
 
 
+def test_a_configuration_from_before_a_key_means_what_it_meant() -> None:
+    stored = asdict(compose_config(["experiment=superfednas_cifar10"]))
+    del stored["space"]["bias"], stored["space"]["initialisation"]
+    space = config_from_dict(stored).space
+    assert (space.bias, space.initialisation) == (True, "he")
+    with_norms = asdict(compose_config(["experiment=superfednas_cifar10_small"]))
+    del with_norms["space"]["bias"], with_norms["space"]["initialisation"]
+    assert config_from_dict(with_norms).space.bias is None
+    stored = asdict(compose_config(["experiment=spider_digits"]))
+    assert stored["method"]["search"].pop("statistics") == "batch"
+    assert config_from_dict(stored).method.search.statistics == "running"
+
+
 def test_a_resumed_run_may_change_where_it_runs() -> None:
     config = compose_config(["experiment=fedoras_digits"])
     changes = ["executor.kind=serial", "executor.actors=1", "ray.num_cpus=1", "executor.failures.policy=tolerate"]

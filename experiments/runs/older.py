@@ -1,0 +1,21 @@
+"""Configurations stored before a key was there: what they meant without it, where that is not the key's default."""
+
+from collections.abc import Mapping
+from typing import Any
+
+SEARCHED_BY_MASKS = ("spider", "global_nas", "fedpnas")
+
+
+def completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The stored configuration with the values that older revisions had for keys that it lacks."""
+    space, method = values.get("space"), values["method"]
+    if isinstance(space, Mapping) and _is_without_norms(space) and "bias" not in space:
+        values = {**values, "space": {**space, "bias": True, "initialisation": "he"}}
+    search = method.get("search")
+    if isinstance(search, Mapping) and method["name"] in SEARCHED_BY_MASKS and "statistics" not in search:
+        values = {**values, "method": {**method, "search": {**search, "statistics": "running"}}}
+    return values
+
+
+def _is_without_norms(space: Mapping[str, Any]) -> bool:
+    return str(space.get("name")).startswith("resnet_elastic") and space.get("norm") in (None, "none")
