@@ -13,7 +13,7 @@ from fedloom.platform.clients.path_samplers import path_sampler
 from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspace
 from fedloom.platform.federation.building import split_into_tiers
 from fedloom.platform.federation.costs import measure_costs
-from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.federation.training_config import TrainingConfig, cohort_size
 from fedloom.platform.methods.tiered.fedoras import FedorASConfig, SupernetConfig
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace
@@ -101,5 +101,4 @@ def _space(config: str) -> SearchSpace:
 
 def _bytes(stage: TrainingConfig, parameters: float, num_clients: int) -> float:
     """Bytes in both directions of a stage whose clients all receive and return as many parameters."""
-    clients = num_clients if stage.clients_per_round is None else stage.clients_per_round
-    return 2.0 * WEIGHT_BYTES * parameters * stage.rounds * clients
+    return 2.0 * WEIGHT_BYTES * parameters * stage.rounds * cohort_size(stage, num_clients)

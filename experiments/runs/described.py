@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,16 @@ def _folder() -> Path:
 
 
 def _key(overrides: Sequence[str], what: str) -> str:
-    digest = sha256(f"{source_hash()} {what} {json.dumps(list(overrides))}".encode())
+    return sha256(f"{_revision()} {what} {json.dumps(list(overrides))}".encode()).hexdigest()[:32]
+
+
+@cache
+def _revision() -> str:
+    """A hash of fedloom's source and of its presets."""
+    digest = sha256(source_hash().encode())
     for file in sorted(CONF.rglob("*.yaml")):
         digest.update(file.read_bytes())
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()
 
 
 def _keep(file: Path, facts: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def class_shares(
         drawn = rng.dirichlet(np.full(num_clients, alpha)) * (owned < equal)
         # A small alpha can leave all mass with clients that have enough; then one of the others takes the class.
         if not drawn.sum() > 0:
-            drawn = np.eye(num_clients)[rng.choice(np.flatnonzero(owned <= owned.min()))]
+            drawn = np.eye(num_clients)[rng.choice(np.flatnonzero(owned == owned.min()))]
         shares[label] = drawn / drawn.sum()
         owned += np.diff(_bounds(size, shares[label]))
     return shares, owned

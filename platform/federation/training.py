@@ -30,8 +30,7 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import (
     Rules,
     TrainingConfig,
-    augmentation_of,
-    check_own_augmentation,
+    checked_augmentation,
     cohort_size,
     learning_rate,
     local_sgd,
@@ -156,7 +155,7 @@ class TrainingStage(Stage):
         """`rules` are the configured ones (`rules_of`); `name` is the stage's name, `bag` the name of its weights."""
         self.world, self.config, self.slots, self.name, self.bag = world, config, slots, name, bag
         self.rules = rules
-        check_own_augmentation(world, config)
+        self.augment = checked_augmentation(world, config)
         self.local_rule = local_rule(self.rules.local)
         self.eligible = world.eligible_by_tier[0] if slots.eligible is None else slots.eligible
         self.server_bag = f"server-{bag}"
@@ -222,7 +221,7 @@ class TrainingStage(Stage):
         world, index = self.world, state.round
         cohort = self._cohort(state)
         ordered = tuple(in_plan_order(world, cohort.client_ids))
-        local = local_sgd(self.config, index, augmentation_of(world, self.config))
+        local = local_sgd(self.config, index, self.augment)
         given = self.slots.assign(
             Round(world, self.name, index, state, ordered, local, self.rules, self._is_scored(index))
         )

@@ -147,10 +147,12 @@ def augmentation_of(world: World, config: TrainingConfig) -> Chosen:
     return world.augment if own is None else coloured(own, world.data.dataset.colours)
 
 
-def check_own_augmentation(world: World, config: TrainingConfig) -> None:
-    """Raises a one-line ValueError if the stage's own augmentation does not fit the data."""
+def checked_augmentation(world: World, config: TrainingConfig) -> Chosen:
+    """The same, tried first if it is the stage's own; a one-line ValueError if it does not fit the data."""
+    augment = augmentation_of(world, config)
     if config.augment is not None:
-        check_augmentation(augmentation_of(world, config), tried_samples(world.data.dataset)[0])
+        check_augmentation(augment, tried_samples(world.data.dataset)[0])
+    return augment
 
 
 def cohort_size(config: TrainingConfig, num_clients: int) -> int:

@@ -137,6 +137,16 @@ def test_a_configuration_changes_what_it_names() -> None:
     assert space.input_shape == (1, 8, 8)
 
 
+def test_a_stem_of_stride_two_leaves_a_quarter_of_the_macs(cifar: OperatorChoiceSpace) -> None:
+    space = space_of("cnn_cifar", stem_stride=2)
+    for option, operator in enumerate(OPERATORS):
+        path = (option,) + (8,) * 15
+        costs = [s.cost_table("macs").cost(path) - s.cost_table("macs").fixed for s in (space, cifar)]
+        # Approximately: gates of squeeze-and-excitation cost the same at every resolution.
+        assert 4 * costs[0] == pytest.approx(costs[1], rel=0.01), operator
+    assert space.parameters_table().fixed == cifar.parameters_table().fixed
+
+
 def test_the_configuration_is_structured() -> None:
     merged = OmegaConf.merge(OmegaConf.structured(SpaceConfig), {"operators": ["ds(3,.5)"], "stem_channels": 4})
     config = OmegaConf.to_object(merged)
@@ -151,6 +161,7 @@ def test_the_configuration_is_structured() -> None:
         ({"stage_strides": [2, 1]}, "stage_strides of cnn_digits may be 2, given 1"),
         ({"depthwise_link": True, "stage_strides": [2, 3]}, "may be 1 or 2, given 3"),
         ({"input_shape": [1, 6, 8]}, "multiples of 4, given 6 x 8"),
+        ({"stem_stride": 4}, "multiples of 16, given 8 x 8"),
         ({"input_shape": [8, 8]}, "channels, height, width"),
         ({"num_classes": 0}, "num_classes must be at least 1, given 0"),
         ({"stem_channels": 1}, "stem_channels must be at least 2, given 1"),
