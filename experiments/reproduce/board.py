@@ -45,17 +45,22 @@ class Entry:
         return [(by_scale.get(PAPER, {}).get(text), by_scale.get(SMALL, {}).get(text)) for text in texts]
 
 
-def entries(results: Path, items: Sequence[Item], tell: Callable[[str], None], *, counting: bool = True) -> list[Entry]:
+def entries(
+    results: Path, items: Sequence[Item], tell: Callable[[str], None], *, counting: bool = True, recorded: bool = False
+) -> list[Entry]:
     """The items with what their own runs in this folder show; `tell` is called with what is being looked at.
 
-    Without `counting`, what needs no training has no outcome: to count all of it takes minutes the first time.
+    Without `counting`, what needs no training has no outcome: to count all of it takes minutes the first time. With
+    `recorded`, what fedloom keeps of its own runs stands for items of which nothing is run here.
     """
     found = []
     for item in items:
         scales = item.scales if item.needs_runs or counting else ()
         if scales:
             tell(f"looking at {item.name}")
-        found.append(Entry(item, {scale: outcome_of(item, Asked(scale), results) for scale in scales}))
+        found.append(
+            Entry(item, {scale: outcome_of(item, Asked(scale), results, recorded=recorded) for scale in scales})
+        )
     return found
 
 

@@ -21,7 +21,7 @@ from fedloom.experiments.reproduce.board import (
     summary_block,
 )
 from fedloom.experiments.reproduce.files import load_given
-from fedloom.experiments.reproduce.outcome import outcome_of
+from fedloom.experiments.reproduce.outcome import check_recordable, outcome_of, record
 from fedloom.experiments.reproduce.plan import Asked, Part, asked, parts_of
 from fedloom.experiments.reproduce.schema import Item
 from fedloom.experiments.reproduce.settings import missing_data
@@ -38,26 +38,36 @@ def run_command(args: Namespace) -> int:
     """Does what the arguments ask for; ValueError for an item or a word that is not known."""
     names = [word for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
+    if args.record and (args.list or args.scoreboard or args.show or args.recorded):
+        raise ValueError("--record runs an item and keeps its values: give it alone")
     if args.list or args.scoreboard:
         if overrides:
             raise ValueError(f"{' '.join(overrides)}: the overview is of the items' own runs: leave it out")
         return _overview([load_given(name) for name in names] or all_items(), args)
     if args.out is not None:
         raise ValueError(f"--out {args.out} is the folder of the page: give --scoreboard with it")
+    if args.recorded and not args.show:
+        raise ValueError("--recorded is for what runs nothing: give --show, --list or --scoreboard with it")
     if len(names) != 1:
         given = f"{len(names)} items were given ({', '.join(names)}): " if names else ""
         raise ValueError(f"{given}give one item, such as fedoras/tab6; fedloom reproduce --list shows all")
     item = load_given(names[0])
     wanted = asked(item, overrides)
+    if args.record:
+        check_recordable(item, wanted)
     kind = run_item(item, wanted, args.results, as_json=args.json) if item.needs_runs and not args.show else DONE
-    show(outcome_of(item, wanted, args.results), as_json=args.json)
+    show(outcome_of(item, wanted, args.results, recorded=args.recorded), as_json=args.json)
+    if args.record and kind == DONE:
+        file = record(item, wanted, args.results)
+        if not args.json:
+            console().print(str(file))
     return of_run_end(kind)
 
 
 def _overview(items: Sequence[Item], args: Namespace) -> int:
     """Shows items with what they need, or their claims, which are written as a page, too."""
     tell = _silent if args.json or args.list else tell_at_once
-    found = entries(args.results, items, tell, counting=args.scoreboard)
+    found = entries(args.results, items, tell, counting=args.scoreboard, recorded=args.recorded)
     files = _page(found, args) if args.scoreboard else None
     if args.json:
         places = {} if files is None else {"html": str(files.html), "markdown": str(files.markdown)}

@@ -76,6 +76,7 @@ def load_item(name: str, folder: Path = ITEMS) -> Item:
         quantities=quantities,
         claims=tuple(_claims(fields, scales, quantities)),
         missing=missing,
+        file=folder / f"{name}{ENDING}",
     )
     _check_runs(item)
     return item

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -81,13 +82,20 @@ class Runs:
     places: Mapping[str, tuple[str, int]]
 
 
-def measured(item: Item, scale: Scale, runs: Iterable[Runs]) -> dict[str, Measured]:
-    """Every quantity of an item that can be measured, by name; those without a value are empty."""
+def measured(
+    item: Item, scale: Scale, runs: Iterable[Runs], kept: Mapping[str, Values] = MappingProxyType({})
+) -> dict[str, Measured]:
+    """Every quantity of an item that can be measured, by name; those without a value are empty.
+
+    `kept` are values that were read from runs before; these are not read again.
+    """
     sources, frames, facts = list(runs), _Frames(), _CountedFacts(scale)
     found: dict[str, Measured] = {}
     for quantity in item.quantities.values():
         source = quantity.source
-        if isinstance(source, Read):
+        if quantity.name in kept:
+            found[quantity.name] = Measured(kept[quantity.name])
+        elif isinstance(source, Read):
             found[quantity.name] = _of_runs(item, quantity, source, sources, frames)
         elif isinstance(source, Counted):
             found[quantity.name] = facts.of(source)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 PAPER, SMALL = "paper", "small"
@@ -164,6 +165,7 @@ class Item:
         runs_of: the item whose runs it reads: itself, or another one that runs the same.
         missing: what fedloom lacks to run it, such as a data set; empty if it can be run. Such an item has published
             numbers and claims alone, and one scale, whose settings are those that were published.
+        file: where it was read from.
     """
 
     name: str
@@ -175,6 +177,7 @@ class Item:
     quantities: Mapping[str, Quantity]
     claims: tuple[Claim, ...]
     missing: str = ""
+    file: Path = Path()
 
     @property
     def needs_runs(self) -> bool:

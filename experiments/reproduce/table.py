@@ -36,6 +36,7 @@ class Outcome:
         is_own: whether the runs are the item's own, and not changed by the command line.
         missing: sentences about data that is not there and runs that are not done.
         runs: how many of its runs are done, and how many there are.
+        recorded: when and from what the values were recorded; empty if they are from runs in the results folder.
     """
 
     item: Item
@@ -45,6 +46,7 @@ class Outcome:
     verdicts: tuple[Verdict, ...]
     missing: tuple[str, ...] = ()
     runs: tuple[int, int] = (0, 0)
+    recorded: str = ""
 
 
 def rows_of(item: Item, scale: Scale, measured: Mapping[str, Measured]) -> Iterator[Row]:
@@ -88,6 +90,7 @@ def about(outcome: Outcome) -> tuple[str, ...]:
         return tuple(filter(None, (f"{item.source}. Published numbers alone: it cannot be run here.", item.note)))
     changed = "" if outcome.is_own else ", changed by the command line"
     intervals = "mean ± 95 % interval over seeds; sd: the paper's standard deviation" if item.needs_runs else "counted"
+    intervals += f", {outcome.recorded}" if outcome.recorded else ""
     first = f"{item.source}. Scale: {outcome.scale} ({scale.experiment}{changed}). Measured: {intervals}."
     return (first, item.note) if item.note else (first,)
 
@@ -171,6 +174,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "source": outcome.item.source,
         "scale": outcome.scale,
         "changed": not outcome.is_own,
+        "recorded": outcome.recorded or None,
         "rows": [_row_as_json(row) for row in outcome.rows],
         "claims": [_claim_as_json(outcome.item, verdict) for verdict in outcome.verdicts],
         "missing": [*outcome.missing],

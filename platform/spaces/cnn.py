@@ -153,7 +153,7 @@ def _check_strides(design: CnnDesign) -> None:
     for size in design.input_shape[1:]:
         if size % factor:
             raise ValueError(
-                f"{design.name} makes its input {factor} times smaller: height and width must be multiples of {factor}, "
+                f"{design.name} divides its input by {factor}: height and width must be multiples of {factor}, "
                 f"given {design.input_shape[1]} x {design.input_shape[2]}"
             )
 

@@ -180,3 +180,51 @@ def test_mistakes_are_one_line(command: Command, tmp_path: Path, arguments: list
     assert said in err
     assert err.count("\n") == 1
     assert not (tmp_path / "results").exists()
+
+
+def test_recorded_values_stand_for_runs_that_are_not_here(command: Command, results: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    own = tmp_path / "tiny" / "tab1.yaml"
+    own.write_text(Path(TINY).read_text())
+    code, out, err = command(str(own), "--record", "--results", str(results))
+    assert (code, err) == (0, "")
+    assert str(tmp_path / "tiny" / "recorded" / "tab1.small.json") in out.replace("\n", "")
+    elsewhere = ("--json", "--results", str(tmp_path / "elsewhere"))
+    here = json.loads(command(str(own), "--show", "--json", "--results", str(results))[1])
+    recorded = json.loads(command(str(own), "--show", "--recorded", *elsewhere)[1])
+    assert recorded.pop("recorded").startswith("recorded on 20")
+    assert here.pop("recorded") is None
+    assert (here.pop("runs")["done"], recorded.pop("runs")["done"]) == (4, 0)
+    assert recorded == approximately(here)
+    not_recorded = json.loads(command(str(own), "--show", *elsewhere)[1])
+    assert {claim["state"] for claim in not_recorded["claims"]} == {"not run"}
+    (item,) = json.loads(command("--scoreboard", "--recorded", str(own), *elsewhere)[1])["items"]
+    assert [claim["small"] for claim in item["claims"]] == ["shown", "contradicted", "contradicted"]
+    assert [claim["paper"] for claim in item["claims"]] == ["not run", "not run", "–"]
+    own.write_text(Path(TINY).read_text().replace("rounds: 2}", "rounds: 3}"))  # other runs than those recorded
+    changed = json.loads(command(str(own), "--show", "--recorded", *elsewhere)[1])
+    assert (changed["recorded"], {claim["state"] for claim in changed["claims"]}) == (None, {"not run"})
+
+
+def approximately(values: Any) -> Any:
+    """Equal up to the six digits of a record."""
+    if isinstance(values, dict):
+        return {key: approximately(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [approximately(value) for value in values]
+    return pytest.approx(values, rel=1e-4, abs=1e-4) if isinstance(values, float) else values
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--record", "--show"), "give it alone"),
+        (("--record", "seeds=[1]"), "changed runs are not recorded"),
+        (("--recorded",), "give --show, --list or --scoreboard"),
+    ],
+)
+def test_what_cannot_be_recorded(command: Command, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    code, out, err = command(TINY, *arguments, "--results", str(tmp_path))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+    assert not [*tmp_path.iterdir()]
