@@ -28,8 +28,8 @@ class DartsDesign:
 
     `input_shape` is (C, H, W); `channels` are those of a node before the first reduction, each reduction doubles them;
     `nodes` is the number of intermediate nodes of a cell; the stem has `stem_multiplier` times `channels` output
-    channels. `operators` are the names for every edge, or one tuple of names per decision. `affine` gives the norms of
-    the cells scale and shift.
+    channels and the stride `stem_stride`. `operators` are the names for every edge, or one tuple of names per decision.
+    `affine` gives the norms of the cells scale and shift.
 
     Raises:
         ValueError: a size that cannot be built, or operators that are unknown, repeated or not one tuple per edge.
@@ -44,15 +44,18 @@ class DartsDesign:
     stem_multiplier: int = 3
     operators: tuple[str, ...] | tuple[tuple[str, ...], ...] = ("skip_connect", "sep_conv_3x3")
     affine: bool = False
+    stem_stride: int = 1
 
     def __post_init__(self) -> None:
-        for field, least in (("num_classes", 1), ("cells", 3), ("channels", 1), ("nodes", 1), ("stem_multiplier", 1)):
+        for field in ("num_classes", "cells", "channels", "nodes", "stem_multiplier", "stem_stride"):
+            least = 3 if field == "cells" else 1
             if getattr(self, field) < least:
                 raise ValueError(f"space {self.name}: {field} must be at least {least}, given {getattr(self, field)}")
-        if len(self.input_shape) != 3 or min(self.input_shape) < 1 or any(n % 4 for n in self.input_shape[1:]):
+        factor = 4 * self.stem_stride
+        if len(self.input_shape) != 3 or min(self.input_shape) < 1 or any(n % factor for n in self.input_shape[1:]):
             raise ValueError(
-                f"space {self.name} takes images (C, H, W) with sides that two reductions can halve, multiples of 4, "
-                f"given {tuple(self.input_shape)}"
+                f"space {self.name} takes images (C, H, W) with sides that two reductions can halve, multiples of "
+                f"{factor}, given {tuple(self.input_shape)}"
             )
         _check_operators(self)
 
@@ -120,7 +123,7 @@ def plan_cells(design: DartsDesign) -> tuple[CellPlan, ...]:
     """The cells in order; the reductions are at 1/3 and 2/3 of the depth, rounded down (Liu et al. 2019)."""
     plans: list[CellPlan] = []
     before, last, channels = (design.stem_multiplier * design.channels,) * 2 + (design.channels,)
-    height, width = design.input_shape[1:]
+    height, width = (side // design.stem_stride for side in design.input_shape[1:])
     reduced = False
     for cell in range(design.cells):
         reduction = cell in (design.cells // 3, 2 * design.cells // 3)
@@ -212,7 +215,7 @@ class DartsNetwork(nn.Module):
         plans = plan_cells(design)
         self.design, self.plans, self.held = design, plans, kept
         self.stem = nn.Sequential(
-            nn.Conv2d(design.input_shape[0], width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+            nn.Conv2d(design.input_shape[0], width, 3, design.stem_stride, padding=1, bias=False), nn.BatchNorm2d(width)
         )
         self.cells = nn.ModuleList(
             Cell(plan, _edges(design, plan, kept), design.nodes, design.affine) for plan in plans

@@ -1,6 +1,6 @@
 """The fixed network of the cells found by second-order DARTS (Liu et al. 2019)."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ class DartsV2Design:
     num_classes: int = 10
     cells: int = 20
     channels: int = 36
+    stem_stride: int = 1
 
     def __post_init__(self) -> None:
         _ = self.darts
@@ -49,9 +50,7 @@ class DartsV2Design:
     @property
     def darts(self) -> DartsDesign:
         """The space that the network is a subspace of."""
-        return DartsDesign(
-            self.name, self.input_shape, self.num_classes, self.cells, self.channels, operators=DARTS, affine=True
-        )
+        return DartsDesign(**asdict(self), operators=DARTS, affine=True)
 
     def build(self) -> nn.Module:
         """The network, a `FixedDarts`."""

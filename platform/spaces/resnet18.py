@@ -44,10 +44,11 @@ class Resnet18Size:
     num_classes: int = 10
     stem_channels: int = 64
     norm: str = "batch"
+    stem_stride: int = 1
 
     def __post_init__(self) -> None:
         norm_of(self.norm)
-        for field in ("num_classes", "stem_channels"):
+        for field in ("num_classes", "stem_channels", "stem_stride"):
             if getattr(self, field) < 1:
                 raise ValueError(f"space {self.name}: {field} must be at least 1, given {getattr(self, field)}")
         if len(self.input_shape) != 3 or min(self.input_shape) < 1:
@@ -71,7 +72,8 @@ class Resnet18Size:
 
     def build_stem(self) -> nn.Module:
         """3x3 convolution, norm, ReLU."""
-        return nn.Sequential(*_conv_norm(self.input_shape[0], self.stem_channels, 3, 1, self.norm), nn.ReLU())
+        convolved = _conv_norm(self.input_shape[0], self.stem_channels, 3, self.stem_stride, self.norm)
+        return nn.Sequential(*convolved, nn.ReLU())
 
     def build_branch(self, plan: BlockPlan) -> nn.Module:
         """The residual branch of a block: convolution, norm, ReLU, convolution, norm."""

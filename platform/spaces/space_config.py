@@ -24,7 +24,7 @@ class SpaceConfig:
     )
     input_shape: Annotated[list[int] | None, CHANNELS, "shape of one sample"] = None
     stem_channels: Annotated[int | None, CHANNELS, "channels of the stem"] = None
-    stem_stride: Annotated[int | None, UP_TO_A_THOUSAND, "cnn: stride of the stem"] = None
+    stem_stride: Annotated[int | None, UP_TO_A_THOUSAND, "cnn, darts, resnet18: stride of the stem"] = None
     stage_layers: Annotated[list[int] | None, UP_TO_A_THOUSAND, "layers per stage"] = None
     stage_strides: Annotated[list[int] | None, UP_TO_A_THOUSAND, "stride per stage"] = None
     depthwise_link: Annotated[bool | None, "cnn: whether stages are linked by a depthwise convolution"] = None

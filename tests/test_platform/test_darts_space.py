@@ -31,6 +31,7 @@ SMALL = space_of("darts_s2_small")
 MIXED = DartsSpace(
     DartsDesign("mixed", (2, 8, 8), 5, cells=4, channels=2, nodes=2, operators=tuple(DARTS), affine=True)
 )
+STRIDED = space_of("darts_s2_small", stem_stride=2, input_shape=[1, 16, 16])
 
 
 def inputs(space: DartsSpace, batch: int = 2) -> Tensor:
@@ -172,6 +173,8 @@ def test_a_network_names_what_it_does_not_hold() -> None:
         ({"nodes": 0}, "nodes must be at least 1"),
         ({"channels": 0}, "channels must be at least 1"),
         ({"input_shape": [1, 6, 8]}, r"multiples of 4, given \(1, 6, 8\)"),
+        ({"stem_stride": 4}, r"multiples of 16, given \(1, 8, 8\)"),
+        ({"stem_stride": 0}, "stem_stride must be at least 1, given 0"),
         ({"input_shape": [8, 8]}, "takes images"),
         ({"operators": ["skip_connect", "conv"]}, "edge normal 0->2: unknown operator 'conv': known are none, noise"),
         ({"operators": ["noise", "noise"]}, "each once, given noise, noise"),
@@ -259,7 +262,7 @@ def test_norms_have_scale_and_shift_only_if_asked() -> None:
 # -- costs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("space", [SMALL, MIXED], ids=["small", "mixed"])
+@pytest.mark.parametrize("space", [SMALL, MIXED, STRIDED], ids=["small", "mixed", "strided"])
 def test_tables_equal_measures_of_whole_networks(space: DartsSpace) -> None:
     rng, x = stream(8, "test"), inputs(space, 1)
     for path in [(0,) * 10, *(space.sample(rng) for _ in range(3))]:
@@ -268,6 +271,12 @@ def test_tables_equal_measures_of_whole_networks(space: DartsSpace) -> None:
         assert space.cost_table("parameters").cost(path) == parameters_of(subnet)
         assert space.cost_table("bytes").cost(path) == bytes_of(subnet.state_dict())
         assert space.cost_table("activation_bytes").cost(path) == activation_bytes_of(subnet, x)
+
+
+def test_a_stem_of_stride_two_sees_a_quarter_of_the_pixels() -> None:
+    same = [space.cost_table("macs") for space in (STRIDED, space_of("darts_s2_small", input_shape=[1, 8, 8]))]
+    assert same[0].options == same[1].options
+    assert same[0].fixed == same[1].fixed
 
 
 def test_tables_add_up_over_subspaces() -> None:

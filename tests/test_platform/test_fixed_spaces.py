@@ -187,11 +187,11 @@ def _block(x: Tensor, w: Weights, at: str, stride: int, project: bool) -> Tensor
     return (x + y).relu()
 
 
-@pytest.mark.parametrize("side", [8, 7])
-def test_resnet18_computes_what_the_reference_computes(side: int) -> None:
-    space = space_of("resnet18_small", input_shape=[2, side, side], stem_channels=8)
+@pytest.mark.parametrize(("side", "stride"), [(8, 1), (7, 1), (16, 2)])
+def test_resnet18_computes_what_the_reference_computes(side: int, stride: int) -> None:
+    space = space_of("resnet18_small", input_shape=[2, side, side], stem_channels=8, stem_stride=stride)
     w, x = random_weights(space, 4), inputs(space)
-    y = _norm(F.conv2d(x, w["stem.0.weight"], padding=1), w, "stem.1").relu()
+    y = _norm(F.conv2d(x, w["stem.0.weight"], stride=stride, padding=1), w, "stem.1").relu()
     for block in range(8):
         first = block in (2, 4, 6)
         y = _block(y, w, f"blocks.{block}", 2 if first else 1, first)
