@@ -15,6 +15,7 @@ from fedloom.experiments.reproduce.claims import NOT_RUN, STATES, Verdict, in_th
 from fedloom.experiments.reproduce.files import ITEMS, item_names, load_item
 from fedloom.experiments.reproduce.outcome import outcome_of
 from fedloom.experiments.reproduce.plan import Asked, parts_of
+from fedloom.experiments.reproduce.records import record_of
 from fedloom.experiments.reproduce.schema import PAPER, SCALES, SMALL, Item
 from fedloom.experiments.reproduce.settings import missing_data
 from fedloom.experiments.reproduce.table import Outcome
@@ -79,10 +80,13 @@ class Need:
     macs: float | None
     datasets: tuple[str, ...]
     missing: tuple[str, ...]
+    recorded_hours: float | None = None
 
     @property
     def core_hours(self) -> float | None:
-        """Hours on one core, at the speed of the slowest of its data sets."""
+        """Hours on one core: those that its recorded runs took, or counted at the speed of the slowest data set."""
+        if self.recorded_hours is not None:
+            return self.recorded_hours
         per_s = min((CORE_MACS_PER_S.get(name, OTHER_CORE_MACS_PER_S) for name in self.datasets), default=1.0)
         return None if self.macs is None else self.macs / per_s / HOUR_S
 
@@ -110,7 +114,8 @@ def need_of(item: Item, scale: str) -> Need:
     datasets = tuple(dict.fromkeys(part.dataset for part in parts))
     lacking = dict.fromkeys(missing_data(part.dataset, part.scale.overrides) for part in parts)
     macs = recorded_work().get(item.runs_of, {}).get(scale)
-    return Need(macs, datasets, tuple(filter(None, lacking)))
+    record = record_of(item, Asked(scale))
+    return Need(macs, datasets, tuple(filter(None, lacking)), None if record is None else record.hours)
 
 
 def list_block(found: Sequence[Entry]) -> Block:
@@ -136,7 +141,7 @@ def list_block(found: Sequence[Entry]) -> Block:
     text = (
         f"Hours: the work of all runs, counted without training, at {si(OTHER_CORE_MACS_PER_S)}MAC/s per core, with "
         f"digits {si(CORE_MACS_PER_S['digits'])}MAC/s (measured on the small presets), and {si(GPU_MACS_PER_S)}MAC/s "
-        "per GPU (assumed). Counted items need seconds, no data.",
+        "per GPU (assumed). Of recorded runs: the hours that they took. Counted items need seconds, no data.",
     )
     return Block("Tables and figures of the papers", text, heads, tuple(rows), labels=5)
 

@@ -38,8 +38,8 @@ def run_command(args: Namespace) -> int:
     """Does what the arguments ask for; ValueError for an item or a word that is not known."""
     names = [word for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
-    if args.record and (args.list or args.scoreboard or args.show or args.recorded):
-        raise ValueError("--record runs an item and keeps its values: give it alone")
+    if args.record and (args.list or args.scoreboard or args.recorded):
+        raise ValueError("--record keeps the values of one item's runs here: give it alone, or with --show")
     if args.list or args.scoreboard:
         if overrides:
             raise ValueError(f"{' '.join(overrides)}: the overview is of the items' own runs: leave it out")
@@ -56,11 +56,10 @@ def run_command(args: Namespace) -> int:
     if args.record:
         check_recordable(item, wanted)
     kind = run_item(item, wanted, args.results, as_json=args.json) if item.needs_runs and not args.show else DONE
+    file = record(item, wanted, args.results) if args.record else None
     show(outcome_of(item, wanted, args.results, recorded=args.recorded), as_json=args.json)
-    if args.record and kind == DONE:
-        file = record(item, wanted, args.results)
-        if not args.json:
-            console().print(str(file))
+    if file is not None and not args.json:
+        console().print(str(file))
     return of_run_end(kind)
 
 

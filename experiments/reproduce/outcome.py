@@ -39,7 +39,7 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
         verdicts=tuple(verdict(claim, values, item, [*scale.settings]) for claim in claims),
         missing=tuple(dict.fromkeys(_lacks(item, scale, parts, results, asked.free))),
         runs=(sum(len(found.places) for found in runs), sum(part.num_runs for part in parts)),
-        recorded="" if record is None else f"recorded on {record.day}, from {record.runs} runs of {record.hours:g} h",
+        recorded="" if record is None else record.text,
     )
 
 
@@ -53,15 +53,17 @@ def check_recordable(item: Item, asked: Asked) -> None:
 def record(item: Item, asked: Asked, results: Path) -> Path:
     """Keeps what the item's own runs in this folder have measured, beside the item; returns the file.
 
-    Raises ValueError if some are not done.
+    Runs that are not done are left out, and counted. Raises ValueError if none is done.
     """
-    begun = {p.ablation_id: (p, found) for p in parts_of(item, asked) if (found := done_runs(p, results)) is not None}
-    if not begun or any(len(found.places) < part.num_runs for part, found in begun.values()):
-        raise ValueError(f"{item.name}: not all runs are done: run it without --record first")
-    runs = [found for _, found in begun.values()]
-    values = measured(item, item.scales[asked.scale], runs)
-    seconds = sum(float(found.tables.rounds["wall_s"].sum()) for found in runs)
-    return write_record(item, asked.scale, [*begun], values, sum(len(found.places) for found in runs), seconds / HOUR_S)
+    check_recordable(item, asked)
+    parts = parts_of(item, asked)
+    begun = {part.ablation_id: found for part in parts if (found := done_runs(part, results)) is not None}
+    if not begun:
+        raise ValueError(f"{item.name}: none of its runs is done: there is nothing to record")
+    runs = sum(len(found.places) for found in begun.values())
+    hours = sum(float(found.tables.rounds["wall_s"].sum()) for found in begun.values()) / HOUR_S
+    values = measured(item, item.scales[asked.scale], begun.values())
+    return write_record(item, asked.scale, [*begun], values, (runs, sum(part.num_runs for part in parts)), hours)
 
 
 def done_runs(part: Part, results: Path) -> Runs | None:

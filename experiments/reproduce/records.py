@@ -27,7 +27,7 @@ class Record:
 
     Attributes:
         ablations: the ids of the ablations whose runs were measured.
-        runs: their number.
+        runs: how many of the item's runs were done, and how many it has.
         computed: a hash of all that was computed, the presets included, by which a test finds records that are old.
         day: when it was recorded, as 2026-11-23.
         hours: those of all rounds, one after the other.
@@ -35,11 +35,18 @@ class Record:
     """
 
     ablations: tuple[str, ...]
-    runs: int
+    runs: tuple[int, int]
     computed: str
     day: str
     hours: float
     values: Mapping[str, Values]
+
+    @property
+    def text(self) -> str:
+        """When, and from how much it was measured."""
+        done, planned = self.runs
+        number = f"{done}" if done == planned else f"{done} of {planned}"
+        return f"recorded on {self.day} from {number} runs of {self.hours:g} h"
 
 
 def record_file(item: Item, scale: str) -> Path:
@@ -66,11 +73,12 @@ def _read(file: Path) -> Record:
         }
         for quantity, settings in known.pop("values").items()
     }
-    return Record(**{**known, "ablations": tuple(known["ablations"])}, values=values)
+    known |= {name: tuple(known[name]) for name in ("ablations", "runs")}
+    return Record(**known, values=values)
 
 
 def write_record(
-    item: Item, scale: str, ablations: Sequence[str], found: Mapping[str, Measured], runs: int, hours: float
+    item: Item, scale: str, ablations: Sequence[str], found: Mapping[str, Measured], runs: tuple[int, int], hours: float
 ) -> Path:
     """Keeps what was read from the item's runs; what is counted or combined is not kept, as it takes seconds."""
     file = record_file(item, scale)

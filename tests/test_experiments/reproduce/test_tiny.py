@@ -218,7 +218,8 @@ def approximately(values: Any) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--record", "--show"), "give it alone"),
+        (("--record", "--scoreboard"), "give it alone, or with --show"),
+        (("--record", "--show"), "none of its runs is done"),
         (("--record", "seeds=[1]"), "changed runs are not recorded"),
         (("--recorded",), "give --show, --list or --scoreboard"),
     ],
