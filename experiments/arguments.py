@@ -300,7 +300,7 @@ def _add_reproduce(reproduce: argparse.ArgumentParser) -> None:
     which.add_argument("--scoreboard", action="store_true", help="all claims of all papers, with their states")
     which.add_argument("--show", action="store_true", help="the item's table from what was run so far; runs nothing")
     reproduce.add_argument(
-        "--recorded", action="store_true", help="where nothing is run here, what fedloom's own runs have measured"
+        "--recorded", action="store_true", help="values kept from earlier runs where nothing is run here"
     )
     reproduce.add_argument("--record", action="store_true", help="keep the values of the item's runs beside the item")
     reproduce.add_argument("--out", type=_path, help="folder for the page (default: RESULTS/reports/scoreboard)")

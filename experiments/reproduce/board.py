@@ -16,7 +16,7 @@ from fedloom.experiments.reproduce.files import ITEMS, item_names, load_item
 from fedloom.experiments.reproduce.outcome import outcome_of
 from fedloom.experiments.reproduce.plan import Asked, parts_of
 from fedloom.experiments.reproduce.records import record_of
-from fedloom.experiments.reproduce.schema import PAPER, SCALES, SMALL, Item
+from fedloom.experiments.reproduce.schema import HOUR_S, PAPER, SCALES, SMALL, Item
 from fedloom.experiments.reproduce.settings import missing_data
 from fedloom.experiments.reproduce.table import Outcome
 
@@ -28,7 +28,6 @@ OTHER_CORE_MACS_PER_S = 3e10
 """What it does with the small presets on all other data."""
 GPU_MACS_PER_S = 1e12
 """What a GPU is assumed to do with clients' small batches; not measured."""
-HOUR_S = 3600.0
 COUNTED, NOT_HERE = "counted in seconds", "cannot be run"
 
 
@@ -84,9 +83,7 @@ class Need:
 
     @property
     def core_hours(self) -> float | None:
-        """Hours on one core: those that its recorded runs took, or counted at the speed of the slowest data set."""
-        if self.recorded_hours is not None:
-            return self.recorded_hours
+        """Hours on one core, at the speed of the slowest of its data sets."""
         per_s = min((CORE_MACS_PER_S.get(name, OTHER_CORE_MACS_PER_S) for name in self.datasets), default=1.0)
         return None if self.macs is None else self.macs / per_s / HOUR_S
 
@@ -100,7 +97,7 @@ UNKNOWN = Need(None, (), ())
 
 
 @cache
-def recorded_work() -> Mapping[str, Mapping[str, float]]:
+def counted_work() -> Mapping[str, Mapping[str, float]]:
     """The MACs by item and scale; of an item that shares another's runs, those are the other's."""
     known: Mapping[str, Mapping[str, float]] = yaml.safe_load(WORK.read_text()) if WORK.exists() else {}
     return known
@@ -113,9 +110,10 @@ def need_of(item: Item, scale: str) -> Need:
     parts = parts_of(item, Asked(scale))
     datasets = tuple(dict.fromkeys(part.dataset for part in parts))
     lacking = dict.fromkeys(missing_data(part.dataset, part.scale.overrides) for part in parts)
-    macs = recorded_work().get(item.runs_of, {}).get(scale)
+    macs = counted_work().get(item.runs_of, {}).get(scale)
     record = record_of(item, Asked(scale))
-    return Need(macs, datasets, tuple(filter(None, lacking)), None if record is None else record.hours)
+    hours = record.hours if record is not None and record.is_whole else None
+    return Need(macs, datasets, tuple(filter(None, lacking)), hours)
 
 
 def list_block(found: Sequence[Entry]) -> Block:
@@ -131,7 +129,7 @@ def list_block(found: Sequence[Entry]) -> Block:
         }
         data = ", ".join(f"{name} (missing)" if name in missing else name for name in datasets) or ABSENT
         hours = (
-            _hours(small.core_hours),
+            _hours(small.core_hours) + (f" (took {_hours(small.recorded_hours)})" if small.recorded_hours else ""),
             _hours(paper.core_hours),
             _hours(paper.gpu_hours),
         )
@@ -141,7 +139,7 @@ def list_block(found: Sequence[Entry]) -> Block:
     text = (
         f"Hours: the work of all runs, counted without training, at {si(OTHER_CORE_MACS_PER_S)}MAC/s per core, with "
         f"digits {si(CORE_MACS_PER_S['digits'])}MAC/s (measured on the small presets), and {si(GPU_MACS_PER_S)}MAC/s "
-        "per GPU (assumed). Of recorded runs: the hours that they took. Counted items need seconds, no data.",
+        "per GPU (assumed). Took: recorded runs, one after the other. Counted items need seconds, no data.",
     )
     return Block("Tables and figures of the papers", text, heads, tuple(rows), labels=5)
 
@@ -160,7 +158,7 @@ def state_of(entry: Entry, scale: str) -> str:
     if outcome is None:
         return COUNTED if scale in entry.item.scales else ABSENT
     done, planned = outcome.runs
-    runs = f" ({done} of {planned} runs)" if 0 < done < planned else ""
+    runs = f" ({done} of {planned} runs)" if 0 < done < planned else " (recorded)" if outcome.recorded else ""
     return (counted_states(outcome.verdicts) or "no claim") + runs
 
 
@@ -192,9 +190,15 @@ def summary_block(found: Sequence[Entry]) -> Block:
     text = (
         "A claim is shown if the 95 % interval over seeds says so everywhere it is made, contradicted if it says the "
         "opposite anywhere. What is counted without training has no interval and stands under the paper's scale.",
+        *_about_records(found),
     )
     heads = ("paper", "items", "claims", "paper scale", "small scale")
     return Block("Scoreboard", text, heads, tuple(rows), labels=5)
+
+
+def _about_records(found: Sequence[Entry]) -> tuple[str, ...]:
+    names = [entry.item.name for entry in found if any(outcome.recorded for outcome in entry.outcomes.values())]
+    return (f"Recorded, not run here: {', '.join(names)}.",) if names else ()
 
 
 def claims_block(found: Sequence[Entry], paper: str) -> Block:
@@ -250,9 +254,10 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "runs_of": item.runs_of,
         "needs": {
             scale: {"macs": n.macs, "core_hours": n.core_hours, "gpu_hours": n.gpu_hours, "data": n.datasets,
-                    "missing": n.missing}
+                    "missing": n.missing, "recorded_hours": n.recorded_hours}
             for scale, n in needs.items()
         },
+        "recorded": {scale: outcome.recorded or None for scale, outcome in entry.outcomes.items()},
         "claims": [
             {"claim": claim.text, **{scale: _state(v) for scale, v in zip(SCALES, pair, strict=True)},
              "in_the_paper": in_the_paper(claim, item), "why": item.missing or _why(pair)}

@@ -21,8 +21,9 @@ from fedloom.experiments.reproduce.board import (
     summary_block,
 )
 from fedloom.experiments.reproduce.files import load_given
-from fedloom.experiments.reproduce.outcome import check_recordable, outcome_of, record
+from fedloom.experiments.reproduce.outcome import outcome_of
 from fedloom.experiments.reproduce.plan import Asked, Part, asked, parts_of
+from fedloom.experiments.reproduce.recording import check_recordable, record
 from fedloom.experiments.reproduce.schema import Item
 from fedloom.experiments.reproduce.settings import missing_data
 from fedloom.experiments.reproduce.table import Outcome, blocks, outcome_json
@@ -56,10 +57,11 @@ def run_command(args: Namespace) -> int:
     if args.record:
         check_recordable(item, wanted)
     kind = run_item(item, wanted, args.results, as_json=args.json) if item.needs_runs and not args.show else DONE
-    file = record(item, wanted, args.results) if args.record else None
     show(outcome_of(item, wanted, args.results, recorded=args.recorded), as_json=args.json)
-    if file is not None and not args.json:
-        console().print(str(file))
+    if args.record and kind != INTERRUPTED:
+        file = record(item, wanted, args.results)
+        if not args.json:
+            console().print(Text(f"kept in {file}"))
     return of_run_end(kind)
 
 

@@ -93,7 +93,7 @@ def measured(
     found: dict[str, Measured] = {}
     for quantity in item.quantities.values():
         source = quantity.source
-        if quantity.name in kept:
+        if isinstance(source, Read) and quantity.name in kept:
             found[quantity.name] = Measured(kept[quantity.name])
         elif isinstance(source, Read):
             found[quantity.name] = _of_runs(item, quantity, source, sources, frames)

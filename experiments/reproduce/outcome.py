@@ -8,25 +8,24 @@ from fedloom.experiments.analysis.tables import only
 from fedloom.experiments.reproduce.claims import verdict
 from fedloom.experiments.reproduce.measure import Runs, lacking, measured
 from fedloom.experiments.reproduce.plan import AXIS, Asked, Part, parts_of
-from fedloom.experiments.reproduce.records import record_of, write_record
+from fedloom.experiments.reproduce.records import record_of
 from fedloom.experiments.reproduce.schema import Counted, Item, Scale
 from fedloom.experiments.reproduce.settings import missing_data
 from fedloom.experiments.reproduce.table import Outcome, rows_of
 from fedloom.experiments.store.ablations import FOLDER, PLAN, read_ablation
 from fedloom.experiments.store.trials import FINAL, counted, trial_states
 
-HOUR_S = 3600.0
-
 
 def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = False) -> Outcome:
     """Measures an item from what its runs have left so far, and judges its claims.
 
-    With `recorded` values that fedloom keeps of its own runs stand for those of an item of which nothing is run here.
+    With `recorded`, the item's record stands for runs of which none is here.
     """
     scale = asked.of(item.scales[asked.scale])
     parts = parts_of(item, asked) if item.needs_runs else []
     runs = [found for part in parts if (found := done_runs(part, results)) is not None]
     record = record_of(item, asked) if recorded and not runs else None
+    planned = sum(part.num_runs for part in parts)
     if record is not None:
         parts = [part for part in parts if part.ablation_id not in record.ablations]
     values = measured(item, scale, runs, {} if record is None else record.values)
@@ -38,32 +37,9 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
         rows=tuple(rows_of(item, scale, values)),
         verdicts=tuple(verdict(claim, values, item, [*scale.settings]) for claim in claims),
         missing=tuple(dict.fromkeys(_lacks(item, scale, parts, results, asked.free))),
-        runs=(sum(len(found.places) for found in runs), sum(part.num_runs for part in parts)),
+        runs=(sum(len(found.places) for found in runs), planned),
         recorded="" if record is None else record.text,
     )
-
-
-def check_recordable(item: Item, asked: Asked) -> None:
-    """Raises ValueError for an item without runs, and for runs that were changed by the command line."""
-    if not asked.is_own or not item.needs_runs:
-        what = "changed runs are" if item.needs_runs else "what is counted without training is"
-        raise ValueError(f"{item.name}: {what} not recorded")
-
-
-def record(item: Item, asked: Asked, results: Path) -> Path:
-    """Keeps what the item's own runs in this folder have measured, beside the item; returns the file.
-
-    Runs that are not done are left out, and counted. Raises ValueError if none is done.
-    """
-    check_recordable(item, asked)
-    parts = parts_of(item, asked)
-    begun = {part.ablation_id: found for part in parts if (found := done_runs(part, results)) is not None}
-    if not begun:
-        raise ValueError(f"{item.name}: none of its runs is done: there is nothing to record")
-    runs = sum(len(found.places) for found in begun.values())
-    hours = sum(float(found.tables.rounds["wall_s"].sum()) for found in begun.values()) / HOUR_S
-    values = measured(item, item.scales[asked.scale], begun.values())
-    return write_record(item, asked.scale, [*begun], values, (runs, sum(part.num_runs for part in parts)), hours)
 
 
 def done_runs(part: Part, results: Path) -> Runs | None:

@@ -8,6 +8,7 @@ from typing import Any
 PAPER, SMALL = "paper", "small"
 SCALES = (PAPER, SMALL)
 """What the paper ran, and what a laptop runs in less than an hour."""
+HOUR_S = 3600.0
 ONLY = ""
 """The place of a quantity that has one value per setting."""
 

@@ -90,7 +90,7 @@ def about(outcome: Outcome) -> tuple[str, ...]:
         return tuple(filter(None, (f"{item.source}. Published numbers alone: it cannot be run here.", item.note)))
     changed = "" if outcome.is_own else ", changed by the command line"
     intervals = "mean ± 95 % interval over seeds; sd: the paper's standard deviation" if item.needs_runs else "counted"
-    intervals += f", {outcome.recorded}" if outcome.recorded else ""
+    intervals += f"; values {outcome.recorded}" if outcome.recorded else ""
     first = f"{item.source}. Scale: {outcome.scale} ({scale.experiment}{changed}). Measured: {intervals}."
     return (first, item.note) if item.note else (first,)
 

@@ -182,28 +182,85 @@ def test_mistakes_are_one_line(command: Command, tmp_path: Path, arguments: list
     assert not (tmp_path / "results").exists()
 
 
-def test_recorded_values_stand_for_runs_that_are_not_here(command: Command, results: Path, tmp_path: Path) -> None:
-    (tmp_path / "tiny").mkdir()
-    own = tmp_path / "tiny" / "tab1.yaml"
-    own.write_text(Path(TINY).read_text())
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """The tiny item as a file of the user's own, beside which it may be recorded."""
+    file = tmp_path / "tiny" / "tab1.yaml"
+    file.parent.mkdir()
+    file.write_text(Path(TINY).read_text())
+    return file
+
+
+def read(command: Command, *arguments: str) -> dict[str, Any]:
+    code, out, _ = command(*arguments, "--json")
+    assert code == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_recorded_values_stand_for_runs_that_are_not_here(command: Command, results: Path, own: Path) -> None:
     code, out, err = command(str(own), "--record", "--results", str(results))
     assert (code, err) == (0, "")
-    assert str(tmp_path / "tiny" / "recorded" / "tab1.small.json") in out.replace("\n", "")
-    elsewhere = ("--json", "--results", str(tmp_path / "elsewhere"))
-    here = json.loads(command(str(own), "--show", "--json", "--results", str(results))[1])
-    recorded = json.loads(command(str(own), "--show", "--recorded", *elsewhere)[1])
-    assert recorded.pop("recorded").startswith("recorded on 20")
-    assert here.pop("recorded") is None
-    assert (here.pop("runs")["done"], recorded.pop("runs")["done"]) == (4, 0)
+    assert str(own.parent / "recorded" / "tab1.small.json") in out.replace("\n", "")
+    elsewhere = ("--results", str(own.parent / "elsewhere"))
+    here, recorded = (
+        read(command, str(own), "--show", *a) for a in (("--results", str(results)), ("--recorded", *elsewhere))
+    )
+    assert (here.pop("recorded"), recorded.pop("recorded").startswith("recorded on 20")) == (None, True)
+    assert (here.pop("runs"), recorded.pop("runs")) == ({"done": 4, "planned": 4}, {"done": 0, "planned": 4})
     assert recorded == approximately(here)
-    not_recorded = json.loads(command(str(own), "--show", *elsewhere)[1])
-    assert {claim["state"] for claim in not_recorded["claims"]} == {"not run"}
-    (item,) = json.loads(command("--scoreboard", "--recorded", str(own), *elsewhere)[1])["items"]
+    assert {c["state"] for c in read(command, str(own), "--show", *elsewhere)["claims"]} == {"not run"}
+    (item,) = read(command, "--scoreboard", "--recorded", str(own), *elsewhere)["items"]
     assert [claim["small"] for claim in item["claims"]] == ["shown", "contradicted", "contradicted"]
     assert [claim["paper"] for claim in item["claims"]] == ["not run", "not run", "–"]
-    own.write_text(Path(TINY).read_text().replace("rounds: 2}", "rounds: 3}"))  # other runs than those recorded
-    changed = json.loads(command(str(own), "--show", "--recorded", *elsewhere)[1])
-    assert (changed["recorded"], {claim["state"] for claim in changed["claims"]}) == (None, {"not run"})
+    assert (item["recorded"]["paper"], item["recorded"]["small"][:11]) == (None, "recorded on")
+    _, out, _ = command("--list", "--recorded", str(own), *elsewhere)
+    assert "(recorded)" in out
+
+
+def test_a_record_of_other_runs_does_not_count(command: Command, results: Path, own: Path, tmp_path: Path) -> None:
+    preset = tmp_path / "mine.yaml"
+    preset.write_text("defaults: [fedavg_digits]\nmethod: {train: {lr: 0.1}}\n")
+    text = own.read_text().replace("experiment: fedavg_digits", f"experiment: {preset}")
+    own.write_text(text)
+    elsewhere = ("--results", str(tmp_path / "elsewhere"))
+    assert command(str(own), "--record", *elsewhere)[0] == 0
+    shown = (str(own), "--show", "--recorded", "--results", str(tmp_path / "nowhere"))
+    assert read(command, *shown)["recorded"] is not None
+    own.write_text(text.replace("rounds: 2}", "rounds: 3}"))
+    assert read(command, *shown)["recorded"] is None
+    own.write_text(text.replace("value: bytes_up", "value: bytes_down"))  # the same runs, read differently
+    assert read(command, *shown)["recorded"] is None
+    own.write_text(text)
+    preset.write_text("defaults: [fedavg_digits]\nmethod: {train: {lr: 0.2}}\n")
+    assert read(command, *shown)["recorded"] is None
+
+
+def test_items_with_the_same_runs_are_recorded_one_by_one(command: Command, results: Path, own: Path) -> None:
+    other = own.with_name("tab2.yaml")
+    quantities = own.read_text().partition("quantities:")[2]
+    other.write_text(f"title: Other\nsource: Nobody, Tab. 2\nruns_of: tiny/tab1\nquantities:{quantities}")
+    assert command(str(other), "--record", "--show", "--results", str(results))[0] == 0
+    assert [file.name for file in own.parent.glob("recorded/*")] == ["tab2.small.json"]
+    shown = ("--show", "--recorded", "--results", str(own.parent / "elsewhere"))
+    assert (read(command, str(other), *shown)["recorded"] is None, read(command, str(own), *shown)["recorded"]) == (
+        False,
+        None,
+    )
+
+
+def test_a_damaged_record_is_one_line_and_a_whole_one_is_kept(command: Command, results: Path, own: Path) -> None:
+    assert command(str(own), "--record", "--show", "--results", str(results))[0] == 0
+    (file,) = own.parent.glob("recorded/*")
+    content = json.loads(file.read_bytes())
+    file.write_text(json.dumps({**content, "runs": [5, 5]}))
+    code, _, err = command(str(own), "--record", "--show", "--results", str(results))
+    assert (code, "has 5 runs, here are 4: delete it" in err) == (2, True)
+    for text in ("{", "[]", json.dumps({**content, "values": 3}), json.dumps({**content, "more": 1})):
+        file.write_text(text)
+        code, _, err = command("--list", str(own), "--results", str(results))
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"{file} is damaged: delete it, and record again" in err
 
 
 def approximately(values: Any) -> Any:
@@ -220,12 +277,12 @@ def approximately(values: Any) -> Any:
     [
         (("--record", "--scoreboard"), "give it alone, or with --show"),
         (("--record", "--show"), "none of its runs is done"),
-        (("--record", "seeds=[1]"), "changed runs are not recorded"),
+        (("--record", "seeds=[1]"), "runs that the command line changes are not recorded"),
         (("--recorded",), "give --show, --list or --scoreboard"),
     ],
 )
 def test_what_cannot_be_recorded(command: Command, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    code, out, err = command(TINY, *arguments, "--results", str(tmp_path))
-    assert (code, out, err.count("\n")) == (2, "", 1)
+    code, _, err = command(TINY, *arguments, "--results", str(tmp_path))
+    assert (code, err.count("\n")) == (2, 1)
     assert words in err
     assert not [*tmp_path.iterdir()]

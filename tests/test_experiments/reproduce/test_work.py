@@ -8,7 +8,7 @@ import os
 import pytest
 import yaml
 
-from fedloom.experiments.reproduce.board import WORK, all_items, need_of, recorded_work
+from fedloom.experiments.reproduce.board import WORK, all_items, counted_work, need_of
 from fedloom.experiments.reproduce.counted import facts_of, stood_in
 from fedloom.experiments.reproduce.schema import Item, Scale
 from fedloom.experiments.reproduce.settings import dataset_of, missing_data, overrides_of
@@ -40,8 +40,8 @@ def test_the_work_of_every_item_is_recorded(own: list[Item]) -> None:
             "# MACs of all runs of an item: a training step counts as three passes. A test counts and records them.\n"
         )
         WORK.write_text(head + yaml.safe_dump(known, sort_keys=True))
-        recorded_work.cache_clear()
-    assert {item.name for item in own} == {*recorded_work()}
+        counted_work.cache_clear()
+    assert {item.name for item in own} == {*counted_work()}
 
 
 def test_the_small_scale_fits_a_laptop(own: list[Item]) -> None:
@@ -56,4 +56,4 @@ def test_the_recorded_work_is_what_is_counted(own: list[Item]) -> None:
     for item in (item for item in own if item.name in QUICK):
         for name, scale in item.scales.items():
             if (macs := counted(scale)) is not None:
-                assert recorded_work()[item.name][name] == pytest.approx(macs, rel=0.01), (item.name, name)
+                assert counted_work()[item.name][name] == pytest.approx(macs, rel=0.01), (item.name, name)

@@ -1,0 +1,72 @@
+"""Keeps what an item's runs in a results folder have measured as a record beside the item."""
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fedloom.experiments.reproduce.measure import Measured, Values, measured
+from fedloom.experiments.reproduce.outcome import done_runs
+from fedloom.experiments.reproduce.plan import Asked, parts_of
+from fedloom.experiments.reproduce.records import Record, computed, reads, record_file, record_of
+from fedloom.experiments.reproduce.schema import HOUR_S, Item, Read
+from fedloom.platform.results.files import check_writable, write_atomically
+
+DIGITS = 6
+
+
+def check_recordable(item: Item, asked: Asked) -> None:
+    """Raises ValueError for an item without runs, for runs that the command line changed, and for a place of no use."""
+    if item.missing or not item.needs_runs:
+        raise ValueError(f"{item.name}: {item.missing or 'what is counted without training is not recorded'}")
+    if not asked.is_own:
+        raise ValueError(f"{item.name}: runs that the command line changes are not recorded")
+    check_writable(item.file.parent, "the item's folder")
+
+
+def record(item: Item, asked: Asked, results: Path) -> Path:
+    """Keeps what the item's own runs in this folder have measured, beside the item; returns the file.
+
+    Runs that are not done are left out, and counted. Raises ValueError if none is done, and for fewer runs than the
+    record has that is there.
+    """
+    check_recordable(item, asked)
+    parts = parts_of(item, asked)
+    begun = {part.ablation_id: done for part in parts if (done := done_runs(part, results)) is not None}
+    runs = sum(len(done.places) for done in begun.values())
+    if not runs:
+        raise ValueError(f"{item.name}: none of its runs is done: there is nothing to record")
+    file, known = record_file(item, asked.scale), record_of(item, asked)
+    if known is not None and known.runs[0] > runs:
+        raise ValueError(f"{file} has {known.runs[0]} runs, here are {runs}: delete it if these shall replace them")
+    scale = item.scales[asked.scale]
+    hours = sum(float(done.tables.rounds["wall_s"].sum()) for done in begun.values()) / HOUR_S
+    found = Record(
+        ablations=tuple(begun),
+        runs=(runs, sum(part.num_runs for part in parts)),
+        computed=computed(scale),
+        reads=reads(item),
+        day=datetime.now(tz=UTC).strftime("%Y-%m-%d"),
+        hours=float(f"{hours:.3g}"),
+        values=_of_runs(item, measured(item, scale, begun.values())),
+    )
+    _write(file, found)
+    return file
+
+
+def _of_runs(item: Item, found: Mapping[str, Measured]) -> dict[str, Values]:
+    """What was read from runs; what is counted or combined is not kept, as it takes seconds."""
+    return {name: found[name].values for name, q in item.quantities.items() if isinstance(q.source, Read)}
+
+
+def _write(file: Path, found: Record) -> None:
+    content = {**vars(found), "values": {name: _by_setting(values) for name, values in found.values.items() if values}}
+    file.parent.mkdir(exist_ok=True)
+    write_atomically(file, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def _by_setting(values: Values) -> dict[str, dict[str, dict[str, float]]]:
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for (setting, place), seeds in values.items():
+        found.setdefault(setting, {})[place] = {str(s): float(f"{v:.{DIGITS}g}") for s, v in sorted(seeds.items())}
+    return found
