@@ -8,6 +8,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fedloom.experiments.reproduce.files import EXPERIMENT
 from fedloom.experiments.reproduce.schema import SCALES, Item, Scale
 from fedloom.experiments.reproduce.settings import dataset_of
@@ -136,17 +138,30 @@ def _ablation_id(item: Item, scale_name: str, scale: Scale) -> str:
     return "-".join(["paper", *words, sha256(content.encode()).hexdigest()[:8]])
 
 
+def without_common_keys(scale: Scale) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The settings and the overrides of a scale so that no key is in both, as ablations want it.
+
+    An override that a setting changes is given to the settings that do not.
+    """
+    varied = {key for changes in scale.settings.values() for key in changes}
+    shared = {o.partition("=")[0]: yaml.safe_load(o.partition("=")[2]) for o in scale.overrides}
+    common = {key: value for key, value in shared.items() if key in varied}
+    settings = {name: {**common, **changes} for name, changes in scale.settings.items()}
+    return settings, [o for o in scale.overrides if o.partition("=")[0] not in common]
+
+
 def planned(item: Item, part: Part, free: Sequence[str], results: str | Path) -> Ablation:
     """The plan of a part; every trial's configuration is composed and checked. ValueError names the item."""
     from fedloom.experiments.ablation.config import AblationConfig, AxisConfig
     from fedloom.experiments.ablation.plan import plan_of  # imports torch, which a list of items does not need
 
     scale = part.scale
+    settings, overrides = without_common_keys(scale)
     config = AblationConfig(
         title=f"{item.source}: {item.title}",
-        axes={AXIS: AxisConfig(settings={name: dict(changes) for name, changes in scale.settings.items()})},
+        axes={AXIS: AxisConfig(settings=settings)},
         seeds=list(scale.seeds),
-        overrides=[f"{PRESET}{scale.experiment}", *scale.overrides],
+        overrides=[f"{PRESET}{scale.experiment}", *overrides],
     )
     common = [*free, f"results={override_text(str(results))}"]
     return plan_of(item.name.replace("/", "-"), config, common, given=item.name, ablation_id=part.ablation_id)
