@@ -10,8 +10,8 @@ from fedloom.experiments.analysis.tables import load_paths
 from fedloom.experiments.reproduce.claims import NOT_RUN, SHOWN, in_the_paper, verdict
 from fedloom.experiments.reproduce.files import item_names, load_given, load_item
 from fedloom.experiments.reproduce.measure import FRAMES, measured
-from fedloom.experiments.reproduce.plan import Asked, parts_of, planned
-from fedloom.experiments.reproduce.schema import Item, Read
+from fedloom.experiments.reproduce.plan import Asked, parts_of, planned, without_common_keys
+from fedloom.experiments.reproduce.schema import Item, Read, Scale
 from fedloom.experiments.reproduce.settings import missing_data
 from fedloom.platform.data.sources import DATASETS
 
@@ -33,6 +33,15 @@ def test_what_is_run_can_be_composed_at_every_scale(item: Item, tmp_path: Path) 
             assert {trial.config["data"]["dataset"] for trial in plan.trials} == {part.dataset}
             assert len(plan.trials) == len(part.scale.settings) * len(part.scale.seeds)
     assert not [*tmp_path.glob("*")]
+
+
+def test_a_setting_may_change_what_the_scale_overrides() -> None:
+    settings = {"few": {"method.train.rounds": 2}, "all": {"data.alpha": 1}}
+    scale = Scale("fedavg_digits", settings, overrides=("method.train.rounds=30", "data.num_clients=4"))
+    assert without_common_keys(scale) == (
+        {"few": {"method.train.rounds": 2}, "all": {"method.train.rounds": 30, "data.alpha": 1}},
+        ["data.num_clients=4"],
+    )
 
 
 def reads(item: Item) -> Iterator[Read]:
