@@ -1,10 +1,11 @@
 """Published figures drawn again, with the measured points beside the published ones."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from fedloom.experiments.report.figures.drawing import Drawing
 from fedloom.experiments.report.figures.style import LEGEND, MARKERS, SERIES, quiet, tint
@@ -25,8 +26,13 @@ def picture(outcome: Outcome) -> Picture | None:
         return None
     shown = panels[:MOST_PANELS]
     figure = Figure(figsize=(4.6 * len(shown), 3.8), layout="constrained")
+    looks = _looks(shown)
     for axes, rows in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        _panel(axes, rows)
+        _panel(axes, rows, looks)
+    named = dict.fromkeys(s for rows in shown if not _is_by_setting(rows) for s in _settings(rows))
+    if len(named) > 1:
+        dots = [Line2D([], [], color=looks[s][0], marker=looks[s][1], linestyle="", label=s) for s in named]
+        figure.legend(handles=dots, loc="outside lower center", ncols=min(len(dots), 2 * len(shown)), **LEGEND)
     item = outcome.item
     left_out = (
         f" {len(panels) - MOST_PANELS} further quantities are in the tables." if len(panels) > MOST_PANELS else ""
@@ -44,26 +50,43 @@ def _by_quantity(rows: Sequence[Row]) -> Iterator[list[Row]]:
         yield [row for row in rows if row.quantity == name]
 
 
-def _panel(axes: Axes, rows: Sequence[Row]) -> None:
+Looks = Mapping[str, tuple[str, str]]
+"""Colour and marker by setting."""
+
+
+def _settings(rows: Sequence[Row]) -> list[str]:
+    """The settings of a panel, in which something was measured."""
+    return list(dict.fromkeys(row.spot[0] for row in rows if row.measured is not None))[:MOST_SETTINGS]
+
+
+def _is_by_setting(rows: Sequence[Row]) -> bool:
+    """Whether there is one value per setting, so that settings stand where others have places."""
+    settings = _settings(rows)
+    return all(row.spot[1] == "" for row in rows if row.spot[0] in settings)
+
+
+def _looks(panels: Sequence[Sequence[Row]]) -> Looks:
+    """The same look for a setting in all panels."""
+    settings = dict.fromkeys(setting for rows in panels for setting in _settings(rows))
+    return {s: (SERIES[n % len(SERIES)], MARKERS[n % len(MARKERS)]) for n, s in enumerate(settings)}
+
+
+def _panel(axes: Axes, rows: Sequence[Row], looks: Looks) -> None:
     """A panel of one quantity: places from left to right, a colour per setting."""
-    settings = list(dict.fromkeys(row.spot[0] for row in rows if row.measured is not None))[:MOST_SETTINGS]
+    settings = _settings(rows)
+    by_setting = _is_by_setting(rows)
     rows = [row for row in rows if row.spot[0] in settings]
     places = list(dict.fromkeys(row.spot[1] for row in rows))
-    by_setting = places == [""]
     names = settings if by_setting else places
     for number, setting in enumerate(settings):
-        colour, marker = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
+        colour, marker = looks[setting]
         shift = 0.0 if by_setting else min(SHIFT, 0.8 / len(settings)) * (number - (len(settings) - 1) / 2)
         for row in (row for row in rows if row.spot[0] == setting):
             _point(axes, names.index(row.spot[0 if by_setting else 1]) + shift, row, colour, marker)
-        if not by_setting:
-            axes.plot([], [], marker=marker, color=colour, linestyle="", label=setting)
     is_long = max(map(len, names)) * len(names) > ROOM
     axes.set_xticks(range(len(names)), names, rotation=30 if is_long else 0, ha="right" if is_long else "center")
     axes.set_xlim(-0.5, len(names) - 0.5)
     quiet(axes, title=rows[0].quantity, ylabel=rows[0].unit)
-    if len(settings) > 1 and not by_setting:
-        axes.legend(**LEGEND)
 
 
 def _point(axes: Axes, x: float, row: Row, colour: str, marker: str) -> None:
