@@ -137,13 +137,13 @@ def test_a_network_names_what_it_does_not_hold() -> None:
         ({"modules": 0}, "modules must be at least 1, given 0"),
         ({"stem_channels": 0}, "stem_channels must be at least 1"),
         ({"norm": "layer"}, "allowed are none, batch, group"),
-        ({"cells": 5}, "has no cells; it has .*stem_channels, norm, modules"),
+        ({"cells": 5}, "has no cells; it has .*norm, stem_stride, modules"),
     ],
 )
 def test_designs_that_cannot_be_built(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         space_of("resnet18_modular_small", **changes)
-    assert ODD.design == ModularDesign("resnet18_modular_small", (2, 7, 7), 10, 8, "group", 3)
+    assert ODD.design == ModularDesign("resnet18_modular_small", (2, 7, 7), 10, 8, "group", modules=3)
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
