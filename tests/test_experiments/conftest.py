@@ -1,8 +1,10 @@
 """What the tests of commands and reports share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from io import BytesIO
 
 import pytest
+from PIL import Image
 
 from fedloom.experiments.report.figures import style
 
@@ -13,3 +15,14 @@ def rough_fonts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(style, "PDF_FONTS", 3)
         yield
+
+
+@pytest.fixture(scope="session")
+def colours() -> Callable[[bytes], int]:
+    """Counts the colours of an image: one that shows nothing has few."""
+
+    def count(image: bytes) -> int:
+        with Image.open(BytesIO(image)) as picture:
+            return len(picture.convert("RGB").getcolors(picture.width * picture.height))
+
+    return count

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,9 @@ def console_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-def test_the_page_is_drawn_without_errors(browser: str, page: Path, tmp_path: Path) -> None:
+def test_the_page_is_drawn_without_errors(
+    browser: str, page: Path, tmp_path: Path, colours: Callable[[bytes], int]
+) -> None:
     picture = tmp_path / "page.png"
     size = "--window-size=1280,3000"
     done = browse(browser, page, tmp_path / "profile", f"--screenshot={picture}", size)
@@ -77,7 +80,7 @@ def test_the_page_is_drawn_without_errors(browser: str, page: Path, tmp_path: Pa
     with Image.open(picture) as image:
         pixels = np.asarray(image.convert("RGB"))
     assert pixels.shape == (3000, 1280, 3)
-    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 200
+    assert colours(picture.read_bytes()) > 200
     # The bars' and lines' blue and vermilion: the figures are on the picture, not only their frames.
     for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
         assert (pixels == colour).all(axis=2).sum() > 500

@@ -4,12 +4,11 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 from rich.console import Console
 
 from fedloom.experiments.benchmarks.generated_ablation import Fates, write_planned
@@ -104,7 +103,10 @@ def test_an_unfinished_ablation_says_how_its_trials_stand_and_refreshes(
 
 
 def test_figures_show_something_and_are_named_by_the_ablation(
-    tmp_path: Path, beta: tuple[Path, Ablation, ReportFiles], budget: tuple[Path, Ablation, ReportFiles]
+    tmp_path: Path,
+    beta: tuple[Path, Ablation, ReportFiles],
+    budget: tuple[Path, Ablation, ReportFiles],
+    colours: Callable[[bytes], int],
 ) -> None:
     ablation = written(tmp_path, [*BUDGET, f"ablation.figures=[{','.join(FIGURES)}]"], Fates(reusing={1: 0}))
     plan = ablation.folder(tmp_path) / "ablation.json"  # of a version that knows one more
@@ -116,9 +118,7 @@ def test_figures_show_something_and_are_named_by_the_ablation(
         if path.suffix == ".pdf":
             assert path.read_bytes().startswith(b"%PDF-")
             continue
-        with Image.open(path) as image:
-            assert image.width > 600
-            assert len(np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0)) > 50
+        assert colours(path.read_bytes()) > 50, path
 
 
 def test_reports_are_the_same_bytes_again(beta: tuple[Path, Ablation, ReportFiles], tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 import copy
 import json
-from collections.abc import Sequence
-from io import BytesIO, StringIO
+from collections.abc import Callable, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 from rich.console import Console
 
 from fedloom.experiments.analysis.convergence import convergence
@@ -316,7 +314,7 @@ def test_a_dry_run_says_that_nothing_was_trained_and_shows_its_totals(tmp_path: 
     assert [p.stem for p in files.plots if p.suffix == ".png"] == ["communication"]
 
 
-def test_the_page_the_json_and_the_figures_of_several_runs(tmp_path: Path) -> None:
+def test_the_page_the_json_and_the_figures_of_several_runs(tmp_path: Path, colours: Callable[[bytes], int]) -> None:
     for i in (1, 2):
         write_supernet(tmp_path, f"r{i}", better=0.05 * i, seed=i)
     write_supernet(tmp_path, "r3", method__train__shares={"beta_0": 0.5})
@@ -327,8 +325,7 @@ def test_the_page_the_json_and_the_figures_of_several_runs(tmp_path: Path) -> No
     assert {"accuracy-macs", "search", "beta", "cost"} <= set(plots)
     assert "pareto-elastic" not in plots
     for name in ("accuracy-macs", "search", "beta", "cost"):
-        with Image.open(BytesIO(plots[name].read_bytes())) as image:
-            assert len(np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0)) > 50, name
+        assert colours(plots[name].read_bytes()) > 50, name
     page = files.markdown.read_text()
     assert "| macs=260 | d=" in page
     assert "| FedAvg | d=1,1 e=1.5 alone | 400 B | 200 B | 2.00× |" in page

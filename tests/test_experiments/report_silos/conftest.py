@@ -2,13 +2,12 @@
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
-from io import BytesIO, StringIO
+from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from PIL import Image
 from rich.console import Console
 
 from fedloom.experiments.analysis.silo_summaries import silo_summaries
@@ -160,14 +159,3 @@ def darts_space() -> DartsSpace:
     space = darts_space_of(CONFIG)
     assert space is not None
     return space
-
-
-@pytest.fixture(scope="session")
-def colours() -> Callable[[bytes], int]:
-    """Counts the colours of an image: one that shows nothing has few."""
-
-    def count(image: bytes) -> int:
-        with Image.open(BytesIO(image)) as picture:
-            return len(picture.convert("RGB").getcolors(picture.width * picture.height))
-
-    return count
