@@ -1,7 +1,7 @@
 """Personalisation gains: every silo's architecture on every silo's data, and no silo's own state touched by it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +20,7 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo import crossed as crossed_task
+from fedloom.platform.methods.silo import gains as gains_module
 from fedloom.platform.methods.silo.crossed import BestEpoch
 from fedloom.platform.methods.silo.gains import GainConfig, GainStage
 from fedloom.platform.methods.silo.personal import Personal, unpacked
@@ -190,21 +191,43 @@ def test_as_in_the_paper_the_others_best_epoch_is_compared_with_the_final_model(
             assert number.loc[name, on] == 1 + each.index(max(each))
 
 
-def test_validation_data_may_choose_the_epoch_and_is_then_not_trained_on(
-    make_config: Make, run_stages: RunStages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained: list[int] = []
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of samples of every training that is done in the test."""
+    sizes: list[int] = []
     original = crossed_task.train_network
 
     def spy(*given: Any, **more: Any) -> Any:
-        trained.append(len(given[4][1]))
+        sizes.append(len(given[4][1]))
         return original(*given, **more)
 
     monkeypatch.setattr(crossed_task, "train_network", spy)
+    return sizes
+
+
+def test_validation_data_may_choose_the_epoch_and_is_then_not_trained_on(
+    make_config: Make, run_stages: RunStages, trained: list[int]
+) -> None:
     gains, rows = crossed(make_config, run_stages, epochs=3, epoch="validation")
     assert trained == gains.world.data.sizes("train").tolist() * 3
     assert set(rows.metric) == {"loss", "accuracy", "best_epoch"}
     assert pairs(rows, "best_epoch").isin([1, 2, 3]).all(axis=None)
+
+
+@pytest.mark.parametrize("options", [{}, {"tune_own": False}, {"epoch": "validation"}, {"clients": 2}])
+def test_the_macs_left_are_those_of_what_is_trained(
+    make_config: Make,
+    run_stages: RunStages,
+    monkeypatch: pytest.MonkeyPatch,
+    trained: list[int],
+    options: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(gains_module, "expected_macs", lambda _: 7.0)
+    gains, _ = crossed(make_config, run_stages, epochs=2, **options)
+    assert gains.stage.macs_left(replace(gains.before, round=0)) == sum(trained) * 2 * 3 * 7
+    silos = options.get("clients", 3)
+    of_the_last = trained[-silos:] if options.get("tune_own", True) else trained[-silos + 1 :]
+    assert gains.stage.macs_left(replace(gains.before, round=silos - 1)) == sum(of_the_last) * 2 * 3 * 7
 
 
 def test_the_best_epoch_is_the_first_of_the_highest_metric() -> None:

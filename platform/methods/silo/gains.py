@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+import numpy as np
+
 from fedloom.platform.federation.planning import TRAINING, expected_macs
 from fedloom.platform.federation.stage import Plan
 from fedloom.platform.federation.state import RunState
@@ -74,9 +76,12 @@ class GainStage(ClientEvaluation):
         return len(self.silos) - state.round
 
     def macs_left(self, state: RunState) -> float:
-        """Those of training every remaining architecture on every silo's data."""
-        samples = self.config.epochs * float(self.world.data.sizes("train")[list(self.silos)].sum())
-        return (len(self.silos) - state.round) * samples * TRAINING * expected_macs(self.world)
+        """Those of training every remaining architecture on every silo's data, its own silo's only with `tune_own`."""
+        data, silos = self.world.data, list(self.silos)
+        samples = data.sizes("train") + (0 if self.config.epoch == BY_VALIDATION else data.sizes("validation"))
+        remaining = silos[state.round :]
+        times = len(remaining) - (not self.config.tune_own) * np.isin(silos, remaining)
+        return float(times @ samples[silos]) * self.config.epochs * TRAINING * expected_macs(self.world)
 
     def plan(self, state: RunState) -> Plan:
         """Trains the architecture of silo `state.round` on the data of every silo."""
