@@ -111,9 +111,16 @@ def need_of(item: Item, scale: str) -> Need:
     datasets = tuple(dict.fromkeys(part.dataset for part in parts))
     lacking = dict.fromkeys(missing_data(part.dataset, part.scale.overrides) for part in parts)
     macs = counted_work().get(item.runs_of, {}).get(scale)
-    record = record_of(item, Asked(scale))
-    hours = record.hours if record is not None and record.is_whole else None
-    return Need(macs, datasets, tuple(filter(None, lacking)), hours)
+    return Need(macs, datasets, tuple(filter(None, lacking)), _hours_of(item, scale))
+
+
+def _hours_of(item: Item, scale: str) -> float | None:
+    """How long the runs of a whole record took; a damaged one is refused where records are asked for."""
+    try:
+        record = record_of(item, Asked(scale))
+    except ValueError:
+        return None
+    return record.hours if record is not None and record.is_whole else None
 
 
 def list_block(found: Sequence[Entry]) -> Block:
@@ -158,7 +165,8 @@ def state_of(entry: Entry, scale: str) -> str:
     if outcome is None:
         return COUNTED if scale in entry.item.scales else ABSENT
     done, planned = outcome.runs
-    runs = f" ({done} of {planned} runs)" if 0 < done < planned else " (recorded)" if outcome.recorded else ""
+    record = "" if outcome.record is None else f" ({outcome.record.in_short})"
+    runs = f" ({done} of {planned} runs)" if 0 < done < planned else record
     return (counted_states(outcome.verdicts) or "no claim") + runs
 
 
@@ -197,7 +205,12 @@ def summary_block(found: Sequence[Entry]) -> Block:
 
 
 def _about_records(found: Sequence[Entry]) -> tuple[str, ...]:
-    names = [entry.item.name for entry in found if any(outcome.recorded for outcome in entry.outcomes.values())]
+    names = [
+        f"{entry.item.name} ({scale} scale{outcome.record.in_short.removeprefix('recorded')})"
+        for entry in found
+        for scale, outcome in entry.outcomes.items()
+        if outcome.record is not None
+    ]
     return (f"Recorded, not run here: {', '.join(names)}.",) if names else ()
 
 
@@ -257,7 +270,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
                     "missing": n.missing, "recorded_hours": n.recorded_hours}
             for scale, n in needs.items()
         },
-        "recorded": {scale: outcome.recorded or None for scale, outcome in entry.outcomes.items()},
+        "recorded": {s: o.record.text if o.record else None for s, o in entry.outcomes.items()},
         "claims": [
             {"claim": claim.text, **{scale: _state(v) for scale, v in zip(SCALES, pair, strict=True)},
              "in_the_paper": in_the_paper(claim, item), "why": item.missing or _why(pair)}

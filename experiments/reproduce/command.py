@@ -54,14 +54,15 @@ def run_command(args: Namespace) -> int:
         raise ValueError(f"{given}give one item, such as fedoras/tab6; fedloom reproduce --list shows all")
     item = load_given(names[0])
     wanted = asked(item, overrides)
+    if args.recorded and not wanted.is_own:
+        raise ValueError(f"--recorded: {item.name} has no record of runs that the command line changes: leave one out")
     if args.record:
         check_recordable(item, wanted)
     kind = run_item(item, wanted, args.results, as_json=args.json) if item.needs_runs and not args.show else DONE
-    show(outcome_of(item, wanted, args.results, recorded=args.recorded), as_json=args.json)
-    if args.record and kind != INTERRUPTED:
-        file = record(item, wanted, args.results)
-        if not args.json:
-            console().print(Text(f"kept in {file}"))
+    kept = record(item, wanted, args.results) if args.record and kind == DONE else None
+    show(outcome_of(item, wanted, args.results, recorded=args.recorded), kept, as_json=args.json)
+    if args.record and kept is None:
+        sys.stderr.write(f"fedloom: nothing was recorded, as the runs ended so: {kind}\n")
     return of_run_end(kind)
 
 
@@ -130,10 +131,10 @@ def _lacking(part: Part, wanted: Asked) -> str:
     return missing_data(part.dataset, [*part.scale.overrides, *wanted.free])
 
 
-def show(outcome: Outcome, *, as_json: bool) -> None:
-    """Prints the tables of an item, or one JSON object."""
+def show(outcome: Outcome, kept: Path | None, *, as_json: bool) -> None:
+    """Prints the tables of an item and where its values were kept, or one JSON object."""
     if as_json:
-        write_json(outcome_json(outcome))
+        write_json({**outcome_json(outcome), **({} if kept is None else {"kept": str(kept)})})
         return
     screen = console()
     for block in blocks(outcome):
@@ -142,3 +143,5 @@ def show(outcome: Outcome, *, as_json: bool) -> None:
             screen.print()
     for sentence in outcome.missing:
         screen.print(Text(sentence, style="yellow"))
+    if kept is not None:
+        screen.print(Text(f"kept in {kept}"))

@@ -40,6 +40,7 @@ def picture(outcome: Outcome) -> Picture | None:
     caption = (
         f"{item.source}, at the {outcome.scale} scale. Filled: measured, with the 95 % interval over seeds. Hollow: "
         f"published, with the paper's standard deviation.{left_out}"
+        + (f" Values {outcome.record.text}." if outcome.record else "")
     )
     name = f"{item.name.replace('/', '-')}-{outcome.scale}"
     return Picture(name, f"{item.name}: {item.title}", caption, Drawing(figure))

@@ -8,7 +8,7 @@ from fedloom.experiments.analysis.tables import only
 from fedloom.experiments.reproduce.claims import verdict
 from fedloom.experiments.reproduce.measure import Runs, lacking, measured
 from fedloom.experiments.reproduce.plan import AXIS, Asked, Part, parts_of
-from fedloom.experiments.reproduce.records import record_of
+from fedloom.experiments.reproduce.records import record_file, record_of
 from fedloom.experiments.reproduce.schema import Counted, Item, Scale
 from fedloom.experiments.reproduce.settings import missing_data
 from fedloom.experiments.reproduce.table import Outcome, rows_of
@@ -19,14 +19,16 @@ from fedloom.experiments.store.trials import FINAL, counted, trial_states
 def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = False) -> Outcome:
     """Measures an item from what its runs have left so far, and judges its claims.
 
-    With `recorded`, the item's record stands for runs of which none is here.
+    With `recorded`, the item's record stands for runs of which none is here; one of other runs is named as missing.
     """
     scale = asked.of(item.scales[asked.scale])
     parts = parts_of(item, asked) if item.needs_runs else []
     runs = [found for part in parts if (found := done_runs(part, results)) is not None]
     record = record_of(item, asked) if recorded and not runs else None
+    is_old = recorded and not runs and record is None and record_file(item, asked.scale).exists()
+    old = [f"{record_file(item, asked.scale)} does not count: it is of other runs"] if is_old else []
     planned = sum(part.num_runs for part in parts)
-    if record is not None:
+    if record is not None and record.is_whole:
         parts = [part for part in parts if part.ablation_id not in record.ablations]
     values = measured(item, scale, runs, {} if record is None else record.values)
     claims = [claim for claim in item.claims if asked.scale in claim.scales]
@@ -36,9 +38,9 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
         is_own=asked.is_own,
         rows=tuple(rows_of(item, scale, values)),
         verdicts=tuple(verdict(claim, values, item, [*scale.settings]) for claim in claims),
-        missing=tuple(dict.fromkeys(_lacks(item, scale, parts, results, asked.free))),
+        missing=tuple(dict.fromkeys([*_lacks(item, scale, parts, results, asked.free), *old])),
         runs=(sum(len(found.places) for found in runs), planned),
-        recorded="" if record is None else record.text,
+        record=record,
     )
 
 

@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fedloom.experiments.reproduce.files import EXPERIMENT
 from fedloom.experiments.reproduce.schema import SCALES, Item, Scale
@@ -144,10 +144,10 @@ def without_common_keys(scale: Scale) -> tuple[dict[str, dict[str, Any]], list[s
     An override that a setting changes is given to the settings that do not.
     """
     varied = {key for changes in scale.settings.values() for key in changes}
-    shared = {o.partition("=")[0]: yaml.safe_load(o.partition("=")[2]) for o in scale.overrides}
-    common = {key: value for key, value in shared.items() if key in varied}
+    read = OverridesParser.create().parse_overrides(list(scale.overrides))
+    common = {o.key_or_group: o.value() for o in read if o.key_or_group in varied}
     settings = {name: {**common, **changes} for name, changes in scale.settings.items()}
-    return settings, [o for o in scale.overrides if o.partition("=")[0] not in common]
+    return settings, [str(o.input_line) for o in read if o.key_or_group not in common]
 
 
 def planned(item: Item, part: Part, free: Sequence[str], results: str | Path) -> Ablation:

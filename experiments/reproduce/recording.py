@@ -5,11 +5,14 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fedloom.experiments.reproduce.measure import Measured, Values, measured
+from fedloom.experiments.analysis.tables import load_paths
+from fedloom.experiments.reproduce.measure import Measured, Runs, Values, measured
 from fedloom.experiments.reproduce.outcome import done_runs
-from fedloom.experiments.reproduce.plan import Asked, parts_of
-from fedloom.experiments.reproduce.records import Record, computed, reads, record_file, record_of
+from fedloom.experiments.reproduce.plan import Asked, Part, parts_of
+from fedloom.experiments.reproduce.records import Record, computed, other_than, reads, record_file, record_of
 from fedloom.experiments.reproduce.schema import HOUR_S, Item, Read
+from fedloom.experiments.store.ablations import FOLDER as ABLATIONS
+from fedloom.experiments.store.ablations import read_ablation
 from fedloom.platform.results.files import check_writable, write_atomically
 
 DIGITS = 6
@@ -21,14 +24,15 @@ def check_recordable(item: Item, asked: Asked) -> None:
         raise ValueError(f"{item.name}: {item.missing or 'what is counted without training is not recorded'}")
     if not asked.is_own:
         raise ValueError(f"{item.name}: runs that the command line changes are not recorded")
+    record_of(item, asked)  # a damaged one is found before hours of training
     check_writable(item.file.parent, "the item's folder")
 
 
 def record(item: Item, asked: Asked, results: Path) -> Path:
     """Keeps what the item's own runs in this folder have measured, beside the item; returns the file.
 
-    Runs that are not done are left out, and counted. Raises ValueError if none is done, and for fewer runs than the
-    record has that is there.
+    Runs that are not done are left out, and counted. Raises ValueError if none is done, for runs of presets as they
+    were before, and for fewer runs than the record has that is there.
     """
     check_recordable(item, asked)
     parts = parts_of(item, asked)
@@ -36,11 +40,16 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
     runs = sum(len(done.places) for done in begun.values())
     if not runs:
         raise ValueError(f"{item.name}: none of its runs is done: there is nothing to record")
+    for part in parts:
+        if part.ablation_id in begun:
+            _check_presets(part, begun[part.ablation_id], results)
     file, known = record_file(item, asked.scale), record_of(item, asked)
     if known is not None and known.runs[0] > runs:
         raise ValueError(f"{file} has {known.runs[0]} runs, here are {runs}: delete it if these shall replace them")
     scale = item.scales[asked.scale]
-    hours = sum(float(done.tables.rounds["wall_s"].sum()) for done in begun.values()) / HOUR_S
+    # Without the rounds of supernets that other runs have trained, which the tables of `done_runs` repeat.
+    rounds = load_paths([p for done in begun.values() for p in done.tables.paths], ["rounds"]).rounds
+    hours = float(rounds["wall_s"].sum()) / HOUR_S
     found = Record(
         ablations=tuple(begun),
         runs=(runs, sum(part.num_runs for part in parts)),
@@ -52,6 +61,18 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
     )
     _write(file, found)
     return file
+
+
+def _check_presets(part: Part, done: Runs, results: Path) -> None:
+    """Raises ValueError for runs that were of other presets than today's, whose values would be taken for theirs."""
+    trials = read_ablation(results / ABLATIONS / part.ablation_id).trials
+    configs = {done.places[trial.run_id][0]: trial.config for trial in trials if trial.run_id in done.places}
+    for setting, config in configs.items():
+        if changed := other_than(config, part.scale, setting):
+            raise ValueError(
+                f"the runs in {results} differ from what {part.scale.experiment} ({setting}) is now in {changed}: "
+                "run the item in another results folder, and record that"
+            )
 
 
 def _of_runs(item: Item, found: Mapping[str, Measured]) -> dict[str, Values]:

@@ -4,7 +4,7 @@ A file per item and scale in the paper's folder `recorded`: JSON with values by 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +29,7 @@ class Record:
         computed: a hash of what the runs compute, with the presets' content.
         reads: a hash of how the quantities are read.
         day: when it was recorded, as 2026-11-23.
-        hours: those of all rounds, one after the other, on the machine that computed them.
+        hours: those of all rounds that the runs computed themselves, one after the other.
         values: by quantity.
     """
 
@@ -52,6 +52,11 @@ class Record:
         done, planned = self.runs
         number = f"{done}" if self.is_whole else f"{done} of {planned}"
         return f"recorded on {self.day} from {number} runs, {self.hours:g} h in all"
+
+    @property
+    def in_short(self) -> str:
+        """That it is a record, and of how many runs if some are not in it."""
+        return "recorded" if self.is_whole else f"recorded, {self.runs[0]} of {self.runs[1]} runs"
 
 
 def record_file(item: Item, scale: str) -> Path:
@@ -89,10 +94,13 @@ def read_record(file: Path) -> Record:
             }
             for quantity, settings in known.pop("values").items()
         }
-        done, planned = known.pop("runs")
-        ablations = tuple(known.pop("ablations"))
-        return Record(ablations=ablations, runs=(int(done), int(planned)), values=values, **known)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        done, planned = map(int, known.pop("runs"))
+        ablations = tuple(map(str, known.pop("ablations")))
+        if not ablations or not 0 < done <= planned:
+            raise ValueError("it is of no runs")
+        hours, day = float(known.pop("hours")), str(known.pop("day"))
+        return Record(ablations=ablations, runs=(done, planned), hours=hours, day=day, values=values, **known)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(f"{file} is damaged: delete it, and record again ({error})") from error
 
 
@@ -115,6 +123,27 @@ def computed(scale: Scale) -> str:
     configs = [what_is_computed(asdict(compose_config(overrides_of(scale, setting)))) for setting in scale.settings]
     content = json.dumps([[*map(_given, configs)], scale.seeds], sort_keys=True)
     return sha256(content.encode()).hexdigest()[:16]
+
+
+def other_than(config: Mapping[str, Any], scale: Scale, setting: str) -> str:
+    """What a run computed otherwise than the item asks for now, as its presets have changed; empty if nothing.
+
+    Keys that the run's configuration does not know are newer than it, and do not count; nor does the seed.
+    """
+    from fedloom.experiments.runs.configuration import compose_config
+    from fedloom.platform.runs.run import what_is_computed  # imports torch
+
+    now = what_is_computed(asdict(compose_config(overrides_of(scale, setting))))
+    return ", ".join(_changed(what_is_computed(config), json.loads(json.dumps(now))))
+
+
+def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in then.items():
+        other = now.get(name)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            yield from _changed(value, other, f"{prefix}{name}.")
+        elif value != other and f"{prefix}{name}" != "seed":
+            yield f"{prefix}{name}"
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from fedloom.experiments.report.parts.block import Block
 from fedloom.experiments.report.parts.numbers import ABSENT
 from fedloom.experiments.reproduce.claims import Interval, Verdict, in_the_paper, interval_at, spot_name
 from fedloom.experiments.reproduce.measure import NOTHING, Measured
+from fedloom.experiments.reproduce.records import Record
 from fedloom.experiments.reproduce.schema import PAPER, Item, Published, Quantity, Scale, Spot
 
 
@@ -36,7 +37,7 @@ class Outcome:
         is_own: whether the runs are the item's own, and not changed by the command line.
         missing: sentences about data that is not there and runs that are not done.
         runs: how many of its runs are done, and how many there are.
-        recorded: when and from what the values were recorded; empty if they are from runs in the results folder.
+        record: what the values were kept in; None if they are from runs in the results folder.
     """
 
     item: Item
@@ -46,7 +47,7 @@ class Outcome:
     verdicts: tuple[Verdict, ...]
     missing: tuple[str, ...] = ()
     runs: tuple[int, int] = (0, 0)
-    recorded: str = ""
+    record: Record | None = None
 
 
 def rows_of(item: Item, scale: Scale, measured: Mapping[str, Measured]) -> Iterator[Row]:
@@ -90,7 +91,7 @@ def about(outcome: Outcome) -> tuple[str, ...]:
         return tuple(filter(None, (f"{item.source}. Published numbers alone: it cannot be run here.", item.note)))
     changed = "" if outcome.is_own else ", changed by the command line"
     intervals = "mean ± 95 % interval over seeds; sd: the paper's standard deviation" if item.needs_runs else "counted"
-    intervals += f"; values {outcome.recorded}" if outcome.recorded else ""
+    intervals += f"; values {outcome.record.text}" if outcome.record else ""
     first = f"{item.source}. Scale: {outcome.scale} ({scale.experiment}{changed}). Measured: {intervals}."
     return (first, item.note) if item.note else (first,)
 
@@ -174,7 +175,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "source": outcome.item.source,
         "scale": outcome.scale,
         "changed": not outcome.is_own,
-        "recorded": outcome.recorded or None,
+        "recorded": outcome.record.text if outcome.record else None,
         "rows": [_row_as_json(row) for row in outcome.rows],
         "claims": [_claim_as_json(outcome.item, verdict) for verdict in outcome.verdicts],
         "missing": [*outcome.missing],

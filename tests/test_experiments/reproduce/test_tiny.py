@@ -216,6 +216,24 @@ def test_recorded_values_stand_for_runs_that_are_not_here(command: Command, resu
     assert (item["recorded"]["paper"], item["recorded"]["small"][:11]) == (None, "recorded on")
     _, out, _ = command("--list", "--recorded", str(own), *elsewhere)
     assert "(recorded)" in out
+    code, _, err = command(str(own), "--show", "--recorded", "seeds=[7]", *elsewhere)
+    assert (code, "no record of runs that the command line changes" in err) == (2, True)
+
+
+def test_a_record_of_some_runs_says_so_and_what_is_missing(command: Command, results: Path, own: Path) -> None:
+    found = read(command, str(own), "--record", "--show", "--results", str(results))
+    file = Path(found["kept"])
+    content = json.loads(file.read_bytes())
+    seeds = content["values"]["bytes"]["short"][""]
+    (row,) = (row for row in found["rows"] if (row["quantity"], row["setting"]) == ("bytes", "short"))
+    assert ([*seeds], sum(seeds.values()) / 2) == (["1", "2"], pytest.approx(row["measured"]["mean"], rel=1e-5))
+    file.write_text(json.dumps({**content, "runs": [1, 4]}))
+    elsewhere = ("--recorded", "--results", str(own.parent / "elsewhere"))
+    assert "trials are not begun" in read(command, str(own), "--show", *elsewhere)["missing"][0]
+    _, out, _ = command("--list", str(own), *elsewhere)
+    assert "(recorded, 1 of 4 runs)" in " ".join(out.split())
+    _, out, _ = command("--scoreboard", str(own), *elsewhere)
+    assert "tiny/tab1 (small scale, 1 of 4 runs)" in " ".join(out.split())
 
 
 def test_a_record_of_other_runs_does_not_count(command: Command, results: Path, own: Path, tmp_path: Path) -> None:
@@ -233,7 +251,13 @@ def test_a_record_of_other_runs_does_not_count(command: Command, results: Path, 
     assert read(command, *shown)["recorded"] is None
     own.write_text(text)
     preset.write_text("defaults: [fedavg_digits]\nmethod: {train: {lr: 0.2}}\n")
-    assert read(command, *shown)["recorded"] is None
+    old = read(command, *shown)
+    assert old["recorded"] is None
+    assert "tab1.small.json does not count: it is of other runs" in old["missing"][-1]
+    for more in ((), ("--show",)):  # the runs are those of the old preset: their values are not the new one's
+        code, _, err = command(str(own), "--record", *more, *elsewhere)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "is now in method.train.lr: run the item in another results folder" in err
 
 
 def test_items_with_the_same_runs_are_recorded_one_by_one(command: Command, results: Path, own: Path) -> None:
@@ -256,11 +280,16 @@ def test_a_damaged_record_is_one_line_and_a_whole_one_is_kept(command: Command, 
     file.write_text(json.dumps({**content, "runs": [5, 5]}))
     code, _, err = command(str(own), "--record", "--show", "--results", str(results))
     assert (code, "has 5 runs, here are 4: delete it" in err) == (2, True)
-    for text in ("{", "[]", json.dumps({**content, "values": 3}), json.dumps({**content, "more": 1})):
+    changes = (
+        {"values": 3}, {"more": 1}, {"hours": None}, {"hours": "x"}, {"ablations": []},
+        {"runs": [float("inf"), 1]}, {"runs": [0, 4]},
+    )  # fmt: skip
+    for text in ("{", "[]", *(json.dumps({**content, **change}) for change in changes)):
         file.write_text(text)
-        code, _, err = command("--list", str(own), "--results", str(results))
-        assert (code, err.count("\n")) == (2, 1)
-        assert f"{file} is damaged: delete it, and record again" in err
+        for asked in (("--list", "--recorded"), ("--record",), ("--show", "--recorded")):
+            code, _, err = command(str(own), *asked, "--results", str(own.parent / "elsewhere"))
+            assert (code, err.count("\n"), f"{file} is damaged: delete it, and record again" in err) == (2, 1, True)
+        assert command("--list", str(own), "--results", str(results))[0] == 0  # it asks for no record
 
 
 def approximately(values: Any) -> Any:
