@@ -60,10 +60,11 @@ def rows_of(item: Item, scale: Scale, measured: Mapping[str, Measured]) -> Itera
 
 
 def _spots(quantity: Quantity, scale: Scale, own: Measured) -> list[Spot]:
-    """The spots by setting: those of the scale in its order, then those that are only published."""
-    both = dict.fromkeys([*quantity.published, *sorted(own.values)])
+    """The spots by setting, those of the scale first, then those that are only published; places as they come."""
+    both = dict.fromkeys([*quantity.published, *own.values])
     settings = [*scale.settings, *(setting for setting, _ in both if setting not in scale.settings)]
-    return sorted(both, key=lambda spot: settings.index(spot[0]))
+    places = [*dict.fromkeys(place for _, place in both)]
+    return sorted(both, key=lambda spot: (settings.index(spot[0]), places.index(spot[1])))
 
 
 def blocks(outcome: Outcome) -> list[Block]:
