@@ -8,8 +8,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
 from fedloom.experiments.reproduce.files import EXPERIMENT
 from fedloom.experiments.reproduce.schema import SCALES, Item, Scale
 from fedloom.experiments.reproduce.settings import dataset_of
@@ -143,6 +141,8 @@ def without_common_keys(scale: Scale) -> tuple[dict[str, dict[str, Any]], list[s
 
     An override that a setting changes is given to the settings that do not.
     """
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # which a list of items does not need
+
     varied = {key for changes in scale.settings.values() for key in changes}
     read = OverridesParser.create().parse_overrides(list(scale.overrides))
     common = {o.key_or_group: o.value() for o in read if o.key_or_group in varied}

@@ -117,11 +117,8 @@ def computed(scale: Scale) -> str:
 
     Keys without a value do not count, so that a new one does not make a record old.
     """
-    from fedloom.experiments.runs.configuration import compose_config
-    from fedloom.platform.runs.run import what_is_computed  # imports torch
-
-    configs = [what_is_computed(asdict(compose_config(overrides_of(scale, setting)))) for setting in scale.settings]
-    content = json.dumps([[*map(_given, configs)], scale.seeds], sort_keys=True)
+    configs = [_given(_computed_by(scale, setting)) for setting in scale.settings]
+    content = json.dumps([configs, scale.seeds], sort_keys=True)
     return sha256(content.encode()).hexdigest()[:16]
 
 
@@ -130,11 +127,17 @@ def other_than(config: Mapping[str, Any], scale: Scale, setting: str) -> str:
 
     Keys that the run's configuration does not know are newer than it, and do not count; nor does the seed.
     """
+    from fedloom.platform.runs.run import what_is_computed  # imports torch
+
+    now = json.loads(json.dumps(_computed_by(scale, setting)))
+    return ", ".join(_changed(what_is_computed(config), now))
+
+
+def _computed_by(scale: Scale, setting: str) -> dict[str, Any]:
     from fedloom.experiments.runs.configuration import compose_config
     from fedloom.platform.runs.run import what_is_computed  # imports torch
 
-    now = what_is_computed(asdict(compose_config(overrides_of(scale, setting))))
-    return ", ".join(_changed(what_is_computed(config), json.loads(json.dumps(now))))
+    return what_is_computed(asdict(compose_config(overrides_of(scale, setting))))
 
 
 def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

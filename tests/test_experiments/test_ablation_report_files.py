@@ -9,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from fedloom.experiments.benchmarks.generated_ablation import Fates, write_planned
@@ -119,6 +120,8 @@ def test_figures_show_something_and_are_named_by_the_ablation(
             assert path.read_bytes().startswith(b"%PDF-")
             continue
         assert colours(path.read_bytes()) > 50, path
+        with Image.open(path) as image:
+            assert image.width > 600, path
 
 
 def test_reports_are_the_same_bytes_again(beta: tuple[Path, Ablation, ReportFiles], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from PIL import Image
 from rich.console import Console
 
 from fedloom.experiments.analysis.bounds import upper_bounds
@@ -124,6 +125,8 @@ def test_a_report_is_complete_and_self_contained(tmp_path: Path, colours: Callab
             assert plot.read_bytes().startswith(b"%PDF"), plot.name
         else:
             assert colours(plot.read_bytes()) > 50, f"{plot.name} is empty"
+            with Image.open(plot) as image:
+                assert image.width > 600, plot.name
     assert [p.name for p in files.plots if p.suffix == ".pdf"] == [n.replace("png", "pdf") for n in pictures(files)]
     assert r"\begin{tabular}" in files.latex.read_text()
     page = Page(files.html.read_text())

@@ -1,6 +1,5 @@
 """The records that fedloom ships belong to the items as they are."""
 
-import json
 from functools import cache
 from pathlib import Path
 
@@ -40,4 +39,4 @@ def test_a_record_is_of_what_the_item_runs_now(file: Path, known: dict[Path, tup
     assert {setting for (setting, _), _ in spots} <= {*scale.settings}
     assert all({*seeds} <= {*scale.seeds} for _, seeds in spots)
     assert found.runs[1] == sum(part.num_runs for part in parts_of(item, Asked(name)))
-    assert found.values.keys() == json.loads(file.read_bytes())["values"].keys()
+    assert 0 < len({(setting, seed) for (setting, _), seeds in spots for seed in seeds}) <= found.runs[0]
