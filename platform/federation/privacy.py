@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fedloom.platform.averaging.average import WeightedSums
@@ -14,6 +12,7 @@ from fedloom.platform.averaging.privacy import expected_weights, privatised
 from fedloom.platform.averaging.secure import needed_of
 from fedloom.platform.clients.sealing import SecurePlan
 from fedloom.platform.clients.trainer import Train
+from fedloom.platform.federation.accounting import accounting, epsilon, mechanism, with_round
 from fedloom.platform.federation.planning import in_plan_order
 from fedloom.platform.federation.training_config import SPENT, cohort_size
 from fedloom.platform.seeding import stream, torch_stream
@@ -77,7 +76,7 @@ def check_privacy(config: TrainingConfig, rules: Rules) -> None:
             f"{key}.min_contributors={config.min_contributors}: to look at who covers a scalar would tell who took "
             f"part; use 1 ({key}.privacy.least_coverage leaves out what few are expected to hold)"
         )
-    _accounting()
+    accounting()
 
 
 def _check_secure(config: TrainingConfig, rules: Rules, key: str) -> None:
@@ -92,16 +91,6 @@ def _check_secure(config: TrainingConfig, rules: Rules, key: str) -> None:
         )
     if config.clients_per_round == 1:
         raise ValueError(f"{key}.privacy.secure=true: the sum of one client is its update; raise clients_per_round")
-
-
-def _accounting() -> Any:
-    try:
-        import dp_accounting
-    except ImportError as error:
-        raise ValueError(
-            "differential privacy needs Google's accountant: pip install 'fedloom[privacy]' (dp-accounting)"
-        ) from error
-    return dp_accounting
 
 
 def private(task: Task, config: PrivacyConfig, stage: str) -> Train:
@@ -207,60 +196,3 @@ class PrivateRounds:
             drawn = rng.choice(self.eligible, size=min(self.size, len(self.eligible)), replace=False)
             ordered = tuple(in_plan_order(self.world, tuple(drawn.tolist())))
             yield [(task.network.held(self.world.space), task.share) for task in tasks_of(index, ordered)]
-
-
-# -- accounting -------------------------------------------------------------------------------------------------------
-
-Mechanism = tuple[str, float, float]
-"""How clients are sampled (uniform, poisson or all), the share of the clients, and the noise multiplier z."""
-
-
-def mechanism(config: TrainingConfig, eligible: int, size: int) -> Mechanism:
-    """The mechanism of a round of the stage."""
-    whole = config.selection == "all" or config.clients_per_round is None or size >= eligible
-    return (
-        "all" if whole else config.selection,
-        size if config.selection == "uniform" else size / eligible,
-        config.privacy.noise,
-    )
-
-
-def with_round(spent: list[list[Any]], mechanism_: Mechanism, population: int) -> list[list[Any]]:
-    """What was spent, as [mechanism, population, rounds] each, after one more round."""
-    found = [[*entry] for entry in spent]
-    if {"uniform", "poisson"} <= {mechanism_[0], *(entry[0][0] for entry in found)}:
-        raise ValueError(
-            "privacy: stages that sample by uniform and by poisson have no common epsilon: use one of them"
-        )
-    for entry in found:
-        if entry[0] == list(mechanism_) and entry[1] == population:
-            entry[2] += 1
-            return found
-    return [*found, [list(mechanism_), population, 1]]
-
-
-def epsilon(spent: list[list[Any]], delta: float, accountant: str) -> float:
-    """The epsilon of all rounds so far at this delta; infinite without noise."""
-    return _epsilon(tuple((tuple(m), population, rounds) for m, population, rounds in spent), delta, accountant)
-
-
-@lru_cache(maxsize=4096)
-def _epsilon(spent: tuple[tuple[Mechanism, int, int], ...], delta: float, accountant: str) -> float:
-    if any(noise == 0 for (_, _, noise), _, _ in spent):
-        return math.inf
-    library = _accounting()
-    fixed = any(sampling == "uniform" for (sampling, _, _), _, _ in spent)
-    relation = library.NeighboringRelation.REPLACE_ONE if fixed else library.NeighboringRelation.ADD_OR_REMOVE_ONE
-    from dp_accounting.pld import PLDAccountant
-    from dp_accounting.rdp import RdpAccountant
-
-    total = (PLDAccountant if accountant == "pld" else RdpAccountant)(neighboring_relation=relation)
-    for (sampling, share, noise), population, rounds in spent:
-        # If one client replaces another, the sum changes by up to 2 S.
-        gauss = library.GaussianDpEvent(noise / 2 if fixed else noise)
-        if sampling == "uniform":
-            event = library.SampledWithoutReplacementDpEvent(population, int(share), gauss)
-        else:
-            event = gauss if sampling == "all" else library.PoissonSampledDpEvent(share, gauss)
-        total.compose(event, rounds)
-    return float(total.get_epsilon(delta))

@@ -10,6 +10,7 @@ import dp_accounting
 import numpy as np
 import pytest
 import torch
+from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,9 +19,10 @@ from torch import Tensor
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.privacy import clip_changes, expected_weights, privatised
 from fedloom.platform.clients.sealing import limited
+from fedloom.platform.federation.accounting import epsilon, with_round
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, RunConfig
-from fedloom.platform.federation.privacy import check_privacy, epsilon, with_round
+from fedloom.platform.federation.privacy import check_privacy
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
@@ -201,6 +203,58 @@ def test_stages_add_up() -> None:
     assert epsilon(both, 1e-5, "rdp") > epsilon(spent, 1e-5, "rdp")
     with pytest.raises(ValueError, match="stages that sample by uniform and by poisson have no common epsilon"):
         with_round(spent, ("uniform", 10, 2.0), 100)
+
+
+def from_scratch(spent: list[list[Any]], delta: float, accountant: str) -> float:
+    """Every round's event given to a new accountant."""
+    fixed = any(mechanism[0] == "uniform" for mechanism, _, _ in spent)
+    relations = dp_accounting.NeighboringRelation
+    whole = (PLDAccountant if accountant == "pld" else RdpAccountant)(
+        neighboring_relation=relations.REPLACE_ONE if fixed else relations.ADD_OR_REMOVE_ONE
+    )
+    for (sampling, share, noise), population, rounds in spent:
+        event = dp_accounting.GaussianDpEvent(noise / 2 if fixed else noise)
+        if sampling == "uniform":
+            event = dp_accounting.SampledWithoutReplacementDpEvent(population, int(share), event)
+        elif sampling == "poisson":
+            event = dp_accounting.PoissonSampledDpEvent(share, event)
+        whole.compose(event, rounds)
+    return float(whole.get_epsilon(delta))
+
+
+STAGES: dict[str, list[tuple[Any, int]]] = {
+    "uniform": [(("uniform", 10.0, 3.1), 100), (("uniform", 25.0, 4.3), 90), (("all", 1.0, 6.0), 100)],
+    "poisson": [(("poisson", 0.1, 3.1), 100), (("all", 1.0, 6.0), 100), (("poisson", 0.25, 4.3), 90)],
+}
+
+
+@pytest.mark.parametrize(("sampling", "accountant"), [("uniform", "rdp"), ("poisson", "rdp"), ("poisson", "pld")])
+def test_epsilon_has_the_bits_of_an_accountant_composed_from_scratch(sampling: str, accountant: str) -> None:
+    """Rounds of several stages, the first of which goes on after the others: what is kept from a round is the round."""
+    one, two, three = STAGES[sampling]
+    spent: list[list[Any]] = []
+    found, expected = list[float](), list[float]()
+    for mechanism, population in (one, one, two, three, three, one):
+        spent = with_round(spent, mechanism, population)
+        found.append(epsilon(spent, 1e-5, accountant))
+        if len(found) in (1, 2, 6):
+            expected.append(from_scratch(spent, 1e-5, accountant))
+    assert [rounds for _, _, rounds in spent] == [3, 1, 2]
+    assert [found[0], found[1], found[5]] == expected
+
+
+def test_what_a_round_spends_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    compose = RdpAccountant.compose
+    monkeypatch.setattr(RdpAccountant, "compose", lambda self, *a: found.append(a) or compose(self, *a))
+    for rounds in range(1, 20):
+        epsilon([[["uniform", 7.0, 1.37], 77, rounds]], 1e-5, "rdp")
+    assert len(found) == 1
+
+
+def test_loss_distributions_do_not_know_cohorts_of_a_fixed_size() -> None:
+    with pytest.raises(ValueError, match="pld knows stages of selection=poisson and all, not uniform: use rdp"):
+        epsilon([[["uniform", 10.0, 1.0], 100, 1]], 1e-5, "pld")
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
