@@ -121,13 +121,16 @@ class LocalRule:
 
     `shared` names slots of tensors that are sent with the model: one per parameter, of its shape, initially zero.
     `server` names the server rule that belongs to it, if there is one. `extra_passes` is the number of passes over the
-    client's samples, forwards and backwards, beside its training.
+    client's samples, forwards and backwards, beside its training. `whole_changes` says that what it sends or keeps is
+    made of the client's whole change, as SCAFFOLD's control variates are, so that it is refused where clients send a
+    part of theirs (ZeroFL, PyramidFL); a rule for which this does not matter sets it to False.
     Keyword parameters of the constructor are options (`method.train.options.NAME`).
     """
 
     shared: tuple[str, ...] = ()
     server: str | None = None
     extra_passes: int = 0
+    whole_changes: bool = True
 
     def refuses(self, local: LocalSGD) -> str | None:  # noqa: ARG002
         """Why it cannot be used with these hyper-parameters, and what can be done; None if it can."""
@@ -185,7 +188,9 @@ LOCAL_RULES: Slot[Callable[[LocalClient], Correction | None] | LocalRule] = Slot
 
 
 class _Simple(LocalRule):
-    """Adapts a function to a `LocalRule`."""
+    """Adapts a function to a `LocalRule`: it corrects gradients alone."""
+
+    whole_changes = False
 
     def __init__(self, function: Callable[[LocalClient], Correction | None]) -> None:
         self.function = function
@@ -200,6 +205,7 @@ class _Own(LocalRule):
     def __init__(self, name: str, rule: LocalRule) -> None:
         self.name, self.rule, self.shared = name, rule, rule.shared
         self.server, self.extra_passes, self.refuses = rule.server, rule.extra_passes, rule.refuses  # type: ignore[method-assign]
+        self.whole_changes = rule.whole_changes
 
     def begin(self, client: LocalClient) -> Correction | None:
         with blaming("local rule", self.name):
@@ -243,3 +249,17 @@ def local_rule(choice: Chosen) -> LocalRule:
     if not (isinstance(made.shared, tuple) and all(isinstance(slot, str) for slot in made.shared)):
         raise PluginError(f"{blame} has shared = {made.shared!r:.60}: give a tuple of names, such as ('control',)")
     return _Own(choice.name, made)
+
+
+def refuse_parts(choice: Chosen, key: str, senders: str, instead: str) -> None:
+    """Raises ValueError if the rule needs whole changes, of which the clients of `senders` send parts.
+
+    `key` is the configuration key of the stage; `instead` says what can be used.
+    """
+    if not local_rule(choice).whole_changes:
+        return
+    own = ", or set whole_changes = False in the rule if it needs none" if is_import_path(choice.name) else ""
+    raise ValueError(
+        f"{key}.local_rule={choice.name} keeps whole changes, and {senders}'s clients send parts of theirs: use "
+        f"{instead}{own}"
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fedloom.platform.averaging.server import SERVER_RULES
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES
-from fedloom.platform.clients.local_rules import LOCAL_RULES, local_rule
+from fedloom.platform.clients.local_rules import LOCAL_RULES, local_rule, refuse_parts
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.data.augment import AUGMENTATIONS, NO_AUGMENTATION, check_augmentation, coloured, tried_samples
 from fedloom.platform.federation.selection import BY_LOSS_NORM, SELECTION_RULES
@@ -166,11 +166,8 @@ def _check_local_rule(rules: Rules, config: TrainingConfig, key: str) -> None:
             f"{key}.min_contributors={config.min_contributors}: feddyn's server keeps the mean of what all clients "
             "keep; use 1"
         )
-    if local in ("feddyn", "scaffold") and rules.selection.name == "pyramidfl":
-        raise ValueError(
-            f"{key}.local_rule={local} keeps whole changes, and pyramidfl's clients send parts of theirs: use another "
-            "selection rule"
-        )
+    if rules.selection.name == "pyramidfl":
+        refuse_parts(rules.local, key, "pyramidfl", "another selection rule")
     problem = local_rule(rules.local).refuses(local_sgd(config, 0, NO_AUGMENTATION))
     if problem is not None:
         raise ValueError(f"{key}.local_rule={local} cannot be used with {key}.{problem}")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedloom.platform.averaging.server import ServerStep
 from fedloom.platform.clients.assignments import Assignment
-from fedloom.platform.clients.local_rules import LOCAL_RULES, LocalClient, LocalRule, local_rule, place_of
+from fedloom.platform.clients.local_rules import LOCAL_RULES, LocalClient, LocalRule, local_rule, place_of, pull_towards
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import SGD, Correction, LocalSGD
@@ -278,6 +278,24 @@ def test_rules_are_found_by_name() -> None:
     assert sorted(LOCAL_RULES.known) == ["feddyn", "fednova", "fedprox", "scaffold", "sgd"]
     with pytest.raises(PluginError, match=r"unknown local rule 'fedprx': known are feddyn, .*, sgd, or module:name"):
         local_rule(Chosen("fedprx"))
+
+
+class Modest(Counting):
+    """Counts rounds, of which a part of a change tells as much."""
+
+    whole_changes = False
+
+
+def test_a_rule_says_whether_it_needs_whole_changes(own_module: ModuleType) -> None:
+    """Functions correct gradients alone; a class of one's own is taken to need them unless it says otherwise."""
+    own_module.Modest, own_module.Counting = Modest, Counting  # type: ignore[attr-defined]
+    own_module.modest = lambda client: pull_towards(0.1, client.received)  # type: ignore[attr-defined]
+    needed = {name: local_rule(Chosen(name)).whole_changes for name in LOCAL_RULES.known}
+    assert {name for name, needs in needed.items() if needs} == {"feddyn", "scaffold"}
+    for name in ("Modest", "modest"):
+        rules_of(TrainingConfig(local_rule=f"own_local:{name}", selection="pyramidfl"), "method.train")
+    with pytest.raises(ValueError, match="use another selection rule, or set whole_changes = False in the rule"):
+        rules_of(TrainingConfig(local_rule="own_local:Counting", selection="pyramidfl"), "method.train")
 
 
 class NoRule:

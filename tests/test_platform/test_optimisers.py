@@ -245,7 +245,11 @@ def test_what_does_not_belong_together_is_refused_in_one_line(train: dict[str, A
 def test_what_clients_do_not_send_whole_is_refused() -> None:
     for train, said in (
         ({"local_rule": "scaffold", "momentum": 0.0, "clip_norm": 1.0}, "clip_norm=1: option 2 takes x - y"),
-        ({"local_rule": "scaffold", "momentum": 0.0, "selection": "pyramidfl"}, "pyramidfl's clients send parts"),
+        (
+            {"local_rule": "scaffold", "momentum": 0.0, "selection": "pyramidfl"},
+            "method.train.local_rule=scaffold keeps whole changes, and pyramidfl's clients send parts of theirs: use "
+            "another selection rule$",
+        ),
         ({"local_rule": "feddyn", "server": "feddyn", "min_contributors": 2}, "min_contributors=2: feddyn's server"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -33,6 +33,7 @@ class FedNova(LocalRule):
     """The clients' side: the normalised change, and a_i as the factor that belongs to it."""
 
     server = "fednova"
+    whole_changes = False  # nothing is kept: the mean of normalised changes is as good of those that are sent
 
     def begin(self, client: LocalClient) -> Correction:
         """Gradients are not changed, only counted."""
