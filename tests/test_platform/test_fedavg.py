@@ -72,6 +72,28 @@ def test_validation_scores_begin_before_the_first_round_and_end_after_the_last(f
     assert watched["value"].tolist()[-1] == final["value"].item(), "of the same weights"
 
 
+def test_only_clients_of_a_tier_and_above_train_for_it(tiny_config: Make) -> None:
+    config = fedavg(tiny_config, architecture="largest", clients_per_round=None)
+    world = build_world(config)
+    everybody, highest = range(world.num_clients), len(world.tiers)
+    assert 0 < len(world.eligible_by_tier[-1]) < world.num_clients
+    for tier, able in ((None, everybody), (highest, world.eligible_by_tier[-1])):
+        config.method.tier = tier
+        (training, _) = build_stages(build_world(config))
+        planned = training.plan(training.begin(RunState()))
+        assert sorted(a.client_id for a in planned.assignments if a.client_id is not None) == list(able)
+    config.method.tier = 1
+    with pytest.raises(ValueError, match=r"method.tier=1: tier1 may spend .*largest costs .* give a higher"):
+        build_stages(build_world(config))
+    config.method.tier = highest
+    config.tiers.shares = [*[1.0 / (highest - 1)] * (highest - 1), 0.0]
+    with pytest.raises(ValueError, match=rf"method.tier={highest}: no client is of tier{highest} or above"):
+        build_stages(build_world(config))
+    config.method.tier = highest + 1
+    with pytest.raises(ValueError, match=rf"method.tier={highest + 1}: there are {highest} tiers"):
+        build_stages(build_world(config))
+
+
 def test_without_an_evaluation_the_training_is_all_there_is(tiny_config: Make) -> None:
     config = fedavg(tiny_config)
     config.method.evaluate = False

@@ -140,12 +140,34 @@ def test_a_run_without_sparsity_is_fedavg(tiny_config: Make, run_in_memory: Any)
     assert [replace(x.task, by="change") for x in b] == [x.task for x in a]  # type: ignore[type-var]
 
 
-def test_sparse_clients_learn(tiny_config: Make, run_in_memory: Any) -> None:
-    train = TrainingConfig(rounds=4, clients_per_round=8, batch_size=16, epochs=3, lr=0.1)
+def test_sparse_clients_learn_and_the_model_is_as_sparse_as_they_compute(tiny_config: Make, run_in_memory: Any) -> None:
+    train = TrainingConfig(rounds=4, clients_per_round=8, batch_size=16, epochs=3, lr=0.1, evaluate_every=4)
     config = tiny_config(method=ZeroFLConfig(architecture="largest", sparsity=0.5, mask_ratio=0.2, train=train))
-    _, memory, _ = run_in_memory(config)
+    _, memory, state = run_in_memory(config)
+    trained, deployed = state.weights("zerofl"), state.weights("deployed")
+    for name, weights in deployed.items():
+        dense = trained[name]
+        if dense.dim() >= 2:  # of convolutions and linear layers
+            assert (weights != 0).sum() == -(-dense.numel() // 2)
+            assert torch.equal(weights, largest(dense, 0.5))
+        else:
+            assert torch.equal(weights, dense)
+    measured = [row for r in memory.records for table, row in r.rows if table == "evaluations"]
+    watched, final = (
+        [r["value"] for r in measured if r["split"] == "validation" and (r["stage"] == "evaluation") is last]
+        for last in (False, True)
+    )
+    assert watched[-len(final) :] == final, "while it is trained the model is scored as it is kept"
     rows = [row for r in memory.records for table, row in r.rows if table == "rounds" and row["stage"] == "zerofl"]
     assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
+
+
+@pytest.mark.parametrize("rule", ["scaffold", "feddyn"])
+def test_rules_that_need_whole_changes_are_refused(tiny_config: Make, rule: str) -> None:
+    train = TrainingConfig(local_rule=rule, server="feddyn" if rule == "feddyn" else "replace", momentum=0.0)
+    said = f"method.train.local_rule={rule} keeps whole changes, and zerofl's clients send parts of theirs: use sgd or "
+    with pytest.raises(ValueError, match=f"^{said}fedprox$"):
+        build_stages(build_world(tiny_config(method=ZeroFLConfig(train=train))))
 
 
 def test_impossible_shares_are_refused(tiny_config: Make) -> None:

@@ -7,6 +7,7 @@
              sends the share (1 - s) + r of its changes: where the trained weights are largest (by=weight), or the
              changes are (by=change); a bit per weight says which
     server:  FedAvg; what is not sent counts as unchanged
+    the model is scored and kept as clients compute it: with the (1 - s) largest weights of every layer
 
 Shares are of each layer in training and of all weights together in sending. MACs are counted as those of the dense
 network, as no device multiplies only what is not zero by itself. Sparsity 0 is FedAvg.
@@ -24,18 +25,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.platform.clients.local_rules import refuse_parts
 from fedloom.platform.clients.networks import Account, Network, Subnet
+from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.thinning import BY
 from fedloom.platform.clients.trainer import Train
+from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.methods.method import Method
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig, fedavg_stages
+from fedloom.platform.methods.tiered.fedavg import Deployment, FedAvgConfig, fedavg_stages
 from fedloom.platform.settings import BELOW_ONE, PART, OneOf
 from fedloom.platform.spaces.base import SearchSpace, once
 from fedloom.platform.spaces.initialisation import on_meta
-from fedloom.platform.spaces.slices import SliceMap, architecture_id
+from fedloom.platform.spaces.slices import SliceMap, Weights, architecture_id
 
 if TYPE_CHECKING:
-    from fedloom.platform.clients.assignments import Assignment
+    from fedloom.platform.clients.assignments import Assignment, Outcome
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.federation.stage import Stage
     from fedloom.platform.federation.training import Round
@@ -148,15 +152,28 @@ class Sparse:
         return self.subnet.held(space)
 
 
+def thinned(space: SearchSpace, subnet: Subnet, weights: Weights, share: float) -> dict[str, Tensor]:
+    """The weights with all but a share of every convolution's and linear layer's, the largest, set to zero."""
+    module = on_meta(partial(space.build_subnet, subnet.architecture))
+    layers = {f"{name}.weight" for name, m in module.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    return {name: largest(tensor, share) if name in layers else tensor for name, tensor in weights.items()}
+
+
+@dataclass(frozen=True)
+class ScoreThinned(ScoreSubnet):
+    """Scores the subnet with the share of its weights that its clients compute with."""
+
+    share: float = 1.0
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        return super().run(worker, assignment, thinned(worker.space, self.subnet, weights, self.share))
+
+
 def stages(config: ZeroFLConfig, world: World) -> list[Stage]:
-    """FedAvg's stages with sparse clients."""
+    """FedAvg's stages with sparse clients, and a sparse model in the end."""
     if config.sparsity and world.config.executor.precision == "bfloat16":
         raise ValueError("zerofl's sparse layers compute in float32: use executor.precision=float32 or tf32")
-    if config.train.local_rule not in ("sgd", "fedprox"):
-        raise ValueError(
-            f"method.train.local_rule={config.train.local_rule} keeps whole changes, and zerofl's clients send parts "
-            "of theirs: use sgd or fedprox"
-        )
+    refuse_parts(rules_of(config.train, "method.train").local, "method.train", "zerofl", "sgd or fedprox")
     kept = 1.0 - config.sparsity
     sends = min(1.0, kept + config.mask_ratio)
 
@@ -164,7 +181,13 @@ def stages(config: ZeroFLConfig, world: World) -> list[Stage]:
         network = Sparse(subnet, kept) if config.sparsity else subnet
         return Train(network, round_.local, round_.rules.weighting, rule=round_.rules.local, sends=sends, by=config.by)
 
-    return fedavg_stages(config, world, config.name, client)
+    if not config.sparsity:
+        return fedavg_stages(config, world, config.name, client)
+    sparse = Deployment(
+        lambda subnet: ScoreThinned(subnet, config.name, "validation", kept),
+        lambda subnet, weights: thinned(world.space, subnet, weights, kept),
+    )
+    return fedavg_stages(config, world, config.name, client, sparse)
 
 
 METHOD = Method(ZeroFLConfig, stages, kind="shared", lacks=("candidates",))

@@ -80,9 +80,17 @@ class EvaluationStage(Stage):
         config: EvaluationConfig,
         jobs: Callable[[RunState], Sequence[EvaluationJob]],
         models: int = 1,
+        prepare: Callable[[RunState], RunState] = lambda state: state,
     ) -> None:
-        """`models` is how many jobs to expect, for the time left: what the jobs are may depend on a search."""
-        self.world, self.config, self.jobs, self.models = world, config, jobs, models
+        """`models` is how many jobs to expect, for the time left: what the jobs are may depend on a search.
+
+        `prepare` changes the state before the first one.
+        """
+        self.world, self.config, self.jobs, self.models, self.prepare = world, config, jobs, models, prepare
+
+    def begin(self, state: RunState) -> RunState:
+        """The prepared state."""
+        return self.prepare(state)
 
     def rounds_left(self, state: RunState) -> int:
         """One round per model."""

@@ -3,6 +3,7 @@
 weights <- fresh
 in every round: the selected clients train the weights on their data (local rule),
                 the server averages their updates (weighting) and updates the weights (server rule)
+                (tier: only clients of that tier and above, whose devices afford it; FedorAS, Fig. 1)
 in the end: the weights are scored on the test set, and on every client's own test data
 """
 
@@ -20,14 +21,22 @@ from fedloom.platform.federation.training import Round, Slots, TrainingStage, fr
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
-from fedloom.platform.settings import NOT_EMPTY
+from fedloom.platform.settings import NOT_EMPTY, ONE_OR_MORE
 
 if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from fedloom.platform.clients.assignments import Task
     from fedloom.platform.federation.stage import Stage
+    from fedloom.platform.federation.state import RunState
     from fedloom.platform.federation.world import World
+    from fedloom.platform.spaces.slices import Weights
 
 MODEL = "fedavg"
 """The name of the stage, its bag, and the model in the tables."""
+DEPLOYED = "deployed"
+"""The bag of a model whose weights are not those that were trained."""
 
 
 @dataclass
@@ -37,6 +46,9 @@ class FedAvgConfig:
     name: str = "fedavg"
     architecture: Annotated[
         str | None, NOT_EMPTY, "smallest, largest, or options such as 0-0-3; null: the space's first"
+    ] = None
+    tier: Annotated[
+        int | None, ONE_OR_MORE, "clients of this tier and above train (1 is the lowest); null: all, whatever it costs"
     ] = None
     train: TrainingConfig = field(default_factory=TrainingConfig)
     evaluate: Annotated[bool, "whether the final model is scored and stored"] = True
@@ -48,8 +60,25 @@ def dense(subnet: Subnet, round_: Round) -> Train:
     return Train(subnet, round_.local, round_.rules.weighting, rule=round_.rules.local)
 
 
+@dataclass(frozen=True)
+class Deployment:
+    """A model that is used with other weights than it is trained with.
+
+    Attributes:
+        score: the task that scores the trained weights as the model is used.
+        weights: the model's weights, from its architecture and the trained ones.
+    """
+
+    score: Callable[[Subnet], Task]
+    weights: Callable[[Subnet, Weights], dict[str, Tensor]]
+
+
 def fedavg_stages(
-    config: FedAvgConfig, world: World, model: str, client: Callable[[Subnet, Round], Train] = dense
+    config: FedAvgConfig,
+    world: World,
+    model: str,
+    client: Callable[[Subnet, Round], Train] = dense,
+    deployment: Deployment | None = None,
 ) -> list[Stage]:
     """Training of one architecture, then the final evaluation; `model` names the stage, its bag and the model."""
     check_training(config.train, "method.train", world.num_clients)
@@ -58,13 +87,38 @@ def fedavg_stages(
     slots = Slots(
         initial=from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), model),
         assign=to_all(partial(client, subnet)),
-        score=lambda _state: [ScoreSubnet(subnet, model, "validation")],
+        eligible=_able(world, config, subnet),
+        score=lambda _state: [deployment.score(subnet) if deployment else ScoreSubnet(subnet, model, "validation")],
         macs=lambda _state: world.macs_table.cost(subnet.architecture),
     )
     training = TrainingStage(world, config.train, rules, slots, name=model, bag=model)
-    job = EvaluationJob("", model, subnet, model, everybody(world), kept=model)
-    evaluation = EvaluationStage(world, config.evaluation, lambda _state: [job], models=1)
+
+    def deployed(state: RunState) -> RunState:
+        if deployment is None or model not in state.bags:
+            return state
+        return state.with_bag(DEPLOYED, deployment.weights(subnet, state.weights(model)))
+
+    job = EvaluationJob("", model, subnet, DEPLOYED if deployment else model, everybody(world), kept=model)
+    evaluation = EvaluationStage(world, config.evaluation, lambda _state: [job], models=1, prepare=deployed)
     return [training, evaluation] if config.evaluate else [training]
+
+
+def _able(world: World, config: FedAvgConfig, subnet: Subnet) -> np.ndarray:
+    """Who may train: all clients, or those of a tier and above; ValueError if that tier cannot afford it."""
+    if config.tier is None:
+        return world.eligible_by_tier[0]
+    if config.tier > len(world.tiers):
+        raise ValueError(f"method.tier={config.tier}: there are {len(world.tiers)} tiers")
+    tier, cost = world.tiers[config.tier - 1], world.cost_table.cost(subnet.architecture)
+    if cost > tier.upper:
+        raise ValueError(
+            f"method.tier={config.tier}: {tier.name} may spend {tier.upper:.6g} {world.cost_table.measure}, "
+            f"method.architecture={config.architecture or 'null'} costs {cost:.6g}; give a higher tier or a smaller one"
+        )
+    able = world.eligible_by_tier[config.tier - 1]
+    if not len(able):
+        raise ValueError(f"method.tier={config.tier}: no client is of {tier.name} or above; change tiers.shares")
+    return able
 
 
 def stages(config: FedAvgConfig, world: World) -> list[Stage]:
