@@ -151,7 +151,8 @@ def targets_of(tables: Tables, run_id: str) -> list[str]:
     """The targets of the run's configuration, as named in the tables; its tiers if it names no targets."""
     config = configuration(tables, run_id)
     search = config["method"].get("search", {})
-    if config["method"].get("separately") or search.get("samples", 0) == 0:
+    unfitted = search.get("predictor") in ("none", "fitness")  # they measure no samples
+    if config["method"].get("separately") or (search.get("samples", 0) == 0 and not unfitted):
         return []
     named = [f"{m}={float(v):.10g}" for m in ("macs", "latency_s") for v in search.get(m, [])]
     if named:

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Annotated
 
 import numpy as np
 
 from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming, is_import_path
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.constraint import TableConstraint
+from fedloom.platform.settings import Range
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.slices import Architecture
 from fedloom.tiers.costs import CostTable
@@ -76,17 +78,23 @@ def random(distribution: Distribution) -> list[Architecture]:
 
 
 def _sandwich(
-    distribution: Distribution, largest_first: Sequence[int], smallest_first: Sequence[int]
+    distribution: Distribution,
+    largest_first: Sequence[int],
+    smallest_first: Sequence[int],
+    draw: Callable[[int], Architecture] | None = None,
 ) -> list[Architecture]:
-    """Gives the largest and the smallest subnet to the first client in each order that can train it."""
-    space, given = distribution.space, dict[int, Architecture]()
+    """Gives the largest and the smallest subnet to the first client in each order that can train it.
+
+    The others get what is drawn for their place, by default a random subnet.
+    """
+    space, given, draw = distribution.space, dict[int, Architecture](), draw or distribution.draw
     able = [place for place in largest_first if distribution.affords(place, space.largest)]
     if able:
         given[able[0]] = space.largest
     left = [place for place in smallest_first if place not in given]
     if left:
         given[left[0]] = space.smallest
-    return [given[p] if p in given else distribution.draw(p) for p in range(len(distribution.client_ids))]
+    return [given[p] if p in given else draw(p) for p in range(len(distribution.client_ids))]
 
 
 def sandwich(distribution: Distribution) -> list[Architecture]:
@@ -98,10 +106,30 @@ def sandwich(distribution: Distribution) -> list[Architecture]:
 
 def tracking_sandwich(distribution: Distribution) -> list[Architecture]:
     """Like `sandwich`, but each extreme goes to the client that got it least often so far; ties are broken by id."""
+    return _sandwich(distribution, *_least_served(distribution))
+
+
+def _least_served(distribution: Distribution) -> tuple[list[int], list[int]]:
+    """The places by how often they got the largest subnet, and the smallest."""
     places = range(len(distribution.client_ids))
     by_largest = sorted(places, key=lambda p: distribution.times_served("largest", p))
     by_smallest = sorted(places, key=lambda p: distribution.times_served("smallest", p))
-    return _sandwich(distribution, by_largest, by_smallest)
+    return by_largest, by_smallest
+
+
+def pareto_path(
+    distribution: Distribution, *, limits: Annotated[int, Range(least=2, most=1000), "on MACs, a subnet each"] = 60
+) -> list[Architecture]:
+    """Like `tracking_sandwich`, but the rest get random ones of the fittest subnets (DeepFedNAS' Pareto-path)."""
+    from fedloom.platform.search.fitness import path_of_the_fittest  # what the other heuristics need not load
+
+    path = path_of_the_fittest(distribution.space, limits)
+
+    def draw(place: int) -> Architecture:
+        affordable = [a for a in path if distribution.affords(place, a)]
+        return affordable[distribution.rng.integers(len(affordable))] if affordable else distribution.space.smallest
+
+    return _sandwich(distribution, *_least_served(distribution), draw)
 
 
 def _member(distribution: Distribution, place: int, index: int) -> Architecture:
@@ -132,13 +160,14 @@ HEURISTICS: Slot[Heuristic] = Slot(
         "random": random,
         "sandwich": sandwich,
         "tracking_sandwich": tracking_sandwich,
+        "pareto_path": pareto_path,
         "static": static,
         "dynamic": dynamic,
     },
     ("distribution",),
 )
 NEED_A_FAMILY = ("static", "dynamic")
-SANDWICHES = ("sandwich", "tracking_sandwich")
+SANDWICHES = ("sandwich", "tracking_sandwich", "pareto_path")
 
 
 def distribute(rule: Chosen, distribution: Distribution) -> dict[int, Architecture]:

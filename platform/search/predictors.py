@@ -177,7 +177,15 @@ def unpredicted(features: Floats, values: Floats, generator: torch.Generator) ->
     raise ValueError("predictor none predicts nothing")
 
 
-PREDICTORS: Slot[Fit] = Slot("predictor", {"mlp": mlp, "none": unpredicted}, ("features", "values", "generator"))
+def untrained(features: Floats, values: Floats, generator: torch.Generator) -> Predict:
+    """No predictor: the search goes by a fitness of the architecture alone (see `fedloom.platform.search.fitness`)."""
+    del features, values, generator
+    raise ValueError("predictor fitness is not fitted")
+
+
+PREDICTORS: Slot[Fit] = Slot(
+    "predictor", {"mlp": mlp, "none": unpredicted, "fitness": untrained}, ("features", "values", "generator")
+)
 
 
 def _initial(widths: tuple[int, ...], generator: torch.Generator) -> tuple[tuple[Tensor, Tensor], ...]:

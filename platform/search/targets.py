@@ -33,10 +33,13 @@ from fedloom.platform.settings import (
     check_settings,
     chosen,
 )
+from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.genome import Floats, Genome, Ints, as_array
 from fedloom.tiers.costs import CostTable
 
 MEASURES = ("macs", "latency_s")
+UNFITTED = ("none", "fitness")
+"""Ways to search that need no samples and no fitted predictor: they cannot predict latencies."""
 
 
 @dataclass
@@ -57,7 +60,9 @@ class TargetSearchConfig:
     tolerance: Annotated[float, Range(above=0, below=1), "share by which a winner may cost less than its target"] = 0.01
     metric: Annotated[str, METRICS, METRIC_TEXT] = "accuracy"
     predictor: Annotated[
-        str, Brought("predictor"), "the predictor of the metric and of latency; none: measure every candidate"
+        str,
+        Brought("predictor"),
+        "the predictor of the metric and of latency; none: measure every candidate; fitness: DeepFedNAS', untrained",
     ] = "mlp"
     samples: Annotated[
         int, Range(least=0, most=1_000_000), "number of subnets to fit predictors on; 0 disables the search"
@@ -150,7 +155,7 @@ def predictor_of(config: TargetSearchConfig, key: str = "method.search") -> Chos
 
 
 def _check_samples(config: TargetSearchConfig, key: str) -> None:
-    if config.predictor == "none":
+    if config.predictor in UNFITTED:
         if config.front:
             raise ValueError(
                 f"{key}.front={config.front}: the whole front is searched with predictors; use predictor=mlp"
@@ -222,6 +227,13 @@ def fit_predictors(
     if of_latency is not None and not refused:
         refused = refusal(of_latency, config.min_tau, "latency_s")
     return Predictors(metric, of_latency, refused)
+
+
+def fitness_predictors(space: SearchSpace) -> Predictors:
+    """The fitness in place of a predictor of the metric; it has no error to speak of. ValueError for another space."""
+    from fedloom.platform.search.fitness import fitness_of  # what other searches need not load
+
+    return Predictors(Fitted(fitness_of(space), math.nan, math.nan, math.nan, 0, 0), None)
 
 
 @dataclass(frozen=True)

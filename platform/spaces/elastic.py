@@ -296,7 +296,7 @@ class ElasticSpace(SearchSpace):
     def _table_of(self, measure: str, of: Measure, device: str) -> CostTable:
         """Measures blocks once per position and width, and sums their costs (for peaks: takes the maximum)."""
         reduce = MEASURES.get(measure, "sum")
-        inputs = self._stage_inputs
+        inputs = self.stage_inputs
         blocks: dict[tuple[int, int, int], float] = {}
         for stage, parts in enumerate(self.genome.stages):
             for block, width in itertools.product(range(parts.most), range(parts.widths)):
@@ -313,11 +313,11 @@ class ElasticSpace(SearchSpace):
 
     def _fixed_costs(self, of: Measure, device: str) -> list[float]:
         sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device="meta")
-        parts = ((self.design.build_stem, sample), (self.design.build_head, self._stage_inputs[-1]))
+        parts = ((self.design.build_stem, sample), (self.design.build_head, self.stage_inputs[-1]))
         return [float(of(ready(build, device), zeros_on(device, x))) for build, x in parts]
 
     @cached_property
-    def _stage_inputs(self) -> list[Tensor]:
+    def stage_inputs(self) -> list[Tensor]:
         """The input of each stage for one sample, and the last one's output, on the meta device."""
         with torch.no_grad(), shapes_only():
             sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device="meta")

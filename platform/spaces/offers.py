@@ -1,11 +1,17 @@
 """Further interfaces of spaces that some methods need, and checks that a space has them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
 
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace
+
+if TYPE_CHECKING:
+    from fedloom.platform.spaces.elastic import ElasticDesign
+    from fedloom.platform.spaces.genome import ElasticGenome
 
 SHOWN = 3
 """The number of missing members named in an error message."""
@@ -77,6 +83,22 @@ class HasDepths(SearchSpace, Protocol):
         ...
 
 
+class HasBlocks(SearchSpace, Protocol):
+    """Subnets keep a number of blocks per stage, each of one of several widths."""
+
+    design: "ElasticDesign"
+
+    @property
+    def genome(self) -> "ElasticGenome":
+        """Depths and widths per stage."""
+        ...
+
+    @property
+    def stage_inputs(self) -> Sequence[Tensor]:
+        """The input of each stage for one sample, and the last one's output, on the meta device."""
+        ...
+
+
 def with_subspaces(space: SearchSpace, who: str) -> HasSubspaces:
     """The space, if it has subspaces; ValueError naming missing members."""
     offering: HasSubspaces = _offering(space, HasSubspaces, who, "cnn_cifar")
@@ -98,6 +120,12 @@ def with_cells(space: SearchSpace, who: str) -> HasCells:
 def with_depths(space: SearchSpace, who: str) -> HasDepths:
     """The space, if its subnets differ in depth and width; ValueError naming missing members."""
     offering: HasDepths = _offering(space, HasDepths, who, "resnet_elastic")
+    return offering
+
+
+def with_blocks(space: SearchSpace, who: str) -> HasBlocks:
+    """The space, if its subnets consist of blocks; ValueError naming missing members."""
+    offering: HasBlocks = _offering(space, HasBlocks, who, "resnet_elastic")
     return offering
 
 

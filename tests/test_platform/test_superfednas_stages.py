@@ -27,7 +27,10 @@ from fedloom.platform.results.models import load_model
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.runs.run import start_run
 from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.search.fitness import fitness_of, path_of_the_fittest
+from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.spaces.elastic import ElasticSpace
+from fedloom.platform.spaces.genome import as_array
 from fedloom.platform.spaces.slices import Architecture, architecture_id, extract, parse_architecture
 
 Make = Callable[..., RunConfig]
@@ -128,6 +131,33 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "static family": {"distribution": DistributionConfig("static")},
     "dynamic family": {"distribution": DistributionConfig("dynamic", tier_aware=True)},
 }
+
+
+def test_deepfednas_trains_on_the_path_and_searches_by_fitness_without_samples(
+    elastic_config: Make, results_of: Any
+) -> None:
+    search = TargetSearchConfig(predictor="fitness", population=16, generations=4, verify=2, samples=0)
+    config = elastic_config(
+        method={"family": [], "search": search},
+        train={"distribution": DistributionConfig("pareto_path"), "options": {"limits": 4}, "evaluate_every": 0},
+    )
+    results = results_of(config)
+    space = space_of(results.world)
+    path = {*path_of_the_fittest(space, 4), space.smallest, space.largest}
+    given = results.clients("supernet")["architecture"]
+    assert set(given) <= {architecture_id(a) for a in path}
+    stages = list(dict.fromkeys(results["rounds"]["stage"]))
+    assert stages == ["supernet", "search/winners", "evaluation"], "no samples are measured"
+    candidates = results["candidates"]
+    assert set(candidates["tier"]) == {tier.name for tier in results.world.tiers}
+    fitness, genome = fitness_of(space), space.genome
+    for tier in results.world.tiers:
+        own = candidates[candidates["tier"] == tier.name]["architecture"]
+        found = fitness(genome.one_hot(as_array([space.parse(a) for a in own])))
+        everything = [a for a in space.enumerate() if tier.lower < results.world.cost_table.cost(a) <= tier.upper]
+        assert found.max() == fitness(genome.one_hot(as_array(everything))).max()
+    final = results["evaluations"]
+    assert set(final[final["stage"] == "evaluation"]["model"]) == {"searched"}
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
@@ -274,6 +304,21 @@ def test_scalars_without_enough_contributors_keep_their_weights(elastic_config: 
         ),
         ({}, {"weighting": "none"}, r"train\.weighting: unknown weighting rule"),
         ({}, {"evaluate": ["huge"]}, r"method\.train\.evaluate: 'huge' is no subnet"),
+        (
+            {"search": TargetSearchConfig(predictor="fitness", front=3)},
+            {},
+            r"search\.front=3: the whole front is searched with predictors; use predictor=mlp",
+        ),
+        (
+            {"search": TargetSearchConfig(predictor="fitness", latency_s=[1.0])},
+            {},
+            r"search\.latency_s: a latency target needs method\.search\.predictor=mlp",
+        ),
+        (
+            {},
+            {"distribution": DistributionConfig("pareto_path"), "options": {"limits": 1}},
+            r"method\.train\.options\.limits=1: must be between 2 and 1000",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(

@@ -26,6 +26,7 @@ from fedloom.platform.search.base import Interval, Scored, pareto_front
 from fedloom.platform.search.criterion import merit
 from fedloom.platform.search.predictors import FEWEST_SAMPLES, check_predictor
 from fedloom.platform.search.targets import (
+    UNFITTED,
     Predictors,
     Sample,
     SearchSpaceCosts,
@@ -37,6 +38,7 @@ from fedloom.platform.search.targets import (
     draw_samples,
     finalists,
     fit_predictors,
+    fitness_predictors,
     front_finalists,
     parse_target,
     predictor_of,
@@ -80,22 +82,25 @@ def costs_of(world: World) -> SearchSpaceCosts:
 def search_stages(world: World, config: TargetSearchConfig) -> list[Stage]:
     """The sampling and verification stages; without predictors, a search with measured scores per target."""
     check_target_search(config, "method.search")
-    if config.samples == 0 and config.predictor != "none":
+    if config.samples == 0 and config.predictor not in UNFITTED:
         return []
     targets = targets_of(world, config)
     for target in targets:
         check_reachable(target, costs_of(world), world.config.seed_for("search"))
     check_validation_data(world)
+    if config.predictor in UNFITTED and any(t.measure == "latency_s" for t in targets):
+        raise ValueError("method.search.latency_s: a latency target needs method.search.predictor=mlp")
     if config.predictor == "none":
         return [*_real_searches(world, config, targets)]
+    if config.predictor == "fitness":
+        fitness_predictors(world.space)
+        return [VerifyStage(world, config, targets)]
     check_predictor(predictor_of(config), world.space.genome)
     return [SampleStage(world, config, targets), VerifyStage(world, config, targets)]
 
 
 def _real_searches(world: World, config: TargetSearchConfig, targets: Sequence[Target]) -> list[Stage]:
     """An evolutionary search per target that measures every candidate."""
-    if any(t.measure == "latency_s" for t in targets):
-        raise ValueError("method.search.latency_s: a latency target needs method.search.predictor=mlp")
     search = TierSearchConfig(
         searcher="evolution",
         population=min(config.population, config.budget),
@@ -230,6 +235,8 @@ class VerifyStage(Stage):
 
         If the predictors are not good enough there are no winners, and the run continues with the evaluation.
         """
+        if self.config.predictor == "fitness":
+            return self._searched(state, fitness_predictors(self.world.space), {})
         seed, costs = self.world.config.seed_for("search"), costs_of(self.world)
         samples = samples_in(state.data[SAMPLES])
         sound = sum(math.isfinite(s.loss) for s in samples)
@@ -239,10 +246,15 @@ class VerifyStage(Stage):
         predictors = fit_predictors(costs.genome, samples, self.config, seed, latency)
         if predictors.refused:
             return self._refuse(state, fit_figures(predictors, self.config.metric), predictors.refused)
+        return self._searched(state, predictors, fit_figures(predictors, self.config.metric))
+
+    def _searched(self, state: RunState, predictors: Predictors, fit: dict[str, float]) -> RunState:
+        """The state with each target's best candidates."""
+        seed, costs = self.world.config.seed_for("search"), costs_of(self.world)
         found = {t.name: _ids(finalists(t, costs, predictors, self.config, seed)) for t in self.targets}
         if self.config.front:
             found[FRONT] = _ids(front_finalists(costs, predictors, self.config, seed))
-        value = {"found": found, "fit": fit_figures(predictors, self.config.metric), "measured": {}, "refused": ""}
+        value = {"found": found, "fit": fit, "measured": {}, "refused": ""}
         return state.with_data(FINALISTS, value)
 
     def _refuse(self, state: RunState, fit: dict[str, float], reason: str) -> RunState:

@@ -33,8 +33,8 @@ ELASTIC_CASES = {
     ),
     "unknown heuristic": (
         ["method.train.distribution.heuristic=sandwitch"],
-        r"unknown distribution heuristic 'sandwitch': known are dynamic, random, sandwich, static, tracking_sandwich.*"
-        r"did you mean 'sandwich'",
+        r"unknown distribution heuristic 'sandwitch': known are dynamic, pareto_path, random, sandwich, static, "
+        r"tracking_sandwich.*did you mean 'sandwich'",
     ),
     "heuristic that is not there": (["method.train.distribution.heuristic=nowhere:rule"], r"nowhere:rule.*imported"),
     "family heuristic without a family": (
@@ -50,7 +50,7 @@ ELASTIC_CASES = {
     "target between subnets": (["method.search.macs=[6e5]"], r"no subnet has macs in .* the nearest has about"),
     "unknown predictor": (
         ["method.search.predictor=gp"],
-        r"method.search.predictor: unknown predictor 'gp': known are mlp, none, or module:name",
+        r"method.search.predictor: unknown predictor 'gp': known are fitness, mlp, none, or module:name",
     ),
     "tolerance": (["method.search.tolerance=0"], r"tolerance=0.0: must be above 0 and below 1"),
     "too few samples": (
