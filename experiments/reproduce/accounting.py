@@ -1,4 +1,4 @@
-"""What FedorAS sends and computes, counted without data or training from the subspaces and paths that are drawn."""
+"""What FedorAS and methods of widths send, counted without data or training; of FedorAS also what clients compute."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +15,11 @@ from fedloom.platform.federation.building import split_into_tiers
 from fedloom.platform.federation.costs import measure_costs
 from fedloom.platform.federation.training_config import TrainingConfig, cohort_size
 from fedloom.platform.methods.tiered.fedoras import FedorASConfig, SupernetConfig
+from fedloom.platform.methods.widths.tier_models import WidthConfig
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.spaces.slices import Architecture
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.costs import CostTable, size_of
 from fedloom.tiers.tier import Tier
@@ -59,6 +61,42 @@ class Drawn:
         models = self.space.genome.draw(MODELS, stream(0, "accounting"))
         costs, sizes = self.costs.costs(models), self.sizes.costs(models)
         return [float(sizes[(costs > tier.lower) & (costs <= tier.upper)].mean()) for tier in self.tiers]
+
+
+def accounts(overrides: Sequence[str]) -> Mapping[str, Any]:
+    """The costs of FedorAS, or of a method of widths, by which of them the configuration's method is."""
+    method = compose_config(overrides).method
+    return width_accounts(overrides) if isinstance(method, WidthConfig) else fedoras_accounts(overrides)
+
+
+def width_accounts(overrides: Sequence[str]) -> Mapping[str, Any]:
+    """The costs of training widths, whose clients receive and return the widest network of their tier.
+
+    sent_parameters (to a client per round, the mean over clients), supernet_parameters, and supernet_bytes (received
+    and sent by all clients in all rounds), without the statistics of batch norms that clients measure in the end.
+
+    Source: FedorAS, Tab. 17.
+    """
+    config = compose_config(overrides)
+    method: WidthConfig = config.method
+    space = _space(json.dumps(asdict(config.space)))
+    costs = measure_costs(config.tiers, space)
+    tiers, sizes = split_into_tiers(config, space, costs.budget), space.cost_table("parameters")
+    widest = [_widest(space, costs.budget, tier.upper) for tier in tiers]
+    sent = float(np.average([sizes.cost(width) for width in widest], weights=config.tiers.shares))
+    return {
+        "sent_parameters": sent,
+        "supernet_parameters": sizes.cost(space.largest),
+        "supernet_bytes": _bytes(method.train, sent, config.data.num_clients),
+    }
+
+
+def _widest(space: SearchSpace, table: CostTable, most: float) -> Architecture:
+    """The most costly width within a tier's bound; ValueError without any."""
+    affordable = [a for a in space.enumerate() if table.cost(a) <= most]
+    if not affordable:
+        raise ValueError(f"no width costs at most {most:.6g} {table.measure}: raise the tier's upper bound")
+    return max(affordable, key=table.cost)
 
 
 def fedoras_accounts(overrides: Sequence[str]) -> Mapping[str, Any]:

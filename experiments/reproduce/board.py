@@ -98,7 +98,7 @@ UNKNOWN = Need(None, (), ())
 
 @cache
 def counted_work() -> Mapping[str, Mapping[str, float]]:
-    """The MACs by item and scale; of an item that shares another's runs, those are the other's."""
+    """The MACs by item and scale of the runs that are the item's own."""
     known: Mapping[str, Mapping[str, float]] = yaml.safe_load(WORK.read_text()) if WORK.exists() else {}
     return known
 
@@ -110,8 +110,14 @@ def need_of(item: Item, scale: str) -> Need:
     parts = parts_of(item, Asked(scale))
     datasets = tuple(dict.fromkeys(part.dataset for part in parts))
     lacking = dict.fromkeys(missing_data(part.dataset, part.scale.overrides) for part in parts)
-    macs = counted_work().get(item.runs_of, {}).get(scale)
-    return Need(macs, datasets, tuple(filter(None, lacking)), _hours_of(item, scale))
+    return Need(_work_of(item, scale), datasets, tuple(filter(None, lacking)), _hours_of(item, scale))
+
+
+def _work_of(item: Item, scale: str) -> float | None:
+    """The MACs of all runs that an item reads; None if those of some were not counted."""
+    found = [counted_work().get(name, {}).get(scale) for name in dict.fromkeys(item.scales[scale].run_by.values())]
+    known = [macs for macs in found if macs is not None]
+    return sum(known) if len(known) == len(found) else None
 
 
 def _hours_of(item: Item, scale: str) -> float | None:
@@ -140,7 +146,8 @@ def list_block(found: Sequence[Entry]) -> Block:
             _hours(paper.core_hours),
             _hours(paper.gpu_hours),
         )
-        shared = f"with {item.runs_of}" if item.runs_of != item.name else ""
+        others = [name for name in item.runs_of if name != item.name]
+        shared = f"with {' and '.join(others)}" if others else ""
         rows.append((item.name, item.title, data, state_of(entry, PAPER), state_of(entry, SMALL), *hours, shared))
     heads = ("item", "title", "data", "paper scale", "small scale", "small core h", "paper core h", "paper GPU h", "")
     text = (
@@ -264,7 +271,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "item": item.name,
         "title": item.title,
         "source": item.source,
-        "runs_of": item.runs_of,
+        "runs_of": [*item.runs_of],
         "needs": {
             scale: {"macs": n.macs, "core_hours": n.core_hours, "gpu_hours": n.gpu_hours, "data": n.datasets,
                     "missing": n.missing, "recorded_hours": n.recorded_hours}

@@ -17,7 +17,7 @@ FACTS: Mapping[str, Facts] = Shipped(
         "training": f"{_HERE}.facts:training_facts",
         "work": f"{_HERE}.facts:work_facts",
         "elastic_round": f"{_HERE}.counted_elastic:round_facts",
-        "accounts": f"{_HERE}.accounting:fedoras_accounts",
+        "accounts": f"{_HERE}.accounting:accounts",
     }
 )
 """The functions that an item's `count: {from: NAME}` may name, imported when they count: that takes seconds."""

@@ -68,6 +68,10 @@ class Fields:
             raise ValueError(f"{self.where}: {name}={found}{close}; there are {', '.join(allowed)}")
         return found
 
+    def one_or_more(self, name: str) -> tuple[str, ...]:
+        """A text or a list of texts; empty if it is not given."""
+        return (found,) if isinstance(found := self._values.get(name), str) else self.texts(name)
+
     def texts(self, name: str) -> tuple[str, ...]:
         """A list of texts or numbers, as texts; empty if it is not given."""
         return tuple(str(each) for each in self.list(name))

@@ -1,6 +1,7 @@
 """The items that there are, and the reading of their files."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +64,16 @@ def load_item(name: str, folder: Path = ITEMS) -> Item:
         raise ValueError(f"no such item: {shown(name)}{close}; fedloom reproduce --list shows all")
     fields = _fields(name, folder)
     fields.only("title", "source", "note", "missing", "runs", "runs_of", "quantities", "claims")
-    runs_of, missing = fields.text("runs_of", name), " ".join(fields.text("missing", "").split())
-    scales = _published_scale(fields) if missing else _scales(_runs_of(fields, name, runs_of, folder))
+    missing = " ".join(fields.text("missing", "").split())
+    by_item = {} if missing else {other: _scales(runs) for other, runs in _runs_of(fields, name, folder)}
+    scales = _published_scale(fields) if missing else _together(by_item, fields.where)
     quantities = _quantities(fields, _settings(scales))
     item = Item(
         name=name,
         title=fields.text("title"),
         source=fields.text("source"),
         note=" ".join(fields.text("note", "").split()),
-        runs_of=runs_of,
+        runs_of=tuple(by_item) or (name,),
         scales=scales,
         quantities=quantities,
         claims=tuple(_claims(fields, scales, quantities)),
@@ -106,17 +108,17 @@ def _fields(name: str, folder: Path) -> Fields:
 # -- what is run ------------------------------------------------------------------------------------------------------
 
 
-def _runs_of(fields: Fields, name: str, runs_of: str, folder: Path) -> Fields:
-    """The part `runs` of the item, or of the other one whose runs it reads."""
-    if runs_of == name:
-        return fields.inner("runs")
-    if fields.has("runs"):
-        raise ValueError(f"{fields.where}: runs_of={runs_of} says what is run: leave out runs")
-    check_known([runs_of], item_names(folder), "item", f"{fields.where}: runs_of")
-    other = _fields(runs_of, folder)
-    if other.has("runs_of"):
-        raise ValueError(f"{fields.where}: runs_of={runs_of} reads those of another item itself: name that one")
-    return other.inner("runs")
+def _runs_of(fields: Fields, name: str, folder: Path) -> Iterator[tuple[str, Fields]]:
+    """The parts `runs` of the other items whose runs it reads, then its own, with the items' names."""
+    others = [other for other in fields.one_or_more("runs_of") if other != name]
+    check_known(others, item_names(folder), "item", f"{fields.where}: runs_of")
+    for other in others:
+        found = _fields(other, folder)
+        if not found.has("runs"):
+            raise ValueError(f"{fields.where}: runs_of={other} has no runs of its own: name the item that has them")
+        yield other, found.inner("runs")
+    if fields.has("runs") or not others:
+        yield name, fields.inner("runs")
 
 
 def _published_scale(fields: Fields) -> dict[str, Scale]:
@@ -134,6 +136,27 @@ def _scales(runs: Fields) -> dict[str, Scale]:
     if not runs.names:
         raise ValueError(f"{runs.where}: say what is run, or counted, at paper or small")
     return {name: _scale(runs.inner(name)) for name in runs.names}
+
+
+def _together(by_item: Mapping[str, Mapping[str, Scale]], where: str) -> dict[str, Scale]:
+    """The runs of all items as one scale each; ValueError if they have a setting twice, or other seeds or overrides."""
+    names = dict.fromkeys(name for scales in by_item.values() for name in scales)
+    return {
+        name: _one_scale({i: s[name] for i, s in by_item.items() if name in s}, f"{where}: {name}") for name in names
+    }
+
+
+def _one_scale(by_item: Mapping[str, Scale], where: str) -> Scale:
+    (first_name, first), *others = by_item.items()
+    settings, run_by = dict(first.settings), dict.fromkeys(first.settings, first_name)
+    for name, scale in others:
+        if twice := [setting for setting in scale.settings if setting in settings]:
+            raise ValueError(f"{where}: {run_by[twice[0]]} and {name} both have the setting {twice[0]!r}: rename one")
+        if (scale.seeds, scale.overrides) != (first.seeds, first.overrides):
+            raise ValueError(f"{where}: {first_name} and {name} differ in seeds or overrides: give both the same")
+        settings |= {setting: {EXPERIMENT: scale.experiment, **keys} for setting, keys in scale.settings.items()}
+        run_by |= dict.fromkeys(scale.settings, name)
+    return replace(first, settings=settings, run_by=run_by)
 
 
 def _scale(fields: Fields) -> Scale:

@@ -8,7 +8,7 @@ from fedloom.experiments.analysis.tables import only
 from fedloom.experiments.reproduce.claims import verdict
 from fedloom.experiments.reproduce.measure import Runs, lacking, measured
 from fedloom.experiments.reproduce.plan import AXIS, Asked, Part, parts_of
-from fedloom.experiments.reproduce.records import record_file, record_of
+from fedloom.experiments.reproduce.records import Record, record_file, record_of
 from fedloom.experiments.reproduce.schema import Counted, Item, Scale
 from fedloom.experiments.reproduce.settings import missing_data
 from fedloom.experiments.reproduce.table import Outcome, rows_of
@@ -28,8 +28,8 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
     is_old = recorded and not runs and record is None and record_file(item, asked.scale).exists()
     old = [f"{record_file(item, asked.scale)} does not count: it is of other runs"] if is_old else []
     planned = sum(part.num_runs for part in parts)
-    if record is not None and record.is_whole:
-        parts = [part for part in parts if part.ablation_id not in record.ablations]
+    if record is not None:
+        parts = _not_in(record, parts)
     values = measured(item, scale, runs, {} if record is None else record.values)
     claims = [claim for claim in item.claims if asked.scale in claim.scales]
     return Outcome(
@@ -55,6 +55,13 @@ def done_runs(part: Part, results: Path) -> Runs | None:
     _, tables = load_ablation(results, part.ablation_id)
     places = {trial.run_id: (str(trial.setting[AXIS]), trial.seed) for trial in done}
     return Runs(only(tables, [*places]), places)
+
+
+def _not_in(record: Record, parts: list[Part]) -> list[Part]:
+    """The parts that are not in a record; all of them if runs of its own ablations are not."""
+    others = [part for part in parts if part.ablation_id not in record.ablations]
+    own = sum(part.num_runs for part in parts if part.ablation_id in record.ablations)
+    return parts if record.runs[0] < own else others
 
 
 def _lacks(item: Item, scale: Scale, parts: Sequence[Part], results: Path, free: Sequence[str]) -> Iterator[str]:

@@ -47,7 +47,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Part:
-    """The settings of a scale with the same preset and data set, which are one ablation."""
+    """The settings of a scale that one item runs with the same preset and data set: they are one ablation."""
 
     dataset: str
     ablation_id: str
@@ -116,23 +116,23 @@ def parts_of(item: Item, asked_for: Asked) -> list[Part]:
     if item.missing:
         return []
     scale = asked_for.of(item.scales[asked_for.scale])
-    groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    groups: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
     for setting, changes in scale.settings.items():
         preset = str(changes.get(EXPERIMENT, scale.experiment))
         others = {key: value for key, value in changes.items() if key != EXPERIMENT}
-        groups.setdefault((preset, dataset_of(scale, setting)), {})[setting] = others
+        groups.setdefault((scale.run_by[setting], preset, dataset_of(scale, setting)), {})[setting] = others
     found = []
-    for (preset, dataset), settings in groups.items():
+    for (run_by, preset, dataset), settings in groups.items():
         own = replace(scale, experiment=preset, settings=settings)
-        found.append(Part(dataset, _ablation_id(item, asked_for.scale, own), own))
+        found.append(Part(dataset, _ablation_id(run_by, asked_for.scale, own), own))
     return found
 
 
-def _ablation_id(item: Item, scale_name: str, scale: Scale) -> str:
+def _ablation_id(run_by: str, scale_name: str, scale: Scale) -> str:
     """A name that changes with whatever changes the runs, so that the results of other runs are never taken for it."""
     content = json.dumps([scale.experiment, [*scale.settings.items()], scale.seeds, scale.overrides])
     preset = re.sub(r"[^A-Za-z0-9_]+", "_", scale.experiment)[:40]
-    words = [*item.runs_of.split("/"), scale_name, preset]
+    words = [*run_by.split("/"), scale_name, preset]
     return "-".join(["paper", *words, sha256(content.encode()).hexdigest()[:8]])
 
 

@@ -9,7 +9,15 @@ from fedloom.experiments.analysis.tables import load_paths
 from fedloom.experiments.reproduce.measure import Measured, Runs, Values, measured
 from fedloom.experiments.reproduce.outcome import done_runs
 from fedloom.experiments.reproduce.plan import Asked, Part, parts_of
-from fedloom.experiments.reproduce.records import Record, computed, other_than, reads, record_file, record_of
+from fedloom.experiments.reproduce.records import (
+    Record,
+    computed,
+    other_than,
+    reads,
+    record_file,
+    record_of,
+    recorded_scale,
+)
 from fedloom.experiments.reproduce.schema import HOUR_S, Item, Read
 from fedloom.experiments.store.ablations import FOLDER as ABLATIONS
 from fedloom.experiments.store.ablations import read_ablation
@@ -31,8 +39,9 @@ def check_recordable(item: Item, asked: Asked) -> None:
 def record(item: Item, asked: Asked, results: Path) -> Path:
     """Keeps what the item's own runs in this folder have measured, beside the item; returns the file.
 
-    Runs that are not done are left out, and counted. Raises ValueError if none is done, for runs of presets as they
-    were before, and for fewer runs than the record has that is there.
+    Runs that are not done are left out, and counted. Values of other ablations of the item, recorded before, stay.
+    Raises ValueError if no run is done, for runs of presets as they were before, and for fewer runs than the record has
+    that is there.
     """
     check_recordable(item, asked)
     parts = parts_of(item, asked)
@@ -44,20 +53,23 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
         if part.ablation_id in begun:
             _check_presets(part, begun[part.ablation_id], results)
     file, known = record_file(item, asked.scale), record_of(item, asked)
-    if known is not None and known.runs[0] > runs:
+    others = known if known is not None and not {*known.ablations} & {*begun} else None
+    if known is not None and others is None and (known.runs[0] > runs or not {*known.ablations} <= {*begun}):
         raise ValueError(f"{file} has {known.runs[0]} runs, here are {runs}: delete it if these shall replace them")
     scale = item.scales[asked.scale]
     # Without the rounds of supernets that other runs have trained, which the tables of `done_runs` repeat.
     rounds = load_paths([p for done in begun.values() for p in done.tables.paths], ["rounds"]).rounds
-    hours = float(rounds["wall_s"].sum()) / HOUR_S
+    hours = float(rounds["wall_s"].sum()) / HOUR_S + (others.hours if others is not None else 0.0)
+    ablations = (*(others.ablations if others is not None else ()), *begun)
+    values = _of_runs(item, measured(item, scale, begun.values()), others)
     found = Record(
-        ablations=tuple(begun),
-        runs=(runs, sum(part.num_runs for part in parts)),
-        computed=computed(scale),
-        reads=reads(item),
+        ablations=ablations,
+        runs=(runs + (others.runs[0] if others is not None else 0), sum(part.num_runs for part in parts)),
+        computed=computed(recorded_scale(item, asked, ablations)),
+        reads=reads(item, values),
         day=datetime.now(tz=UTC).strftime("%Y-%m-%d"),
         hours=float(f"{hours:.3g}"),
-        values=_of_runs(item, measured(item, scale, begun.values())),
+        values=values,
     )
     _write(file, found)
     return file
@@ -75,13 +87,19 @@ def _check_presets(part: Part, done: Runs, results: Path) -> None:
             )
 
 
-def _of_runs(item: Item, found: Mapping[str, Measured]) -> dict[str, Values]:
-    """What was read from runs; what is counted or combined is not kept, as it takes seconds."""
-    return {name: found[name].values for name, q in item.quantities.items() if isinstance(q.source, Read)}
+def _of_runs(item: Item, found: Mapping[str, Measured], others: Record | None) -> dict[str, Values]:
+    """What was read from runs, with what another record has; quantities without any value are left out.
+
+    What is counted or combined is not kept, as it takes seconds.
+    """
+    before = {} if others is None else others.values
+    names = [name for name, quantity in item.quantities.items() if isinstance(quantity.source, Read)]
+    values = {name: {**before.get(name, {}), **found[name].values} for name in names}
+    return {name: by_spot for name, by_spot in values.items() if by_spot}
 
 
 def _write(file: Path, found: Record) -> None:
-    content = {**vars(found), "values": {name: _by_setting(values) for name, values in found.values.items() if values}}
+    content = {**vars(found), "values": {name: _by_setting(values) for name, values in found.values.items()}}
     file.parent.mkdir(exist_ok=True)
     write_atomically(file, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 

@@ -4,8 +4,8 @@ A file per item and scale in the paper's folder `recorded`: JSON with values by 
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ class Record:
 
     Attributes:
         ablations: the ids of the ablations whose runs were measured.
-        runs: how many of the item's runs were done, and how many it has.
-        computed: a hash of what the runs compute, with the presets' content.
-        reads: a hash of how the quantities are read.
+        runs: how many of the item's runs are in it, and how many the item has.
+        computed: a hash of what the runs of these ablations compute, with the presets' content.
+        reads: a hash of how the quantities are read that have values.
         day: when it was recorded, as 2026-11-23.
         hours: those of all rounds that the runs computed themselves, one after the other.
         values: by quantity.
@@ -67,19 +67,25 @@ def record_file(item: Item, scale: str) -> Path:
 def record_of(item: Item, asked: Asked) -> Record | None:
     """The record of the item's own runs; None if there is none, or if the item runs or reads something else now.
 
-    Of fedloom's own items a test finds those whose presets have changed, which takes a while; of others this does.
-    Raises ValueError for a damaged file.
+    What the item runs and reads besides has no values in it. Of fedloom's own items a test finds those whose presets
+    have changed, which takes a while; of others this does. Raises ValueError for a damaged file.
     """
     file = record_file(item, asked.scale)
     if not asked.is_own or not file.exists():
         return None
     found = read_record(file)
-    is_same = found.reads == reads(item) and set(found.ablations) <= {
-        part.ablation_id for part in parts_of(item, asked)
-    }
+    parts = parts_of(item, asked)
+    is_same = found.reads == reads(item, found.values) and {*found.ablations} <= {part.ablation_id for part in parts}
     if is_same and not file.is_relative_to(ITEMS):
-        is_same = found.computed == computed(item.scales[asked.scale])
-    return found if is_same else None
+        is_same = found.computed == computed(recorded_scale(item, asked, found.ablations))
+    planned = sum(part.num_runs for part in parts)
+    return replace(found, runs=(found.runs[0], planned)) if is_same else None
+
+
+def recorded_scale(item: Item, asked: Asked, ablations: Collection[str]) -> Scale:
+    """The scale with the settings of these ablations alone."""
+    parts = [part for part in parts_of(item, asked) if part.ablation_id in ablations]
+    return item.scales[asked.scale].only([setting for part in parts for setting in part.scale.settings])
 
 
 def read_record(file: Path) -> Record:
@@ -104,10 +110,12 @@ def read_record(file: Path) -> Record:
         raise ValueError(f"{file} is damaged: delete it, and record again ({error})") from error
 
 
-def reads(item: Item) -> str:
-    """A hash of what is read of the item's runs."""
+def reads(item: Item, names: Collection[str]) -> str:
+    """A hash of how these quantities are read from the item's runs."""
     sources = {
-        name: repr(quantity.source) for name, quantity in item.quantities.items() if isinstance(quantity.source, Read)
+        name: repr(quantity.source)
+        for name, quantity in item.quantities.items()
+        if isinstance(quantity.source, Read) and name in names
     }
     return sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -1,7 +1,7 @@
 """The parts of an item: one table or figure of a paper, what is run for it, what is measured, and what is claimed."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,18 @@ class Scale:
     Attributes:
         settings: configuration keys with values, by the setting's name.
         overrides: of all settings, as `key=value`.
+        run_by: by setting, the name of the item that runs it.
     """
 
     experiment: str
     settings: Mapping[str, Mapping[str, Any]]
     seeds: tuple[int, ...] = (1,)
     overrides: tuple[str, ...] = ()
+    run_by: Mapping[str, str] = field(default_factory=dict)
+
+    def only(self, settings: Collection[str]) -> "Scale":
+        """The scale with these settings alone."""
+        return replace(self, settings={name: keys for name, keys in self.settings.items() if name in settings})
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ class Item:
     Attributes:
         name: paper and item, such as fedoras/tab6.
         source: where it is published.
-        runs_of: the item whose runs it reads: itself, or another one that runs the same.
+        runs_of: the items whose runs it reads, itself among them if it has runs of its own.
         missing: what fedloom lacks to run it, such as a data set; empty if it can be run. Such an item has published
             numbers and claims alone, and one scale, whose settings are those that were published.
         file: where it was read from.
@@ -173,7 +179,7 @@ class Item:
     title: str
     source: str
     note: str
-    runs_of: str
+    runs_of: tuple[str, ...]
     scales: Mapping[str, Scale]
     quantities: Mapping[str, Quantity]
     claims: tuple[Claim, ...]

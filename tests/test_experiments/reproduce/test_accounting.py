@@ -1,8 +1,8 @@
-"""What FedorAS sends and computes, counted without training, against sums that are known."""
+"""What FedorAS and methods of widths send, counted without training, against sums that are known."""
 
 import pytest
 
-from fedloom.experiments.reproduce.accounting import fedoras_accounts
+from fedloom.experiments.reproduce.accounting import accounts, fedoras_accounts
 from fedloom.experiments.reproduce.files import load_item
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.spaces.base import SearchSpace
@@ -51,6 +51,19 @@ def test_fine_tuning_sends_the_tiers_model(space: SearchSpace) -> None:
     assert facts["model_parameters"] == [pytest.approx(mean, rel=0.02)]
     assert facts["finetune_bytes"] == [5 * 2 * facts["model_parameters"][0] * 4 * 2]
     assert facts["mean_finetune_bytes"] == facts["finetune_bytes"][0]
+
+
+def test_widths_are_sent_in_both_directions_as_tiers_afford_them() -> None:
+    """The sizes of ResNet-18's quarters are those of Tab. 5; the three tiers train one, two and four quarters."""
+    changes = ["experiment=fjord_cifar10", "tiers.count=3", "tiers.shares=[0.5,0.25,0.25]", "method.train.rounds=7"]
+    facts = accounts([*changes, "tiers.upper_bounds=[50e6,200e6,600e6]", "method.train.clients_per_round=3"])
+    mean = 0.5 * 701_466 + 0.25 * 2_797_610 + 0.25 * 11_173_962
+    assert facts == {
+        "sent_parameters": mean,
+        "supernet_parameters": 11_173_962,
+        "supernet_bytes": 7 * 3 * mean * 4 * 2,
+    }
+    assert accounts(DEMO) == fedoras_accounts(DEMO)
 
 
 @pytest.mark.parametrize("name", ["fedoras/tab17", "fedoras/tab18"])

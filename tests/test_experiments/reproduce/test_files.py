@@ -67,7 +67,7 @@ def test_a_whole_file(load: Load) -> None:
         ("runs/paper/settings/s", {"experiment": "fedavg_digit"}, "no preset 'fedavg_digit'"),
         ("runs/paper/settings", {}, "settings are missing"),
         ("runs/paper/sedes", [1], "unknown key 'sedes'; did you mean 'seeds'?"),
-        ("runs_of", "x/tab2", "says what is run: leave out runs"),
+        ("runs_of", "x/tab2", "runs_of: there is no item 'x/tab2'; did you mean 'x/tab1'?"),
         ("quantities/a/read/from", "model", "from=model; did you mean 'models'?"),
         ("quantities/a/read/reduce", "median", "reduce=median; did you mean 'mean'?; there are one, mean"),
         ("quantities/a/ratio", ["a", "a"], "has read and ratio: give one of them"),
@@ -127,6 +127,40 @@ def test_runs_of_another_item_are_the_same_ablations(load: Load, tmp_path: Path)
     assert ids[0] == ids[1]
     assert ids[0] != [part.ablation_id for part in parts_of(first, Asked("small", seeds=(1, 2, 3)))]
     assert ids[0] != [part.ablation_id for part in parts_of(first, Asked("paper"))]
+
+
+def test_an_item_may_add_runs_of_its_own_to_those_of_others(load: Load, tmp_path: Path) -> None:
+    first = load()
+
+    def second(**changes: Any) -> Any:
+        own = {"experiment": "fedadam_digits", "seeds": [1, 2], "settings": {"t": {}, "u": {}}} | changes
+        content = {**values(), "runs": {"paper": own, "small": own}, "runs_of": ["x/tab1"]}
+        (tmp_path / "x" / "fig1.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        return load_item("x/fig1", tmp_path)
+
+    both = second()
+    assert (first.runs_of, both.runs_of) == (("x/tab1",), ("x/tab1", "x/fig1"))
+    assert both.scales["small"].run_by == {"s": "x/tab1", "r": "x/tab1", "t": "x/fig1", "u": "x/fig1"}
+    (shared,), (same, own) = (parts_of(item, Asked("small")) for item in (first, both))
+    assert shared.ablation_id == same.ablation_id
+    assert own.ablation_id.startswith("paper-x-fig1-small-fedadam_digits-")
+    assert (own.scale.experiment, [*own.scale.settings]) == ("fedadam_digits", ["t", "u"])
+    for changes, said in (
+        ({"settings": {"r": {}}}, "paper: x/tab1 and x/fig1 both have the setting 'r': rename one"),
+        ({"seeds": [1]}, "x/tab1 and x/fig1 differ in seeds or overrides: give both the same"),
+        ({"overrides": ["data.num_clients=3"]}, "differ in seeds or overrides"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            second(**changes)
+
+
+def test_runs_are_those_of_the_item_that_has_them(load: Load, tmp_path: Path) -> None:
+    load()
+    content = {key: value for key, value in values().items() if key != "runs"}
+    for name, runs_of in (("fig1", "x/tab1"), ("fig2", "x/fig1")):
+        (tmp_path / "x" / f"{name}.yaml").write_text(yaml.safe_dump({**content, "runs_of": runs_of}))
+    with pytest.raises(ValueError, match="runs_of=x/fig1 has no runs of its own: name the item that has them"):
+        load_item("x/fig2", tmp_path)
 
 
 def test_the_id_changes_with_the_runs_alone(load: Load) -> None:

@@ -273,6 +273,39 @@ def test_items_with_the_same_runs_are_recorded_one_by_one(command: Command, resu
     )
 
 
+def test_a_record_keeps_its_values_when_an_item_runs_more(command: Command, results: Path, own: Path) -> None:
+    assert command(str(own), "--record", "--show", "--results", str(results))[0] == 0
+    first = (own.parent / "recorded" / "tab1.small.json").read_bytes()
+    text = own.read_text()
+    head, tail = text.partition("quantities:")[::2]
+    more = head.replace("short:", "again:").replace("      long: {method.train.rounds: 2}\n", "")
+    other = own.with_name("tab2.yaml")
+    other.write_text(more.replace("note:", "runs_of: tiny/tab1\nnote:") + "quantities:" + tail)
+    record = own.parent / "recorded" / "tab2.small.json"
+    record.write_bytes(first)  # of tab1's runs alone, as it was before there were more
+    shown = (str(other), "--show", "--recorded", "--results", str(own.parent / "elsewhere"))
+    found = read(command, *shown)
+    assert found["recorded"].startswith("recorded on")
+    assert "from 4 of 6 runs" in found["recorded"]
+    assert found["missing"] == ["digits: 2 trials are not begun"]
+
+    alone = own.parent / "alone" / "tiny" / "tab2.yaml"  # the same runs as a file of their own: only these are run
+    alone.parent.mkdir(parents=True)
+    alone.write_text(more + "quantities:\n  bytes:" + tail.partition("  bytes:")[2].partition("  growth:")[0])
+    there = ("--results", str(own.parent / "there"))
+    assert command(str(alone), *there)[0] == 0
+    assert command(str(other), "--show", "--record", *there)[0] == 0
+    both, before = json.loads(record.read_bytes()), json.loads(first)
+    assert (both["runs"], [*both["values"]["bytes"]]) == ([6, 6], ["short", "long", "again"])
+    assert both["ablations"][:1] == before["ablations"]
+    assert both["values"]["bytes"]["long"] == before["values"]["bytes"]["long"]
+    assert both["hours"] >= before["hours"]
+    found = read(command, *shown)
+    assert ("from 6 runs" in found["recorded"], found["missing"]) == (True, [])
+    code, _, err = command(str(other), "--show", "--record", *there)  # would lose tab1's
+    assert (code, "has 6 runs, here are 2: delete it" in err) == (2, True)
+
+
 def test_a_damaged_record_is_one_line_and_a_whole_one_is_kept(command: Command, results: Path, own: Path) -> None:
     assert command(str(own), "--record", "--show", "--results", str(results))[0] == 0
     (file,) = own.parent.glob("recorded/*")
