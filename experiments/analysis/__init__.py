@@ -26,6 +26,7 @@ from fedloom.experiments.analysis.frames import (
 )
 from fedloom.experiments.analysis.fronts import hypervolume
 from fedloom.experiments.analysis.intervals import Estimate, estimate
+from fedloom.experiments.analysis.outcomes import OUTCOMES, outcomes
 from fedloom.experiments.analysis.reused import with_training
 from fedloom.experiments.analysis.summary import MEASURES, per_model, summary
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load
@@ -33,6 +34,7 @@ from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load
 __all__ = [
     "ALL_TABLES",
     "MEASURES",
+    "OUTCOMES",
     "Estimate",
     "Tables",
     "ablation_frame",
@@ -49,6 +51,7 @@ __all__ = [
     "load",
     "load_ablation",
     "marginal",
+    "outcomes",
     "pareto",
     "per_model",
     "per_tier",

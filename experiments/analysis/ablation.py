@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedloom.experiments.analysis.compare import difference
+from fedloom.experiments.analysis.compare import difference, measured_by
 from fedloom.experiments.analysis.frames import METRIC
 from fedloom.experiments.analysis.intervals import estimate
 from fedloom.experiments.analysis.reused import with_training
 from fedloom.experiments.analysis.seeds import by_seed
-from fedloom.experiments.analysis.summary import MODEL_KEY, by_model, per_model
+from fedloom.experiments.analysis.summary import MODEL_KEY, by_model
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load_paths
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, short
 from fedloom.platform.results.paths import RunPaths
@@ -37,14 +37,15 @@ def load_ablation(
     return ablation, with_training(load_paths([p for p in paths if p.table("runs").exists()], tables))
 
 
-def ablation_frame(tables: Tables, ablation: Ablation) -> pd.DataFrame:
+def ablation_frame(tables: Tables, ablation: Ablation, *, each: str = "model") -> pd.DataFrame:
     """`per_model` of the trials that have started, with trial, seed and one column per axis, in the plan's order.
 
+    With `each="run"` it is `outcomes` instead, a row per trial.
     The column of an axis is an ordered categorical of the axis' values; lists and nulls are JSON text. A trial that has
     not been evaluated has one row with null qualities; a trial that has not started has none. Raises ValueError if an
     axis has the name of another column.
     """
-    frame = per_model(tables)
+    frame = measured_by(each)[1](tables)
     taken = sorted({*frame.columns, *_OWN} & set(ablation.axes))
     if taken:
         raise ValueError(f"the axis {taken[0]!r} is called like a column of the frame: give it another name")

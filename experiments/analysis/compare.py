@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import pandas as pd
 
 from fedloom.experiments.analysis.frames import METRIC
 from fedloom.experiments.analysis.intervals import CONFIDENCE, estimate
+from fedloom.experiments.analysis.outcomes import OUTCOMES, outcomes
 from fedloom.experiments.analysis.seeds import by_seed
 from fedloom.experiments.analysis.settings import NOT_SET, alike, differing, essential, flat, names_apart
 from fedloom.experiments.analysis.summary import MEASURES, MODEL_KEY, by_model, per_model
@@ -19,6 +20,10 @@ from fedloom.experiments.analysis.tables import Tables, configuration
 EXPERIMENT, SEED = "experiment", "seed"
 _ROUNDING = 1e-12
 _KEYS_SHOWN = 8
+_EACH: Mapping[str, tuple[Sequence[str], Callable[[Tables], pd.DataFrame]]] = {
+    "model": (MEASURES, per_model),
+    "run": (OUTCOMES, outcomes),
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ def compare(
     by: str,
     metric: str = METRIC,
     *,
+    each: str = "model",
     baseline: Any = None,
     pair: str | None = SEED,
     ignore: Iterable[str] = (),
@@ -60,18 +66,22 @@ def compare(
     (number of pairs, or of values of both), difference (of the means), difference_low and difference_high (95 %),
     p_value (two-sided, not corrected for the number of rows; null if the values do not vary).
 
-    `metric` is one of `MEASURES`; `baseline` is a value of `by`, by default that of the oldest run. `pair` is "seed"
-    (pairs of runs with all seeds equal), the key of one seed such as "seeds.partition", or None for no pairs. Raises
-    ValueError for unknown names (with the nearest known ones), and if there is nothing to compare.
+    `each="run"` compares what runs end with (see `outcomes`), so that methods whose models differ can be compared.
+
+    `metric` is one of `MEASURES`, or with `each="run"` of `OUTCOMES`; `baseline` is a value of `by`, by default that of
+    the oldest run. `pair` is "seed" (pairs of runs with all seeds equal), the key of one seed such as
+    "seeds.partition", or None for no pairs. Raises ValueError for unknown names (with the nearest known ones), and if
+    there is nothing to compare.
     """
-    if metric not in MEASURES:
-        raise ValueError(f"there is no metric {metric!r}: {_nearest(metric, MEASURES)}")
+    measures, measured = measured_by(each)
+    if metric not in measures:
+        raise ValueError(f"there is no metric {metric!r}: {_nearest(metric, measures)}")
     configs = {p.run_id: configuration(tables, p.run_id) for p in tables.paths}
     experiments = {p.run_id: p.experiment for p in tables.paths}
     runs = _runs(experiments, configs, by, tuple(ignore))
     first = _baseline(runs, by, baseline)
     _check_comparable(runs, by)
-    frame = per_model(tables).dropna(subset=[metric])
+    frame = measured(tables).dropna(subset=[metric])
     if frame.empty:
         raise ValueError(f"no run has a value of {metric} yet: wait for the final evaluation, or compare total_bytes")
     frame["pair"] = [_pair_of(s, configs[r], pair, by) for r, s in zip(frame["run_id"], frame["seeds"], strict=True)]
@@ -87,6 +97,13 @@ def compare(
     numbers = ["difference", "difference_low", "difference_high", "p_value"]
     kinds = {**dict.fromkeys(["mean", "half_width", *numbers], "float64"), "n": "int64", "compared": "Int64"}
     return pd.DataFrame(found, columns=[*columns, *numbers]).astype(kinds)
+
+
+def measured_by(each: str) -> tuple[Sequence[str], Callable[[Tables], pd.DataFrame]]:
+    """The measures of `each` (model, run), and the frame that has them."""
+    if each not in _EACH:
+        raise ValueError(f"each={each!r}: there are {', '.join(_EACH)}")
+    return _EACH[each]
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -42,9 +42,9 @@ def hypervolume(tables: Tables, reference: tuple[float, float] | None = None) ->
     return pd.DataFrame(found, columns=["experiment", "run_id", "tier", "points", "hypervolume", *points])
 
 
-def front_of(candidates: pd.DataFrame) -> np.ndarray:
-    """The non-dominated points (MACs, metric), shape (n, 2), sorted by MACs."""
-    ordered = candidates[["macs", "metric"]].astype("float64").sort_values(["macs", "metric"], ascending=[True, False])
+def front_of(candidates: pd.DataFrame, cost: str = "macs") -> np.ndarray:
+    """The non-dominated points (cost, metric), shape (n, 2), sorted by cost."""
+    ordered = candidates[[cost, "metric"]].astype("float64").sort_values([cost, "metric"], ascending=[True, False])
     best_before = ordered["metric"].cummax().shift(fill_value=-np.inf)
     return ordered[ordered["metric"] > best_before].to_numpy()
 

@@ -294,7 +294,7 @@ def test_many_settings_are_spread_over_sheets(tmp_path: Path) -> None:
 def test_the_page_has_a_figure_for_all_settings_of_an_experiment(tmp_path: Path) -> None:
     runs = write_opa_and_fedavg(tmp_path)
     files = write_report(tmp_path, runs)
-    names = ["convergence", "convergence-loss", "pareto", "communication", "clients"]
+    names = ["fronts", "convergence", "convergence-loss", "pareto", "communication", "clients"]
     assert [path.stem for path in files.plots if path.suffix == ".png"] == names
     page = files.markdown.read_text()
     assert page.count("Each part is a setting, with the axes of the others") == 5

@@ -15,6 +15,7 @@ from matplotlib.patches import Patch
 
 from fedloom.experiments.analysis.ablation import held, holding, is_grid, marginal, over_seeds, references, values_of
 from fedloom.experiments.analysis.frames import METRIC, natural, shown_models
+from fedloom.experiments.analysis.outcomes import final_model
 from fedloom.experiments.report.figures.style import COUNTS, INK, LEGEND, MARKERS, SERIES, model_colours, quiet
 from fedloom.experiments.report.figures.subnets import LOGARITHMIC_FROM
 from fedloom.experiments.report.parts.numbers import si_scale
@@ -118,12 +119,6 @@ def _compared(frame: pd.DataFrame) -> pd.DataFrame:
     known = frame.dropna(subset=[METRIC, "model"])
     family = known[known["subnet"] != ""]
     return family if len(family) else known[known["model"] == final_model(known)]
-
-
-def final_model(frame: pd.DataFrame) -> str:
-    """The model that represents the method: fine_tuned if it exists, else the first in display order."""
-    models = shown_models([str(m) for m in frame["model"].dropna()])
-    return "fine_tuned" if "fine_tuned" in models else next(iter(models), "")
 
 
 def _with_macs(frame: pd.DataFrame, ablation: Ablation, axis: str) -> pd.DataFrame:

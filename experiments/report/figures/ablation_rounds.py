@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from fedloom.experiments.analysis.ablation import by_setting, held, holding, values_of
 from fedloom.experiments.analysis.convergence import convergence, simulated_hours
 from fedloom.experiments.analysis.frames import METRIC
+from fedloom.experiments.analysis.outcomes import final_model
 from fedloom.experiments.analysis.seeds import SEEDS, spread
 from fedloom.experiments.analysis.stages import SEARCH
 from fedloom.experiments.analysis.steps import steps
@@ -20,7 +21,6 @@ from fedloom.experiments.report.figures.ablation_axes import (
     bar_floor,
     bar_handles,
     bars,
-    final_model,
     looks_of_values,
     title_of,
 )

@@ -20,14 +20,17 @@ from fedloom.experiments.analysis.ablation import (
 )
 from fedloom.experiments.analysis.frames import METRIC
 from fedloom.experiments.analysis.labels import labels_of
+from fedloom.experiments.analysis.outcomes import outcomes
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables
 from fedloom.experiments.report.pages.content import REFRESH_S, Content, RunFacts
 from fedloom.experiments.report.pages.files import ReportFiles, write_content
+from fedloom.experiments.report.pages.outcome_pictures import FRONTS
 from fedloom.experiments.report.pages.values import records
 from fedloom.experiments.report.parts.block import rich_block
 from fedloom.experiments.report.parts.picture import Picture
 from fedloom.experiments.report.tables.ablation import axis_blocks, points_block, subnet_names, trials_block
 from fedloom.experiments.report.tables.failures import failures_block
+from fedloom.experiments.report.tables.outcomes import outcomes_block
 from fedloom.experiments.store.ablations import FIGURES, Ablation, meant_ablation, short
 from fedloom.experiments.store.trials import FINAL, TrialState, trial_states
 from fedloom.platform.results.manifest import check_files
@@ -79,6 +82,7 @@ def ablation_content(ablation: Ablation, states: Sequence[TrialState], tables: T
     names = subnet_names(frame, labels_of(tables))
     blocks = [
         trials_block(ablation, states, tables),
+        outcomes_block(outcome_groups(ablation, tables), tuple(ablation.axes)),
         points_block(ablation, frame, names, wide=True),
         *axis_blocks(ablation, frame, names),
         failures_block(tables),
@@ -95,6 +99,16 @@ def ablation_content(ablation: Ablation, states: Sequence[TrialState], tables: T
         refresh_s=REFRESH_S if at_work else None,
         pictures_first=True,
     )
+
+
+def outcome_groups(ablation: Ablation, tables: Tables) -> list[tuple[tuple[str, ...], pd.DataFrame]]:
+    """The settings of an ablation in order, with the rows of what their trials end with."""
+    frame = outcomes(tables)
+    runs: dict[tuple[str, ...], list[str]] = {}
+    for trial in ablation.trials:
+        runs.setdefault(tuple(short(trial.setting[axis]) for axis in ablation.axes), []).append(trial.run_id)
+    groups = [(labels, frame[frame["run_id"].isin(run_ids)]) for labels, run_ids in runs.items()]
+    return [(labels, rows) for labels, rows in groups if len(rows)]
 
 
 def _figures(ablation: Ablation, *, known: bool) -> list[str]:
@@ -135,6 +149,7 @@ def _pictures(ablation: Ablation, frame: pd.DataFrame, names: Mapping[str, str],
     # Imported here, because matplotlib takes a second to load and a summary does not need it.
     from fedloom.experiments.report.figures import ablation_axes, ablation_rounds
     from fedloom.experiments.report.figures.drawing import Drawing
+    from fedloom.experiments.report.figures.outcomes import outcomes_figure
 
     makers: dict[str, Callable[[Studied], Figure | None]] = {
         "macs_by_axis": ablation_axes.macs_figure,
@@ -142,6 +157,7 @@ def _pictures(ablation: Ablation, frame: pd.DataFrame, names: Mapping[str, str],
         "tiers_by_axis": ablation_axes.tiers_figure,
         "metric_by_axis": ablation_axes.metric_figure,
         "time_by_axis": lambda studied: ablation_rounds.time_figure(studied, tables),
+        "fronts": lambda _studied: outcomes_figure(outcome_groups(ablation, tables)),
         "convergence": lambda studied: ablation_rounds.rounds_figure(studied, tables),
     }
     for name in (*_figures(ablation, known=True), "convergence"):
@@ -187,6 +203,7 @@ CAPTIONS = {
         "Accuracy on the server's validation data against the simulated time since the stage began, a round taking as "
         "long as its slowest client; means over seeds, bands from the least seed to the greatest.",
     ),
+    "fronts": FRONTS,
     "convergence": (
         "Convergence",
         "Accuracy on the server's validation data against finished rounds, mean over seeds; bands reach from the least "

@@ -12,6 +12,8 @@ from fedloom.experiments.analysis.costs import cost_comparisons
 from fedloom.experiments.analysis.frames import fairness, per_tier
 from fedloom.experiments.analysis.kinds import ALL_TIERS, is_dry, with_silo_clients
 from fedloom.experiments.analysis.labels import Labels, labels_of
+from fedloom.experiments.analysis.outcomes import outcomes
+from fedloom.experiments.analysis.reused import with_training
 from fedloom.experiments.analysis.settings import Setting, settings_of
 from fedloom.experiments.analysis.subnets import subnet_summaries
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, latest_run, load
@@ -19,14 +21,17 @@ from fedloom.experiments.report.pages.content import REFRESH_S, Content
 from fedloom.experiments.report.pages.facts import facts_of, state_of
 from fedloom.experiments.report.pages.files import ReportFiles, write_content
 from fedloom.experiments.report.pages.gaps import missing_of, unknown_bounds
+from fedloom.experiments.report.pages.outcome_pictures import outcome_pictures
 from fedloom.experiments.report.pages.silo_pictures import silo_pictures
 from fedloom.experiments.report.pages.stage_pictures import stage_pictures
 from fedloom.experiments.report.pages.subnet_pictures import subnet_pictures
 from fedloom.experiments.report.parts.block import Block, rich_block
+from fedloom.experiments.report.parts.words import setting_head
 from fedloom.experiments.report.tables.communication import communication_block, dry_block
 from fedloom.experiments.report.tables.costs import cost_block
 from fedloom.experiments.report.tables.failures import failures_block
 from fedloom.experiments.report.tables.fairness import fairness_block
+from fedloom.experiments.report.tables.outcomes import Groups, outcomes_block
 from fedloom.experiments.report.tables.settings import settings_block
 from fedloom.experiments.report.tables.silos import silo_blocks
 from fedloom.experiments.report.tables.subnets import subnet_block
@@ -77,6 +82,7 @@ def report_content(tables: Tables) -> Content:
         missing=(*missing_of(tables), *unknown_bounds(tables, bounds)),
         blocks=tuple(block for block in _blocks(tables, settings, bounds, labels) if block.rows),
         pictures=(
+            *outcome_pictures(outcome_groups(tables, settings)),
             *subnet_pictures(tables, labels),
             *silo_pictures(tables),
             *stage_pictures(tables, bounds, labels),
@@ -94,6 +100,7 @@ def _title(settings: Sequence[Setting]) -> str:
 def _blocks(tables: Tables, settings: Sequence[Setting], bounds: Bounds, labels: Labels) -> list[Block]:
     return [
         settings_block(settings),
+        *([outcomes_block(outcome_groups(tables, settings), (setting_head(settings),))] if len(settings) > 1 else []),
         *(tier_block(summary) for summary in tier_summaries(tables, bounds)),
         *(subnet_block(summary, wide=True) for summary in subnet_summaries(tables, labels)),
         *(cost_block(comparison) for comparison in cost_comparisons(tables, labels)),
@@ -102,6 +109,12 @@ def _blocks(tables: Tables, settings: Sequence[Setting], bounds: Bounds, labels:
         communication_block(tables, settings, labels),
         failures_block(tables, settings),
     ]
+
+
+def outcome_groups(tables: Tables, settings: Sequence[Setting]) -> Groups:
+    """The settings with the rows of what their runs end with."""
+    frame = outcomes(with_training(tables))
+    return [((setting.name,), setting.rows(frame)) for setting in settings]
 
 
 def tier_summaries(tables: Tables, bounds: Bounds) -> list[Summary]:
