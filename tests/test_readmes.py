@@ -111,9 +111,9 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(PLUGINS))
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(ConfigStore.instance().repo, "method", {})
-    configuration._store_method.cache_clear()
+    configuration._store_shipped.cache_clear()
     yield tmp_path
-    configuration._store_method.cache_clear()
+    configuration._store_shipped.cache_clear()
 
 
 def test_the_first_page_is_short() -> None:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -203,11 +203,18 @@ def _register_schema() -> None:
 
 def _register_method(name: str) -> None:
     """Registers a method with Hydra, by its name or by the import path of a user's own method."""
-    if name in METHODS or is_import_path(name):
+    if name in METHODS:
+        _store_shipped(name)
+    elif is_import_path(name):  # a module of the user's own may be loaded anew, in a notebook
         _store_method(name, find_method(name).config)
 
 
-@lru_cache(maxsize=1)  # a module of the user's own may be loaded anew, in a notebook
+@cache
+def _store_shipped(name: str) -> None:
+    """Once: every composition names two methods, the default and its own, each a quarter of the time to register."""
+    _store_method(name, find_method(name).config)
+
+
 def _store_method(name: str, config_class: type) -> None:
     config = config_class(name=name)
     try:

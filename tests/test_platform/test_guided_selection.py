@@ -313,7 +313,7 @@ def test_oort_and_pyramidfl_reach_a_loss_in_less_simulated_time_than_uniform(
     tiny_config: Make, run_in_memory: Any
 ) -> None:
     times_s = {}
-    for rule, rounds in (("uniform", 32), ("oort", 32), ("pyramidfl", 16)):
+    for rule, rounds in (("uniform", 24), ("oort", 25), ("pyramidfl", 10)):
         train = TrainingConfig(
             rounds=rounds,
             clients_per_round=6,
@@ -329,6 +329,6 @@ def test_oort_and_pyramidfl_reach_a_loss_in_less_simulated_time_than_uniform(
             method=FedAvgConfig(architecture="largest", train=train, evaluate=False),
             tiers=TiersConfig(count=2, paths=2000, rho_high=0.5, device_table="generated"),
         )
-        times_s[rule] = seconds_until(run_in_memory, config, 1.7)
+        times_s[rule] = seconds_until(run_in_memory, config, 1.9)
     assert times_s["oort"] < 0.75 * times_s["uniform"]
     assert times_s["pyramidfl"] < 0.75 * times_s["uniform"]
