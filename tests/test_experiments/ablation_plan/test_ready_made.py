@@ -18,13 +18,17 @@ from fedloom.platform.results.paths import LONGEST_RUN_ID
 Compose = Callable[[Sequence[str]], RunConfig]
 AssertComposed = Callable[[Ablation, Sequence[Trial]], None]
 
-FITTING = {
+FITTING = {  # empty where the settings have experiments of their own
     "alpha": "fedoras_digits",
     "beta_schedule": "superfednas_digits",
     "comm_budget": "fedoras_digits",
     "distribution_averaging": "superfednas_digits",
     "fedoras_alpha": "fedoras_digits",
     "init": "fedoras_digits",
+    "methods": "",
+    "methods_cifar10": "",
+    "methods_cifar10_tuning": "",
+    "methods_tuning": "",
     "optimisers": "fedavg_digits",
     "optimisers_tuning": "fedavg_digits",
     "participation": "fedoras_digits",
@@ -40,12 +44,23 @@ FITTING = {
 
 SEEDS = {
     "fedoras_alpha": (1, 2, 3, 4),
-    "optimisers_tuning": (11,),
+    **dict.fromkeys(("optimisers_tuning", "methods_tuning", "methods_cifar10_tuning"), (11,)),
     **dict.fromkeys(
-        ("superfed_alpha", "superfed_participation", "optimisers", "supernet_optimisers", "selection"), (1, 2, 3)
+        (
+            *("superfed_alpha", "superfed_participation", "optimisers", "supernet_optimisers", "selection"),
+            *("methods", "methods_cifar10"),
+        ),
+        (1, 2, 3),
     ),
 }
 """Of ablations that have other seeds than 1 and 2."""
+
+METHODS = (
+    *("FedAvg", "FedAvg, tier 4", "ZeroFL", "HeteroFL", "FjORD", "FedRolex", "random NAS", "SuperFedNAS", "E-FedSup"),
+    "FedorAS",
+)
+ON_CIFAR10 = tuple(m for m in METHODS if m not in ("ZeroFL", "random NAS", "E-FedSup"))
+RATES = (0.03, 0.1, 0.3)
 
 AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
     "alpha": ({"alpha": (100.0, 1.0, 0.1)}, {"alpha": 1.0}),
@@ -63,6 +78,10 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
     ),
     "fedoras_alpha": ({"alpha": (1000.0, 1.0, 0.1)}, {"alpha": 1.0}),
     "init": ({"rounds": ("5 rounds", "15 rounds", "30 rounds", "30 rounds each")}, {"rounds": "30 rounds"}),
+    "methods": ({"method": METHODS}, {}),
+    "methods_cifar10": ({"method": ON_CIFAR10}, {}),
+    "methods_cifar10_tuning": ({"method": ON_CIFAR10, "lr": RATES}, {"lr": 0.1}),
+    "methods_tuning": ({"method": METHODS, "lr": RATES}, {"lr": 0.1}),
     "optimisers": (
         {
             "optimiser": (
@@ -110,7 +129,8 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def ready_made() -> Mapping[str, Ablation]:
     """The plans of all ready-made ablations with a fitting experiment."""
-    return {name: plan_ablation([f"ablation={name}", f"experiment={e}"]) for name, e in FITTING.items()}
+    given = {name: [f"experiment={e}"] if e else [] for name, e in FITTING.items()}
+    return {name: plan_ablation([f"ablation={name}", *experiment]) for name, experiment in given.items()}
 
 
 def at(config: Mapping[str, Any], key: str) -> Any:
@@ -132,7 +152,7 @@ def test_every_point_is_run_with_every_seed(name: str, ready_made: Mapping[str, 
     assert list(ablation.axes) == list(axes)
     assert dict(ablation.reference) == reference
     seeds = SEEDS.get(name, (1, 2))
-    assert (ablation.name, ablation.experiment, ablation.seeds) == (name, FITTING[name], seeds)
+    assert (ablation.name, ablation.experiment, ablation.seeds) == (name, FITTING[name] or "custom", seeds)
     assert len(ablation.trials) == len(seeds) * math.prod(len(values) for values in axes.values())
     assert [t.index for t in ablation.trials] == list(range(len(ablation.trials)))
     assert [t.seed for t in ablation.trials] == [*seeds] * (len(ablation.trials) // len(seeds))
@@ -149,6 +169,10 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
         "distribution_averaging": 8,
         "fedoras_alpha": 12,
         "init": 8,
+        "methods": 30,
+        "methods_cifar10": 21,
+        "methods_cifar10_tuning": 21,
+        "methods_tuning": 30,
         "optimisers": 27,
         "optimisers_tuning": 54,
         "participation": 6,
@@ -242,7 +266,7 @@ def test_the_others_vary_one_thing(ready_made: Mapping[str, Ablation]) -> None:
     assert settings_of(ready_made["participation"]) == [(f"method.train.clients_per_round={v}",) for v in (4, 8, 16)]
 
 
-@pytest.mark.parametrize("name", FITTING)
+@pytest.mark.parametrize("name", [name for name, experiment in FITTING.items() if experiment])
 def test_a_trial_differs_from_the_experiment_in_its_overrides_alone(
     name: str, ready_made: Mapping[str, Ablation], composed: Compose
 ) -> None:
@@ -250,12 +274,13 @@ def test_a_trial_differs_from_the_experiment_in_its_overrides_alone(
     ablation = ready_made[name]
     parser = OverridesParser.create()
     base = asdict(composed(ablation.overrides))
+    known = flat(base)
     assert base["reuse_supernet"] is True
     for trial in ablation.trials:
         # An option, such as method.train.options.mu, is a key that only some have.
-        changed = {key: value for key, value in flat(trial.config).items() if value != flat(base).get(key, ...)}
+        changed = {key: value for key, value in flat(trial.config).items() if value != known.get(key, ...)}
         wanted = {o.key_or_group: o.value() for o in parser.parse_overrides([*trial.overrides, f"seed={trial.seed}"])}
-        assert changed == {key: value for key, value in wanted.items() if value != flat(base).get(key, ...)}
+        assert changed == {key: value for key, value in wanted.items() if value != known.get(key, ...)}
         assert trial.config.keys() == base.keys()
 
 
@@ -277,9 +302,13 @@ def test_the_fast_path_gives_what_composing_gives(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FITTING)
 def test_the_fast_path_gives_what_composing_gives_for_all_trials(
-    name: str, ready_made: Mapping[str, Ablation], assert_composed: AssertComposed
+    name: str, ready_made: Mapping[str, Ablation], composed: Compose
 ) -> None:
-    assert_composed(ready_made[name], ready_made[name].trials)
+    """Every setting is composed once, and its seeds are set in the result: the test above composes with a seed."""
+    ablation = ready_made[name]
+    for trial in ablation.trials:
+        expected = asdict(composed([*ablation.overrides, *trial.overrides]))
+        assert dict(trial.config) == expected | {"seed": trial.seed}
 
 
 def test_run_ids_are_planned_unique_and_valid(ready_made: Mapping[str, Ablation]) -> None:
