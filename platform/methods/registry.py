@@ -28,7 +28,7 @@ ARGUMENTS = {
 _PLACES: Mapping[str, tuple[str, ...]] = {
     "tiered": ("fedoras", "fedavg", "random_nas"),
     "elastic": ("superfednas",),
-    "widths": ("heterofl", "fjord", "fedrolex"),
+    "widths": ("heterofl", "fjord", "fedrolex", "depthfl"),
     "sparse": ("zerofl",),
     "silo": (
         "spider",

@@ -83,6 +83,15 @@ class HasDepths(SearchSpace, Protocol):
         ...
 
 
+class HasExits(SearchSpace, Protocol):
+    """Subnets are the first blocks of a network, each with an exit: `forward(x, of_exits)` appends their logits."""
+
+    @property
+    def num_exits(self) -> int:
+        """The number of blocks of the largest."""
+        ...
+
+
 class HasBlocks(SearchSpace, Protocol):
     """Subnets keep a number of blocks per stage, each of one of several widths."""
 
@@ -120,6 +129,12 @@ def with_cells(space: SearchSpace, who: str) -> HasCells:
 def with_depths(space: SearchSpace, who: str) -> HasDepths:
     """The space, if its subnets differ in depth and width; ValueError naming missing members."""
     offering: HasDepths = _offering(space, HasDepths, who, "resnet_elastic")
+    return offering
+
+
+def with_exits(space: SearchSpace, who: str) -> HasExits:
+    """The space, if its subnets have an exit after every block; ValueError naming missing members."""
+    offering: HasExits = _offering(space, HasExits, who, "cnn_depth or resnet_depth")
     return offering
 
 

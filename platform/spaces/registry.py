@@ -17,6 +17,7 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
     "darts_v2": ("darts_v2", "darts_v2_small"),
     "modular": ("resnet18_modular", "resnet18_modular_small"),
     "width": ("width", "cnn_width", "resnet_width", "lstm_width"),
+    "depth": ("cnn_depth", "resnet_depth"),
 }
 
 SPACES: Slot[SpaceBuilder] = Slot(

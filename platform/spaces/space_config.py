@@ -15,7 +15,8 @@ class SpaceConfig:
     """A named search space and changes of its values; null keeps the space's own value.
 
     The designs document the values (`CnnDesign`, `ResnetDesign`, `TcnDesign`, `DartsDesign`, `Resnet18Design`,
-    `DartsV2Design`, `ModularDesign`, `CnnWidthDesign`, `ResnetWidthDesign`, `LstmWidthDesign`); a value that a space
+    `DartsV2Design`, `ModularDesign`, `CnnWidthDesign`, `ResnetWidthDesign`, `LstmWidthDesign`, `CnnDepthDesign`,
+    `ResnetDepthDesign`); a value that a space
     does not have is an error.
     """
 

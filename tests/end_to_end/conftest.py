@@ -136,6 +136,12 @@ COMPARED = {
     "heterofl": ["experiment=heterofl_digits", *TINY_WIDTHS, "method.dynamic=true"],
     "fjord": ["experiment=fjord_digits", *TINY_WIDTHS, "method.train.selection=power_of_choice"],
     "fedrolex": ["experiment=fedrolex_digits", *TINY_WIDTHS, "method.train.selection=tier_quota"],
+    "depthfl": [
+        "experiment=depthfl_digits",
+        *(o for o in TINY_WIDTHS if "space" not in o and "bounds" not in o),
+        "space.stage_widths=[4,6,8,10]",
+        "tiers.upper_bounds=[15000,22000,25000,30000]",
+    ],
     "secure": [*TINY_FEDAVG, "method.train.privacy.secure=true", "devices.dropout=0.2"],
     "private": [*TINY, "method.train.min_contributors=1", *(f"method.train.privacy.{o}" for o in PRIVATE)],
 }

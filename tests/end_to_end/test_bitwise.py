@@ -90,7 +90,7 @@ def test_actors_give_the_bits_of_the_serial_executor(
     assert_same_run(reference, on_actors)
 
 
-COMPARED = ("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "secure", "private")
+COMPARED = ("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "secure", "private")
 QUICK = ("scaffold", "fjord", "private")
 """Those with the most state, the most draws and the most arithmetic; of the others a round would show the same."""
 

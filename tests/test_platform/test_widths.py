@@ -26,7 +26,7 @@ from fedloom.platform.methods.registry import build_stages, check_space
 from fedloom.platform.methods.widths.fedrolex import FedRolexConfig
 from fedloom.platform.methods.widths.fjord import FjordConfig, Ordered
 from fedloom.platform.methods.widths.heterofl import HeteroFLConfig
-from fedloom.platform.methods.widths.tier_models import TierModelsStage, WidthConfig, of_widths, widest_of_tiers
+from fedloom.platform.methods.widths.tier_models import TierModelsStage, WidthConfig, largest_of_tiers, of_widths
 from fedloom.platform.plugins import Chosen
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.space_config import SpaceConfig
@@ -60,7 +60,7 @@ def test_a_tier_trains_the_widest_network_that_it_affords(width_config: Make) ->
     world = build_world(width_config(HeteroFLConfig))
     costs = [world.cost_table.cost((i,)) for i in range(3)]
     assert costs[0] <= 1500 < costs[1] <= 4000 < costs[2]
-    assert widest_of_tiers(world) == [(0,), (1,), (2,)]
+    assert largest_of_tiers(world) == [(0,), (1,), (2,)]
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -270,7 +270,7 @@ def test_other_spaces_and_poor_tiers_are_refused(width_config: Make, tiny_config
         check_space(FjordConfig(), world.space)
     world = build_world(width_config(HeteroFLConfig))
     poor = replace(world, tiers=tuple(replace(t, lower=t.lower / 4, upper=t.upper / 4) for t in world.tiers))
-    with pytest.raises(ValueError, match=r"tier1 may spend 375 macs, the narrowest network costs 884: raise its upper"):
+    with pytest.raises(ValueError, match=r"tier1 may spend 375 macs, the smallest network costs 884: raise its upper"):
         build_stages(poor)
 
 

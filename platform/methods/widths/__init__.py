@@ -1,1 +1,1 @@
-"""Methods whose clients train a share of every layer's channels: static, nested or rolling widths."""
+"""Methods whose clients train a leading part of a network: static, nested or rolling widths, or depths."""

@@ -19,9 +19,9 @@ from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.widths.tier_models import (
     WidthConfig,
+    largest_of_tiers,
     of_widths,
     plainly_weighted,
-    widest_of_tiers,
     width_stages,
 )
 from fedloom.platform.settings import ZERO_OR_MORE
@@ -52,7 +52,7 @@ def check_rules(train: TrainingConfig) -> None:
 
 def stages(config: FedRolexConfig, world: World) -> list[Stage]:
     """Training, the tiers' models and their statistics, evaluation."""
-    space, widest = of_widths(world.space, config.name), widest_of_tiers(world)
+    space, widest = of_widths(world.space, config.name), largest_of_tiers(world)
     check_rules(config.train)
 
     def roll(state: RunState) -> RunState:
@@ -61,7 +61,7 @@ def stages(config: FedRolexConfig, world: World) -> list[Stage]:
     def network(_round: object, client_id: int) -> Subnet:
         return Subnet(widest[int(world.tier_of_client[client_id])])
 
-    return width_stages(world, config, config.name, network, roll)
+    return width_stages(world, config, network, roll)
 
 
 METHOD = Method(FedRolexConfig, stages, kind="tiers", lacks=("candidates",), needs=of_widths)

@@ -20,7 +20,7 @@ from fedloom.platform.clients.assignments import Assignment, places_of
 from fedloom.platform.clients.distillation import Taught
 from fedloom.platform.clients.networks import Account, DrawingNetwork, Network, Subnet
 from fedloom.platform.methods.method import Method
-from fedloom.platform.methods.widths.tier_models import WidthConfig, of_widths, widest_of_tiers, width_stages
+from fedloom.platform.methods.widths.tier_models import WidthConfig, largest_of_tiers, of_widths, width_stages
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import PART, POSITIVE
 from fedloom.platform.spaces.base import once
@@ -109,12 +109,12 @@ def _narrow(worker: Worker, widest: Architecture, width: Architecture, x_B: Tens
 
 def stages(config: FjordConfig, world: World) -> list[Stage]:
     """Training, the tiers' models and their statistics, evaluation."""
-    widest = widest_of_tiers(world)
+    widest = largest_of_tiers(world)
 
     def network(_round: object, client_id: int) -> Ordered:
         return Ordered(widest[int(world.tier_of_client[client_id])], config.distillation, config.temperature)
 
-    return width_stages(world, config, config.name, network)
+    return width_stages(world, config, network)
 
 
 METHOD = Method(FjordConfig, stages, kind="tiers", lacks=("candidates",), needs=of_widths)

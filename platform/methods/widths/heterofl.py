@@ -20,9 +20,9 @@ from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.widths.tier_models import (
     WidthConfig,
+    largest_of_tiers,
     of_widths,
     plainly_weighted,
-    widest_of_tiers,
     width_stages,
     within,
 )
@@ -45,7 +45,7 @@ class HeteroFLConfig(WidthConfig):
 
 def stages(config: HeteroFLConfig, world: World) -> list[Stage]:
     """Training, the tiers' models and their statistics, evaluation."""
-    widest = widest_of_tiers(world)
+    widest = largest_of_tiers(world)
 
     def network(round_: Round, client_id: int) -> Subnet:
         if not config.dynamic:
@@ -54,7 +54,7 @@ def stages(config: HeteroFLConfig, world: World) -> list[Stage]:
         affordable = within(world, training_budget(world, client_id, round_.stage, round_.index))
         return Subnet(affordable[int(rng.integers(len(affordable)))])
 
-    return width_stages(world, config, config.name, network)
+    return width_stages(world, config, network)
 
 
 METHOD = Method(HeteroFLConfig, stages, kind="tiers", lacks=("candidates",), needs=of_widths)

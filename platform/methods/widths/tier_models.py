@@ -1,4 +1,4 @@
-"""What the methods of widths have in common: a width per tier, and the tiers' models at the end."""
+"""What the methods of widths and depths have in common: a size per tier, and the tiers' models at the end."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 class WidthConfig:
     """What the methods of widths have in common."""
 
+    name: str = ""
     train: TrainingConfig = field(default_factory=TrainingConfig)
     statistics_clients: Annotated[
         int | None, ONE_OR_MORE, "clients that measure each tier's batch norms in the end; null: all"
@@ -54,20 +55,43 @@ def plainly_weighted() -> TrainingConfig:
 def width_stages(
     world: World,
     config: WidthConfig,
-    model: str,
     network: Callable[[Round, int], Countable],
     after: Callable[[RunState], RunState] = lambda state: state,
 ) -> list[Stage]:
-    """Training of each client's `network` (of a round and its id), the tiers' models and their evaluation.
-
-    `after` changes the state after every round; `model` is the models' name in the tables.
-    """
-    check_training(config.train, "method.train", world.num_clients)
+    """`tier_stages` of a method of widths; `after` changes the state after every round."""
     if config.train.privacy.clip is not None and world.space.keeps_statistics:
         raise ValueError(
-            f"method.train.privacy: {model}'s clients measure batch norms in the end without noise; use space.norm=none"
+            f"method.train.privacy: {config.name}'s clients measure batch norms in the end without noise; use "
+            "space.norm=none"
         )
-    rules, shown = rules_of(config.train, "method.train"), tuple(dict.fromkeys(widest_of_tiers(world)))
+    return tier_stages(
+        world,
+        config.train,
+        config.evaluation,
+        config.name,
+        network,
+        after=after,
+        statistics_clients=config.statistics_clients,
+    )
+
+
+def tier_stages(
+    world: World,
+    train: TrainingConfig,
+    evaluation: EvaluationConfig,
+    model: str,
+    network: Callable[[Round, int], Countable],
+    *,
+    after: Callable[[RunState], RunState] = lambda state: state,
+    statistics_clients: int | None = None,
+) -> list[Stage]:
+    """Training of each client's `network` (of a round and its id), the tiers' models and their evaluation.
+
+    `after` changes the state after every round; `model` is the models' name in the tables; `statistics_clients` is how
+    many measure each tier's batch norms in the end, if the space's networks keep no statistics in training.
+    """
+    check_training(train, "method.train", world.num_clients)
+    rules, shown = rules_of(train, "method.train"), tuple(dict.fromkeys(largest_of_tiers(world)))
 
     def give(round_: Round) -> Tasks:
         networks = [network(round_, client_id) for client_id in round_.client_ids]
@@ -79,9 +103,9 @@ def width_stages(
         score=lambda state: [ScoreSubnets(shown, state.version(SUPERNET))],
         after=lambda state, _plan, _result: after(state),
     )
-    training = TrainingStage(world, config.train, rules, slots, name=SUPERNET)
-    models = TierModelsStage(world, model, config.statistics_clients)
-    return [training, models, EvaluationStage(world, config.evaluation, models.jobs, len(world.tiers))]
+    training = TrainingStage(world, train, rules, slots, name=SUPERNET)
+    models = TierModelsStage(world, model, statistics_clients)
+    return [training, models, EvaluationStage(world, evaluation, models.jobs, len(world.tiers))]
 
 
 def of_widths(space: SearchSpace, who: str) -> WidthSpace:
@@ -97,22 +121,24 @@ def of_widths(space: SearchSpace, who: str) -> WidthSpace:
 
 
 def within(world: World, budget: float) -> list[Architecture]:
-    """The widths whose cost is within a budget, narrowest first."""
-    return [a for a in world.space.enumerate() if world.cost_table.cost(a) <= budget]
+    """The architectures whose cost is within a budget, smallest first."""
+    cost = world.cost_table.cost
+    return sorted((a for a in world.space.enumerate() if cost(a) <= budget), key=cost)
 
 
-def widest_of_tiers(world: World) -> list[Architecture]:
-    """The widest network of every tier; ValueError for a tier that cannot train any."""
+def largest_of_tiers(world: World) -> list[Architecture]:
+    """The largest network of every tier; ValueError for a tier that cannot train any."""
     found = []
     for tier in world.tiers:
-        widths = within(world, tier.upper)
-        if not widths:
+        affordable = within(world, tier.upper)
+        if not affordable:
             least = world.cost_table.cost(world.space.smallest)
             raise ValueError(
-                f"{tier.name} may spend {tier.upper:.6g} {world.cost_table.measure}, the narrowest network costs "
-                f"{least:.6g}: raise its upper bound, or add a smaller share to space.widths"
+                f"{tier.name} may spend {tier.upper:.6g} {world.cost_table.measure}, the smallest network costs "
+                f"{least:.6g}: raise its upper bound, or make the space's smallest network smaller (space.widths, "
+                "space.stage_widths)"
             )
-        found.append(widths[-1])
+        found.append(affordable[-1])
     return found
 
 
@@ -150,7 +176,7 @@ class TierModelsStage(Stage):
     def __init__(self, world: World, model: str, clients: int | None) -> None:
         """`clients` is how many measure the statistics of each tier, None for all."""
         self.world, self.model, self.clients = world, model, clients
-        self.architectures = widest_of_tiers(world)
+        self.architectures = largest_of_tiers(world)
 
     def bag(self, tier: int) -> str:
         """The bag of a tier's model."""

@@ -1,0 +1,175 @@
+"""Spaces of one decision, the depth: a subnet keeps the first blocks of a network, each with an exit of its own.
+
+The spaces of DepthFL (Kim et al. 2023, Sec. 3). A subnet classifies by the mean logits of its exits, as DepthFL's
+ensemble does. An exit is a global average and a linear layer; those of the authors' ResNet convolve before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.initialisation import blank, on_meta
+from fedloom.platform.spaces.resnet import MULTIPLE, norm_of
+from fedloom.platform.spaces.resnet18 import BasicBlock, Resnet18Size
+from fedloom.platform.spaces.sliced import SlicedSupernet
+from fedloom.platform.spaces.slices import Architecture
+from fedloom.platform.spaces.space_config import Spaces, from_design
+
+
+class DepthNetwork(nn.Module):
+    """Blocks in sequence, an exit after each: `forward(x)` returns the mean of the exits' logits (N, classes)."""
+
+    def __init__(self, blocks: Sequence[nn.Module], exits: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks, self.exits = nn.ModuleList(blocks), nn.ModuleList(exits)
+
+    def forward(self, x: Tensor, of_exits: list[Tensor] | None = None) -> Tensor:
+        """Appends every exit's logits, the shallowest first, to `of_exits` if it is given."""
+        logits = [] if of_exits is None else of_exits
+        for block, leave in zip(self.blocks, self.exits, strict=True):
+            x = block(x)
+            logits.append(leave(x))
+        return torch.stack(logits).mean(dim=0)
+
+
+class DepthDesign(Protocol):
+    """A network's blocks, of which subnets keep the first ones."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]: ...
+
+    @property
+    def num_classes(self) -> int: ...
+
+    @property
+    def block_channels(self) -> tuple[int, ...]:
+        """The channels that each block ends with."""
+        ...
+
+    def build_blocks(self) -> list[nn.Module]:
+        """All blocks: (N, C, H, W) -> (N, C', H', W')."""
+        ...
+
+
+class DepthSpace(SearchSpace):
+    """One decision: the number of blocks."""
+
+    def __init__(self, design: DepthDesign) -> None:
+        self.design, self.name = design, design.name
+        self.input_shape = tuple(design.input_shape)
+        self.options = (len(design.block_channels),)
+
+    @property
+    def num_exits(self) -> int:
+        """The number of blocks, each of which has an exit."""
+        return self.options[0]
+
+    def label(self, architecture: Architecture) -> str:
+        """Such as `blocks=2`."""
+        return f"blocks={architecture[0] + 1}"
+
+    def parse(self, text: str) -> Architecture:
+        """Parses `smallest`, `largest`, an option, or a label; ValueError for a depth that the space does not have."""
+        known = {self.label((i,)): (i,) for i in range(self.num_exits)}
+        if text.startswith("blocks=") and text not in known:
+            raise ValueError(f"{text!r} is no depth of {self.name}: known are {', '.join(known)}")
+        return known[text] if text in known else super().parse(text)
+
+    def build_subnet(self, architecture: Architecture) -> nn.Module:
+        """The first blocks and their exits; floating tensors are NaN until weights are loaded."""
+        self.validate(architecture)
+        return blank(partial(self._network, architecture[0] + 1))
+
+    def build_supernet(self) -> nn.Module:
+        """The whole network, `forward(x, architecture)`."""
+        return blank(lambda: SlicedSupernet(on_meta(partial(self._network, None)), self.slices, self._skeleton))
+
+    def _skeleton(self, architecture: Architecture) -> nn.Module:
+        return on_meta(partial(self.build_subnet, architecture))
+
+    def _network(self, blocks: int | None) -> nn.Module:
+        channels = self.design.block_channels[:blocks]
+        exits = [
+            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c, self.design.num_classes))
+            for c in channels
+        ]
+        return DepthNetwork(self.design.build_blocks()[:blocks], exits)
+
+
+# -- networks ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CnnDepthDesign:
+    """A plain convolutional network with exits: blocks of 3x3 convolutions, each with norm and ReLU.
+
+    `stage_widths`, `stage_layers` and `stage_strides` are each block's channels, convolutions, and the first
+    convolution's stride; `norm` is none, batch or group (groups of eight channels).
+    """
+
+    name: str = "cnn_depth"
+    input_shape: tuple[int, int, int] = (3, 32, 32)
+    num_classes: int = 10
+    stage_widths: tuple[int, ...] = (64, 128, 256, 512)
+    stage_layers: tuple[int, ...] = (2, 2, 2, 2)
+    stage_strides: tuple[int, ...] = (1, 2, 2, 2)
+    norm: str = "batch"
+
+    def __post_init__(self) -> None:
+        norm_of(self.norm)
+        if len(self.input_shape) != 3:
+            raise ValueError(f"space {self.name} takes images (C, H, W), given {list(self.input_shape)}")
+        for name in ("stage_layers", "stage_strides"):
+            given = getattr(self, name)
+            if len(given) != len(self.stage_widths) or not given:
+                raise ValueError(
+                    f"space.{name}={list(given)}: give one number for each of the {len(self.stage_widths)} blocks of "
+                    f"space.stage_widths={list(self.stage_widths)}"
+                )
+        if self.norm == "group" and any(width % MULTIPLE for width in self.stage_widths):
+            raise ValueError(
+                f"space.stage_widths={list(self.stage_widths)}: with norm=group, give multiples of {MULTIPLE}"
+            )
+
+    @property
+    def block_channels(self) -> tuple[int, ...]:
+        return self.stage_widths
+
+    def build_blocks(self) -> list[nn.Module]:
+        blocks: list[nn.Module] = []
+        channels = self.input_shape[0]
+        for width, convolutions, stride in zip(self.stage_widths, self.stage_layers, self.stage_strides, strict=True):
+            layers: list[nn.Module] = []
+            for i in range(convolutions):
+                layers += [nn.Conv2d(channels, width, 3, 1 if i else stride, 1), norm_of(self.norm)(width), nn.ReLU()]
+                channels = width
+            blocks.append(nn.Sequential(*layers))
+        return blocks
+
+
+@dataclass(frozen=True)
+class ResnetDepthDesign(Resnet18Size):
+    """ResNet-18 for small images with an exit after each of its four stages of two blocks (DepthFL, Sec. 4)."""
+
+    name: str = "resnet_depth"
+
+    @property
+    def block_channels(self) -> tuple[int, ...]:
+        return tuple(plan.out_channels for plan in self.blocks[1::2])
+
+    def build_blocks(self) -> list[nn.Module]:
+        parts = [nn.Sequential(*(BasicBlock(self, plan) for plan in self.blocks[i : i + 2])) for i in range(0, 8, 2)]
+        return [nn.Sequential(self.build_stem(), parts[0]), *parts[1:]]
+
+
+SPACES: Spaces = {d.name: partial(from_design, DepthSpace, d) for d in (CnnDepthDesign(), ResnetDepthDesign())}
