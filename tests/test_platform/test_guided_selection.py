@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import chisquare
 
 from fedloom.platform.clients.thinning import kept_of, saved_by, thin_out
 from fedloom.platform.data.config import DataConfig
@@ -179,6 +180,13 @@ def test_power_of_choice_takes_unknown_losses_first_then_the_largest() -> None:
     cohort = power_of_choice(choice(history), candidates=10)
     assert cohort.client_ids == (6, 7, 8, 9)
     assert cohort.reasons == {6: "loss 6", 7: "loss 7", 8: "unknown loss", 9: "unknown loss"}
+
+
+def test_power_of_choice_does_not_prefer_low_ids_among_equal_losses() -> None:
+    counts = Counter[int]()
+    for seed in range(500):
+        counts.update(power_of_choice(choice({}, seed=seed), candidates=10).client_ids)
+    assert chisquare([counts[c] for c in range(10)]).pvalue > 0.001
 
 
 def test_power_of_choice_draws_by_samples() -> None:

@@ -19,8 +19,8 @@ def power_of_choice(
 ) -> Cohort:
     """Of d drawn clients those with the largest losses (Cho et al. 2020, rpow-d: of their last participation).
 
-    The paper draws clients by their share of the samples. Who never took part comes first, as its loss is unknown.
-    Drawing by samples looks at all registered clients' sizes.
+    The paper draws clients by their share of the samples. Who never took part comes first, as its loss is unknown;
+    equal losses are in random order. Drawing by samples looks at all registered clients' sizes.
     """
     wanted = max(candidates, choice.size)
     drawn = choice.draw_by(choice.sizes, wanted) if by_samples else choice.draw(wanted)
@@ -29,7 +29,8 @@ def power_of_choice(
         known = choice.record(client_id).loss
         return math.inf if known is None else known
 
-    taken = sorted(drawn, key=lambda c: (-loss(c), c))[: choice.size]
+    ranks = dict(zip(drawn, choice.rng.permutation(len(drawn)).tolist(), strict=True))
+    taken = sorted(drawn, key=lambda c: (-loss(c), ranks[c]))[: choice.size]
     reasons = {c: "unknown loss" if loss(c) == math.inf else f"loss {loss(c):.4g}" for c in taken}
     return Cohort(tuple(sorted(taken)), reason="power of choice", reasons=reasons)
 
