@@ -128,6 +128,12 @@ def _of_tier(paths: RunPaths, world: World, tier: str) -> Chosen:
             return _kept(paths, world, f"{tier}-{model}")
     if not known:
         raise ValueError(_nothing_yet(paths))
+    own = [name for name in known if name.startswith(f"{tier}-")]
+    if len(own) == 1:
+        return _kept(paths, world, own[0])
+    if own:
+        models = ", ".join(name.removeprefix(f"{tier}-") for name in own)
+        raise ValueError(f"run {paths.run_id} keeps several models of {tier}: choose by --model one of {models}")
     raise ValueError(f"run {paths.run_id} keeps no model of {tier}; its models: {', '.join(known)}")
 
 

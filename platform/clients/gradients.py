@@ -21,18 +21,21 @@ def gradients_at(
 ) -> dict[str, Tensor]:
     """The mean gradient of all samples at the received weights, by parameter; the module is as loaded afterwards.
 
-    Raises TaskError for a network that is another one in every batch.
+    It is the gradient of what the network minimises in training. Raises TaskError for a network that is another one in
+    every batch.
     """
     if network.architecture is None:
         raise TaskError("the local rule needs the gradient of one network, and the client trains paths of a supernet")
     tensors = worker.load(network.module, weights, network.slices)
     worker.set_mode(network.module, training=True)
-    objective, (x, y) = worker.objective.for_client(data[1]), data
+    objective, (x, y), own_loss = worker.objective.for_client(data[1]), data, network.loss
     batches = zip(*(torch.split(t, epoch_sizes(len(y), local.batch_size)) for t in (x, y)), strict=True)
     with worker.randomness(network.module, draws):
         for x_B, y_B in batches:
             share = len(y_B) / len(y)
-            (objective.loss(network.forward(x_B), y_B) * share).backward()  # type: ignore[no-untyped-call]
+            outputs = network.forward(x_B)
+            loss = objective.loss(outputs, y_B) if own_loss is None else own_loss(objective, outputs, y_B)
+            (loss * share).backward()  # type: ignore[no-untyped-call]
     found = {
         name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in tensors.items() if t.requires_grad
     }

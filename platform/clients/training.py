@@ -142,7 +142,7 @@ def train_locally(
         generator: shuffles and augments; always a CPU generator.
         objective: loss, metric, and which targets count.
         passes: forward and backward passes per batch; their gradients are summed (subnets of progressive shrinking).
-        own_loss: the loss of a pass, instead of the objective's.
+        own_loss: what a pass minimises instead of the objective's loss, which is what is reported all the same.
     """
     augment, seen = augmentation(local.augment), Seen(data[0].device, local.loss_norm)
     steps = 0
@@ -155,7 +155,9 @@ def train_locally(
             outputs = forward(x_B)
             loss = objective.loss(outputs, y_B) if own_loss is None else own_loss(objective, outputs, y_B)
             loss.backward()  # type: ignore[no-untyped-call]
-            seen.add(loss, outputs, y_B, objective)
+            outputs = outputs.detach()
+            # Selection and tables compare losses over clients, whose own losses may have different scales.
+            seen.add(loss if own_loss is None else objective.loss(outputs, y_B), outputs, y_B, objective)
         optimizer.step()
         steps += 1
     return seen.summed_up(steps, sum(batch_sizes(len(data[1]), local)))
@@ -173,8 +175,7 @@ class Seen:
     squares: list[Tensor] = field(default_factory=list)
 
     def add(self, loss: Tensor, outputs: Tensor, y_B: Tensor, objective: Objective) -> None:
-        """Measures a batch."""
-        outputs = outputs.detach()
+        """Measures a batch; no gradient flows through `outputs`."""
         correct, counted = objective.metric_sum(outputs, y_B), objective.counted(outputs, y_B)
         squares = objective.losses(outputs, y_B).double().square().sum() if self.norm else loss
         self.record(loss.detach(), correct, squares, counted)

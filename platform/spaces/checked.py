@@ -5,7 +5,7 @@ from torch import nn
 
 from fedloom.platform.plugins import PluginError, blaming
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.offers import lacking
+from fedloom.platform.spaces.offers import HasExits, lacking
 from fedloom.platform.spaces.slices import Architecture, extract
 from fedloom.platform.spaces.space_config import SpaceConfig
 
@@ -36,6 +36,26 @@ def try_space(space: SearchSpace, config: SpaceConfig) -> None:
             subnet = _loaded(space.build_subnet(architecture), cut)
             for what, logits in (("subnet", subnet(x)), ("supernet", supernet(x, architecture))):
                 _check_logits(logits, config, what, architecture)
+
+
+def try_exits(space: HasExits, config: SpaceConfig) -> None:
+    """Raises PluginError for subnets that do not give every exit's logits, and their mean, as `HasExits` says."""
+    with blaming("space", config.name):
+        weights = space.initial_weights(torch.Generator().manual_seed(0))
+        x = torch.zeros((SAMPLES, *space.input_shape), dtype=space.input_dtype)
+        for architecture in dict.fromkeys((space.smallest, space.largest)):
+            subnet = _loaded(space.build_subnet(architecture), extract(weights, space.slices(architecture)))
+            exits: list[torch.Tensor] = []
+            outputs, wanted = subnet(x, exits), space.num_exits(architecture)
+            where = f"space {config.name!r}: the subnet of architecture {'-'.join(map(str, architecture))}"
+            if len(exits) != wanted:
+                raise PluginError(
+                    f"{where} appends the logits of {len(exits)} exits to the list, num_exits is {wanted}"
+                )
+            for logits in (outputs, *exits):
+                _check_logits(logits, config, "subnet", architecture)
+            if not torch.allclose(outputs, torch.stack(exits).mean(dim=0), rtol=1e-4, atol=1e-5):
+                raise PluginError(f"{where} returns something else than the mean of its exits' logits")
 
 
 def _loaded(module: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:

@@ -69,18 +69,17 @@ class DepthSpace(SearchSpace):
         self.input_shape = tuple(design.input_shape)
         self.options = (len(design.block_channels),)
 
-    @property
-    def num_exits(self) -> int:
+    def num_exits(self, architecture: Architecture) -> int:
         """The number of blocks, each of which has an exit."""
-        return self.options[0]
+        return architecture[0] + 1
 
     def label(self, architecture: Architecture) -> str:
         """Such as `blocks=2`."""
-        return f"blocks={architecture[0] + 1}"
+        return f"blocks={self.num_exits(architecture)}"
 
     def parse(self, text: str) -> Architecture:
         """Parses `smallest`, `largest`, an option, or a label; ValueError for a depth that the space does not have."""
-        known = {self.label((i,)): (i,) for i in range(self.num_exits)}
+        known = {self.label((i,)): (i,) for i in range(self.options[0])}
         if text.startswith("blocks=") and text not in known:
             raise ValueError(f"{text!r} is no depth of {self.name}: known are {', '.join(known)}")
         return known[text] if text in known else super().parse(text)
@@ -88,7 +87,7 @@ class DepthSpace(SearchSpace):
     def build_subnet(self, architecture: Architecture) -> nn.Module:
         """The first blocks and their exits; floating tensors are NaN until weights are loaded."""
         self.validate(architecture)
-        return blank(partial(self._network, architecture[0] + 1))
+        return blank(partial(self._network, self.num_exits(architecture)))
 
     def build_supernet(self) -> nn.Module:
         """The whole network, `forward(x, architecture)`."""
@@ -129,9 +128,11 @@ class CnnDepthDesign:
         norm_of(self.norm)
         if len(self.input_shape) != 3:
             raise ValueError(f"space {self.name} takes images (C, H, W), given {list(self.input_shape)}")
+        if not self.stage_widths:
+            raise ValueError("space.stage_widths=[]: give the channels of at least one block")
         for name in ("stage_layers", "stage_strides"):
             given = getattr(self, name)
-            if len(given) != len(self.stage_widths) or not given:
+            if len(given) != len(self.stage_widths):
                 raise ValueError(
                     f"space.{name}={list(given)}: give one number for each of the {len(self.stage_widths)} blocks of "
                     f"space.stage_widths={list(self.stage_widths)}"
@@ -159,7 +160,10 @@ class CnnDepthDesign:
 
 @dataclass(frozen=True)
 class ResnetDepthDesign(Resnet18Size):
-    """ResNet-18 for small images with an exit after each of its four stages of two blocks (DepthFL, Sec. 4)."""
+    """ResNet-18 for small images with an exit after each of its four stages of two blocks, as in DepthFL, Sec. 4.
+
+    The exits are linear layers on averaged channels; the authors' have attention and separable convolutions besides.
+    """
 
     name: str = "resnet_depth"
 

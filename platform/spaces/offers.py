@@ -84,11 +84,14 @@ class HasDepths(SearchSpace, Protocol):
 
 
 class HasExits(SearchSpace, Protocol):
-    """Subnets are the first blocks of a network, each with an exit: `forward(x, of_exits)` appends their logits."""
+    """Subnets are the first blocks of a network, each with an exit: `forward(x, of_exits)` appends their logits.
 
-    @property
-    def num_exits(self) -> int:
-        """The number of blocks of the largest."""
+    A subnet's module is called with a list, to which it appends the logits (N, classes) of every exit, the shallowest
+    first; it returns their mean.
+    """
+
+    def num_exits(self, architecture: Architecture) -> int:
+        """The number of exits of a subnet."""
         ...
 
 

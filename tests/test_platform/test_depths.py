@@ -11,17 +11,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.clients.assignments import Assignment
+from fedloom.platform.clients.gradients import gradients_at
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
-from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.methods.registry import build_stages, check_space
 from fedloom.platform.methods.widths.depthfl import DepthFLConfig, WithExits, loss_of_exits, ramped_up
+from fedloom.platform.plugins import PluginError
 from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.checked import try_exits
 from fedloom.platform.spaces.depth import DepthNetwork, DepthSpace, ResnetDepthDesign
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.space_config import SpaceConfig
@@ -43,11 +48,12 @@ def depth_config(tiny_config: Make) -> Make:
     """Makes runs of 8 clients in 3 tiers, one per depth; `train` changes the training, keywords the method."""
 
     def make(train: dict[str, Any] | None = None, **method: Any) -> RunConfig:
-        space = replace(SPACE, **method.pop("space", {}))
+        space, more = replace(SPACE, **method.pop("space", {})), method.pop("more", {})
         training = TrainingConfig(rounds=2, clients_per_round=5, batch_size=1000, evaluate_every=2, momentum=0.0)
+        training.weighting = "plain"
         config = DepthFLConfig(train=replace(training, **(train or {})), **method)
         tiers = TiersConfig(count=3, clients=[0, 0, 0, 1, 1, 1, 2, 2], upper_bounds=[3000.0, 7000.0, 25000.0])
-        return tiny_config(method=config, space=space, tiers=tiers)
+        return tiny_config(method=config, space=space, tiers=tiers, **more)
 
     return make
 
@@ -101,6 +107,7 @@ def test_the_supernet_computes_what_the_subnet_computes(depth: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"stage_widths": []}, r"space.stage_widths=\[\]: give the channels of at least one block"),
         ({"stage_layers": [1, 2]}, r"space.stage_layers=\[1, 2\]: give one number for each of the 3 blocks"),
         ({"norm": "group"}, r"space.stage_widths=\[4, 6, 8\]: with norm=group, give multiples of 8"),
         ({"norm": "layer"}, "space.norm='layer': allowed are none, batch, group"),
@@ -157,9 +164,17 @@ def test_a_tier_trains_and_gets_the_depth_that_it_affords(depth_config: Make, ru
     assert [(m.name, m.architecture) for m in models] == [(f"tier{i + 1}-depthfl", str(i)) for i in range(3)]
 
 
-def test_two_rounds_are_those_of_a_reference_in_float64(depth_config: Make, run_in_memory: Any) -> None:
-    """One full batch per client: gradients of the sum over exits, means over the holders of a block by samples."""
-    world, memory, _ = run_in_memory(depth_config(distillation=1.5, ramp_up=1.0))
+@pytest.mark.parametrize("weighting", ["plain", "fedavg"])
+def test_two_rounds_are_those_of_a_reference_in_float64(depth_config: Make, run_in_memory: Any, weighting: str) -> None:
+    """One full batch per client: gradients of the sum over exits, means over the holders of a tensor.
+
+    Clients have different numbers of samples; running statistics are averaged like the block that they belong to.
+    """
+    data = DataConfig(num_clients=8, train_samples=320, test_samples=80, partition="dirichlet_classes", alpha=1.0)
+    space = {"norm": "batch"}
+    config = depth_config({"weighting": weighting}, distillation=1.5, ramp_up=1.0, space=space, more={"data": data})
+    world, memory, _ = run_in_memory(config)
+    assert len(set(world.data.sizes("train").tolist())) > 4
     states = [r.state for r in memory.records if r.state is not None and r.state.stage == 0]
     rows = [row for r in memory.records for t, row in r.rows if t == "clients" and row["stage"] == "supernet"]
     worker = Worker(world.spec)
@@ -168,31 +183,66 @@ def test_two_rounds_are_those_of_a_reference_in_float64(depth_config: Make, run_
     for round_ in range(2):
         factor = 1.5 * math.exp(-5 * (1 - round_ / 2) ** 2)
         total = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-        count = dict.fromkeys(weights, 0)
+        count = dict.fromkeys(weights, 0.0)
         for row in (r for r in rows if r["round"] == round_):
             depth = int(row["tier"].removeprefix("tier"))
             x, y = worker.client_data(row["client_id"], "train")
-            network = world.space.build_subnet((depth - 1,)).double()
-            network.load_state_dict({name: weights[name] for name in network.state_dict()})
-            assert isinstance(network, DepthNetwork)
-            logits = list[Tensor]()
-            network(x.double(), logits)
-            loss = torch.zeros((), dtype=torch.float64)
-            for i, own in enumerate(logits):
-                loss = loss + F.cross_entropy(own, y)
-                for j, other in enumerate(logits):
-                    if j != i:
-                        soft = F.kl_div(own.log_softmax(1), other.softmax(1).detach(), reduction="batchmean")
-                        loss = loss + factor / (depth - 1) * soft
-            loss.backward()  # type: ignore[no-untyped-call]
-            for name, parameter in network.named_parameters():
-                assert parameter.grad is not None
-                total[name] += len(y) * (parameter.detach() - 0.1 * parameter.grad)
-                count[name] += len(y)
+            for name, tensor in trained_in_float64(world.space, depth, weights, x, y, factor).items():
+                weight = float(len(y)) if weighting == "fedavg" else 1.0
+                total[name] += weight * tensor
+                count[name] += weight
         weights = {name: total[name] / count[name] if count[name] else weights[name] for name in weights}
         ours = next(s for s in states if s.round == round_ + 1).weights("supernet")
         for name, tensor in weights.items():
-            torch.testing.assert_close(ours[name].double(), tensor, rtol=1e-4, atol=1e-6, msg=name)
+            if "tracked" not in name:
+                torch.testing.assert_close(ours[name].double(), tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def trained_in_float64(
+    space: SearchSpace, depth: int, weights: dict[str, Tensor], x: Tensor, y: Tensor, factor: float
+) -> dict[str, Tensor]:
+    """A client's tensors after one step of rate .1 on all of its samples."""
+    network = space.build_subnet((depth - 1,)).double().train()
+    network.load_state_dict({name: weights[name] for name in network.state_dict()})
+    assert isinstance(network, DepthNetwork)
+    logits = list[Tensor]()
+    network(x.double(), logits)
+    loss = torch.zeros((), dtype=torch.float64)
+    for i, own in enumerate(logits):
+        loss = loss + F.cross_entropy(own, y)
+        for j, other in enumerate(logits):
+            if j != i:
+                soft = F.kl_div(own.log_softmax(1), other.softmax(1).detach(), reduction="batchmean")
+                loss = loss + factor / (depth - 1) * soft
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = {name: tensor.double() for name, tensor in network.named_buffers()}
+    for name, parameter in network.named_parameters():
+        assert parameter.grad is not None
+        found[name] = parameter.detach() - 0.1 * parameter.grad
+    return found
+
+
+def test_clients_of_all_depths_report_losses_of_one_scale(depth_config: Make) -> None:
+    """What they minimise is a sum over exits; selection by loss compares clients."""
+    world = build_world(depth_config())
+    worker, weights = Worker(world.spec), world.space.initial_weights(torch_stream(3, "test"))
+    losses = [Train(WithExits(Subnet((d,)), 1.0), LOCAL).run(worker, at(6), weights).loss for d in range(3)]
+    module = world.space.build_subnet((2,)).train()
+    module.load_state_dict({name: weights[name] for name in module.state_dict()})
+    x, y = worker.client_data(6, "train")
+    assert losses[2] == pytest.approx(float(F.cross_entropy(module(x), y).detach()), rel=1e-5)
+    assert all(loss is not None and 2.0 < loss < 2.6 for loss in losses)
+
+
+def test_scaffolds_gradient_is_that_of_what_is_trained(depth_config: Make) -> None:
+    world = build_world(depth_config())
+    worker, weights = Worker(world.spec), world.space.initial_weights(torch_stream(3, "test"))
+    network, data = WithExits(Subnet((2,)), 1.0).on(worker, at(6)), worker.client_data(6, "train")
+    found = gradients_at(worker, network, weights, data, LOCAL, torch_stream(4, "draws"))
+    stepped = trained_in_float64(world.space, 3, {n: t.double() for n, t in weights.items()}, *data, 1.0)
+    for name, gradient in found.items():
+        expected = (weights[name].double() - stepped[name]) / 0.1
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_one_block_is_fedavg(depth_config: Make) -> None:
@@ -233,3 +283,44 @@ def test_other_spaces_and_poor_tiers_are_refused(depth_config: Make, tiny_config
     poor = replace(world, tiers=tuple(replace(t, lower=t.lower / 4, upper=t.upper / 4) for t in world.tiers))
     with pytest.raises(ValueError, match=r"tier1 may spend 750 macs, the smallest network costs 2344: raise its upper"):
         build_stages(poor)
+
+
+def test_measured_statistics_would_not_be_private(depth_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = depth_config({"privacy": PrivacyConfig(clip=1.0, noise=1.0)})
+    build_stages(build_world(config))
+    monkeypatch.setattr(DepthSpace, "keeps_statistics", True)
+    with pytest.raises(ValueError, match="depthfl's clients measure batch norms in the end without noise"):
+        build_stages(build_world(config))
+
+
+class Silent(DepthNetwork):
+    def forward(self, x: Tensor, of_exits: list[Tensor] | None = None) -> Tensor:
+        return super().forward(x)
+
+
+class LastAlone(DepthNetwork):
+    def forward(self, x: Tensor, of_exits: list[Tensor] | None = None) -> Tensor:
+        logits: list[Tensor] = [] if of_exits is None else of_exits
+        super().forward(x, logits)
+        return logits[-1]
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (
+            Silent,
+            "'mine:build': the subnet of architecture 0 appends the logits of 0 exits to the list, num_exits",
+        ),
+        (LastAlone, "'mine:build': the subnet of architecture 2 returns something else than the mean of its exits'"),
+    ],
+)
+def test_a_users_space_that_does_not_show_its_exits_is_refused(
+    network: type[DepthNetwork], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = build_space(SPACE)
+    assert isinstance(space, DepthSpace)
+    try_exits(space, SPACE)
+    monkeypatch.setattr("fedloom.platform.spaces.depth.DepthNetwork", network)
+    with pytest.raises(PluginError, match=message):
+        try_exits(space, replace(SPACE, name="mine:build"))

@@ -5,11 +5,12 @@
         sum_i cross entropy(y_i) + u(t) / (D - 1) sum_i sum_{j != i} KL(y_j's outputs || y_i's),
         where the teachers' outputs y_j are targets, through which nothing is trained
     server:
-        a block becomes the mean over the clients that hold it, weighted by their samples
+        a block becomes the mean over the clients that hold it, who count alike (weighting=plain)
     u(t) rises from exp(-5) to 1 over the first rounds: exp(-5 (1 - t / T)^2)
 
 A tier's model is the network of the most blocks that the tier affords, which classifies by its exits' mean logits. One
-block for all is FedAvg. The paper's own server and local rule is method.train.server=feddyn with local_rule=feddyn.
+block for all is FedAvg. The paper's server and local rule are FedDyn's: method.train.server=feddyn and
+local_rule=feddyn with alpha=.1.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from fedloom.platform.clients.networks import Account, Network, Subnet
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig
-from fedloom.platform.methods.widths.tier_models import largest_of_tiers, tier_stages
+from fedloom.platform.methods.widths.tier_models import largest_of_tiers, plainly_weighted, tier_stages
+from fedloom.platform.plugins import is_import_path
 from fedloom.platform.settings import PART, ZERO_OR_MORE
+from fedloom.platform.spaces.checked import try_exits
 from fedloom.platform.spaces.offers import with_exits
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ class DepthFLConfig:
     name: str = "depthfl"
     distillation: Annotated[float, ZERO_OR_MORE, "the weight of what exits teach each other; 0: nothing"] = 1.0
     ramp_up: Annotated[float, PART, "share of the rounds over which that weight rises (the authors': .3)"] = 0.3
-    train: TrainingConfig = field(default_factory=TrainingConfig)
+    train: TrainingConfig = field(default_factory=plainly_weighted)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
@@ -107,6 +110,8 @@ def ramped_up(config: DepthFLConfig, index: int) -> float:
 def stages(config: DepthFLConfig, world: World) -> list[Stage]:
     """Training, the tiers' models, evaluation."""
     deepest = largest_of_tiers(world)
+    if is_import_path(world.config.space.name):
+        try_exits(with_exits(world.space, config.name), world.config.space)
 
     def network(round_: Round, client_id: int) -> WithExits:
         subnet = Subnet(deepest[int(world.tier_of_client[client_id])])

@@ -59,11 +59,6 @@ def width_stages(
     after: Callable[[RunState], RunState] = lambda state: state,
 ) -> list[Stage]:
     """`tier_stages` of a method of widths; `after` changes the state after every round."""
-    if config.train.privacy.clip is not None and world.space.keeps_statistics:
-        raise ValueError(
-            f"method.train.privacy: {config.name}'s clients measure batch norms in the end without noise; use "
-            "space.norm=none"
-        )
     return tier_stages(
         world,
         config.train,
@@ -88,8 +83,12 @@ def tier_stages(
     """Training of each client's `network` (of a round and its id), the tiers' models and their evaluation.
 
     `after` changes the state after every round; `model` is the models' name in the tables; `statistics_clients` is how
-    many measure each tier's batch norms in the end, if the space's networks keep no statistics in training.
+    many measure each tier's batch norms in the end, if a subnet's statistics must be estimated (None: all).
     """
+    if train.privacy.clip is not None and world.space.keeps_statistics:
+        raise ValueError(
+            f"method.train.privacy: {model}'s clients measure batch norms in the end without noise; use space.norm=none"
+        )
     check_training(train, "method.train", world.num_clients)
     rules, shown = rules_of(train, "method.train"), tuple(dict.fromkeys(largest_of_tiers(world)))
 
@@ -135,8 +134,7 @@ def largest_of_tiers(world: World) -> list[Architecture]:
             least = world.cost_table.cost(world.space.smallest)
             raise ValueError(
                 f"{tier.name} may spend {tier.upper:.6g} {world.cost_table.measure}, the smallest network costs "
-                f"{least:.6g}: raise its upper bound, or make the space's smallest network smaller (space.widths, "
-                "space.stage_widths)"
+                f"{least:.6g}: raise its upper bound, or make the space's smallest network smaller"
             )
         found.append(affordable[-1])
     return found

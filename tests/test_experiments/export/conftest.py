@@ -15,6 +15,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import ElasticTrainingConfig, SuperFedNASConfig
 from fedloom.platform.methods.stages.tier_search import TierSearchConfig
 from fedloom.platform.methods.tiered.fedoras import FedorASConfig, SupernetConfig
+from fedloom.platform.methods.widths.depthfl import DepthFLConfig
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import start_run
@@ -100,6 +101,19 @@ def paths_of_operators(results: Path) -> RunConfig:
     )
 
 
+def depths(results: Path) -> RunConfig:
+    train = TrainingConfig(rounds=1, clients_per_round=4, batch_size=16, lr=0.05, weighting="plain")
+    space = SpaceConfig("cnn_depth", input_shape=[1, 8, 8], stage_widths=[4, 6], stage_layers=[1, 1])
+    return RunConfig(
+        experiment="depths",
+        results=str(results),
+        data=DataConfig(num_clients=4, train_samples=320, test_samples=300),
+        space=replace(space, stage_strides=[1, 2]),
+        tiers=TiersConfig(count=2, upper_bounds=[3000.0, 7000.0]),
+        method=DepthFLConfig(train=train),
+    )
+
+
 def trained(config: RunConfig) -> Run:
     worlds: list[World] = []
 
@@ -121,6 +135,7 @@ class Runs:
             "none": lambda: images(folder / "none", "none", search),
             "batch": lambda: images(folder / "batch", "batch"),
             "text": lambda: texts(folder / "text", folder / "root"),
+            "depths": lambda: depths(folder / "depths"),
             "operators": lambda: paths_of_operators(folder / "operators"),
         }
         self._trained: dict[str, Run] = {}

@@ -41,6 +41,16 @@ def test_a_tier_is_what_the_run_searched_for_it(runs: Any, out: Path, monkeypatc
         assert selection.choose(run.paths, run.world, wanted).architecture == parse_architecture(text)
 
 
+def test_a_tier_s_only_model_need_not_be_named(runs: Any, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runs["depths"]
+    card = export(run.results, run.paths.run_id, Wanted(tier="tier2"), out, ["safetensors", "pt2"]).card
+    assert (card["name"], card["architecture"]["id"]) == ("tier2-depthfl", "1")
+    several = ["tier1-small", "tier2-one", "tier2-two"]
+    monkeypatch.setattr(selection, "list_models", lambda _: several)
+    with pytest.raises(ValueError, match=r"keeps several models of tier2: choose by --model one of one, two$"):
+        selection.choose(run.paths, run.world, Wanted(tier="tier2"))
+
+
 @pytest.mark.parametrize(
     ("text", "label"), [("macs=1e+09", "macs=1000000000"), (" latency_s = 0.050", "latency_s=0.05")]
 )
