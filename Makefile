@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RESULTS ?= results
 
-.PHONY: demo test test-all check chaos install clean
+.PHONY: demo test test-all check lint chaos install clean
 
 install: $(VENV)/.installed
 
@@ -18,15 +18,21 @@ $(VENV)/.installed: pyproject.toml
 demo: install
 	$(BIN)/fedloom run experiment=fedoras_digits results=$(RESULTS)
 
-# In minutes, for every change. Two tests at a time, each with a cluster of its own if it needs one.
+# In minutes, for every change. The tests of Ray, which mostly wait for processes, run beside the others; each worker has
+# a cluster of its own if it needs one. What they print comes when the others are done.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not ray and not slow" -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/pytest -m "ray and not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	$(call both,and not slow)
 
 # Everything: also kill schedules, every preset, browsers, clusters with authentication.
 test-all: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not ray" -n 2 --dist loadfile --no-loadscope-reorder --durations=20
-	$(BIN)/pytest -m ray -n 2 --dist loadfile --no-loadscope-reorder --durations=20
+	$(call both,,--durations=20)
+
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+define both
+log="$$(mktemp)"; $(PYTEST) -m "ray $(1)" $(2) > "$$log" 2>&1 & beside=$$!; \
+OMP_NUM_THREADS=1 $(PYTEST) -m "not ray $(1)" $(2); failed=$$?; \
+wait $$beside || failed=1; cat "$$log"; rm "$$log"; exit $$failed
+endef
 
 # Attacks on what actors/README.md promises; SECONDS limits each, and the next call continues.
 CHAOS := $(BIN)/python -m fedloom.experiments.chaos
@@ -35,11 +41,13 @@ chaos: install
 	@failed=0; for attack in "twice --times 20" "corrupt --times 1000" "disk --times 50" "fuzz --times 10000" \
 	    "kill --times 100" load; do $(CHAOS).$$attack $(LIMIT) || failed=1; done; exit $$failed
 
-check: install
+check: lint
+	$(BIN)/pytest -q -m "not slow" tests/test_repository.py
+
+lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p fedloom
-	$(BIN)/pytest -q -m "not slow" tests/test_repository.py
 
 clean:
 	rm -rf $(VENV) results chaos build *.egg-info .mypy_cache .ruff_cache .pytest_cache
