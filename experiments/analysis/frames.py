@@ -16,6 +16,7 @@ from fedloom.experiments.analysis.stages import (
 from fedloom.experiments.analysis.tables import RUN_KEY, Tables, configuration, requires
 
 METRIC = "accuracy"
+LOWER_IS_BETTER = ("loss", "perplexity")
 MODELS = ("supernet_init", "fine_tuned", "rand_init")
 """Models in display order: slices of the supernet, the slices after fine-tuning, and models from fresh weights."""
 
@@ -60,18 +61,27 @@ def architectures(tables: Tables) -> dict[tuple[str, str], str]:
         trained.loc[trained["stage_tier"] != "", ["run_id", "stage_tier", "architecture"]].set_axis(
             ["run_id", "tier", "architecture"], axis=1
         ),
-        _search_winners(tables.candidates),
+        _search_winners(tables),
     ]
     rows = pd.concat([f.astype(object) for f in frames], ignore_index=True).dropna()
     first = rows.drop_duplicates(["run_id", "tier"])
     return {(str(r.run_id), str(r.tier)): str(r.architecture) for r in first.itertuples()}
 
 
-def _search_winners(candidates: pd.DataFrame) -> pd.DataFrame:
-    """The candidate with the best metric, then fewest MACs, by the rule of the search itself."""
+def _search_winners(tables: Tables) -> pd.DataFrame:
+    """The candidate with the best metric or loss, then fewest MACs, by the rule of the search itself."""
+    candidates = tables.candidates
     feasible = candidates[candidates["feasible"].fillna(False).astype(bool)]
-    ordered = feasible.sort_values(["metric", "macs"], ascending=[False, True], kind="stable")
+    metrics = {run: _ranked_by(tables, str(run)) for run in feasible["run_id"].unique()}
+    by_loss = feasible["run_id"].map(metrics).eq("loss")
+    merits = feasible["metric"].astype("float64").where(~by_loss, -feasible["loss"].astype("float64"))
+    ordered = feasible.assign(merit=merits).sort_values(["merit", "macs"], ascending=[False, True], kind="stable")
     return ordered.drop_duplicates(["run_id", "tier"])[["run_id", "tier", "architecture"]]
+
+
+def _ranked_by(tables: Tables, run_id: str) -> str:
+    """What the run's search ranks models by; runs from before that could be chosen rank by accuracy."""
+    return str(configuration(tables, run_id).get("method", {}).get("search", {}).get("metric", METRIC))
 
 
 def per_tier(tables: Tables, upper_bounds: dict[tuple[str, str], float] | None = None) -> pd.DataFrame:
@@ -150,14 +160,15 @@ def fairness(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
     """Distribution of the metric over clients per (run, model, tier), and with tier "all" per (run, model).
 
     Columns: experiment, run_id, model, tier, clients (that count), excluded (no test samples), mean, std (over the
-    clients, with divisor n), worst. Every client has the same weight. Source: FedorAS, Tab. 7.
+    clients, with divisor n), worst (the lowest; of loss and perplexity the highest). Every client has the same weight.
+    Source: FedorAS, Tab. 7.
     """
     rows = client_metrics(tables, metric)
     whole = pd.concat([rows, rows.assign(tier=ALL_TIERS)], ignore_index=True)
     out = []
     for key, group in whole.groupby([*RUN_KEY, "model", "tier"], sort=False):
         values = group.loc[group["counts"], "value"]
-        spread = (values.mean(), values.std(ddof=0), values.min())
+        spread = (values.mean(), values.std(ddof=0), values.max() if metric in LOWER_IS_BETTER else values.min())
         out.append((*key, len(values), int((~group["counts"]).sum()), *spread))
     columns = [*RUN_KEY, "model", "tier", "clients", "excluded", "mean", "std", "worst"]
     return _sorted(pd.DataFrame(out, columns=columns), tables)

@@ -12,6 +12,7 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
     "cnn": ("cnn_cifar", "cnn_cifar_wide", "cnn_digits"),
     "resnet": ("resnet_elastic", "resnet_elastic_small"),
     "tcn": ("tcn_elastic",),
+    "rnn": ("rnn_shakespeare",),
     "darts": ("darts_s1", "darts_s2", "darts_s3", "darts_s4", "darts_full", "darts_s2_small"),
     "resnet18": ("resnet18", "resnet18_small"),
     "darts_v2": ("darts_v2", "darts_v2_small"),

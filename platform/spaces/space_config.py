@@ -14,10 +14,9 @@ CHANNELS = Range(least=1, most=100_000)
 class SpaceConfig:
     """A named search space and changes of its values; null keeps the space's own value.
 
-    The designs document the values (`CnnDesign`, `ResnetDesign`, `TcnDesign`, `DartsDesign`, `Resnet18Design`,
-    `DartsV2Design`, `ModularDesign`, `CnnWidthDesign`, `ResnetWidthDesign`, `LstmWidthDesign`, `CnnDepthDesign`,
-    `ResnetDepthDesign`); a value that a space
-    does not have is an error.
+    The designs document the values (`CnnDesign`, `ResnetDesign`, `TcnDesign`, `RnnDesign`, `DartsDesign`,
+    `Resnet18Design`, `DartsV2Design`, `ModularDesign`, `CnnWidthDesign`, `ResnetWidthDesign`, `LstmWidthDesign`,
+    `CnnDepthDesign`, `ResnetDepthDesign`); a value that a space does not have is an error.
     """
 
     name: Annotated[str, Brought("space"), "the search space"] = "cnn_digits"

@@ -23,6 +23,7 @@ from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
 from fedloom.experiments.chaos.kill import is_called, orphans
 from fedloom.experiments.chaos.victims import ended, start
+from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.world import World
@@ -119,6 +120,29 @@ def test_compared_methods_give_the_same_bits_on_actors_and_after_every_stop(
             continue
         break
     assert_same_run(reference, (serial.results, seen[0]), empty=empty_tables)
+
+
+TINY_TEXT = [
+    *("experiment=fedoras_shakespeare", "data.dataset=ptb", "data.partition=iid", "data.num_clients=6"),
+    *("data.sequence_length=9", "space.input_shape=[9]", "space.num_classes=9", "space.channels=8"),
+    *("space.embedding_size=4", "tiers.upper_bounds=[4000,30000]", "ray.address=local", "executor.actors=2"),
+    *("ray.object_store_memory_bytes=200000000", "method.train.rounds=2", "method.train.clients_per_round=4"),
+    *("method.train.epochs=1", "method.train.evaluate_every=0", "method.search.population=4"),
+    *("method.search.offspring=2", "method.search.budgets=[5,5]", "method.finetune.rounds=1"),
+    *("method.finetune.clients_per_round=2", "method.rand_init.rounds=1"),
+    "method.rand_init.clients_per_round=2",
+]
+
+
+def test_recurrent_paths_give_the_same_bits_on_actors(
+    run_serially: Serially, assert_same_run: Same, tmp_path: Path
+) -> None:
+    (tmp_path / "ptb").mkdir()
+    for part, lines in (("train", 60), ("test", 20)):
+        (tmp_path / "ptb" / f"ptb.{part}.txt").write_text(" the cat sat on the mat \n a dog <unk> the cat \n" * lines)
+    config = compose_config([*TINY_TEXT, f"data.root={tmp_path}", f"results={tmp_path / 'results'}"])
+    on_actors, _ = run_on_actors(config)
+    assert_same_run(run_serially(config), on_actors)
 
 
 KERNELS = {

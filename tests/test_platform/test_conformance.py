@@ -88,6 +88,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "lstm_width": {"input_shape": [7], "num_classes": 5, "channels": 6, "embedding_size": 4, "widths": [0.5, 1.0]},
     "cnn_depth": {**IMAGES, "stage_widths": [4, 6], "stage_layers": [1, 2], "stage_strides": [1, 2]},
     "resnet_depth": {**IMAGES, "stem_channels": 4},
+    "rnn_shakespeare": {"input_shape": [6], "num_classes": 9, "channels": 8, "embedding_size": 4},
     "width": {**IMAGES, "widths": [0.5, 1.0], "options": {"network": f"{__name__}:perceptron"}},
 }
 """Every space, as small as it can be."""

@@ -17,6 +17,7 @@ from fedloom.experiments.analysis.reused import with_training
 from fedloom.experiments.analysis.settings import Setting, settings_of
 from fedloom.experiments.analysis.subnets import subnet_summaries
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, latest_run, load
+from fedloom.experiments.analysis.texts import with_perplexity
 from fedloom.experiments.report.pages.content import REFRESH_S, Content
 from fedloom.experiments.report.pages.facts import facts_of, state_of
 from fedloom.experiments.report.pages.files import ReportFiles, write_content
@@ -119,7 +120,7 @@ def outcome_groups(tables: Tables, settings: Sequence[Setting]) -> Groups:
 
 def tier_summaries(tables: Tables, bounds: Bounds) -> list[Summary]:
     """The tiers of the runs, per setting."""
-    return summarise(per_tier(tables, bounds), fairness(tables), settings_of(tables))
+    return summarise(with_perplexity(per_tier(tables, bounds), tables), fairness(tables), settings_of(tables))
 
 
 def summary_table(results: Path, run_ids: str | Sequence[str] | None = None) -> RenderableType:

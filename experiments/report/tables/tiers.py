@@ -81,21 +81,57 @@ class Column:
 
 def columns_of(summary: Summary) -> list[Column]:
     """The columns for which the setting has any value."""
-    keys = {key for tier in summary.tiers for key, value in tier.values.items() if value is not None}
-    models = shown_models([key.removeprefix("test_") for key in keys if key.startswith("test_")])
-    columns = [
+    keys = _keys(summary)
+    costs = [
         Column("upper bound", "upper\nbound", "upper_bound", si),
         Column("MACs", "MACs", "macs", si),
         Column("parameters", "params", "parameters", si),
-        Column("search, validation %", "search", "search_metric", percent),
-        *(Column(f"{model_name(m)}, test %", _narrow(model_name(m)), f"test_{m}", percent) for m in models),
-        Column("gain over rand-init", "gain", "gain", points),
-        Column("Kendall tau", "Kendall\ntau", "kendall_tau", _tau),
     ]
+    tau = Column("Kendall tau", "Kendall\ntau", "kendall_tau", _two_digits)
+    measured = _by_perplexity(keys) if is_text(keys) else _by_accuracy(keys)
+    return [c for c in (*costs, *measured, tau) if c.key in keys]
+
+
+def _keys(summary: Summary) -> set[str]:
+    return {key for tier in summary.tiers for key, value in tier.values.items() if value is not None}
+
+
+def is_text(keys: Iterable[str]) -> bool:
+    """Whether the setting's models are measured by perplexity."""
+    return any(key.startswith("perplexity_") for key in keys)
+
+
+_HEADS = {"mean": "client\nmean", "std": "\nstd", "worst": "\nworst"}
+
+
+def _by_accuracy(keys: set[str]) -> list[Column]:
     last = last_measured(keys)
-    heads = {"mean": "client\nmean", "std": "\nstd", "worst": "\nworst"}
-    columns += [Column(f"clients' test %, {what}", heads[what], f"{last}_{what}", percent) for what in FAIRNESS]
-    return [c for c in columns if c.key in keys]
+    return [
+        Column("search, validation %", "search", "search_metric", percent),
+        *(Column(f"{model_name(m)}, test %", _narrow(model_name(m)), f"test_{m}", percent) for m in _tested(keys)),
+        Column("gain over rand-init", "gain", "gain", points),
+        *(Column(f"clients' test %, {what}", _HEADS[what], f"{last}_{what}", percent) for what in FAIRNESS),
+    ]
+
+
+def _by_perplexity(keys: set[str]) -> list[Column]:
+    last, write = _last_clients(keys), _two_digits
+    tested = [(f"perplexity_{m}", model_name(m)) for m in _tested(keys)]
+    return [
+        Column("search, validation perplexity", "search", "search_perplexity", write),
+        *(Column(f"{name}, test perplexity", _narrow(name), key, write) for key, name in tested),
+        Column("gain over rand-init", "gain", "perplexity_gain", _signed),
+        *(Column(f"clients' perplexity, {w}", _HEADS[w], f"clients_{last}_{w}", write) for w in FAIRNESS),
+    ]
+
+
+def _tested(keys: Iterable[str]) -> list[str]:
+    return shown_models([key.removeprefix("test_") for key in keys if key.startswith("test_")])
+
+
+def _last_clients(keys: Iterable[str]) -> str:
+    """`last_measured` of the columns of perplexity."""
+    return last_measured({key.removeprefix("clients_") for key in keys if key.startswith("clients_")})
 
 
 def last_measured(keys: Iterable[str]) -> str:
@@ -108,8 +144,12 @@ def _narrow(name: str) -> str:
     return name.replace("supernet", "super").replace(" ", "\n", 1).replace("-", "-\n", 1)
 
 
-def _tau(value: Any) -> str:
+def _two_digits(value: Any) -> str:
     return ABSENT if is_absent(value) else f"{float(value):.2f}"
+
+
+def _signed(value: Any) -> str:
+    return ABSENT if is_absent(value) else f"{float(value):+.2f}"
 
 
 def cell(column: Column, tier: TierSummary) -> str:
@@ -119,17 +159,18 @@ def cell(column: Column, tier: TierSummary) -> str:
 
 def legend(summary: Summary) -> tuple[str, ...]:
     """Explanations of the narrow table's columns."""
-    keys = {key for tier in summary.tiers for key, value in tier.values.items() if value is not None}
-    lines = []
+    keys = _keys(summary)
+    text = is_text(keys)
+    quality, lines = "perplexity" if text else "accuracy in %", []
     if "search_metric" in keys:
-        lines.append("search: validation accuracy in %, with the supernet's weights")
-    tested = [model_name(m) for m in shown_models([k.removeprefix("test_") for k in keys if k.startswith("test_")])]
-    if tested:
-        lines.append(f"{', '.join(tested)}: accuracy in % on the whole test set")
+        lines.append(f"search: validation {quality}, with the supernet's weights")
+    if tested := [model_name(m) for m in _tested(keys)]:
+        lines.append(f"{', '.join(tested)}: {quality} on the whole test set")
     if "gain" in keys:
-        lines.append("gain: fine-tuned less rand-init, in percentage points")
-    if last := last_measured(keys):
-        lines.append(f"clients: {model_name(last)}, accuracy in % on each client's own test data")
+        difference = "rand-init less fine-tuned" if text else "fine-tuned less rand-init, in percentage points"
+        lines.append(f"gain: {difference}")
+    if last := _last_clients(keys) if text else last_measured(keys):
+        lines.append(f"clients: {model_name(last)}, {quality} on each client's own test data")
     return tuple(lines)
 
 
