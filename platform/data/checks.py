@@ -6,7 +6,7 @@ from fedloom.platform.data.sources import DATASETS, data_choices
 from fedloom.platform.settings import check_settings
 
 TEXTS = ("shakespeare", "ptb")
-WITH_CLIENTS = ("shakespeare",)
+WITH_CLIENTS = ("shakespeare", "speech_commands")
 """Data sets that are published with natural clients."""
 OF_ITS_OWN = ("folder", "npz")
 """Data sets whose content is known only after reading, like a user's own."""

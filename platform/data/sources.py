@@ -20,12 +20,13 @@ from fedloom.platform.data.npz import read_npz
 from fedloom.platform.data.ptb import PtbSource
 from fedloom.platform.data.shakespeare import ShakespeareSource
 from fedloom.platform.data.source import Source
+from fedloom.platform.data.speech import SpeechSource
 from fedloom.platform.data.stratify import stratified_rows
 from fedloom.platform.data.tokens import TokenSource
 from fedloom.platform.data.torchvision_sets import IMAGE_SIDE, torchvision_datasets, torchvision_set
 from fedloom.platform.plugins import Chosen, Slot
 from fedloom.platform.seeding import stream
-from fedloom.platform.settings import PATH, chosen
+from fedloom.platform.settings import PATH, Range, chosen
 
 FIXED_SEED = 0
 """Seed of splits and sub-samples, which are properties of the data set and independent of the run's seed."""
@@ -81,6 +82,16 @@ def ptb(config: DataConfig) -> TokenSource:
     return PtbSource.find(data_root(config), config.sequence_length) or _not_found(config, layout)
 
 
+def speech_commands(
+    config: DataConfig,
+    *,
+    classes: Annotated[int, Range(least=12, most=35), "12 (ten words, others, silence) or 35"] = 12,
+) -> Source:
+    """Speech Commands, one client per speaker, as 40 MFCC of 51 frames; needs fedloom[speech] to be prepared."""
+    layout = "speech_commands/ or speech_commands_v0.02/ with WORD/SPEAKER_nohash_N.wav"
+    return SpeechSource.find(data_root(config), classes) or _not_found(config, layout)
+
+
 def folder(
     config: DataConfig,
     *,
@@ -129,7 +140,12 @@ class _Known(Mapping[str, DataSet]):
 
 DATASETS: Slot[DataSet] = Slot(
     "data set",
-    _Known({f.__name__: f for f in (digits, cifar10, cifar100, synthetic, cinic10, shakespeare, ptb, folder, npz)}),
+    _Known(
+        {
+            f.__name__: f
+            for f in (digits, cifar10, cifar100, synthetic, cinic10, shakespeare, ptb, speech_commands, folder, npz)
+        }
+    ),
     ("config",),
 )
 

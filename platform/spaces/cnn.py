@@ -13,6 +13,11 @@ from fedloom.platform.spaces.space_config import Spaces, from_design
 
 OPERATORS = ("conv(1)", "ds(3,.5)", "ds(3,1)", "ds(3,2)", "mb(1,2)", "mb(3,.5)", "mb(3,1)", "mb(3,2)", "identity")
 """The nine operators of the CIFAR spaces, in the order of their option indices."""
+SPEECH_OPERATORS = (
+    *("conv(1)", "ds(3,.5)", "ds(3,1)", "ds(1,2)", "ds(3,2)", "mb(1,2)", "mb(3,.5)", "conv(3)", "mb(3,1)", "mb(3,2)"),
+    "identity",
+)
+"""The eleven of Speech Commands."""
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -22,8 +27,9 @@ class CnnDesign:
     """A convolutional network with a choice of operators in every layer (FedorAS).
 
     `stage_strides` are the strides of the reductions, one per stage; `input_shape` is (C, H, W).
-    `depthwise_link` makes the reductions' residual link depthwise 3x3 + 1x1 instead of a 2x2 convolution. `stem_stride`
-    above 1 makes all layers smaller: for CPUs, whose time goes to the first layers' activations.
+    `depthwise_link` makes the reductions' residual link depthwise 3x3 + 1x1 instead of a 2x2 convolution. With
+    `pooled`, reductions are 3x3 averages and a 1x1 convolution to twice the channels, for inputs of any size.
+    `stem_stride` above 1 makes all layers smaller: for CPUs, whose time goes to the first layers' activations.
     """
 
     name: str
@@ -35,6 +41,11 @@ class CnnDesign:
     depthwise_link: bool = False
     operators: tuple[str, ...] = OPERATORS
     stem_stride: int = 1
+    pooled: bool = False
+
+    def after(self, channels: int) -> int:
+        """Channels after a reduction: twice as many, or floor(1.5 c)."""
+        return 2 * channels if self.pooled else widened(channels)
 
 
 CNN_CIFAR = CnnDesign("cnn_cifar", (3, 32, 32), 10, 64, (4, 4, 4, 4), (2, 2, 2, 2))
@@ -42,6 +53,13 @@ CNN_CIFAR_WIDE = CnnDesign(
     "cnn_cifar_wide", (3, 32, 32), 10, 64, (4, 4, 4, 4, 8, 8), (2, 2, 1, 1, 1, 2), depthwise_link=True
 )
 CNN_DIGITS = CnnDesign("cnn_digits", (1, 8, 8), 10, 16, (2, 3), (2, 2))
+CNN_SPEECH = CnnDesign(
+    *("cnn_speech", (1, 40, 51), 12, 16, (1, 1, 2, 2), (2, 2, 2, 2)),
+    operators=SPEECH_OPERATORS,
+    stem_stride=2,
+    pooled=True,
+)
+"""Speech Commands: 40 MFCC of 51 frames (FedorAS, App. E.3)."""
 
 
 def _depthwise_separable(in_channels: int, out_channels: int, stride: int) -> nn.Module:
@@ -68,6 +86,13 @@ class Reduction(nn.Module):
         return y
 
 
+class PooledReduction(nn.Sequential):
+    """(N, c, H, W) -> (N, 2 c, ceil(H/stride), ceil(W/stride)): 3x3 averages, then a 1x1 convolution."""
+
+    def __init__(self, channels: int, stride: int) -> None:
+        super().__init__(nn.AvgPool2d(3, stride, padding=1), ConvNormRelu(channels, 2 * channels, 1))
+
+
 class CnnSkeleton(nn.Module):
     """Stem, reductions and classifier: `forward(x_NCHW, layers)` gives logits (N, classes)."""
 
@@ -77,9 +102,12 @@ class CnnSkeleton(nn.Module):
         channels = _stage_channels(design)
         self.stem = ConvNormRelu(design.input_shape[0], design.stem_channels, 3, stride=design.stem_stride, padding=1)
         reductions = zip(channels, design.stage_strides, strict=True)
-        self.reductions = nn.ModuleList(Reduction(c, stride, design.depthwise_link) for c, stride in reductions)
+        self.reductions = nn.ModuleList(
+            PooledReduction(c, stride) if design.pooled else Reduction(c, stride, design.depthwise_link)
+            for c, stride in reductions
+        )
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.classifier = nn.Linear(widened(channels[-1]), design.num_classes)
+        self.classifier = nn.Linear(design.after(channels[-1]), design.num_classes)
 
     def forward(self, x: Tensor, layers: Sequence[Layer]) -> Tensor:
         x = self.stem(x)
@@ -100,7 +128,7 @@ def widened(channels: int) -> int:
 def _stage_channels(design: CnnDesign) -> list[int]:
     channels = [design.stem_channels]
     for _ in design.stage_layers[1:]:
-        channels.append(widened(channels[-1]))
+        channels.append(design.after(channels[-1]))
     return channels
 
 
@@ -145,10 +173,14 @@ def _check(design: CnnDesign) -> None:
 
 
 def _check_strides(design: CnnDesign) -> None:
-    allowed = (1, 2) if design.depthwise_link else (2,)
+    if design.pooled and design.depthwise_link:
+        raise ValueError(f"depthwise_link=true: the reductions of {design.name} have no link")
+    allowed = (1, 2) if design.depthwise_link or design.pooled else (2,)
     for stride in design.stage_strides:
         if stride not in allowed:
             raise ValueError(f"stage_strides of {design.name} may be {' or '.join(map(str, allowed))}, given {stride}")
+    if design.pooled:
+        return
     factor = design.stem_stride * math.prod(design.stage_strides)
     for size in design.input_shape[1:]:
         if size % factor:
@@ -159,5 +191,6 @@ def _check_strides(design: CnnDesign) -> None:
 
 
 SPACES: Spaces = {
-    design.name: partial(from_design, cnn_space, design) for design in (CNN_CIFAR, CNN_CIFAR_WIDE, CNN_DIGITS)
+    design.name: partial(from_design, cnn_space, design)
+    for design in (CNN_CIFAR, CNN_CIFAR_WIDE, CNN_DIGITS, CNN_SPEECH)
 }

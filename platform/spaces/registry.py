@@ -9,7 +9,7 @@ from fedloom.platform.spaces.checked import try_space
 from fedloom.platform.spaces.space_config import SpaceBuilder, SpaceConfig
 
 _MODULES: Mapping[str, tuple[str, ...]] = {
-    "cnn": ("cnn_cifar", "cnn_cifar_wide", "cnn_digits"),
+    "cnn": ("cnn_cifar", "cnn_cifar_wide", "cnn_digits", "cnn_speech"),
     "resnet": ("resnet_elastic", "resnet_elastic_small"),
     "tcn": ("tcn_elastic",),
     "rnn": ("rnn_shakespeare",),

@@ -111,7 +111,7 @@ def test_a_stored_configuration_of_another_version_is_refused() -> None:
         config_from_dict(stored)
     stored = asdict(compose_config([]))
     stored["method"]["name"] = "fedprox"
-    with pytest.raises(ValueError, match=r"unknown method 'fedprox': known are ditto, fedavg,"):
+    with pytest.raises(ValueError, match=r"unknown method 'fedprox': known are depthfl, ditto, fedavg,"):
         config_from_dict(stored)
 
 

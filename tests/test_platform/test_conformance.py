@@ -68,6 +68,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "cnn_cifar": CNN,
     "cnn_cifar_wide": CNN,
     "cnn_digits": CNN,
+    "cnn_speech": {**CNN, "input_shape": [1, 9, 7]},
     "resnet_elastic": {**ELASTIC, "norm": "none"},
     "resnet_elastic_small": {**ELASTIC, "norm": "batch"},
     "tcn_elastic": {"input_shape": [6], "num_classes": 9, "channels": 8, "embedding_size": 8},

@@ -1,0 +1,244 @@
+"""Speech Commands as published (Warden 2018): one folder per word, one second of sound per file, clients by speaker.
+
+    WORD/SPEAKER_nohash_N.wav            the archive of all clips, with validation_list.txt and testing_list.txt
+    _background_noise_/*.wav             from which it takes silence, second by second
+    _unknown_/WORD_SPEAKER_nohash_N.wav  and _silence_/N.wav: the archive of the test set alone
+
+Features are computed once, when the data are prepared: 40 mel-frequency cepstral coefficients of 51 frames, from sound
+at 8 kHz, windows of 40 ms every 20 ms (FedorAS, App. E.2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.platform.data.artefact import AnyArray, Fields, IntArray
+from fedloom.platform.data.source import Source
+
+FOLDERS = ("speech_commands", "speech_commands_v0.02", "SpeechCommands/speech_commands_v0.02")
+WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
+"""The words of the task of 12 classes, in the order of their labels."""
+UNKNOWN, SILENCE, NOISE = "_unknown_", "_silence_", "_background_noise_"
+MANY = 35
+"""The words of version 0.02."""
+LISTS = ("validation_list.txt", "testing_list.txt")
+RATE = 16_000
+FEATURES = {"rate": 8_000, "coefficients": 40, "window": 320, "hop": 160, "mels": 40}
+"""What features are computed with: samples per second, and samples per window and hop at that rate."""
+FRAMES = 51
+HELD_OUT = 5
+"""Every fifth speaker tests if no clip is meant for training."""
+
+Sound = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A second of sound: its place under the folder, its label, who speaks (None: nobody), and its first sample."""
+
+    path: str
+    label: int
+    speaker: str | None
+    start: int = 0
+
+
+def part_of(path: str) -> str:
+    """Where the authors' hash of a speaker puts all of its clips: training, validation or testing (a tenth each)."""
+    speaker = re.sub(r"_nohash_.*$", "", Path(path).name.rpartition(".")[0]).rpartition("_")[2]
+    place = int(hashlib.sha1(speaker.encode()).hexdigest(), 16) % 2**27 * (100.0 / (2**27 - 1))
+    return "validation" if place < 10 else "testing" if place < 20 else "training"
+
+
+def mfcc(sound: Sound) -> Sound:
+    """The features (40, 51) of one second at 16 kHz, in -1 to 1."""
+    librosa: Any = _package("librosa")
+    f = FEATURES
+    low = librosa.resample(sound, orig_sr=RATE, target_sr=f["rate"])
+    found: Sound = librosa.feature.mfcc(
+        y=low, sr=f["rate"], n_mfcc=f["coefficients"], n_fft=f["window"], hop_length=f["hop"], n_mels=f["mels"]
+    )
+    return found.astype(np.float32)
+
+
+def _package(name: str) -> ModuleType:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"speech_commands needs {name} ({error}): pip install 'fedloom[speech]'") from error
+
+
+@dataclass(frozen=True, eq=False)
+class SpeechSource(Source):
+    """The clips of a folder; created by `SpeechSource.find`."""
+
+    folder: Path
+    num_classes: int
+    kind = "features"
+    scale = 1.0
+
+    @classmethod
+    def find(cls, root: Path, classes: int) -> SpeechSource | None:
+        """The source in one of `FOLDERS` under `root`; None if there is none. ValueError for another `classes`."""
+        if classes not in (12, MANY):
+            raise ValueError(f"data.options.classes={classes}: Speech Commands is read with 12 or {MANY} classes")
+        folder = next((root / name for name in FOLDERS if (root / name).is_dir()), None)
+        return None if folder is None else cls(folder, classes)
+
+    @cached_property
+    def class_names(self) -> Sequence[str]:
+        """The words, for 12 classes followed by the other words and silence."""
+        if self.num_classes == len(WORDS) + 2:
+            return (*WORDS, UNKNOWN, SILENCE)
+        words = sorted(f.name for f in self.folder.iterdir() if f.is_dir() and not f.name.startswith("_"))
+        if len(words) != MANY:
+            raise ValueError(f"{self.folder}: has the folders of {len(words)} words, expected {MANY}; unpack it again")
+        return words
+
+    def identity(self) -> Fields:
+        # Names and sizes, not contents, as for images in folders: 105 000 files would be read in every run.
+        digest = hashlib.sha256()
+        for part, clips in self._clips.items():
+            for clip in clips:
+                size_bytes = (self.folder / clip.path).stat().st_size
+                digest.update(f"{part}/{clip.path}\t{clip.label}\t{clip.start}\t{size_bytes}\n".encode())
+        return {
+            "layout": "speech commands",
+            "classes": self.num_classes,
+            "features": dict(FEATURES),
+            "sha256_of_names_and_sizes": digest.hexdigest(),
+        }
+
+    def labels(self, part: str) -> IntArray:
+        return np.array([clip.label for clip in self._clips[part]], dtype=np.int64)
+
+    def inputs(self, part: str, rows: IntArray) -> AnyArray:
+        clips = self._clips[part]
+        features = np.empty((len(rows), 1, FEATURES["coefficients"], FRAMES), dtype=np.float32)
+        for place, row in enumerate(rows.tolist()):
+            features[place, 0] = mfcc(self.sound(clips[row]))
+        return features
+
+    @cached_property
+    def client_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The speakers of both parts."""
+        return tuple(sorted({c.speaker for part in self._clips.values() for c in part if c.speaker is not None}))
+
+    def clients(self, part: str) -> IntArray:
+        """Silence belongs to the part's speakers in turn."""
+        clips = self._clips[part]
+        speakers = sorted({c.speaker for c in clips if c.speaker is not None})
+        number, silent = {name: i for i, name in enumerate(self.client_names)}, 0
+        found = []
+        for clip in clips:
+            speaker = clip.speaker
+            if speaker is None:
+                speaker, silent = speakers[silent % len(speakers)], silent + 1
+            found.append(number[speaker])
+        return np.array(found, dtype=np.int64)
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def sound(self, clip: Clip) -> Sound:
+        """The samples (16000,) of a clip, in -1 to 1; a shorter one is followed by zeros.
+
+        Raises ValueError for a file that is no sound, empty, of another rate, or of several channels.
+        """
+        path, soundfile = self.folder / clip.path, _package("soundfile")
+        try:
+            samples, rate = soundfile.read(path, frames=RATE, start=clip.start, dtype="float32", always_2d=True)
+        except (soundfile.LibsndfileError, RuntimeError) as error:
+            raise ValueError(f"{path}: cannot be read as sound ({error}); expected 16 kHz mono WAV") from error
+        if rate != RATE or samples.shape[1] != 1:
+            kind = f"{rate} Hz, {samples.shape[1]} channel{'s' if samples.shape[1] > 1 else ''}"
+            raise ValueError(f"{path}: is {kind}; expected {RATE} Hz, 1 channel: convert it")
+        if not len(samples):
+            raise ValueError(f"{path}: has no samples; expected up to a second of sound: take it out")
+        return np.pad(samples[:, 0], (0, RATE - len(samples)))
+
+    @cached_property
+    def _clips(self) -> Mapping[str, tuple[Clip, ...]]:
+        """The clips of "train" and "test", by class, then by name."""
+        parts: dict[str, list[Clip]] = {"training": [], "validation": [], "testing": []}
+        listed = self._listed()
+        everything = [*self._spoken(), *self._silent()]
+        for clip in everything:
+            parts[part_of(clip.path) if listed is None else listed.get(clip.path, "training")].append(clip)
+        if not any(clip.speaker for clip in parts["training"]):  # the archive of the test set alone
+            return _by_speaker(everything)
+        found = {"train": tuple(parts["training"]), "test": tuple(parts["testing"])}
+        for part, clips in found.items():
+            if not clips:
+                raise ValueError(f"{self.folder}: has no clips for the {part} part; unpack the archive again")
+        return found
+
+    def _listed(self) -> dict[str, str] | None:
+        """The parts of the clips in the published lists; None without lists. Clips in neither are for training."""
+        there = [name for name in LISTS if (self.folder / name).is_file()]
+        if not there:
+            return None
+        if len(there) < len(LISTS):
+            missing = next(name for name in LISTS if name not in there)
+            raise ValueError(f"{self.folder / missing}: not found beside {there[0]}; unpack the archive again")
+        return {
+            line.strip(): part
+            for name, part in zip(LISTS, ("validation", "testing"), strict=True)
+            for line in (self.folder / name).read_text().splitlines()
+        }
+
+    def _spoken(self) -> Iterator[Clip]:
+        folders = sorted(f.name for f in self.folder.iterdir() if f.is_dir())
+        missing = [word for word in WORDS if word not in folders]
+        if missing:
+            raise ValueError(f"{self.folder / missing[0]}: not found; Speech Commands has a folder per word: unpack it")
+        label_of = {name: i for i, name in enumerate(self.class_names)}
+        for folder in folders:
+            is_known = folder in label_of and folder != SILENCE
+            if folder in (NOISE, SILENCE) or (self.num_classes == MANY and not is_known):
+                continue
+            for name in _waves(self.folder / folder):
+                speaker = name.partition("_nohash_")[0].rpartition("_")[2]
+                yield Clip(f"{folder}/{name}", label_of[folder] if is_known else label_of[UNKNOWN], speaker)
+
+    def _silent(self) -> Iterator[Clip]:
+        """Files of silence, else the seconds of the background noises; none for 35 classes."""
+        if self.num_classes == MANY:
+            return
+        label = len(WORDS) + 1
+        if (self.folder / SILENCE).is_dir():
+            yield from (Clip(f"{SILENCE}/{name}", label, None) for name in _waves(self.folder / SILENCE))
+        elif (self.folder / NOISE).is_dir():
+            info: Any = _package("soundfile").info
+            for name in _waves(self.folder / NOISE):
+                frames = info(self.folder / NOISE / name).frames
+                yield from (Clip(f"{NOISE}/{name}", label, None, at) for at in range(0, frames - RATE + 1, RATE))
+
+
+def _waves(folder: Path) -> list[str]:
+    names = sorted(f.name for f in folder.iterdir() if f.suffix == ".wav")
+    if not names:
+        raise ValueError(f"{folder}: has no .wav files; unpack the archive again")
+    return names
+
+
+def _by_speaker(clips: Iterable[Clip]) -> Mapping[str, tuple[Clip, ...]]:
+    """A fifth of the speakers, and of the silent clips, for the test part."""
+    clips = list(clips)
+    speakers = sorted({c.speaker for c in clips if c.speaker is not None})
+    held = set(speakers[HELD_OUT - 1 :: HELD_OUT])
+    silent = [clip for clip in clips if clip.speaker is None]
+    held_silent = set(silent[HELD_OUT - 1 :: HELD_OUT])
+    is_test = [clip in held_silent if clip.speaker is None else clip.speaker in held for clip in clips]
+    pairs = list(zip(clips, is_test, strict=True))
+    return {"train": tuple(c for c, test in pairs if not test), "test": tuple(c for c, test in pairs if test)}
