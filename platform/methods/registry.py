@@ -26,7 +26,7 @@ ARGUMENTS = {
 """What the loop calls a stage's members with; a stage need not have `macs_left`."""
 
 _PLACES: Mapping[str, tuple[str, ...]] = {
-    "tiered": ("fedoras", "fedavg", "random_nas"),
+    "tiered": ("fedoras", "fedavg", "random_nas", "transfer"),
     "elastic": ("superfednas",),
     "widths": ("heterofl", "fjord", "fedrolex", "depthfl"),
     "sparse": ("zerofl",),
