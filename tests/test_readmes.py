@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from hydra.core.config_store import ConfigStore
 
@@ -107,6 +108,8 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         named = re.match(r"# (\w+\.(?:yaml|py))\n", block.text)
         if named:
             (tmp_path / named[1]).write_text(block.text)
+    signs = "".join(map(chr, range(33, 127))) * 20
+    pd.DataFrame({"text": [signs] * 20, "user": range(20)}).to_parquet(tmp_path / "mine.parquet")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(PLUGINS))
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))

@@ -1,8 +1,10 @@
 """The examples of the READMEs do what they say; those that a run tries before it begins are in test_readmes, too."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -10,6 +12,9 @@ from fedloom.platform.averaging.shares import SharesConfig, Sharing, shares_of
 from fedloom.platform.averaging.weighting import Work, weighting_rule
 from fedloom.platform.clients.objectives import OBJECTIVES
 from fedloom.platform.data.augment import AUGMENTATIONS
+from fedloom.platform.data.config import DataConfig
+from fedloom.platform.data.sources import find_source
+from fedloom.platform.data.tokens import TokenSource
 from fedloom.platform.federation.budgets import BUDGETS
 from fedloom.platform.federation.distribution import Distribution, distribute
 from fedloom.platform.plugins import Chosen
@@ -114,3 +119,27 @@ def test_a_subnet_of_widths_is_the_first_units_of_the_supernet() -> None:
     supernet.load_state_dict(weights)
     subnet.load_state_dict({name: tensor.clone() for name, tensor in cut.items()})
     assert torch.equal(supernet(x, (1,)), subnet(x))
+
+
+def test_letters_of_users_and_of_any_text(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"text": ["abba", "cab", "b" * 9], "user": ["ann", "bob", "ann"]})
+    frame.to_parquet(tmp_path / "mine.parquet")
+    options = {"path": str(tmp_path / "mine.parquet"), "most": 2}
+    config = DataConfig("letters:letters", options=options, sequence_length=5)
+    source = find_source(config)
+    assert isinstance(source, TokenSource)
+    assert source.vocabulary == ("<pad>", "<other>", "b", "a")
+    assert source.client_names == ("ann", "bob")
+    part = source.sequences("train")
+    # Ann's 4 + 1 + 9 characters are three sequences of five, Bob's three are one.
+    assert part.client is not None
+    assert part.client.tolist() == [0, 0, 0, 1]
+    texts = {tuple(row) for row in part.x.tolist()}
+    assert (3, 2, 2, 3, 1) in texts, "abba, and the line's end is another character"
+    assert (1, 3, 0, 0, 0) in texts, "ca of cab: the last one is only a target"
+    (tmp_path / "plain.txt").write_text("to be or not to be " * 20)
+    plain = find_source(replace(config, options={"path": str(tmp_path / "plain.txt")}))
+    assert isinstance(plain, TokenSource)
+    assert plain.client_names == ()
+    with pytest.raises(ValueError, match=r"nowhere.parquet: not found; give a file with the columns text and user"):
+        find_source(replace(config, options={"path": "nowhere.parquet"}))
