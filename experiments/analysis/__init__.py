@@ -30,6 +30,7 @@ from fedloom.experiments.analysis.outcomes import OUTCOMES, outcomes
 from fedloom.experiments.analysis.reused import with_training
 from fedloom.experiments.analysis.summary import MEASURES, per_model, summary
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load
+from fedloom.experiments.analysis.texts import with_perplexity
 
 __all__ = [
     "ALL_TABLES",
@@ -57,5 +58,6 @@ __all__ = [
     "per_tier",
     "references",
     "summary",
+    "with_perplexity",
     "with_training",
 ]

@@ -1,0 +1,84 @@
+"""Perplexity per tier: literal numbers on a small run written by hand, and the table that a text's report shows."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.experiments.analysis import frames
+from fedloom.experiments.analysis.settings import settings_of
+from fedloom.experiments.analysis.tables import Tables, load
+from fedloom.experiments.analysis.texts import with_perplexity
+from fedloom.experiments.report.tables.tiers import narrow_tier_block, summarise
+from fedloom.platform.results.writer import RunWriter
+
+PLACE = {"stage": "evaluation", "round": 0, "tier": "tier1", "architecture": "0-1", "split": "test", "samples": 10}
+
+
+def write_run(root: Path, perplexity: bool = True) -> Tables:
+    """Of two candidates the one of the lower accuracy has the lower loss, by which the search ranks them."""
+    method = {"name": "fedoras", "search": {"metric": "loss"}}
+    config = {"tiers": {"count": 1, "upper_bounds": None, "cost": "macs"}, "method": method}
+    writer = RunWriter.create(root, "demo", "r1")
+    writer.update_run(config=json.dumps(config), status="done")
+    for architecture, metric, loss in (("0-0", 0.5, 1.5), ("0-1", 0.4, 1.2)):
+        row: dict[str, Any] = {"stage": "search/tier1", "round": 0, "tier": "tier1", "generation": 0, "feasible": True}
+        writer.add("candidates", **row, architecture=architecture, macs=50, parameters=9, metric=metric, loss=loss)
+    for model, value, own in (("fine_tuned", 3.0, (2.0, 6.0)), ("rand_init", 3.5, (3.0, 4.0))):
+        writer.add("evaluations", **PLACE, model=model, metric="accuracy", value=0.3, client_id=None)
+        if perplexity:
+            writer.add("evaluations", **PLACE, model=model, metric="perplexity", value=value, client_id=None)
+            for client_id, each in enumerate(own):
+                writer.add("evaluations", **PLACE, model=model, metric="perplexity", value=each, client_id=client_id)
+    writer.add("rounds", stage="evaluation", round=0, bytes_down=1, bytes_up=1, clients_planned=2)
+    writer.close()
+    return load(root)
+
+
+def test_perplexities_stand_beside_accuracies(tmp_path: Path) -> None:
+    tables = write_run(tmp_path)
+    frame = with_perplexity(frames.per_tier(tables), tables)
+    tier = frame[frame["tier"] == "tier1"].iloc[0]
+    assert tier["architecture"] == "0-1"
+    assert (tier["perplexity_fine_tuned"], tier["perplexity_rand_init"], tier["perplexity_gain"]) == (3.0, 3.5, 0.5)
+    assert tier["search_perplexity"] == pytest.approx(math.exp(1.2))
+    names = [f"clients_fine_tuned_{what}" for what in ("mean", "std", "worst")]
+    assert [tier[name] for name in names] == [4.0, 2.0, 6.0], "the worst client has the highest"
+    everybody = frame[frame["tier"] == "all"].iloc[0]
+    assert everybody["clients_rand_init_worst"] == 4.0
+
+
+def test_the_search_by_loss_has_the_winner_by_loss(tmp_path: Path) -> None:
+    tables = write_run(tmp_path)
+    winners = frames.pareto(tables).set_index("architecture")["is_winner"]
+    assert winners.to_dict() == {"0-0": False, "0-1": True}
+
+
+def test_a_texts_table_is_in_perplexity(tmp_path: Path) -> None:
+    tables = write_run(tmp_path)
+    frame = with_perplexity(frames.per_tier(tables), tables)
+    (summary,) = summarise(frame, frames.fairness(tables), settings_of(tables))
+    block = narrow_tier_block(summary)
+    heads = [head.replace("\n", " ").strip() for head in block.heads]
+    assert heads == [
+        "tier",
+        "MACs",
+        "params",
+        "search",
+        "fine- tuned",
+        "rand- init",
+        "gain",
+        "client mean",
+        "std",
+        "worst",
+    ]
+    assert block.rows[0] == ("tier1", "50", "9", "3.32", "3.00", "3.50", "+0.50", "4.00", "2.00", "6.00")
+    assert "gain: rand-init less fine-tuned" in block.text
+
+
+def test_runs_without_texts_have_no_further_columns(tmp_path: Path) -> None:
+    tables = write_run(tmp_path, perplexity=False)
+    plain = frames.per_tier(tables)
+    assert with_perplexity(plain, tables) is plain
