@@ -30,6 +30,7 @@ test-all: install
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 define both
 log="$$(mktemp)"; $(PYTEST) -m "ray $(1)" $(2) > "$$log" 2>&1 & beside=$$!; \
+trap 'kill $$beside 2> /dev/null; rm -f "$$log"; exit 130' INT TERM; \
 OMP_NUM_THREADS=1 $(PYTEST) -m "not ray $(1)" $(2); failed=$$?; \
 wait $$beside || failed=1; cat "$$log"; rm "$$log"; exit $$failed
 endef

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import pandas as pd
 
@@ -11,7 +13,7 @@ from fedloom.experiments.analysis.tables import RUN_KEY, Tables
 
 PERPLEXITY = "perplexity"
 LARGEST_EXPONENT = 700.0
-"""So that the perplexity of a diverged model stays finite."""
+"""As in scoring, so that the perplexity of a diverged model stays finite."""
 
 
 def with_perplexity(per_tier: pd.DataFrame, tables: Tables) -> pd.DataFrame:
@@ -32,7 +34,7 @@ def with_perplexity(per_tier: pd.DataFrame, tables: Tables) -> pd.DataFrame:
     if {"fine_tuned", "rand_init"} <= set(models):
         found["perplexity_gain"] = found["perplexity_rand_init"] - found["perplexity_fine_tuned"]
     found = found.merge(_searched(tables), on=["run_id", "tier", "architecture"], how="left")
-    return found.merge(_over_clients(tables), on=[*RUN_KEY, "tier"], how="outer", sort=False)
+    return found.merge(_over_clients(tables, set(per_tier["run_id"])), on=[*RUN_KEY, "tier"], how="outer", sort=False)
 
 
 def _searched(tables: Tables) -> pd.DataFrame:
@@ -42,8 +44,9 @@ def _searched(tables: Tables) -> pd.DataFrame:
     return places.assign(search_perplexity=values.astype("float64"))
 
 
-def _over_clients(tables: Tables) -> pd.DataFrame:
+def _over_clients(tables: Tables, runs: Collection[str]) -> pd.DataFrame:
     frame = fairness(tables, PERPLEXITY)
+    frame = frame[frame["run_id"].isin(runs)]
     key = [*RUN_KEY, "tier"]
     pieces = [
         frame.pivot(index=key, columns="model", values=what).add_prefix("clients_").add_suffix(f"_{what}")

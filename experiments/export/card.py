@@ -99,9 +99,10 @@ def _plain(row: Mapping[Any, Any], columns: Sequence[str]) -> Card:
 
 
 def with_files(card: Card, name: str, encoded: Mapping[str, Encoded]) -> Card:
-    """Adds the names, sizes and hashes of the files to the card."""
+    """Adds the names, sizes and hashes of the files to the card, and the only length of tokens that a file takes."""
     files = {
         kind: {"file": f"{name}.{kind}", "sha256": content_hash(file.content), "size_bytes": len(file.content)}
+        | ({} if file.length is None else {"length": file.length})
         for kind, file in encoded.items()
     }
     return {"name": name, **card, "files": files}

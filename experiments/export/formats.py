@@ -4,7 +4,8 @@ import importlib.util
 import io
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,10 +23,14 @@ Forward = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Encoded:
-    """The content of one file, and the forward pass of the model that is loaded from this content."""
+    """The content of one file, and the forward pass of the model that is loaded from this content.
+
+    `length` is the number of tokens that it takes, None for any number, and for inputs that are no tokens.
+    """
 
     content: bytes
     forward: Forward
+    length: int | None = None
 
 
 def check_formats(formats: Sequence[str]) -> None:
@@ -42,26 +47,30 @@ def encode(module: nn.Module, sample: Tensor, formats: Sequence[str]) -> dict[st
     """Encodes the module, which is in evaluation mode, in every given format.
 
     `sample` is a batch of two or more inputs. The encoded model has a free batch size and, for tokens (integers), a
-    free length. Raises ValueError if torch cannot export the module as a program.
+    free length, unless it has a step per token, as recurrent networks do: programs and ONNX then take the sample's.
+    Raises ValueError if torch cannot export the module as a program.
     """
     encoded: dict[str, Encoded] = {}
     if "safetensors" in formats:
         encoded["safetensors"] = _safetensors(module)
     if {"pt2", "onnx"} & set(formats):
-        shapes = _free(sample)
-        program = _program(module, sample, shapes)
+        program, shapes = _traced(module, sample)
+        length = sample.shape[1] if not sample.is_floating_point() and len(shapes) == 1 else None
         if "pt2" in formats:
-            encoded["pt2"] = _pt2(program)
+            encoded["pt2"] = replace(_pt2(program), length=length)
         if "onnx" in formats:
-            encoded["onnx"] = _onnx(program, shapes)
+            encoded["onnx"] = replace(_onnx(program, shapes), length=length)
     return encoded
 
 
-def _free(sample: Tensor) -> dict[int, Dim]:
-    free = {0: Dim("batch")}
+def _traced(module: nn.Module, sample: Tensor) -> tuple[ExportedProgram, dict[int, Dim]]:
+    """The program, and the sizes of its input that are free."""
+    batch = {0: Dim("batch")}
     if not sample.is_floating_point():
-        free[1] = Dim("length")
-    return free
+        shapes = {**batch, 1: Dim("length")}
+        with suppress(ValueError):
+            return _program(module, sample, shapes), shapes
+    return _program(module, sample, batch), batch
 
 
 def _safetensors(module: nn.Module) -> Encoded:

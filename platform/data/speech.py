@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import wave
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,7 @@ LISTS = ("validation_list.txt", "testing_list.txt")
 RATE = 16_000
 FEATURES = {"rate": 8_000, "coefficients": 40, "window": 320, "hop": 160, "mels": 40}
 """What features are computed with: samples per second, and samples per window and hop at that rate."""
+RESAMPLER = "soxr_hq"
 FRAMES = 51
 HELD_OUT = 5
 """Every fifth speaker tests if no clip is meant for training."""
@@ -55,7 +57,7 @@ class Clip:
 def part_of(path: str) -> str:
     """Where the authors' hash of a speaker puts all of its clips: training, validation or testing (a tenth each)."""
     speaker = re.sub(r"_nohash_.*$", "", Path(path).name.rpartition(".")[0]).rpartition("_")[2]
-    place = int(hashlib.sha1(speaker.encode()).hexdigest(), 16) % 2**27 * (100.0 / (2**27 - 1))
+    place = _hash(speaker) % 2**27 * (100.0 / (2**27 - 1))
     return "validation" if place < 10 else "testing" if place < 20 else "training"
 
 
@@ -63,7 +65,7 @@ def mfcc(sound: Sound) -> Sound:
     """The features (40, 51) of one second at 16 kHz, in -1 to 1."""
     librosa: Any = _package("librosa")
     f = FEATURES
-    low = librosa.resample(sound, orig_sr=RATE, target_sr=f["rate"])
+    low = librosa.resample(sound, orig_sr=RATE, target_sr=f["rate"], res_type=RESAMPLER)
     found: Sound = librosa.feature.mfcc(
         y=low, sr=f["rate"], n_mfcc=f["coefficients"], n_fft=f["window"], hop_length=f["hop"], n_mels=f["mels"]
     )
@@ -101,10 +103,18 @@ class SpeechSource(Source):
         """The words, for 12 classes followed by the other words and silence."""
         if self.num_classes == len(WORDS) + 2:
             return (*WORDS, UNKNOWN, SILENCE)
-        words = sorted(f.name for f in self.folder.iterdir() if f.is_dir() and not f.name.startswith("_"))
+        words = [name for name in self._folders if not name.startswith("_")]
         if len(words) != MANY:
-            raise ValueError(f"{self.folder}: has the folders of {len(words)} words, expected {MANY}; unpack it again")
+            raise ValueError(
+                f"{self.folder}: has the folders of {len(words)} words, {MANY} classes need {MANY}, which the archive "
+                "of test clips lacks; take the whole one, or data.options.classes=12"
+            )
         return words
+
+    @cached_property
+    def _folders(self) -> list[str]:
+        hidden = (".", "__")
+        return sorted(f.name for f in self.folder.iterdir() if f.is_dir() and not f.name.startswith(hidden))
 
     def identity(self) -> Fields:
         # Names and sizes, not contents, as for images in folders: 105 000 files would be read in every run.
@@ -116,7 +126,7 @@ class SpeechSource(Source):
         return {
             "layout": "speech commands",
             "classes": self.num_classes,
-            "features": dict(FEATURES),
+            "features": {**FEATURES, "resampler": RESAMPLER},
             "sha256_of_names_and_sizes": digest.hexdigest(),
         }
 
@@ -136,17 +146,12 @@ class SpeechSource(Source):
         return tuple(sorted({c.speaker for part in self._clips.values() for c in part if c.speaker is not None}))
 
     def clients(self, part: str) -> IntArray:
-        """Silence belongs to the part's speakers in turn."""
+        """Silence belongs to speakers of the part that a hash chooses."""
         clips = self._clips[part]
         speakers = sorted({c.speaker for c in clips if c.speaker is not None})
-        number, silent = {name: i for i, name in enumerate(self.client_names)}, 0
-        found = []
-        for clip in clips:
-            speaker = clip.speaker
-            if speaker is None:
-                speaker, silent = speakers[silent % len(speakers)], silent + 1
-            found.append(number[speaker])
-        return np.array(found, dtype=np.int64)
+        number = {name: i for i, name in enumerate(self.client_names)}
+        owners = [c.speaker or speakers[_hash(f"{c.path} {c.start}") % len(speakers)] for c in clips]
+        return np.array([number[owner] for owner in owners], dtype=np.int64)
 
     # -- files ------------------------------------------------------------------------------------------------------
 
@@ -172,11 +177,13 @@ class SpeechSource(Source):
         """The clips of "train" and "test", by class, then by name."""
         parts: dict[str, list[Clip]] = {"training": [], "validation": [], "testing": []}
         listed = self._listed()
-        everything = [*self._spoken(), *self._silent()]
-        for clip in everything:
+        for clip in self._spoken():
             parts[part_of(clip.path) if listed is None else listed.get(clip.path, "training")].append(clip)
+        silent = list(self._silent())
+        for i, clip in enumerate(silent):  # the lists and the hash are of speakers
+            parts[{8: "validation", 9: "testing"}.get(i % 10, "training")].append(clip)
         if not any(clip.speaker for clip in parts["training"]):  # the archive of the test set alone
-            return _by_speaker(everything)
+            return _by_speaker([*parts["validation"], *parts["testing"], *parts["training"]], silent)
         found = {"train": tuple(parts["training"]), "test": tuple(parts["testing"])}
         for part, clips in found.items():
             if not clips:
@@ -194,16 +201,15 @@ class SpeechSource(Source):
         return {
             line.strip(): part
             for name, part in zip(LISTS, ("validation", "testing"), strict=True)
-            for line in (self.folder / name).read_text().splitlines()
+            for line in _lines(self.folder / name)
         }
 
     def _spoken(self) -> Iterator[Clip]:
-        folders = sorted(f.name for f in self.folder.iterdir() if f.is_dir())
-        missing = [word for word in WORDS if word not in folders]
+        missing = [word for word in WORDS if word not in self._folders]
         if missing:
             raise ValueError(f"{self.folder / missing[0]}: not found; Speech Commands has a folder per word: unpack it")
         label_of = {name: i for i, name in enumerate(self.class_names)}
-        for folder in folders:
+        for folder in self._folders:
             is_known = folder in label_of and folder != SILENCE
             if folder in (NOISE, SILENCE) or (self.num_classes == MANY and not is_known):
                 continue
@@ -219,10 +225,11 @@ class SpeechSource(Source):
         if (self.folder / SILENCE).is_dir():
             yield from (Clip(f"{SILENCE}/{name}", label, None) for name in _waves(self.folder / SILENCE))
         elif (self.folder / NOISE).is_dir():
-            info: Any = _package("soundfile").info
             for name in _waves(self.folder / NOISE):
-                frames = info(self.folder / NOISE / name).frames
-                yield from (Clip(f"{NOISE}/{name}", label, None, at) for at in range(0, frames - RATE + 1, RATE))
+                last = _frames(self.folder / NOISE / name) - RATE
+                yield from (Clip(f"{NOISE}/{name}", label, None, at) for at in range(0, last + 1, RATE))
+        else:
+            raise ValueError(f"{self.folder}: has neither {NOISE}/ nor {SILENCE}/, of which silence is made; unpack it")
 
 
 def _waves(folder: Path) -> list[str]:
@@ -232,12 +239,33 @@ def _waves(folder: Path) -> list[str]:
     return names
 
 
-def _by_speaker(clips: Iterable[Clip]) -> Mapping[str, tuple[Clip, ...]]:
+def _hash(text: str) -> int:
+    return int(hashlib.sha1(text.encode()).hexdigest(), 16)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error}); unpack the archive again") from error
+
+
+def _frames(path: Path) -> int:
+    """The samples of a WAV file, from its head: reading sound needs packages that only preparation has."""
+    try:
+        with wave.open(str(path), "rb") as file:
+            return file.getnframes()
+    except (wave.Error, EOFError) as error:
+        raise ValueError(
+            f"{path}: cannot be read as sound ({error or 'it ends early'}); expected 16 kHz mono WAV"
+        ) from error
+
+
+def _by_speaker(clips: Sequence[Clip], silent: Sequence[Clip]) -> Mapping[str, tuple[Clip, ...]]:
     """A fifth of the speakers, and of the silent clips, for the test part."""
-    clips = list(clips)
+    clips = sorted(clips, key=lambda c: (c.label, c.path, c.start))
     speakers = sorted({c.speaker for c in clips if c.speaker is not None})
     held = set(speakers[HELD_OUT - 1 :: HELD_OUT])
-    silent = [clip for clip in clips if clip.speaker is None]
     held_silent = set(silent[HELD_OUT - 1 :: HELD_OUT])
     is_test = [clip in held_silent if clip.speaker is None else clip.speaker in held for clip in clips]
     pairs = list(zip(clips, is_test, strict=True))

@@ -99,14 +99,14 @@ class QuasiRnn(_Gated):
 
 def _on_processor(x: Tensor) -> bool:
     """Whether gradients of our own are of use: not where a graph is exported or only shapes are wanted."""
-    return x.device.type == "cpu" and not torch.compiler.is_exporting()
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _over_time(steps: Callable[..., Any], *tensors: Any, over: int = 1) -> Tensor:
-    """A recurrence in float32; the first `over` tensors are (N, T, ...) and become (T, N, ...)."""
+    """A recurrence, in float32 where the network is in half precision; the first `over` tensors are (N, T, ...)."""
     device = "cuda" if tensors[0].is_cuda else "cpu"
     with torch.autocast(device, enabled=False):
-        given = [t.float() for t in tensors]
+        given = [t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in tensors]
         given[:over] = [t.transpose(0, 1).contiguous() for t in given[:over]]
         states: Tensor = steps(*given)
     return states.transpose(0, 1)

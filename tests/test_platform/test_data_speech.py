@@ -1,6 +1,7 @@
 """Speech Commands: the published layouts, whose clip belongs where, features by a second implementation, refusals."""
 
 import os
+import shutil
 import wave
 from collections import Counter
 from collections.abc import Callable
@@ -75,7 +76,8 @@ def test_the_authors_hash_decides_without_lists(archive: Path) -> None:
     # Two training speakers say ten words and 25 others once; the validation speaker's clips are read by nobody.
     assert Counter(spoken.tolist()) == {**dict.fromkeys(range(10), 2), 10: 50}
     assert Counter(test[test != 11].tolist()) == {**dict.fromkeys(range(10), 1), 10: 25}
-    assert 0 < (y == 11).sum() + (test == 11).sum() <= 30
+    # Of thirty seconds of noise every tenth tests, and the one before it is for validation.
+    assert ((y == 11).sum(), (test == 11).sum()) == (24, 3)
     assert found.client_names == tuple(sorted([*by_part["training"][:2], by_part["testing"][0]]))
     assert set(found.clients("train").tolist()) == {found.client_names.index(s) for s in by_part["training"][:2]}
     assert found.class_names == (*WORDS, "_unknown_", "_silence_")
@@ -213,3 +215,22 @@ def test_what_is_no_archive_is_refused(archive: Path, tmp_path: Path) -> None:
         source(archive).labels("train")
     with pytest.raises(ValueError, match=r"speech_commands needs no_such_package .*: pip install 'fedloom\[speech\]'"):
         speech._package("no_such_package")
+
+
+def test_silence_is_needed_for_twelve_classes_and_all_words_for_35(archive: Path) -> None:
+    root = archive / "speech_commands_v0.02"
+    (root / "_background_noise_" / "hum.wav").write_bytes(b"RIFF")
+    with pytest.raises(ValueError, match=r"hum.wav: cannot be read as sound .*expected 16 kHz mono WAV"):
+        source(archive).labels("train")
+    shutil.rmtree(root / "_background_noise_")
+    with pytest.raises(ValueError, match="has neither _background_noise_/ nor _silence_/, of which silence is made"):
+        source(archive).labels("train")
+    (root / "__MACOSX").mkdir()
+    assert len(source(archive, classes=35).class_names) == 35
+    shutil.rmtree(root / OTHERS[0])
+    with pytest.raises(ValueError, match=r"has the folders of 34 words, 35 classes need 35, .*classes=12"):
+        source(archive, classes=35).labels("train")
+    (root / "validation_list.txt").write_bytes(b"\xff")
+    (root / "testing_list.txt").write_text("")
+    with pytest.raises(ValueError, match=r"validation_list.txt: not UTF-8 text"):
+        source(archive).labels("train")

@@ -83,7 +83,7 @@ def test_only_clients_of_a_tier_and_above_train_for_it(tiny_config: Make) -> Non
         planned = training.plan(training.begin(RunState()))
         assert sorted(a.client_id for a in planned.assignments if a.client_id is not None) == list(able)
     config.method.tier = 1
-    with pytest.raises(ValueError, match=r"method.tier=1: tier1 may spend .*largest costs .* give a higher"):
+    with pytest.raises(ValueError, match=r"method.tier=1: tier1 may spend .*architecture 2-2-2 costs .* give a higher"):
         build_stages(build_world(config))
     config.method.tier = highest
     config.tiers.shares = [*[1.0 / (highest - 1)] * (highest - 1), 0.0]

@@ -53,6 +53,19 @@ def test_cnn_cifar_costs_are_exact_for_whole_subnets(cifar: OperatorChoiceSpace)
         assert parameters_of(subnet) == space.parameters_table().cost(path)
 
 
+def test_cnn_speech_has_the_published_size() -> None:
+    space = space_of("cnn_speech", num_classes=12)
+    assert space.num_architectures == 11**6 == 1_771_561
+    assert space.num_parameters.supernet == 3_170_572  # 3.17 M
+    macs = space.cost_table("macs")
+    assert (macs.fixed, macs.largest) == (445_568, 19_707_008)  # 19.7 M, of convolutions and matrix products
+    names = "conv(1) ds(3,0.5) ds(3,1) ds(1,2) ds(3,2) mb(1,2) mb(3,0.5) conv(3) mb(3,1) mb(3,2) identity"
+    assert space.operator_names == (tuple(names.split()),) * 6
+    module = space.build_subnet(space.largest).eval()
+    module.load_state_dict(space.initial_weights(torch.Generator().manual_seed(0)), strict=False)
+    assert module(torch.zeros((2, 1, 40, 51))).shape == (2, 12)
+
+
 def test_cnn_cifar_100_differs_in_the_classifier_alone() -> None:
     sizes = space_of("cnn_cifar", num_classes=100).num_parameters
     assert sizes.supernet - 20_802_298 == 90 * (324 + 1)

@@ -18,7 +18,7 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.methods.tiered.transfer import OnlyHead, TrainHead, TransferConfig, source_of
@@ -136,6 +136,12 @@ def test_a_step_of_the_head_by_hand(transfer: Make) -> None:
             {"space": {"stem_channels": 8}},
             "does not fit space cnn_digits: fixed.stem.conv.weight is .* there",
         ),
+        (
+            {"architecture": "0-1-3"},
+            "method.architecture=0-1-3: model fedavg of run .* is 0-1-2; only supernets",
+        ),
+        ({"head": replace(TRAIN, privacy=PrivacyConfig(clip=1.0))}, "method.head.privacy.clip: noise would be added"),
+        ({"tier": 3}, "method.tier=3: there are 2 tiers"),
         ({"head": replace(TRAIN, server="fedadam")}, "method.head trains a part of the network: use local_rule=sgd"),
     ],
 )

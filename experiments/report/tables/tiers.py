@@ -16,6 +16,8 @@ from fedloom.experiments.report.parts.numbers import ABSENT, Write, percent, poi
 from fedloom.experiments.report.parts.words import model_name, over_runs, sentence
 
 FAIRNESS = ("mean", "std", "worst")
+MOST_WRITTEN = 1e5
+"""Perplexities of diverged models are written with an exponent from here on."""
 COSTS = ("upper_bound", "macs", "parameters")
 
 
@@ -25,7 +27,7 @@ class TierSummary:
 
     `architecture` is None if the runs chose different ones. `values` holds an estimate, or None, for upper_bound, macs,
     parameters, search_metric, test_MODEL, gain, kendall_tau and MODEL_mean, MODEL_std, MODEL_worst (fairness over the
-    tier's clients); tier "all" has only the last three.
+    tier's clients), and for texts the columns of `analysis.with_perplexity`; tier "all" has only what is over clients.
     """
 
     tier: str
@@ -145,7 +147,9 @@ def _narrow(name: str) -> str:
 
 
 def _two_digits(value: Any) -> str:
-    return ABSENT if is_absent(value) else f"{float(value):.2f}"
+    if is_absent(value):
+        return ABSENT
+    return f"{float(value):.2f}" if float(value) < MOST_WRITTEN else f"{float(value):.1e}"
 
 
 def _signed(value: Any) -> str:

@@ -87,7 +87,7 @@ def fedavg_stages(
     slots = Slots(
         initial=from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), model),
         assign=to_all(partial(client, subnet)),
-        eligible=_able(world, config, subnet),
+        eligible=able(world, config.tier, subnet),
         score=lambda _state: [deployment.score(subnet) if deployment else ScoreSubnet(subnet, model, "validation")],
         macs=lambda _state: world.macs_table.cost(subnet.architecture),
     )
@@ -103,22 +103,22 @@ def fedavg_stages(
     return [training, evaluation] if config.evaluate else [training]
 
 
-def _able(world: World, config: FedAvgConfig, subnet: Subnet) -> np.ndarray:
-    """Who may train: all clients, or those of a tier and above; ValueError if that tier cannot afford it."""
-    if config.tier is None:
+def able(world: World, lowest: int | None, subnet: Subnet) -> np.ndarray:
+    """Who may train: all clients, or those of a tier (from 1) and above; ValueError if that tier cannot afford it."""
+    if lowest is None:
         return world.eligible_by_tier[0]
-    if config.tier > len(world.tiers):
-        raise ValueError(f"method.tier={config.tier}: there are {len(world.tiers)} tiers")
-    tier, cost = world.tiers[config.tier - 1], world.cost_table.cost(subnet.architecture)
+    if lowest > len(world.tiers):
+        raise ValueError(f"method.tier={lowest}: there are {len(world.tiers)} tiers")
+    tier, cost = world.tiers[lowest - 1], world.cost_table.cost(subnet.architecture)
     if cost > tier.upper:
         raise ValueError(
-            f"method.tier={config.tier}: {tier.name} may spend {tier.upper:.6g} {world.cost_table.measure}, "
-            f"method.architecture={config.architecture or 'null'} costs {cost:.6g}; give a higher tier or a smaller one"
+            f"method.tier={lowest}: {tier.name} may spend {tier.upper:.6g} {world.cost_table.measure}, architecture "
+            f"{world.space.label(subnet.architecture)} costs {cost:.6g}; give a higher tier or a smaller one"
         )
-    able = world.eligible_by_tier[config.tier - 1]
-    if not len(able):
-        raise ValueError(f"method.tier={config.tier}: no client is of {tier.name} or above; change tiers.shares")
-    return able
+    clients = world.eligible_by_tier[lowest - 1]
+    if not len(clients):
+        raise ValueError(f"method.tier={lowest}: no client is of {tier.name} or above; change tiers.shares")
+    return clients
 
 
 def stages(config: FedAvgConfig, world: World) -> list[Stage]:

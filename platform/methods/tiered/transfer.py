@@ -4,6 +4,8 @@ weights <- those of the other run's model; fresh ones where the tasks differ: th
 head:   in every round the clients train the fresh weights alone, and send nothing else; norms keep their statistics
 train:  in every round the clients train all weights (FedAvg)
 in the end the model is scored on the test set, and on every client's own test data
+
+The other run is looked at when the run begins and when it is resumed, and must be there until it has ended.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ from typing import TYPE_CHECKING, Annotated, cast
 from fedloom.platform.clients.networks import Account, Network, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train, TrainedNetwork
-from fedloom.platform.federation.training import Round, Slots, TrainingStage, to_all
+from fedloom.platform.federation.training import SUPERNET, Round, Slots, TrainingStage, to_all
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
+from fedloom.platform.methods.tiered.fedavg import able
 from fedloom.platform.results.models import list_models, load_model
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.settings import NOT_EMPTY
+from fedloom.platform.settings import NOT_EMPTY, ONE_OR_MORE
 from fedloom.platform.spaces.base import once
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.slices import SliceMap, Weights, bytes_of, parse_architecture
@@ -53,6 +56,7 @@ class TransferConfig:
     architecture: Annotated[
         str | None, NOT_EMPTY, "the subnet to cut from a supernet, such as smallest; null: the model's own"
     ] = None
+    tier: Annotated[int | None, ONE_OR_MORE, "clients of this tier and above train (1 is the lowest); null: all"] = None
     head: TrainingConfig = field(default_factory=lambda: TrainingConfig(rounds=25))
     train: TrainingConfig = field(default_factory=lambda: TrainingConfig(rounds=100))
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -77,23 +81,36 @@ def source_of(config: TransferConfig, world: World) -> Source:
         raise ValueError("method.start_from: give the run whose model is to be transferred, by its id, name or tag")
     paths = find_run(Path(world.config.results), config.start_from)
     known = list_models(paths)
+    if not known:
+        raise ValueError(f"method.start_from: run {paths.run_id} has not kept a model yet, or never will")
     if config.model is None and len(known) != 1:
-        raise ValueError(f"method.model: run {paths.run_id} keeps {', '.join(known) or 'no model'}; choose one of them")
-    kept, card = load_model(paths, known[0] if config.model is None else config.model)
-    space, given = world.space, config.architecture
-    architecture = parse_architecture(card["architecture"]) if given is None else space.parse(given)
-    space.validate(architecture)
+        raise ValueError(f"method.model: run {paths.run_id} keeps {', '.join(known)}; choose one of them")
+    model = known[0] if config.model is None else config.model
+    kept, card = load_model(paths, model)
+    space, own = world.space, parse_architecture(card["architecture"])
+    space.validate(own)
+    architecture = own if config.architecture is None else space.parse(config.architecture)
+    if model != SUPERNET and architecture != own:
+        raise ValueError(
+            f"method.architecture={config.architecture}: model {model} of run {paths.run_id} is {space.label(own)}; "
+            "only supernets can be cut; leave it out (null)"
+        )
+    if model == SUPERNET and space.keeps_statistics:
+        raise ValueError(
+            f"method.model={model}: a subnet of {space.name} needs running statistics of its own, which no client has "
+            "measured; take a run of space.norm=none or group, or a model of a tier"
+        )
     generator = torch_stream(world.config.seed_for("initialisation"), MODEL)
     weights, cut = space.initial_subnet_weights(architecture, generator), space.slices(architecture)
     whole = once(space, "shapes", lambda s: {n: t.shape for n, t in on_meta(s.build_supernet).state_dict().items()})
     fresh = []
     for name, tensor in weights.items():
-        place = cut[name].source if config.architecture is not None else name
+        place = cut[name].source if model == SUPERNET else name
         if place not in kept:
             raise _unlike(paths.run_id, world, f"it has no {name}")
         if kept[place].shape == tensor.shape:
             weights[name] = kept[place].clone()
-        elif config.architecture is not None and kept[place].shape == whole[place]:
+        elif model == SUPERNET and kept[place].shape == whole[place]:
             weights[name] = cut[name].of(kept[place]).clone()
         elif tensor.shape[1:] == kept[place].shape[1:] and len(tensor) == world.config.space.num_classes:
             fresh.append(name)
@@ -171,8 +188,10 @@ def stages(config: TransferConfig, world: World) -> list[Stage]:
             f"method.head.rounds={config.head.rounds}: all tensors of the model of {config.start_from} fit, so that "
             "there is no fresh classifier to be trained alone; give 0"
         )
-    if config.head.local_rule != "sgd" or config.head.server != "replace":
+    if config.head.rounds and (config.head.local_rule != "sgd" or config.head.server != "replace"):
         raise ValueError("method.head trains a part of the network: use local_rule=sgd and server=replace there")
+    if config.head.privacy.clip is not None:
+        raise ValueError("method.head.privacy.clip: noise would be added to what is not trained; leave it out (null)")
 
     def head(round_: Round) -> TrainHead:
         network = OnlyHead(subnet, source.fresh)
@@ -184,10 +203,13 @@ def stages(config: TransferConfig, world: World) -> list[Stage]:
     found: list[Stage] = []
     for name, training, task in ((HEAD, config.head, head), (MODEL, config.train, everything)):
         key = "method.head" if name == HEAD else "method.train"
+        if not training.rounds and name == HEAD:
+            continue
         check_training(training, key, world.num_clients)
         slots = Slots(
             initial=lambda state: state.weights(MODEL) if MODEL in state.bags else source.weights,
             assign=to_all(task),
+            eligible=able(world, config.tier, subnet),
             score=lambda _state: [ScoreSubnet(subnet, MODEL, "validation")],
             macs=lambda _state: world.macs_table.cost(subnet.architecture),
         )

@@ -14,6 +14,7 @@ from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import ElasticTrainingConfig, SuperFedNASConfig
 from fedloom.platform.methods.stages.tier_search import TierSearchConfig
+from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.methods.tiered.fedoras import FedorASConfig, SupernetConfig
 from fedloom.platform.methods.widths.depthfl import DepthFLConfig
 from fedloom.platform.results.paths import RunPaths, list_runs
@@ -83,6 +84,15 @@ def texts(results: Path, root: Path) -> RunConfig:
     )
 
 
+def recurrent(results: Path, root: Path) -> RunConfig:
+    """A GRU and a light GRU side by side, then a quasi-recurrent layer and an LSTM."""
+    config = texts(results, root)
+    train = TrainingConfig(rounds=1, clients_per_round=2, batch_size=16, lr=0.5)
+    space = SpaceConfig("rnn_shakespeare", num_classes=9, input_shape=[6], channels=8, embedding_size=4)
+    method = FedAvgConfig(architecture="1-2-3-0", train=train)
+    return replace(config, experiment="recurrent", space=space, method=method)
+
+
 def paths_of_operators(results: Path) -> RunConfig:
     short = TrainingConfig(rounds=1, clients_per_round=2, batch_size=16, lr=0.05)
     operators = ["conv(1)", "ds(3,.5)", "mb(1,2)", "identity"]
@@ -136,6 +146,7 @@ class Runs:
             "batch": lambda: images(folder / "batch", "batch"),
             "text": lambda: texts(folder / "text", folder / "root"),
             "depths": lambda: depths(folder / "depths"),
+            "recurrent": lambda: recurrent(folder / "recurrent", folder / "recurrent_root"),
             "operators": lambda: paths_of_operators(folder / "operators"),
         }
         self._trained: dict[str, Run] = {}

@@ -190,3 +190,14 @@ def test_the_json_of_the_command_is_the_card(runs: Any, out: Path, capsys: pytes
         main(["export", *words, "--formats", "pt2"])
     # The earlier format is gone: the card of the name no longer speaks of it.
     assert not Path(paths["safetensors"]).exists()
+
+
+def test_recurrent_networks_are_exported_for_the_length_of_their_texts(runs: Any, out: Path) -> None:
+    """Every file has been compared with the run's model; programs and ONNX have a step per token."""
+    run = runs["recurrent"]
+    card = export(run.results, run.paths.run_id, Wanted(model="fedavg"), out, ["safetensors", "pt2", "onnx"]).card
+    assert {kind: file.get("length") for kind, file in card["files"].items()} == {
+        "safetensors": None,
+        "pt2": 6,
+        "onnx": 6,
+    }
