@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -63,8 +62,7 @@ def part_of(path: str) -> str:
 
 def mfcc(sound: Sound) -> Sound:
     """The features (40, 51) of one second at 16 kHz, in -1 to 1."""
-    librosa: Any = _package("librosa")
-    f = FEATURES
+    librosa, f = _librosa(), FEATURES
     low = librosa.resample(sound, orig_sr=RATE, target_sr=f["rate"], res_type=RESAMPLER)
     found: Sound = librosa.feature.mfcc(
         y=low, sr=f["rate"], n_mfcc=f["coefficients"], n_fft=f["window"], hop_length=f["hop"], n_mels=f["mels"]
@@ -72,13 +70,26 @@ def mfcc(sound: Sound) -> Sound:
     return found.astype(np.float32)
 
 
-def _package(name: str) -> ModuleType:
-    import importlib
-
+def _librosa() -> Any:
+    """librosa, imported only where features are computed; ValueError if it cannot be."""
     try:
-        return importlib.import_module(name)
+        import librosa
     except ImportError as error:
-        raise ValueError(f"speech_commands needs {name} ({error}): pip install 'fedloom[speech]'") from error
+        raise _missing(error) from error
+    return librosa
+
+
+def _soundfile() -> Any:
+    """soundfile, imported only where sound is read; ValueError if it cannot be."""
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:  # it looks for a library of the system
+        raise _missing(error) from error
+    return soundfile
+
+
+def _missing(error: Exception) -> ValueError:
+    return ValueError(f"speech_commands needs librosa and soundfile ({error}): pip install 'fedloom[speech]'")
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +171,7 @@ class SpeechSource(Source):
 
         Raises ValueError for a file that is no sound, empty, of another rate, or of several channels.
         """
-        path, soundfile = self.folder / clip.path, _package("soundfile")
+        path, soundfile = self.folder / clip.path, _soundfile()
         try:
             samples, rate = soundfile.read(path, frames=RATE, start=clip.start, dtype="float32", always_2d=True)
         except (soundfile.LibsndfileError, RuntimeError) as error:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import wave
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 from scipy.fft import dct
 
-from fedloom.platform.data import speech
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.prepare import prepare_dataset
@@ -204,7 +204,7 @@ def test_a_file_that_is_no_clip_is_refused(archive: Path, spoil: Callable[[Path]
     assert not list((archive / "cache").glob("*")), "nothing is half prepared"
 
 
-def test_what_is_no_archive_is_refused(archive: Path, tmp_path: Path) -> None:
+def test_what_is_no_archive_is_refused(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"speech_commands not found under .*looked for speech_commands/ or"):
         find_source(config(tmp_path / "elsewhere"))
     with pytest.raises(ValueError, match=r"data.options.classes=20: Speech Commands is read with 12 or 35 classes"):
@@ -213,8 +213,9 @@ def test_what_is_no_archive_is_refused(archive: Path, tmp_path: Path) -> None:
     word.rename(word.parent / "yesterday")
     with pytest.raises(ValueError, match=r"yes: not found; Speech Commands has a folder per word: unpack it"):
         source(archive).labels("train")
-    with pytest.raises(ValueError, match=r"speech_commands needs no_such_package .*: pip install 'fedloom\[speech\]'"):
-        speech._package("no_such_package")
+    monkeypatch.setitem(sys.modules, "librosa", None)
+    with pytest.raises(ValueError, match=r"speech_commands needs librosa and soundfile .*: pip install"):
+        mfcc(np.zeros(RATE, dtype=np.float32))
 
 
 def test_silence_is_needed_for_twelve_classes_and_all_words_for_35(archive: Path) -> None:

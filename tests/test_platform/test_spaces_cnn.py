@@ -213,6 +213,6 @@ def test_a_users_space_is_found_by_its_import_path(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["cnn_cifr", ""])
 def test_an_unknown_space_lists_the_known(name: str) -> None:
-    with pytest.raises(ValueError, match=r"known are .*cnn_cifar, cnn_cifar_wide, cnn_digits.*or module:name"):
+    with pytest.raises(ValueError, match=r"known are .*cnn_cifar, cnn_cifar_wide, cnn_depth, .*or module:name"):
         build_space(SpaceConfig(name))
     assert set(SPACES.known) >= {"cnn_cifar", "cnn_cifar_wide", "cnn_digits"}
