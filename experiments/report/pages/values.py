@@ -25,6 +25,7 @@ from fedloom.experiments.analysis.silo_gains import p_matrix, personalisation_ga
 from fedloom.experiments.analysis.silo_summaries import SiloSummary, silo_summaries
 from fedloom.experiments.analysis.silos import per_silo
 from fedloom.experiments.analysis.subnets import Subnet, SubnetSummary, subnet_summaries, subnets
+from fedloom.experiments.analysis.texts import with_perplexity
 from fedloom.experiments.report.pages.facts import state_of
 from fedloom.experiments.report.pages.gaps import missing_of, unknown_bounds
 from fedloom.experiments.report.pages.runs import load_chosen, tier_summaries
@@ -64,7 +65,7 @@ def report_json(results: Path, run_ids: Sequence[str] | None = None) -> dict[str
         "missing": [*missing_of(tables), *unknown_bounds(tables, bounds)],
         "settings": [{**_setting(s), "differences": dict(s.differences)} for s in settings_of(tables)],
         "summary": [_tiers(summary) for summary in tier_summaries(tables, bounds)],
-        "per_tier": records(per_tier(tables, bounds)),
+        "per_tier": records(with_perplexity(per_tier(tables, bounds), tables)),
         "fairness": records(fairness(tables)),
         "communication": records(stages),
         "communication_by_kind": records(communication_by_kind(stages)),

@@ -82,3 +82,10 @@ def test_runs_without_texts_have_no_further_columns(tmp_path: Path) -> None:
     tables = write_run(tmp_path, perplexity=False)
     plain = frames.per_tier(tables)
     assert with_perplexity(plain, tables) is plain
+
+
+def test_families_on_texts_have_no_tiers(tmp_path: Path) -> None:
+    """A family's subnets belong to no tier, whoever has tested them."""
+    tables = write_run(tmp_path)
+    none = frames.per_tier(tables).iloc[:0]
+    assert with_perplexity(none, tables).empty
