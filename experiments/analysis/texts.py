@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
-import numpy as np
 import pandas as pd
 
 from fedloom.experiments.analysis.frames import fairness, shown_models
@@ -14,6 +14,11 @@ from fedloom.experiments.analysis.tables import RUN_KEY, Tables
 PERPLEXITY = "perplexity"
 LARGEST_EXPONENT = 700.0
 """As in scoring, so that the perplexity of a diverged model stays finite."""
+
+
+def perplexity_of(loss: float) -> float:
+    """The perplexity of a mean cross entropy."""
+    return math.exp(min(loss, LARGEST_EXPONENT))
 
 
 def with_perplexity(per_tier: pd.DataFrame, tables: Tables) -> pd.DataFrame:
@@ -39,9 +44,8 @@ def with_perplexity(per_tier: pd.DataFrame, tables: Tables) -> pd.DataFrame:
 
 def _searched(tables: Tables) -> pd.DataFrame:
     rows = tables.candidates.dropna(subset=["loss"]).drop_duplicates(["run_id", "tier", "architecture"], keep="last")
-    values = np.exp(np.minimum(rows["loss"].astype("float64"), LARGEST_EXPONENT))
     places = rows[["run_id", "tier", "architecture"]].astype(object)
-    return places.assign(search_perplexity=values.astype("float64"))
+    return places.assign(search_perplexity=rows["loss"].map(perplexity_of).astype("float64"))
 
 
 def _over_clients(tables: Tables, runs: Collection[str]) -> pd.DataFrame:

@@ -117,8 +117,12 @@ def _named(paths: RunPaths, world: World, model: str, tier: str | None) -> Chose
         return _kept(paths, world, model if tier is None else of_tier)
     if model in known and model.startswith(f"{tier}-"):
         return _kept(paths, world, model)
-    own = [name for name in known if name.startswith(f"{tier}-")]
+    own = _of(known, tier)
     raise ValueError(f"{tier} has no model {model!r} in run {paths.run_id}; its models: {', '.join(own) or 'none'}")
+
+
+def _of(models: Sequence[str], tier: str) -> list[str]:
+    return [name for name in models if name.startswith(f"{tier}-")]
 
 
 def _of_tier(paths: RunPaths, world: World, tier: str) -> Chosen:
@@ -128,7 +132,7 @@ def _of_tier(paths: RunPaths, world: World, tier: str) -> Chosen:
             return _kept(paths, world, f"{tier}-{model}")
     if not known:
         raise ValueError(_nothing_yet(paths))
-    own = [name for name in known if name.startswith(f"{tier}-")]
+    own = _of(known, tier)
     if len(own) == 1:
         return _kept(paths, world, own[0])
     if own:

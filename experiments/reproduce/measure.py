@@ -15,6 +15,7 @@ from fedloom.experiments.analysis.silos import per_silo
 from fedloom.experiments.analysis.stages import by_stage
 from fedloom.experiments.analysis.summary import per_model
 from fedloom.experiments.analysis.tables import Tables
+from fedloom.experiments.analysis.texts import perplexity_of
 from fedloom.experiments.reproduce.counted import OF_DATA, fact, facts_of, stood_in
 from fedloom.experiments.reproduce.frames import cells, gains, subnets_by_size
 from fedloom.experiments.reproduce.schema import ONLY, Combined, Counted, Item, Operand, Quantity, Read, Scale, Spot
@@ -54,7 +55,7 @@ REDUCTIONS: Mapping[str, Callable[["pd.Series[float]"], float]] = {
 
 CONVERSIONS: Mapping[str, Callable[[float], float]] = {
     "none": lambda value: value,
-    "perplexity": lambda loss: math.exp(min(loss, 700.0)),
+    "perplexity": perplexity_of,
     "error": lambda accuracy: 1.0 - accuracy,
 }
 """Functions of a number that a table holds."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.clients.assignments import TaskError
-from fedloom.platform.clients.training import LocalSGD, Samples, epoch_sizes
+from fedloom.platform.clients.training import LocalSGD, Samples, epoch_sizes, minimised
 from fedloom.platform.spaces.slices import Weights
 
 if TYPE_CHECKING:
@@ -28,13 +28,12 @@ def gradients_at(
         raise TaskError("the local rule needs the gradient of one network, and the client trains paths of a supernet")
     tensors = worker.load(network.module, weights, network.slices)
     worker.set_mode(network.module, training=True)
-    objective, (x, y), own_loss = worker.objective.for_client(data[1]), data, network.loss
+    objective, (x, y) = worker.objective.for_client(data[1]), data
     batches = zip(*(torch.split(t, epoch_sizes(len(y), local.batch_size)) for t in (x, y)), strict=True)
     with worker.randomness(network.module, draws):
         for x_B, y_B in batches:
             share = len(y_B) / len(y)
-            outputs = network.forward(x_B)
-            loss = objective.loss(outputs, y_B) if own_loss is None else own_loss(objective, outputs, y_B)
+            loss = minimised(objective, network.forward(x_B), y_B, network.loss)
             (loss * share).backward()  # type: ignore[no-untyped-call]
     found = {
         name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in tensors.items() if t.requires_grad

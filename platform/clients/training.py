@@ -113,6 +113,11 @@ def own_randomness(generator: torch.Generator, device: torch.device) -> Iterator
         yield
 
 
+def minimised(objective: Objective, outputs: Tensor, targets: Tensor, own_loss: Loss | None) -> Tensor:
+    """The loss that a pass minimises: the network's own, or the objective's."""
+    return objective.loss(outputs, targets) if own_loss is None else own_loss(objective, outputs, targets)
+
+
 class Step(Protocol):
     """The update that follows a batch's backward pass."""
 
@@ -153,7 +158,7 @@ def train_locally(
             x_B = augment(x_B, generator)
         for _ in range(passes):
             outputs = forward(x_B)
-            loss = objective.loss(outputs, y_B) if own_loss is None else own_loss(objective, outputs, y_B)
+            loss = minimised(objective, outputs, y_B, own_loss)
             loss.backward()  # type: ignore[no-untyped-call]
             outputs = outputs.detach()
             # Selection and tables compare losses over clients, whose own losses may have different scales.

@@ -11,7 +11,6 @@ at 8 kHz, windows of 40 ms every 20 ms (FedorAS, App. E.2).
 from __future__ import annotations
 
 import hashlib
-import re
 import wave
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,10 +52,14 @@ class Clip:
     start: int = 0
 
 
+def speaker_of(path: str) -> str:
+    """Who speaks, by the name of the file."""
+    return Path(path).stem.partition("_nohash_")[0].rpartition("_")[2]
+
+
 def part_of(path: str) -> str:
     """Where the authors' hash of a speaker puts all of its clips: training, validation or testing (a tenth each)."""
-    speaker = re.sub(r"_nohash_.*$", "", Path(path).name.rpartition(".")[0]).rpartition("_")[2]
-    place = _hash(speaker) % 2**27 * (100.0 / (2**27 - 1))
+    place = _hash(speaker_of(path)) % 2**27 * (100.0 / (2**27 - 1))
     return "validation" if place < 10 else "testing" if place < 20 else "training"
 
 
@@ -225,8 +228,7 @@ class SpeechSource(Source):
             if folder in (NOISE, SILENCE) or (self.num_classes == MANY and not is_known):
                 continue
             for name in _waves(self.folder / folder):
-                speaker = name.partition("_nohash_")[0].rpartition("_")[2]
-                yield Clip(f"{folder}/{name}", label_of[folder] if is_known else label_of[UNKNOWN], speaker)
+                yield Clip(f"{folder}/{name}", label_of[folder if is_known else UNKNOWN], speaker_of(name))
 
     def _silent(self) -> Iterator[Clip]:
         """Files of silence, else the seconds of the background noises; none for 35 classes."""

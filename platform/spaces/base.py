@@ -154,7 +154,7 @@ class SearchSpace(Protocol):
     def slices(self, architecture: Architecture) -> SliceMap:
         """The slice of each subnet tensor; by default the leading entries of the supernet tensor of the same name."""
         self.validate(architecture)
-        shapes = once(self, "facts", _facts).shapes
+        shapes = supernet_shapes(self)
         subnet = on_meta(partial(self.build_subnet, architecture)).state_dict()
         strange = [name for name in subnet if name not in shapes]
         if strange:
@@ -187,6 +187,11 @@ def once(space: SearchSpace, what: str, find: Callable[[SearchSpace], T]) -> T:
     if what not in known:
         known[what] = find(space)
     return known[what]
+
+
+def supernet_shapes(space: SearchSpace) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of a supernet's tensors, buffers included."""
+    return once(space, "facts", _facts).shapes
 
 
 @dataclass(frozen=True)

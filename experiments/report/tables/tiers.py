@@ -89,9 +89,8 @@ def columns_of(summary: Summary) -> list[Column]:
         Column("MACs", "MACs", "macs", si),
         Column("parameters", "params", "parameters", si),
     ]
-    tau = Column("Kendall tau", "Kendall\ntau", "kendall_tau", _two_digits)
     measured = _by_perplexity(keys) if is_text(keys) else _by_accuracy(keys)
-    return [c for c in (*costs, *measured, tau) if c.key in keys]
+    return [c for c in (*costs, *measured) if c.key in keys]
 
 
 def _keys(summary: Summary) -> set[str]:
@@ -112,6 +111,7 @@ def _by_accuracy(keys: set[str]) -> list[Column]:
         Column("search, validation %", "search", "search_metric", percent),
         *(Column(f"{model_name(m)}, test %", _narrow(model_name(m)), f"test_{m}", percent) for m in _tested(keys)),
         Column("gain over rand-init", "gain", "gain", points),
+        _tau(),
         *(Column(f"clients' test %, {what}", _HEADS[what], f"{last}_{what}", percent) for what in FAIRNESS),
     ]
 
@@ -123,8 +123,13 @@ def _by_perplexity(keys: set[str]) -> list[Column]:
         Column("search, validation perplexity", "search", "search_perplexity", write),
         *(Column(f"{name}, test perplexity", _narrow(name), key, write) for key, name in tested),
         Column("gain over rand-init", "gain", "perplexity_gain", _signed),
+        _tau(),
         *(Column(f"clients' perplexity, {w}", _HEADS[w], f"clients_{last}_{w}", write) for w in FAIRNESS),
     ]
+
+
+def _tau() -> Column:
+    return Column("Kendall tau", "Kendall\ntau", "kendall_tau", _two_digits)
 
 
 def _tested(keys: Iterable[str]) -> list[str]:

@@ -28,12 +28,12 @@ from fedloom.platform.results.models import list_models, load_model
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import NOT_EMPTY, ONE_OR_MORE
-from fedloom.platform.spaces.base import once
+from fedloom.platform.spaces.base import once, supernet_shapes
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.slices import SliceMap, Weights, bytes_of, parse_architecture
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from fedloom.platform.clients.assignments import Assignment, Outcome
     from fedloom.platform.clients.worker import Worker
@@ -102,7 +102,6 @@ def source_of(config: TransferConfig, world: World) -> Source:
         )
     generator = torch_stream(world.config.seed_for("initialisation"), MODEL)
     weights, cut = space.initial_subnet_weights(architecture, generator), space.slices(architecture)
-    whole = once(space, "shapes", lambda s: {n: t.shape for n, t in on_meta(s.build_supernet).state_dict().items()})
     fresh = []
     for name, tensor in weights.items():
         place = cut[name].source if model == SUPERNET else name
@@ -110,7 +109,7 @@ def source_of(config: TransferConfig, world: World) -> Source:
             raise _unlike(paths.run_id, world, f"it has no {name}")
         if kept[place].shape == tensor.shape:
             weights[name] = kept[place].clone()
-        elif model == SUPERNET and kept[place].shape == whole[place]:
+        elif model == SUPERNET and tuple(kept[place].shape) == supernet_shapes(space)[place]:
             weights[name] = cut[name].of(kept[place]).clone()
         elif tensor.shape[1:] == kept[place].shape[1:] and len(tensor) == world.config.space.num_classes:
             fresh.append(name)
@@ -127,6 +126,12 @@ def _unlike(run_id: str, world: World, difference: str) -> ValueError:
     )
 
 
+def _skeleton(space: SearchSpace, subnet: Subnet) -> nn.Module:
+    """The subnet without values, computing as in evaluation."""
+    build = partial(space.build_subnet, subnet.architecture)
+    return once(space, f"still {subnet.architecture}", lambda _: on_meta(build).eval())
+
+
 @dataclass(frozen=True)
 class OnlyHead:
     """A network of which only some tensors are trained; the others, norms included, compute as in evaluation."""
@@ -136,9 +141,9 @@ class OnlyHead:
 
     def on(self, worker: Worker, assignment: Assignment) -> Network:
         """The network in the subnet's own module, whose other tensors take no part in the backward pass."""
-        network, architecture = self.subnet.on(worker, assignment), self.subnet.architecture
-        skeleton = once(worker.space, f"still {architecture}", lambda s: on_meta(partial(s.build_subnet, architecture)))
-        compute, tensors = worker.kernels.functional(skeleton.eval(), worker.device), worker.tensors_of(network.module)
+        network = self.subnet.on(worker, assignment)
+        skeleton = _skeleton(worker.space, self.subnet)
+        compute, tensors = worker.kernels.functional(skeleton, worker.device), worker.tensors_of(network.module)
         views = {name: t if name in self.trained else t.detach() for name, t in tensors.items()}
         return replace(network, forward=lambda x: compute(views, worker.kernels.laid_out(x)))
 
@@ -165,8 +170,7 @@ class TrainHead(Train):
         return replace(whole, update=update, bytes_up=bytes_of(tensors), parameters=_count(tensors))
 
     def account(self, worker: Worker, assignment: Assignment) -> Outcome:
-        architecture = cast(OnlyHead, self.network).subnet.architecture
-        shapes = on_meta(partial(worker.space.build_subnet, architecture)).state_dict()
+        shapes = _skeleton(worker.space, cast(OnlyHead, self.network).subnet).state_dict()
         tensors = {name: shapes[name] for name in self._sent}
         return replace(super().account(worker, assignment), bytes_up=bytes_of(tensors), parameters=_count(tensors))
 
