@@ -9,7 +9,7 @@ from fedloom.platform.plugins import is_import_path, nearest
 from fedloom.platform.words import shown
 
 METHOD = "method="
-FREE = ("options", "cost_weights")
+FREE = ("options", "cost_weights", "label_sets")
 """Mappings of the configuration that accept arbitrary keys."""
 ENDINGS = (".yaml", ".yml")
 """Endings of presets of the user's own."""

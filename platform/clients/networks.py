@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, Subspace, architecture_id
+from fedloom.platform.spaces.slices import (
+    Architecture,
+    Slice,
+    SliceMap,
+    Subspace,
+    architecture_id,
+    parse_architecture,
+    parse_subspace,
+)
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import Assignment
@@ -48,6 +56,13 @@ class Network:
     def name(self) -> str:
         """Its id in measurements."""
         return self.architecture or self.subspace or ""
+
+    @property
+    def choices(self) -> Architecture | Subspace | None:
+        """The options of its architecture or subspace, if it is one."""
+        if self.architecture is not None:
+            return parse_architecture(self.architecture)
+        return None if self.subspace is None else parse_subspace(self.subspace)
 
     def parameters(self, worker: Worker) -> int:
         """The number of trained scalars."""

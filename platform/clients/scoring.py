@@ -42,7 +42,7 @@ def score_loaded(worker: Worker, assignment: Assignment, network: Network, data:
     # The operator `noise` draws random numbers in evaluation mode, too.
     generator = torch_stream(worker.spec.training_seed, "score", *places_of(assignment))
     with worker.randomness(network.module, generator):
-        return evaluate(network.forward, data, worker.objective)
+        return evaluate(network.forward, worker.in_task(data, network.choices), worker.objective)
 
 
 def score_network(worker: Worker, assignment: Assignment, network: Network, weights: Weights, data: Samples) -> Score:
@@ -102,8 +102,10 @@ def score_subnets(
 ) -> list[Score]:
     """The scores of subnets of the shared supernet, in the given order.
 
-    The supernet module computes them if subnets hold whole tensors, otherwise each subnet's own module.
+    The supernet module computes them if subnets hold whole tensors, otherwise each subnet's own module. All are for the
+    same task.
     """
+    data = worker.in_task(data, architectures[0])
     if worker.space.slices_tensors:
         modules = (scored_subnet(worker, Subnet(a), weights, version) for a in architectures)
         return [evaluate(module, data, worker.objective) for module in modules]
@@ -171,7 +173,7 @@ class ScoreSubnet:
         module, architecture = scored_subnet(worker, self.subnet, weights), self.subnet.architecture
         client_id = assignment.client_id
         data = worker.central_data(self.split) if client_id is None else worker.client_data(client_id, self.split)
-        score = evaluate(module, data, worker.objective)
+        score = evaluate(module, worker.in_task(data, architecture), worker.objective)
         return Outcome(
             samples=score.samples,
             macs=worker.spec.macs_table.cost(architecture) * score.samples,

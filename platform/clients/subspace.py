@@ -57,8 +57,9 @@ def sample_subspace(
 ) -> Subspace:
     """Drops operators in uniformly random order until the fixed part and the kept operators are within the limit.
 
-    Operators of size zero are always kept. An operator is also kept if dropping it would leave no path within both the
-    limit (in the unit of `size_table`) and the client's `train_budget` (in the unit of `cost_table`).
+    Operators of size zero are always kept, those of infinite size never. An operator is also kept if dropping it would
+    leave no path within both the limit (in the unit of `size_table`) and the client's `train_budget` (in the unit of
+    `cost_table`).
 
     Raises:
         ValueError: no path is within the limit, the training budget, or both.
@@ -66,10 +67,12 @@ def sample_subspace(
     if (cost_table is None) != (train_budget is None):
         raise ValueError("a training budget and its cost table must be given together")
     paths = _Paths(size_table, limit, cost_table, math.inf if train_budget is None else train_budget)
-    kept = [list(range(len(row))) for row in size_table.options]
+    kept = [[option for option, size in enumerate(row) if size < math.inf] for row in size_table.options]
     paths.check(kept)
     total = size_of(size_table, tuple(map(tuple, kept)))
-    prunable = [(layer, o) for layer, row in enumerate(size_table.options) for o, size in enumerate(row) if size > 0]
+    prunable = [
+        (layer, o) for layer, row in enumerate(size_table.options) for o, size in enumerate(row) if 0 < size < math.inf
+    ]
     for index in rng.permutation(len(prunable)).tolist():
         if total <= limit:
             break

@@ -20,8 +20,9 @@ from fedloom.platform.plugins import Chosen
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.initialisation import draws_randomly
+from fedloom.platform.spaces.offers import with_tasks
 from fedloom.platform.spaces.registry import build_space
-from fedloom.platform.spaces.slices import Architecture, SliceMap, Weights
+from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace, Weights
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.costs import CostTable
 
@@ -51,6 +52,8 @@ class WorkerSpec:
     memory_format: str = "auto"
     deterministic: bool = False
     objective: Chosen = CLASSIFICATION
+    label_sets: tuple[tuple[int, ...], ...] = ()
+    """Per task the class of every class of the data set; empty for one task, the data set's classes."""
     device: str = "cpu"
     device_bytes: int = 0
     """The memory of a GPU that the worker may use."""
@@ -74,6 +77,7 @@ class Worker:
         self._loaded: object = None
         self.calibration: Tensor | None = None
         self._statistics: tuple[str, dict[Architecture, dict[str, Tensor]]] | None = None
+        self._label_maps: dict[int, Tensor] = {}
         self._central: tuple[tuple[str, float], tuple[Tensor, Tensor]] | None = None
 
     @cached_property
@@ -178,6 +182,15 @@ class Worker:
                     tensor.copy_(weights[name])
             self._loaded = version
         return self.supernet
+
+    def in_task(self, data: Samples, options: Architecture | Subspace | None) -> Samples:
+        """The samples with the labels of the task that an architecture or a subspace is for."""
+        if not self.spec.label_sets or options is None:
+            return data
+        task = with_tasks(self.space, "tiers.tasks").task_of(options)
+        if task not in self._label_maps:
+            self._label_maps[task] = torch.tensor(self.spec.label_sets[task], device=self.device)
+        return data[0], self._label_maps[task][data[1]]
 
     def client_data(self, client_id: int, split: str) -> tuple[Tensor, Tensor]:
         """One client's samples on the device."""

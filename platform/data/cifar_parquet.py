@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100 in the Parquet layout of the Hugging Face hub: encoded images and labels in columns."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,13 @@ import pyarrow.parquet as pq
 
 from fedloom.platform.data.artefact import ByteArray, Fields, IntArray, hash_of_file
 from fedloom.platform.data.decode import decode_image
+from fedloom.platform.data.label_sets import LabelSet
 from fedloom.platform.data.source import Source
 
 LABEL_COLUMNS = {"cifar10": "label", "cifar100": "fine_label"}
+COARSE_COLUMNS = {"cifar100": "coarse_label"}
 NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
+NUM_SUPERCLASSES = 20
 IMAGE_SHAPE = (32, 32)
 
 
@@ -83,19 +86,33 @@ class ParquetSource(Source):
     @property
     def class_names(self) -> tuple[str, ...]:
         """The names in the hub's schema metadata; numbers if there are none."""
+        return self._names(self.label, NUM_CLASSES[self.dataset])
+
+    def _names(self, column: str, count: int) -> tuple[str, ...]:
         file = self.files["train"][0]
         metadata = _schema(file, self.label).metadata or {}
         try:
-            names = json.loads(metadata[b"huggingface"])["info"]["features"][self.label]["names"]
+            names = json.loads(metadata[b"huggingface"])["info"]["features"][column]["names"]
         except (KeyError, TypeError, ValueError):
-            return tuple(str(c) for c in range(NUM_CLASSES[self.dataset]))
-        if len(names) != NUM_CLASSES[self.dataset]:
-            raise ValueError(f"{file}: names {len(names)} classes; expected {NUM_CLASSES[self.dataset]}")
+            return tuple(str(c) for c in range(count))
+        if len(names) != count:
+            raise ValueError(f"{file}: names {len(names)} classes; expected {count}")
         return tuple(map(str, names))
+
+    @property
+    def label_sets(self) -> Mapping[str, LabelSet]:
+        """The superclasses, if the files have their column."""
+        column, files = COARSE_COLUMNS.get(self.dataset), self.files["train"]
+        if column is None or any(column not in _schema(file, self.label).names for file in files):
+            return {}
+        coarse = np.concatenate([_read_column(f, column, self.label).to_numpy().astype(np.int64) for f in files])
+        names = self._names(column, NUM_SUPERCLASSES)
+        return {"coarse": LabelSet.from_labels(self.labels("train"), coarse, names, files[0])}
 
     def identity(self) -> Fields:
         files = (*self.files["train"], *self.files["test"])
-        return {"layout": f"{self.dataset} Parquet", "sha256": {f.name: hash_of_file(f) for f in files}}
+        found = {"layout": f"{self.dataset} Parquet", "sha256": {f.name: hash_of_file(f) for f in files}}
+        return {**found, "label_sets": ["coarse"]} if self.dataset in COARSE_COLUMNS else found
 
     def labels(self, part: str) -> IntArray:
         return np.concatenate([self._labels_of(file) for file in self.files[part]])

@@ -4,6 +4,7 @@ They are not read by torchvision, because it requires the MD5 sums of the origin
 """
 
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.platform.data.artefact import ByteArray, Fields, IntArray, hash_of_file
+from fedloom.platform.data.label_sets import LabelSet
 from fedloom.platform.data.source import Source
 
 _UNREADABLE = (
@@ -37,6 +39,8 @@ class Layout:
     meta: str
     names_key: str
     labels_key: str
+    coarse_names_key: str = ""
+    coarse_labels_key: str = ""
 
 
 LAYOUTS = {
@@ -48,7 +52,10 @@ LAYOUTS = {
         "label_names",
         "labels",
     ),
-    "cifar100": Layout("cifar-100-python", ("train",), ("test",), "meta", "fine_label_names", "fine_labels"),
+    "cifar100": Layout(
+        *("cifar-100-python", ("train",), ("test",), "meta", "fine_label_names", "fine_labels"),
+        *("coarse_label_names", "coarse_labels"),
+    ),
 }
 
 
@@ -113,8 +120,21 @@ class PickleSource(Source):
             raise ValueError(f"{path}: keys {sorted(map(str, meta))}; expected {self.layout.names_key}")
         return tuple(str(name) for name in meta[self.layout.names_key])
 
+    @property
+    def label_sets(self) -> Mapping[str, LabelSet]:
+        """The published superclasses, if there are any."""
+        if not self.layout.coarse_labels_key:
+            return {}
+        path, meta = self.folder / self.layout.train[0], _read(self.folder / self.layout.meta)
+        content = _read(path)
+        if self.layout.coarse_names_key not in meta or self.layout.coarse_labels_key not in content:
+            return {}  # a copy without them is complete for all else
+        fine, coarse = (np.asarray(content[k]) for k in (self.layout.labels_key, self.layout.coarse_labels_key))
+        return {"coarse": LabelSet.from_labels(fine, coarse, meta[self.layout.coarse_names_key], path)}
+
     def identity(self) -> Fields:
-        return {"layout": self.layout.folder, "sha256": {f: hash_of_file(self.folder / f) for f in self._files()}}
+        files = {"layout": self.layout.folder, "sha256": {f: hash_of_file(self.folder / f) for f in self._files()}}
+        return {**files, "label_sets": ["coarse"]} if self.layout.coarse_labels_key else files
 
     def labels(self, part: str) -> IntArray:
         return np.concatenate([y for _, y in self._batches(part)])

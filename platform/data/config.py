@@ -58,6 +58,9 @@ class DataConfig:
         "share of every client's training samples used as its test samples; null: clients get samples of the test "
         "part. The central evaluation always uses the test part",
     ] = None
+    label_sets: Annotated[
+        dict[str, Any], "coarser classes by name, for tiers.tasks: the coarser class of every class"
+    ] = field(default_factory=dict)
     augment: Annotated[str, Brought("augmentation"), "augmentation of training batches"] = "none"
     options: Annotated[dict[str, Any], "options of the data set and the augmentation, by name"] = field(
         default_factory=dict

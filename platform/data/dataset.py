@@ -1,5 +1,6 @@
 """A prepared data set: memory-mapped arrays of images, normalised on access, or of token sequences."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from fedloom.platform.data.artefact import (
 )
 from fedloom.platform.data.blocks import check_blocks
 from fedloom.platform.data.guard import TestGuard
+from fedloom.platform.data.label_sets import LabelSet
 from fedloom.platform.data.on_device import OnDevice
 
 MANIFEST = "dataset.json"
@@ -48,6 +50,8 @@ class Dataset:
     """The classes' names; for tokens the vocabulary."""
     client_names: tuple[str, ...]
     """The clients that the data set was published with, sorted; empty if there are none."""
+    label_sets: Mapping[str, LabelSet]
+    """Coarser classes with which the data set was published, by name."""
     scale: float
     """The pixel value that is mapped to 1.0; 1 for tokens."""
     mean: tuple[float, ...]
@@ -80,6 +84,10 @@ class Dataset:
             num_classes=manifest["num_classes"],
             class_names=tuple(manifest["class_names"]),
             client_names=tuple(described["client_names"]),
+            label_sets={
+                name: LabelSet(tuple(found["of"]), tuple(found["names"]))
+                for name, found in described.get("label_sets", {}).items()
+            },
             scale=described["scale"],
             mean=tuple(described["mean"]),
             std=tuple(described["std"]),

@@ -93,6 +93,8 @@ def _labelled(config: DataConfig, source: Source) -> Content:
         fields["kind"] = source.kind
     if source.client_names:
         fields["client_names"] = list(source.client_names)
+    if source.label_sets:
+        fields["label_sets"] = {name: labels.fields() for name, labels in source.label_sets.items()}
     return fields, arrays
 
 

@@ -1,9 +1,10 @@
 """The interface of labelled data sources that preparation reads."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fedloom.platform.data.artefact import AnyArray, Fields, IntArray
+from fedloom.platform.data.label_sets import LabelSet
 
 
 class Source(ABC):
@@ -18,6 +19,11 @@ class Source(ABC):
 
     scale: float
     """The input value that is mapped to 1.0."""
+
+    @property
+    def label_sets(self) -> Mapping[str, LabelSet]:
+        """Coarser classes with which the data set is published, by name."""
+        return {}
 
     @property
     @abstractmethod

@@ -17,6 +17,7 @@ from fedloom.platform.data.sources import data_choices
 from fedloom.platform.federation.budgets import configured_budget
 from fedloom.platform.federation.config import GENERATED, RunConfig
 from fedloom.platform.federation.costs import RunCosts, measure_costs
+from fedloom.platform.federation.tasks import Tasks, tasks_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.plugins import Chosen
 from fedloom.platform.seeding import stream
@@ -60,19 +61,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
     _try_on_data(data, augment, objective, config.space.num_classes)
     devices = _device_table(config, data.num_clients)
     tier_of_client = _assign_clients(config, tiers, data.num_clients, devices)
-    spec = WorkerSpec(
-        space=config.space,
-        dataset_path=str(dataset_path),
-        partition_path=str(partition_path),
-        training_seed=config.seed_for("training"),
-        cost_table=cost_table,
-        macs_table=macs_table,
-        threads=config.executor.threads,
-        precision=config.executor.precision,
-        memory_format=config.executor.memory_format,
-        deterministic=config.executor.deterministic,
-        objective=objective,
-    )
+    tasks = tasks_of(config, space, dataset, len(tiers))
     return World(
         config=config,
         space=space,
@@ -81,12 +70,31 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
         macs_table=macs_table,
         tiers=tiers,
         tier_of_client=tier_of_client,
-        eligible_by_tier=tuple(np.flatnonzero(tier_of_client >= i) for i in range(len(tiers))),
+        eligible_by_tier=tuple(tasks.of_same(i, tier_of_client) for i in range(len(tiers))),
         budget=configured_budget(config.tiers.budget),
         profiles=_profiles(config, tiers),
         devices=devices,
         augment=augment,
-        spec=spec,
+        spec=_spec(config, (dataset_path, partition_path), costs, objective, tasks),
+        tasks=tasks,
+    )
+
+
+def _spec(config: RunConfig, places: tuple[Path, Path], costs: RunCosts, objective: Chosen, tasks: Tasks) -> WorkerSpec:
+    """From what the workers are built; `places` are the prepared data set and its partition."""
+    return WorkerSpec(
+        space=config.space,
+        dataset_path=str(places[0]),
+        partition_path=str(places[1]),
+        training_seed=config.seed_for("training"),
+        cost_table=costs.budget,
+        macs_table=costs.macs,
+        threads=config.executor.threads,
+        precision=config.executor.precision,
+        memory_format=config.executor.memory_format,
+        deterministic=config.executor.deterministic,
+        objective=objective,
+        label_sets=tasks.labels,
     )
 
 

@@ -84,6 +84,12 @@ class TiersConfig:
     unsupported: Annotated[list[str] | None, NOT_EMPTY, "operators that cost infinity"] = None
     shares: Annotated[list[float] | None, PART, "share of the clients per tier; null: equal"] = None
     clients: Annotated[list[int] | None, ZERO_OR_MORE, "the tier's index of each client, instead of shares"] = None
+    tasks: Annotated[
+        list[str] | None,
+        NOT_EMPTY,
+        "each tier's labels: all, or coarser ones, the data set's own such as cifar100's coarse, or data.label_sets'; "
+        "null: all tiers have all",
+    ] = None
     device_table: Annotated[
         str | None,
         PATH,

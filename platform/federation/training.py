@@ -183,7 +183,7 @@ class TrainingStage(Stage):
         self.rules = rules
         self.augment = checked_augmentation(world, config)
         self.local_rule = local_rule(self.rules.local)
-        self.eligible = world.eligible_by_tier[0] if slots.eligible is None else slots.eligible
+        self.eligible = world.everyone if slots.eligible is None else slots.eligible
         self.private = self._privacy()
         if self.rules.selection.name not in WITHOUT_OPTIONS and len(self.eligible):
             self._cohort(RunState(data={HISTORY: {}}))  # its options are wrong now, or never

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
+if TYPE_CHECKING:
     from fedloom.platform.clients.worker import WorkerSpec
     from fedloom.platform.data.federated import FederatedData
     from fedloom.platform.federation.config import RunConfig
+    from fedloom.platform.federation.tasks import Tasks
     from fedloom.platform.plugins import Chosen
     from fedloom.platform.spaces.base import SearchSpace
     from fedloom.platform.spaces.slices import Architecture
@@ -32,17 +33,28 @@ class World:
     tiers: tuple[Tier, ...]
     tier_of_client: np.ndarray
     eligible_by_tier: tuple[np.ndarray, ...]
-    """Per tier, the ids of the clients of that tier and above, ascending."""
+    """Per tier, the ids of the clients of that tier and above that have its task, ascending."""
     budget: Budget
     profiles: tuple[DeviceProfile, ...]
     devices: DeviceTable | None
     augment: Chosen
     spec: WorkerSpec
+    tasks: Tasks
 
     @property
     def num_clients(self) -> int:
         """The number of registered clients."""
         return len(self.tier_of_client)
+
+    @property
+    def everyone(self) -> np.ndarray:
+        """The ids of all clients, ascending."""
+        # Without tasks the array that is there: there may be a hundred million clients.
+        return np.arange(self.num_clients) if self.tasks.names else self.eligible_by_tier[0]
+
+    def costs_for(self, tier: int) -> CostTable:
+        """The costs of what the clients of a tier may train: other tasks' classifiers cost infinity."""
+        return self.tasks.table(self.cost_table, tier)
 
     def tier(self, client_id: int) -> Tier:
         """A client's tier."""

@@ -47,6 +47,7 @@ class Method:
         shared_training: the training that runs of a configuration can share; None if there is none.
         needs: given a space and the method's name, raises ValueError if it cannot use the space; asked before data is
             prepared, which may take minutes.
+        tasks: whether tiers may have different tasks (`tiers.tasks`).
     """
 
     config: type
@@ -57,6 +58,7 @@ class Method:
     searchable: Callable[[Any], bool] = lambda _config: False
     shared_training: Callable[[Any], SharedTraining | None] = nothing_shared
     needs: Callable[[SearchSpace, str], object] | None = None
+    tasks: bool = False
 
     def traits(self, config: Any) -> Mapping[str, Any]:
         """The properties of the method that a run records, as JSON values."""

@@ -97,6 +97,10 @@ def build_stages(world: World) -> list[Stage]:
     """The stages of the configured method; ValueError for invalid settings."""
     config = world.config.method
     method = method_of(config)
+    if world.tasks.names and not method.tasks:
+        raise ValueError(
+            f"tiers.tasks: {config.name} trains one task for all tiers; leave it out (null), or use fedoras"
+        )
     check_settings(config, "method.")
     if not is_import_path(config.name):
         return method.stages(config, world)

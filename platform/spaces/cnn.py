@@ -29,6 +29,7 @@ class CnnDesign:
     `stage_strides` are the strides of the reductions, one per stage; `input_shape` is (C, H, W).
     `depthwise_link` makes the reductions' residual link depthwise 3x3 + 1x1 instead of a 2x2 convolution. With
     `pooled`, reductions are 3x3 averages and a 1x1 convolution to twice the channels, for inputs of any size.
+    `heads` are the classes of several tasks' classifiers, of which a network has one: the last searchable layer.
     `stem_stride` above 1 makes all layers smaller: for CPUs, whose time goes to the first layers' activations.
     """
 
@@ -42,6 +43,7 @@ class CnnDesign:
     operators: tuple[str, ...] = OPERATORS
     stem_stride: int = 1
     pooled: bool = False
+    heads: tuple[int, ...] = ()
 
     def after(self, channels: int) -> int:
         """Channels after a reduction: twice as many, or floor(1.5 c)."""
@@ -94,7 +96,10 @@ class PooledReduction(nn.Sequential):
 
 
 class CnnSkeleton(nn.Module):
-    """Stem, reductions and classifier: `forward(x_NCHW, layers)` gives logits (N, classes)."""
+    """Stem, reductions and classifier: `forward(x_NCHW, layers)` gives logits (N, classes).
+
+    With several tasks the last of the layers is the classifier.
+    """
 
     def __init__(self, design: CnnDesign) -> None:
         super().__init__()
@@ -107,7 +112,8 @@ class CnnSkeleton(nn.Module):
             for c, stride in reductions
         )
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.classifier = nn.Linear(design.after(channels[-1]), design.num_classes)
+        if not design.heads:
+            self.classifier = _classifier(design, design.num_classes)
 
     def forward(self, x: Tensor, layers: Sequence[Layer]) -> Tensor:
         x = self.stem(x)
@@ -116,8 +122,13 @@ class CnnSkeleton(nn.Module):
             for _ in range(num_layers):
                 x = next(remaining)(x)
             x = reduction(x)
-        logits: Tensor = self.classifier(self.pool(x).flatten(1))
+        classify = next(remaining, None) or self.classifier
+        logits: Tensor = classify(self.pool(x).flatten(1))
         return logits
+
+
+def _classifier(design: CnnDesign, classes: int) -> nn.Module:
+    return nn.Linear(design.after(_stage_channels(design)[-1]), classes)
 
 
 def widened(channels: int) -> int:
@@ -145,11 +156,15 @@ def cnn_space(design: CnnDesign) -> OperatorChoiceSpace:
         for channels, num_layers in zip(_stage_channels(design), design.stage_layers, strict=True)
         for _ in range(num_layers)
     ]
+    layers = [[Candidate(o.name, partial(o.build, channels)) for o in operators] for channels in channels_of_layers]
+    if design.heads:
+        layers.append([Candidate(f"classes({n})", partial(_classifier, design, n)) for n in design.heads])
     return OperatorChoiceSpace(
         name=design.name,
         input_shape=design.input_shape,
-        layers=[[Candidate(o.name, partial(o.build, channels)) for o in operators] for channels in channels_of_layers],
+        layers=layers,
         build_fixed=partial(CnnSkeleton, design),
+        tasks=bool(design.heads),
     )
 
 
@@ -167,6 +182,8 @@ def _check(design: CnnDesign) -> None:
         value = getattr(design, field)
         if value < least:
             raise ValueError(f"{field} must be at least {least}, given {value}")
+    if any(classes < 2 for classes in design.heads):
+        raise ValueError(f"heads={list(design.heads)}: give the classes of every task, each at least 2")
     if not design.operators:
         raise ValueError("operators must name at least one operator")
     _check_strides(design)

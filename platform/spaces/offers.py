@@ -35,6 +35,16 @@ class HasSubspaces(SearchSpace, Protocol):
         ...
 
 
+class HasTasks(HasSubspaces, Protocol):
+    """The last decision chooses the classifier of one of several tasks."""
+
+    num_tasks: int
+
+    def task_of(self, options: Architecture | Subspace) -> int:
+        """The task of an architecture, or of a subspace that holds one task's classifier."""
+        ...
+
+
 class SumsOptions(HasSubspaces, Protocol):
     """Any options of a decision may be kept, none included, and are added up: `forward(x, kept, mix)`."""
 
@@ -114,6 +124,12 @@ class HasBlocks(SearchSpace, Protocol):
 def with_subspaces(space: SearchSpace, who: str) -> HasSubspaces:
     """The space, if it has subspaces; ValueError naming missing members."""
     offering: HasSubspaces = _offering(space, HasSubspaces, who, "cnn_cifar")
+    return offering
+
+
+def with_tasks(space: SearchSpace, who: str) -> HasTasks:
+    """The space, if it has a classifier per task; ValueError naming missing members."""
+    offering: HasTasks = _offering(space, HasTasks, who, "cnn_cifar")
     return offering
 
 

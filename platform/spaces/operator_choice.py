@@ -133,6 +133,9 @@ class OperatorChoiceSpace(NamedOperatorSpace):
     `layers` holds the candidates of each searchable layer; `build_fixed()` makes the skeleton, a module called as
     `fixed(x, layers)`. All candidates of a layer must have the same output shape. Networks of more than one path are
     called as `forward(x, architecture)`.
+
+    With `tasks`, the candidates of the last layer are classifiers, one for each task: an architecture's last option
+    says which task it is for, and a client of one task neither receives nor trains the others' classifiers.
     """
 
     decision_kind = "layer"
@@ -146,12 +149,14 @@ class OperatorChoiceSpace(NamedOperatorSpace):
         layers: Sequence[Sequence[Candidate]],
         build_fixed: Callable[[], nn.Module],
         input_dtype: torch.dtype = torch.float32,
+        tasks: bool = False,
     ) -> None:
         for layer, candidates in enumerate(layers):
             if not candidates:
                 raise ValueError(f"layer {layer} of {name} has no operator: give it at least one")
         self.candidates = tuple(tuple(row) for row in layers)
         self.build_fixed = build_fixed
+        self.num_tasks = len(layers[-1]) if tasks else 1
         super().__init__(name, input_shape, tuple(tuple(c.name for c in row) for row in self.candidates), input_dtype)
 
     def _known(self, decision: int) -> str:
@@ -162,6 +167,11 @@ class OperatorChoiceSpace(NamedOperatorSpace):
         if not row:  # no path would be left
             self._refuse_row(decision, row)
         super()._check_row(decision, row)
+
+    def task_of(self, options: Sequence[int] | Subspace) -> int:
+        """The task of an architecture, or of a subspace that holds one task's classifier."""
+        last = options[-1]
+        return int(last if isinstance(last, int) else last[0]) if self.num_tasks > 1 else 0
 
     # -- modules ----------------------------------------------------------------------------------------------------
 
@@ -217,7 +227,8 @@ class OperatorChoiceSpace(NamedOperatorSpace):
         def through(layer: int, x: Tensor) -> Tensor:
             ys = [net.layers[layer](x, option) for option in range(self.options[layer])]  # type: ignore[index, operator]
             for name, y in zip(self.operator_names[layer], ys, strict=True):
-                if y.shape != ys[0].shape:
+                of_tasks = self.num_tasks > 1 and layer == len(self.options) - 1
+                if y.shape != ys[0].shape and not of_tasks:
                     raise ValueError(
                         f"layer {layer} of {self.name}: {name} gives the shape {tuple(y.shape)}, "
                         f"{self.operator_names[layer][0]} gives {tuple(ys[0].shape)}; all must give the same"

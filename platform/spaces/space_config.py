@@ -23,6 +23,11 @@ class SpaceConfig:
     num_classes: Annotated[int, Range(least=2, most=10_000_000), "number of classes, or the size of the vocabulary"] = (
         10
     )
+    heads: Annotated[
+        list[int] | None,
+        Range(least=2, most=10_000_000),
+        "cnn: the classes of several tasks' classifiers, in the order of the tasks in tiers.tasks; null: one task",
+    ] = None
     input_shape: Annotated[list[int] | None, CHANNELS, "shape of one sample"] = None
     stem_channels: Annotated[int | None, CHANNELS, "channels of the stem"] = None
     stem_stride: Annotated[int | None, UP_TO_A_THOUSAND, "cnn, darts, resnet18: stride of the stem"] = None

@@ -145,6 +145,13 @@ def test_recurrent_paths_give_the_same_bits_on_actors(
     assert_same_run(run_serially(config), on_actors)
 
 
+def test_several_tasks_give_the_same_bits_on_actors(tiny: Tiny, run_serially: Serially, assert_same_run: Same) -> None:
+    tasks = ["tiers.tasks=[pairs,all]", "data.label_sets.pairs=[0,0,1,1,2,2,3,3,4,4]", "space.heads=[5,10]"]
+    config = tiny(*tasks, "executor.actors=2", "method.train.rounds=2")
+    on_actors, _ = run_on_actors(config)
+    assert_same_run(run_serially(config), on_actors)
+
+
 KERNELS = {
     "as preset": [],
     "stacked": ["executor.stack_clients=3", "executor.memory_format=contiguous"],

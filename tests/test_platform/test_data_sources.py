@@ -16,7 +16,9 @@ from PIL import Image
 from fedloom.platform.data.cifar_pickle import LAYOUTS
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.label_sets import LabelSet
 from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.data.source import Source
 from fedloom.platform.data.sources import find_source
 from fedloom.platform.data.stratify import stratified_rows
 
@@ -272,3 +274,51 @@ def test_the_real_cifar10_is_prepared(tmp_path: Path) -> None:
     # The published statistics of the whole set; 2000 images come close.
     assert np.abs(np.array(dataset.mean) - [0.4914, 0.4822, 0.4465]).max() < 0.02
     assert np.abs(np.array(dataset.std) - [0.2470, 0.2435, 0.2616]).max() < 0.02
+
+
+FINE_TO_COARSE = [4, 1, 4, 0, 1, 2, 2, 3, 3, 0]
+"""The coarser class of each of ten classes."""
+
+
+def test_the_published_superclasses_of_cifar100_are_read_with_their_names(tmp_path: Path) -> None:
+    folder, names = fake_cifar_with_coarse(tmp_path, FINE_TO_COARSE)
+    found = find_source(DataConfig(dataset="cifar100", root=str(tmp_path)))
+    assert isinstance(found, Source)
+    assert found.label_sets["coarse"] == LabelSet(tuple(FINE_TO_COARSE), tuple(names))
+    data = DataConfig(dataset="cifar100", root=str(tmp_path), cache=str(tmp_path / "cache"), num_clients=2)
+    assert Dataset.open(prepare_dataset(data)).label_sets == found.label_sets
+    plain = find_source(DataConfig())
+    assert isinstance(plain, Source)
+    assert plain.label_sets == {}
+    content = pickle.loads((folder / "train").read_bytes(), encoding="latin1")
+    content["coarse_labels"][0] += 1
+    dump(folder / "train", content)
+    with pytest.raises(ValueError, match=r"train: samples of class 0 have different coarse labels"):
+        _ = found.label_sets
+
+
+def fake_cifar_with_coarse(root: Path, of: list[int]) -> tuple[Path, list[str]]:
+    """A small CIFAR-100 in the published layout, of ten classes, with superclasses."""
+    fake_cifar(root, "cifar100")
+    folder, names = root / LAYOUTS["cifar100"].folder, [f"kind {c}" for c in range(5)]
+    meta = pickle.loads((folder / "meta").read_bytes(), encoding="latin1")
+    dump(folder / "meta", {**meta, "coarse_label_names": names})
+    content = pickle.loads((folder / "train").read_bytes(), encoding="latin1")
+    dump(folder / "train", {**content, "coarse_labels": [of[c] for c in content["fine_labels"]]})
+    return folder, names
+
+
+def test_the_superclasses_of_parquet_are_read_where_their_column_is(tmp_path: Path) -> None:
+    images = [png(np.zeros((32, 32, 3), np.uint8))] * 3
+    for part in ("train", "test"):
+        path = tmp_path / "cifar100" / f"{part}-00000-of-00001.parquet"
+        write_parquet(path, images, [0, 1, 2], "fine_label")
+        assert pq.read_table(path).num_rows == 3
+    source = find_source(DataConfig(dataset="cifar100", root=str(tmp_path)))
+    assert isinstance(source, Source)
+    assert source.label_sets == {}
+    path = tmp_path / "cifar100" / "train-00000-of-00001.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("coarse_label", pa.array([3, 19, 3], pa.int64())), path)
+    assert source.label_sets["coarse"].of == (3, 19, 3)
+    assert len(source.label_sets["coarse"].names) == 20

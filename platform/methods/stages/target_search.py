@@ -111,7 +111,7 @@ def _real_searches(world: World, config: TargetSearchConfig, targets: Sequence[T
         validation_share=config.validation_share,
         candidates_per_task=config.candidates_per_task,
     )
-    genome, everybody = world.space.genome, world.eligible_by_tier[0]
+    genome, everybody = world.space.genome, world.everyone
     tables = {"macs": world.macs_table, "budget": world.cost_table}
     goals = [Goal(t.name, t.interval, tables[t.measure], everybody, config.budget) for t in targets]
     return [TierSearchStage(world, search, goal, genome) for goal in goals]

@@ -106,7 +106,7 @@ def fedavg_stages(
 def able(world: World, lowest: int | None, subnet: Subnet) -> np.ndarray:
     """Who may train: all clients, or those of a tier (from 1) and above; ValueError if that tier cannot afford it."""
     if lowest is None:
-        return world.eligible_by_tier[0]
+        return world.everyone
     if lowest > len(world.tiers):
         raise ValueError(f"method.tier={lowest}: there are {len(world.tiers)} tiers")
     tier, cost = world.tiers[lowest - 1], world.cost_table.cost(subnet.architecture)

@@ -199,14 +199,17 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
 
     def client(round_: Round, client_id: int) -> Train:
         rng = stream(world.config.seed_for("training"), "subspace", round_.stage, round_.index, client_id)
+        tier = int(world.tier_of_client[client_id])
         train_budget = training_budget(world, client_id, round_.stage, round_.index)
-        subspace = sample_subspace(sizes, limit, rng, world.cost_table, train_budget)
+        subspace = sample_subspace(world.tasks.table(sizes, tier), limit, rng, world.costs_for(tier), train_budget)
         return Train(Paths(subspace, train_budget, config.paths), round_.local, rules.weighting, rule=rules.local)
 
     def score(state: RunState) -> list[ScoreSubnets]:
         rng = stream(world.config.seed_for("search"), "evaluate_paths")
-        paths = tuple(world.space.sample(rng) for _ in range(config.evaluate_paths))
-        return [ScoreSubnets(paths, state.version(SUPERNET))]
+        paths = [world.space.sample(rng) for _ in range(config.evaluate_paths)]
+        # The same paths for every task, so that the tasks' accuracies can be compared.
+        of_tasks = [tuple((*path[:-1], task) for path in paths) for task in range(len(world.tasks.names))]
+        return [ScoreSubnets(each, state.version(SUPERNET)) for each in of_tasks or [tuple(paths)]]
 
     slots = Slots(initial=fresh_supernet(world), assign=give, score=score)
     return TrainingStage(world, config, rules, slots, name=SUPERNET)
@@ -214,15 +217,15 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
 
 def _check_tiers(world: World, config: SupernetConfig, budget: CommunicationBudget) -> None:
     """Raises ValueError, before anything is written, for a tier whose clients could not train any path."""
-    table = world.cost_table
     sizes, limit = budget.resolve(world.space)
-    for tier in world.tiers:
+    for index, tier in enumerate(world.tiers):
+        table = world.costs_for(index)
         if tier.upper < table.smallest:
             raise ValueError(
                 f"{tier.name} may spend {tier.upper:.6g} {table.measure}, the smallest path costs "
                 f"{table.smallest:.6g}: raise its upper bound"
             )
-        subspace = sample_subspace(sizes, limit, stream(0, "check"), table, tier.upper)
+        subspace = sample_subspace(world.tasks.table(sizes, index), limit, stream(0, "check"), table, tier.upper)
         path_sampler(config.paths, table, subspace, tier.upper)
 
 
@@ -318,4 +321,4 @@ def _shared_training(_config: FedorASConfig) -> SharedTraining:
     return SharedTraining(later=("search", "finetune", "rand_init", "evaluation"))
 
 
-METHOD = Method(FedorASConfig, stages, kind="tiers", shared_training=_shared_training, needs=with_subspaces)
+METHOD = Method(FedorASConfig, stages, kind="tiers", shared_training=_shared_training, needs=with_subspaces, tasks=True)

@@ -1,0 +1,88 @@
+"""Several tasks at once: the labels that the clients of every tier have (FedorAS, App. H)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedloom.platform.data.label_sets import LabelSet, of_classes
+from fedloom.platform.spaces.offers import with_tasks
+from fedloom.tiers.costs import CostTable, with_unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fedloom.platform.data.config import DataConfig
+    from fedloom.platform.data.dataset import Dataset
+    from fedloom.platform.federation.config import RunConfig
+    from fedloom.platform.spaces.base import SearchSpace
+
+
+ALL = "all"
+"""The name of the data set's own classes."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks of a run: their names, and the index of every tier's; without names all tiers have the same task."""
+
+    names: tuple[str, ...] = ()
+    of_tier: tuple[int, ...] = ()
+    labels: tuple[tuple[int, ...], ...] = ()
+    """Per task the class of every class of the data set."""
+
+    def of_same(self, tier: int, tier_of_client: np.ndarray) -> np.ndarray:
+        """The ids of the clients of a tier and above that have its task, ascending."""
+        able = tier_of_client >= tier
+        if self.names:
+            able &= np.asarray(self.of_tier)[tier_of_client] == self.of_tier[tier]
+        return np.flatnonzero(able)
+
+    def table(self, table: CostTable, tier: int) -> CostTable:
+        """The costs for the clients of a tier: other tasks' classifiers cost infinity."""
+        if not self.names:
+            return table
+        last, own = len(table.options) - 1, self.of_tier[tier]
+        return with_unsupported(table, [(last, task) for task in range(len(self.names)) if task != own])
+
+
+def tasks_of(config: RunConfig, space: SearchSpace, dataset: Dataset, tiers: int) -> Tasks:
+    """The tasks of `tiers.tasks`; ValueError if tiers, label sets and the space's classifiers do not fit together."""
+    given, heads = config.tiers.tasks, config.space.heads
+    if given is None:
+        if heads is not None:
+            raise ValueError(f"space.heads={heads} are the classes of several tasks: give each tier's in tiers.tasks")
+        return Tasks()
+    if len(given) != tiers:
+        raise ValueError(f"tiers.tasks has {len(given)} values for {tiers} tiers: give one per tier")
+    known = label_sets(dataset, config.data)
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        raise ValueError(
+            f"tiers.tasks: {config.data.dataset} has no label set {unknown!r}: known are {', '.join(known)}; "
+            "data.label_sets.NAME=[...] adds one"
+        )
+    names = tuple(dict.fromkeys(given))
+    with_tasks(space, "tiers.tasks")
+    classes = [len(known[name].names) for name in names]
+    if heads != classes:
+        what = ", ".join(f"{name} of {count}" for name, count in zip(names, classes, strict=True))
+        raise ValueError(f"space.heads={heads}: the tasks are {what} classes; set space.heads={classes}")
+    return Tasks(names, tuple(names.index(name) for name in given), tuple(known[name].of for name in names))
+
+
+def label_sets(dataset: Dataset, config: DataConfig) -> Mapping[str, LabelSet]:
+    """The data set's label sets by name: all of its classes, its own coarser ones, and those of `data.label_sets`.
+
+    Raises ValueError for one of `data.label_sets` that is no list of a class for each of the data set's.
+    """
+    classes = dataset.num_classes
+    known = {ALL: LabelSet(tuple(range(classes)), dataset.class_names), **dataset.label_sets}
+    for name, of in config.label_sets.items():
+        key = f"data.label_sets.{name}"
+        if name in known:
+            raise ValueError(f"{key}: {config.dataset} has label sets of the names {', '.join(known)}; choose another")
+        known[name] = LabelSet(of_classes(of, classes, key), tuple(map(str, range(1 + max(of)))))
+    return known
