@@ -16,6 +16,7 @@ from fedloom.experiments.analysis.ablation import (
 )
 from fedloom.experiments.analysis.compare import compare
 from fedloom.experiments.analysis.convergence import convergence
+from fedloom.experiments.analysis.details import confusions, paragraphs, per_class
 from fedloom.experiments.analysis.frames import (
     communication,
     communication_by_kind,
@@ -44,6 +45,7 @@ __all__ = [
     "communication",
     "communication_by_kind",
     "compare",
+    "confusions",
     "convergence",
     "estimate",
     "failures",
@@ -53,7 +55,9 @@ __all__ = [
     "load_ablation",
     "marginal",
     "outcomes",
+    "paragraphs",
     "pareto",
+    "per_class",
     "per_model",
     "per_tier",
     "references",

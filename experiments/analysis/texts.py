@@ -21,6 +21,11 @@ def perplexity_of(loss: float) -> float:
     return math.exp(min(loss, LARGEST_EXPONENT))
 
 
+def text_run_ids(tables: Tables) -> frozenset[str]:
+    """The runs whose models were measured by perplexity."""
+    return frozenset(tables.evaluations.loc[tables.evaluations["metric"] == PERPLEXITY, "run_id"].astype(str))
+
+
 def with_perplexity(per_tier: pd.DataFrame, tables: Tables) -> pd.DataFrame:
     """`frames.per_tier` with further columns, if any run was measured by perplexity.
 

@@ -83,7 +83,7 @@ def recorded(paths: RunPaths, chosen: Chosen) -> list[Card]:
     """
     rows = read_table(paths.root, "evaluations", run_id=paths.run_id)
     own = rows["architecture"].eq(architecture_id(chosen.architecture)) & rows["model"].isin(chosen.models)
-    own &= rows["stage"].eq(EVALUATION) & rows["client_id"].isna() & rows["split"].notna()
+    own &= rows["stage"].eq(EVALUATION) & rows["client_id"].isna() & rows["split"].notna() & rows["detail"].isna()
     if chosen.tier is not None:
         own &= rows["tier"].eq(chosen.tier)
     last = rows[own].drop_duplicates(["split", "metric"], keep="last")

@@ -29,7 +29,10 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured value: a row of `evaluations` or a candidate's score; costs have no `split`."""
+    """One measured value: a row of `evaluations` or a candidate's score; costs have no `split`.
+
+    `detail` says in words what is measured, where the metric has a value for each of several things.
+    """
 
     model: str
     architecture: str
@@ -37,6 +40,7 @@ class Measurement:
     metric: str
     value: float
     samples: int
+    detail: str | None = None
 
 
 @dataclass(frozen=True)

@@ -162,28 +162,44 @@ class ScoreSubnets:
 
 @dataclass(frozen=True)
 class ScoreSubnet:
-    """Scores one subnet on the server's data or on a client's part of a split."""
+    """Scores one subnet on the server's data or on a client's part of a split.
+
+    `details` asks for a classifier's confusion matrix, or for a paragraph that a language model writes.
+    """
 
     subnet: Subnet
     model: str
     split: str
+    details: bool = False
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """Scores the subnet, with one measurement per metric."""
         module, architecture = scored_subnet(worker, self.subnet, weights), self.subnet.architecture
         client_id = assignment.client_id
         data = worker.central_data(self.split) if client_id is None else worker.client_data(client_id, self.split)
-        score = evaluate(module, worker.in_task(data, architecture), worker.objective)
+        data, name = worker.in_task(data, architecture), architecture_id(architecture)
+        score, details = self._score(worker, module, data)
+        measured = (*measurements_of(self.model, name, self.split, score), *details)
         return Outcome(
             samples=score.samples,
             macs=worker.spec.macs_table.cost(architecture) * score.samples,
             bytes_down=0 if client_id is None else bytes_of(worker.tensors_of(module)),
             loss=_none_if_nan(score.loss),
             metric=_none_if_nan(score.metric),
-            architecture=architecture_id(architecture),
-            measurements=measurements_of(self.model, architecture_id(architecture), self.split, score),
+            architecture=name,
+            measurements=measured,
             clock_factor=EVALUATION_FACTOR,
         )
+
+    def _score(self, worker: Worker, module: nn.Module, data: Samples) -> tuple[Score, list[Measurement]]:
+        """The score, and the details if they are asked for."""
+        if not self.details:
+            return evaluate(module, data, worker.objective), []
+        from fedloom.platform.clients.details import Predictions, details_of  # what only the final evaluation needs
+
+        forward = Predictions(module)
+        score = evaluate(forward, data, worker.objective)
+        return score, details_of(worker, forward, data, self.model, self.subnet.architecture)
 
 
 def _none_if_nan(value: float) -> float | None:

@@ -15,6 +15,7 @@ from fedloom.platform.clients.kernels import Kernels, set_up_process
 from fedloom.platform.clients.objectives import CLASSIFICATION, OBJECTIVES, Objective
 from fedloom.platform.clients.training import Samples, own_randomness
 from fedloom.platform.data.federated import FederatedData
+from fedloom.platform.data.label_sets import LabelSet
 from fedloom.platform.data.on_device import upload
 from fedloom.platform.plugins import Chosen
 from fedloom.platform.seeding import stream
@@ -52,8 +53,8 @@ class WorkerSpec:
     memory_format: str = "auto"
     deterministic: bool = False
     objective: Chosen = CLASSIFICATION
-    label_sets: tuple[tuple[int, ...], ...] = ()
-    """Per task the class of every class of the data set; empty for one task, the data set's classes."""
+    label_sets: tuple[LabelSet, ...] = ()
+    """The classes of every task; empty for one task, the data set's classes."""
     device: str = "cpu"
     device_bytes: int = 0
     """The memory of a GPU that the worker may use."""
@@ -187,10 +188,19 @@ class Worker:
         """The samples with the labels of the task that an architecture or a subspace is for."""
         if not self.spec.label_sets or options is None:
             return data
-        task = with_tasks(self.space, "tiers.tasks").task_of(options)
+        task = self._task(options)
         if task not in self._label_maps:
-            self._label_maps[task] = torch.tensor(self.spec.label_sets[task], device=self.device)
+            self._label_maps[task] = torch.tensor(self.spec.label_sets[task].of, device=self.device)
         return data[0], self._label_maps[task][data[1]]
+
+    def class_names(self, options: Architecture) -> tuple[str, ...]:
+        """The names of what the architecture's outputs are: classes, or the tokens of a text."""
+        if not self.spec.label_sets:
+            return self.data.dataset.class_names
+        return self.spec.label_sets[self._task(options)].names
+
+    def _task(self, options: Architecture | Subspace) -> int:
+        return with_tasks(self.space, "tiers.tasks").task_of(options)
 
     def client_data(self, client_id: int, split: str) -> tuple[Tensor, Tensor]:
         """One client's samples on the device."""

@@ -124,7 +124,7 @@ def scalars(rows: Sequence[Row]) -> dict[str, float]:
             known = {name: row[name] for name in SCALARS if row.get(name) is not None}
             values |= {f"{row['stage']}/{name}": float(value) for name, value in known.items()}
     found = [row for table, row in rows if table == "evaluations" and row["stage"] == FINAL]
-    return values | final_scores([row for row in found if row.get("value") is not None])
+    return values | final_scores([row for row in found if row.get("value") is not None and row.get("detail") is None])
 
 
 def final_scores(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:

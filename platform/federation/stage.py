@@ -132,6 +132,7 @@ def evaluation_rows(reports: Iterable[Report], tier: str | None = None) -> list[
                 "metric": m.metric,
                 "value": m.value,
                 "samples": m.samples,
+                "detail": m.detail,
             },
         )
         for report in reports

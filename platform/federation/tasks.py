@@ -12,7 +12,7 @@ from fedloom.platform.spaces.offers import with_tasks
 from fedloom.tiers.costs import CostTable, with_unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from fedloom.platform.data.config import DataConfig
     from fedloom.platform.data.dataset import Dataset
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ALL = "all"
 """The name of the data set's own classes."""
+MOST_NAMED = 3
+"""Classes whose names make a name together."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Tasks:
 
     names: tuple[str, ...] = ()
     of_tier: tuple[int, ...] = ()
-    labels: tuple[tuple[int, ...], ...] = ()
-    """Per task the class of every class of the data set."""
+    labels: tuple[LabelSet, ...] = ()
+    """The classes of every task."""
 
     def of_same(self, tier: int, tier_of_client: np.ndarray) -> np.ndarray:
         """The ids of the clients of a tier and above that have its task, ascending."""
@@ -70,7 +72,7 @@ def tasks_of(config: RunConfig, space: SearchSpace, dataset: Dataset, tiers: int
     if heads != classes:
         what = ", ".join(f"{name} of {count}" for name, count in zip(names, classes, strict=True))
         raise ValueError(f"space.heads={heads}: the tasks are {what} classes; set space.heads={classes}")
-    return Tasks(names, tuple(names.index(name) for name in given), tuple(known[name].of for name in names))
+    return Tasks(names, tuple(names.index(name) for name in given), tuple(known[name] for name in names))
 
 
 def label_sets(dataset: Dataset, config: DataConfig) -> Mapping[str, LabelSet]:
@@ -84,5 +86,11 @@ def label_sets(dataset: Dataset, config: DataConfig) -> Mapping[str, LabelSet]:
         key = f"data.label_sets.{name}"
         if name in known:
             raise ValueError(f"{key}: {config.dataset} has label sets of the names {', '.join(known)}; choose another")
-        known[name] = LabelSet(of_classes(of, classes, key), tuple(map(str, range(1 + max(of)))))
+        known[name] = LabelSet(of_classes(of, classes, key), _names(name, of, dataset.class_names))
     return known
+
+
+def _names(name: str, of: Sequence[int], classes: Sequence[str]) -> tuple[str, ...]:
+    """Names of coarser classes: what they join, such as `0 + 1`, or if that is much the label set's with a number."""
+    joined = [[c for c, own in zip(classes, of, strict=True) if own == coarse] for coarse in range(1 + max(of))]
+    return tuple(" + ".join(of_one) if len(of_one) <= MOST_NAMED else f"{name} {k}" for k, of_one in enumerate(joined))

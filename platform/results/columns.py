@@ -5,6 +5,10 @@ The schemas are in `tables`; a test compares both.
 
 from collections.abc import Mapping
 
+CONFUSION, PARAGRAPH = "confusion", "paragraph"
+"""Metrics of the final evaluation with a `detail`: how often a class was taken for another, the loss of what a text
+model wrote."""
+
 OF_EVERY_TABLE: Mapping[str, str] = {
     "experiment": "the experiment's name, from the path of the file",
     "run_id": "the run's id, from the path of the file",
@@ -123,6 +127,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "metric": "what was measured: accuracy, loss, macs, latency_s, ...",
         "value": "the measured value, in the unit of the metric; accuracies are shares of 1",
         "samples": "over how many samples",
+        "detail": "JSON: of what the value is, where a metric has several: of confusion [class, prediction], of "
+        "paragraph [given, written]",
     },
     "models": {
         "stage": _STAGE,

@@ -62,7 +62,7 @@ TABLES: dict[str, pa.Schema] = {
     ),
     "evaluations": _schema(
         "stage:str round:int model:str tier:str architecture:str client_id:int split:str metric:str value:float "
-        "samples:int"
+        "samples:int detail:str"
     ),
     "models": _schema("stage:str round:int tier:str architecture:str macs:int parameters:int file:str hash:str"),
 }

@@ -171,7 +171,7 @@ class OperatorChoiceSpace(NamedOperatorSpace):
     def task_of(self, options: Sequence[int] | Subspace) -> int:
         """The task of an architecture, or of a subspace that holds one task's classifier."""
         last = options[-1]
-        return int(last if isinstance(last, int) else last[0]) if self.num_tasks > 1 else 0
+        return int(last[0] if isinstance(last, tuple) else last) if self.num_tasks > 1 else 0
 
     # -- modules ----------------------------------------------------------------------------------------------------
 

@@ -11,12 +11,14 @@ from matplotlib.lines import Line2D
 from fedloom.experiments.analysis.frames import MODELS
 from fedloom.experiments.analysis.seeds import SEEDS, spread
 from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.texts import perplexity_of
 from fedloom.experiments.report.figures.settings import multiples, same_limits
 from fedloom.experiments.report.figures.style import (
     DASHED,
     GREY,
     INK,
     LEGEND,
+    logarithmic,
     quiet,
     tier_colours,
     tier_markers,
@@ -34,7 +36,7 @@ LONGEST_SHORT_NAME = 10
 SIMILAR = 3.0
 """Stages share an axis if none of them fills less than one part in so many of it."""
 
-VALUES = {"metric": "accuracy (%)", "loss": "loss (cross-entropy)"}
+VALUES = {"metric": "accuracy (%)", "loss": "loss (cross-entropy)", "perplexity": "perplexity"}
 """The values to draw and the labels of their axes."""
 
 
@@ -45,6 +47,8 @@ def convergence_figure(convergence: pd.DataFrame, settings: Sequence[Setting], v
     fine-tuning moves little where training from fresh weights moves a lot. For several seeds the line is their mean and
     the band reaches from the minimum to the maximum.
     """
+    if "perplexity" in values:
+        convergence = convergence.assign(perplexity=convergence["loss"].map(perplexity_of, na_action="ignore"))
     shown = [s for s in settings if len(s.rows(convergence))]
     if not shown:
         return None
@@ -75,6 +79,8 @@ def _panels(
             title, xlabel = stage_name(kind) if line == 0 else "", "finished rounds" if line == len(values) - 1 else ""
             quiet(axes, title=title, xlabel=xlabel, ylabel=VALUES[value] if kind == own[0] else "")
             whole_numbers(axes)
+            if value == "perplexity":
+                logarithmic(axes)
     return [list(line) for line in grid]
 
 

@@ -9,7 +9,7 @@ from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from fedloom.experiments.analysis.frames import natural
 
@@ -64,6 +64,14 @@ def quiet(axes: Axes, *, title: str = "", xlabel: str = "", ylabel: str = "") ->
 def whole_numbers(axes: Axes) -> None:
     """Restricts the ticks of the x axis to whole numbers, since rounds are whole."""
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+
+
+def logarithmic(axes: Axes) -> None:
+    """A logarithmic y axis whose ticks are plain numbers: perplexities fall from the vocabulary's size to a few."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def png(figure: Figure) -> bytes:

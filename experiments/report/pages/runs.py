@@ -30,8 +30,9 @@ from fedloom.experiments.report.parts.block import Block, rich_block
 from fedloom.experiments.report.parts.words import setting_head
 from fedloom.experiments.report.tables.communication import communication_block, dry_block
 from fedloom.experiments.report.tables.costs import cost_block
+from fedloom.experiments.report.tables.details import class_blocks, paragraph_block
 from fedloom.experiments.report.tables.failures import failures_block
-from fedloom.experiments.report.tables.fairness import fairness_block
+from fedloom.experiments.report.tables.fairness import fairness_blocks
 from fedloom.experiments.report.tables.outcomes import Groups, outcomes_block
 from fedloom.experiments.report.tables.settings import settings_block
 from fedloom.experiments.report.tables.silos import silo_blocks
@@ -106,7 +107,9 @@ def _blocks(tables: Tables, settings: Sequence[Setting], bounds: Bounds, labels:
         *(subnet_block(summary, wide=True) for summary in subnet_summaries(tables, labels)),
         *(cost_block(comparison) for comparison in cost_comparisons(tables, labels)),
         *silo_blocks(tables, wide=True),
-        fairness_block(tables, settings),
+        *fairness_blocks(tables, settings),
+        *class_blocks(tables, settings),
+        paragraph_block(tables, settings),
         communication_block(tables, settings, labels),
         failures_block(tables, settings),
     ]

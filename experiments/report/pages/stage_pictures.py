@@ -9,12 +9,14 @@ import pandas as pd
 
 from fedloom.experiments.analysis.bounds import Bounds
 from fedloom.experiments.analysis.convergence import convergence
+from fedloom.experiments.analysis.details import confusions
 from fedloom.experiments.analysis.frames import client_metrics, communication, communication_by_kind, pareto
 from fedloom.experiments.analysis.kinds import SILOS, elastic_run_ids, silo_run_ids
 from fedloom.experiments.analysis.labels import Labels
 from fedloom.experiments.analysis.settings import Setting, settings_of
 from fedloom.experiments.analysis.stages import ALONE, by_stage, real_rounds
 from fedloom.experiments.analysis.tables import Tables
+from fedloom.experiments.analysis.texts import PERPLEXITY, text_run_ids
 from fedloom.experiments.report.pages.sheets import sheets
 from fedloom.experiments.report.parts.picture import Picture
 from fedloom.experiments.report.parts.words import REPEATED, sentence
@@ -39,6 +41,11 @@ CAPTIONS = {
         "Bytes that all clients together received and sent. The cumulative curves leave out the final evaluation; the "
         "rand-init baseline is counted on its own.",
     ),
+    "confusion": (
+        "Confusion matrix per tier",
+        "Share in % of each class of the whole test set (rows) that the model took for each class (columns); all runs "
+        "together.",
+    ),
     "clients": (
         "Accuracy per client",
         "Each dot is a client's accuracy on its own test data with its tier's model; the triangle marks the worst "
@@ -58,6 +65,7 @@ OVER_RUNS = {
     "convergence": "Lines are means over the runs, bands reach from the least to the greatest.",
     "pareto": "Every run has its own front and winner.",
     "communication": "Bars are means over the runs; every run has its own curve.",
+    "confusion": "",
     "clients": "The clients of all runs are shown together.",
 }
 OVER_SETTINGS = "Each part is a setting, with the axes of the others"
@@ -86,6 +94,8 @@ class _Frames:
     kinds: pd.DataFrame
     rounds: pd.DataFrame
     clients: pd.DataFrame
+    confusions: pd.DataFrame
+    texts: frozenset[str]
 
 
 def _frames(tables: Tables, labels: Labels) -> _Frames:
@@ -95,6 +105,8 @@ def _frames(tables: Tables, labels: Labels) -> _Frames:
         kinds=communication_by_kind(communication(tables)),
         rounds=by_stage(real_rounds(tables.rounds)),
         clients=client_metrics(tables),
+        confusions=confusions(tables),
+        texts=text_run_ids(tables),
     )
 
 
@@ -102,17 +114,20 @@ def _pictures(frames: _Frames, settings: Sequence[Setting], bounds: Bounds, *, a
     # Imported here, because matplotlib takes a second to load and a run's summary does not need it.
     from fedloom.experiments.report.figures.clients import clients_figure
     from fedloom.experiments.report.figures.communication import communication_figure
+    from fedloom.experiments.report.figures.confusion import confusion_figure
     from fedloom.experiments.report.figures.convergence import convergence_figure
     from fedloom.experiments.report.figures.drawing import Drawing
     from fedloom.experiments.report.figures.fronts import pareto_figure
 
-    values = {"convergence": ("loss", "metric")} if alone else {"convergence": ("metric",), LOSS: ("loss",)}
+    loss = PERPLEXITY if all(frames.texts.issuperset(s.run_ids) for s in settings) else "loss"
+    values = {"convergence": (loss, "metric")} if alone else {"convergence": ("metric",), LOSS: (loss,)}
     # One at a time: each is drawn while the next is made.
     makers: dict[str, Callable[[], Figure | None]] = {
         **{name: partial(convergence_figure, frames.curves, settings, shown) for name, shown in values.items()},
         "pareto": lambda: pareto_figure(frames.candidates, settings, _macs_bounds(settings, bounds)),
         "communication": lambda: communication_figure(frames.kinds, frames.rounds, settings),
         "clients": lambda: clients_figure(frames.clients, settings),
+        "confusion": lambda: confusion_figure(frames.confusions, settings),
     }
     for name, make in makers.items():
         figure = make()

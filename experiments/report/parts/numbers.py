@@ -12,6 +12,7 @@ from fedloom.experiments.analysis.seeds import SEEDS, estimate_by_seed
 Write = Callable[[Any], str]
 
 ABSENT = "–"
+MOST_WRITTEN = 1e5
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -49,6 +50,13 @@ def percent(value: Any, *, sign: bool = False) -> str:
 def times(value: Any) -> str:
     """A ratio with two decimals, such as "10.38×"."""
     return ABSENT if is_absent(value) else f"{float(value):.2f}×"
+
+
+def two_digits(value: Any) -> str:
+    """A number with two decimals; perplexities of diverged models are written with an exponent."""
+    if is_absent(value):
+        return ABSENT
+    return f"{float(value):.2f}" if float(value) < MOST_WRITTEN else f"{float(value):.1e}"
 
 
 def seconds(value: Any) -> str:

@@ -12,12 +12,10 @@ from fedloom.experiments.analysis.kinds import ALL_TIERS
 from fedloom.experiments.analysis.seeds import SEEDS, estimate_by_seed
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.report.parts.block import Block
-from fedloom.experiments.report.parts.numbers import ABSENT, Write, percent, points, si, with_interval
+from fedloom.experiments.report.parts.numbers import ABSENT, Write, percent, points, si, two_digits, with_interval
 from fedloom.experiments.report.parts.words import model_name, over_runs, sentence
 
 FAIRNESS = ("mean", "std", "worst")
-MOST_WRITTEN = 1e5
-"""Perplexities of diverged models are written with an exponent from here on."""
 COSTS = ("upper_bound", "macs", "parameters")
 
 
@@ -117,7 +115,7 @@ def _by_accuracy(keys: set[str]) -> list[Column]:
 
 
 def _by_perplexity(keys: set[str]) -> list[Column]:
-    last, write = _last_clients(keys), _two_digits
+    last, write = _last_clients(keys), two_digits
     tested = [(f"perplexity_{m}", model_name(m)) for m in _tested(keys)]
     return [
         Column("search, validation perplexity", "search", "search_perplexity", write),
@@ -129,7 +127,7 @@ def _by_perplexity(keys: set[str]) -> list[Column]:
 
 
 def _tau() -> Column:
-    return Column("Kendall tau", "Kendall\ntau", "kendall_tau", _two_digits)
+    return Column("Kendall tau", "Kendall\ntau", "kendall_tau", two_digits)
 
 
 def _tested(keys: Iterable[str]) -> list[str]:
@@ -149,12 +147,6 @@ def last_measured(keys: Iterable[str]) -> str:
 
 def _narrow(name: str) -> str:
     return name.replace("supernet", "super").replace(" ", "\n", 1).replace("-", "-\n", 1)
-
-
-def _two_digits(value: Any) -> str:
-    if is_absent(value):
-        return ABSENT
-    return f"{float(value):.2f}" if float(value) < MOST_WRITTEN else f"{float(value):.1e}"
 
 
 def _signed(value: Any) -> str:

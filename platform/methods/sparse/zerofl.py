@@ -184,7 +184,7 @@ def stages(config: ZeroFLConfig, world: World) -> list[Stage]:
     if not config.sparsity:
         return fedavg_stages(config, world, config.name, client)
     sparse = Deployment(
-        lambda subnet: ScoreThinned(subnet, config.name, "validation", kept),
+        lambda subnet: ScoreThinned(subnet, config.name, "validation", share=kept),
         lambda subnet, weights: thinned(world.space, subnet, weights, kept),
     )
     return fedavg_stages(config, world, config.name, client, sparse)

@@ -106,7 +106,7 @@ class EvaluationStage(Stage):
         on_validation, on_test = (ScoreSubnet(job.subnet, job.model, split) for split in ("validation", "test"))
         central = [
             for_server(self.name, state.round, on_validation),
-            for_server(self.name, state.round, on_test, reads_test=True),
+            for_server(self.name, state.round, replace(on_test, details=True), reads_test=True),
         ]
         own = job.client_ids[: self.config.clients_per_tier]
         cohort = Cohort(tuple(int(c) for c in own), 1.0, "all of the tier")
