@@ -9,6 +9,7 @@ import importlib.util
 import re
 import shlex
 import sys
+import wave
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -110,6 +111,12 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             (tmp_path / named[1]).write_text(block.text)
     signs = "".join(map(chr, range(33, 127))) * 20
     pd.DataFrame({"text": [signs] * 20, "user": range(20)}).to_parquet(tmp_path / "mine.parquet")
+    for speaker in ("ann", "bob", "cem", "dan", "eve", "fay"):
+        (tmp_path / "mine" / speaker).mkdir(parents=True)
+        for word in range(16):
+            with wave.open(str(tmp_path / "mine" / speaker / f"word{word % 8}_{word // 8}.wav"), "wb") as file:
+                file.setparams((1, 2, 16_000, 0, "NONE", ""))
+                file.writeframes(bytes(200 + 40 * word))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(PLUGINS))
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))

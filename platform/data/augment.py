@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedloom.platform.data.augment_sound import noise_shift
 from fedloom.platform.data.on_device import upload
 from fedloom.platform.plugins import Chosen, PluginError, Slot, is_import_path
 from fedloom.platform.settings import Range
@@ -146,6 +147,7 @@ AUGMENTATIONS: Slot[Augmentation] = Slot(
         "crop_flip": crop_flip,
         "crop_flip_cutout": crop_flip_cutout,
         "crop_flip_randaugment_cutout": crop_flip_randaugment_cutout,
+        "noise_shift": noise_shift,
     },
     ("x_B", "generator"),
 )
@@ -183,7 +185,9 @@ def check_augmentation(choice: Chosen, x_B: Tensor) -> None:
     if augment is None:
         return
     if not is_import_path(choice.name):
-        if x_B.dim() != 4:
+        if choice.name == "noise_shift":
+            augment(x_B.clone(), torch.Generator().manual_seed(0))
+        elif x_B.dim() != 4:
             raise ValueError(f"data.augment={choice.name} is for images: the data set has none; use none")
         return
     result = augment(x_B.clone(), torch.Generator().manual_seed(0))

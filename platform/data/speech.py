@@ -73,6 +73,24 @@ def mfcc(sound: Sound) -> Sound:
     return found.astype(np.float32)
 
 
+def read_second(path: Path, start: int = 0) -> Sound:
+    """The samples (16000,) of a WAV file from one of them on, in -1 to 1; a shorter sound is followed by zeros.
+
+    Raises ValueError for a file that is no sound, empty, of another rate, or of several channels.
+    """
+    soundfile = _soundfile()
+    try:
+        samples, rate = soundfile.read(path, frames=RATE, start=start, dtype="float32", always_2d=True)
+    except (soundfile.LibsndfileError, RuntimeError) as error:
+        raise ValueError(f"{path}: cannot be read as sound ({error}); expected 16 kHz mono WAV") from error
+    if rate != RATE or samples.shape[1] != 1:
+        kind = f"{rate} Hz, {samples.shape[1]} channel{'s' if samples.shape[1] > 1 else ''}"
+        raise ValueError(f"{path}: is {kind}; expected {RATE} Hz, 1 channel: convert it")
+    if not len(samples):
+        raise ValueError(f"{path}: has no samples; expected up to a second of sound: take it out")
+    return np.pad(samples[:, 0], (0, RATE - len(samples)))
+
+
 def _librosa() -> Any:
     """librosa, imported only where features are computed; ValueError if it cannot be."""
     try:
@@ -151,7 +169,7 @@ class SpeechSource(Source):
         clips = self._clips[part]
         features = np.empty((len(rows), 1, FEATURES["coefficients"], FRAMES), dtype=np.float32)
         for place, row in enumerate(rows.tolist()):
-            features[place, 0] = mfcc(self.sound(clips[row]))
+            features[place, 0] = mfcc(read_second(self.folder / clips[row].path, clips[row].start))
         return features
 
     @cached_property
@@ -168,23 +186,6 @@ class SpeechSource(Source):
         return np.array([number[owner] for owner in owners], dtype=np.int64)
 
     # -- files ------------------------------------------------------------------------------------------------------
-
-    def sound(self, clip: Clip) -> Sound:
-        """The samples (16000,) of a clip, in -1 to 1; a shorter one is followed by zeros.
-
-        Raises ValueError for a file that is no sound, empty, of another rate, or of several channels.
-        """
-        path, soundfile = self.folder / clip.path, _soundfile()
-        try:
-            samples, rate = soundfile.read(path, frames=RATE, start=clip.start, dtype="float32", always_2d=True)
-        except (soundfile.LibsndfileError, RuntimeError) as error:
-            raise ValueError(f"{path}: cannot be read as sound ({error}); expected 16 kHz mono WAV") from error
-        if rate != RATE or samples.shape[1] != 1:
-            kind = f"{rate} Hz, {samples.shape[1]} channel{'s' if samples.shape[1] > 1 else ''}"
-            raise ValueError(f"{path}: is {kind}; expected {RATE} Hz, 1 channel: convert it")
-        if not len(samples):
-            raise ValueError(f"{path}: has no samples; expected up to a second of sound: take it out")
-        return np.pad(samples[:, 0], (0, RATE - len(samples)))
 
     @cached_property
     def _clips(self) -> Mapping[str, tuple[Clip, ...]]:
