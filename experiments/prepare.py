@@ -8,6 +8,7 @@ from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.data.published import PUBLISHED, differences
 
 
 def prepare(overrides: Sequence[str]) -> dict[str, Any]:
@@ -20,6 +21,8 @@ def prepare(overrides: Sequence[str]) -> dict[str, Any]:
     dataset = Dataset.open(path)
     partition = prepare_partition(config.data, dataset, config.seed_for("partition"))
     data = FederatedData.open(path, partition)
+    found = differences(config.data, dataset)
+    whole = ("; ".join(found) or "yes") if config.data.dataset in PUBLISHED else None
     sizes = {split: data.sizes(split) for split in ("train", "validation")}
     return {
         "dataset": config.data.dataset,
@@ -28,6 +31,7 @@ def prepare(overrides: Sequence[str]) -> dict[str, Any]:
         "classes": dataset.num_classes,
         "train_samples": dataset.num_samples("train"),
         "test_samples": dataset.num_samples("test"),
+        **({} if whole is None else {"as_published": whole}),
         "partition": str(partition),
         "partition_hash": data.partition_hash,
         "clients": data.num_clients,

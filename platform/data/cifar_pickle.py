@@ -1,13 +1,17 @@
 """CIFAR-10 and CIFAR-100 as their authors publish them: Python 2 pickles of plain dictionaries.
 
 They are not read by torchvision, because it requires the MD5 sums of the originals and unpickles arbitrary objects.
+They are read from their folder, or from the archive that torchvision downloads, without unpacking it.
 """
 
+import io
 import pickle
+import tarfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -59,6 +63,10 @@ LAYOUTS = {
 }
 
 
+ARCHIVES = {"cifar-10-batches-py": "cifar-10-python.tar.gz", "cifar-100-python": "cifar-100-python.tar.gz"}
+"""The archives of the folders, as torchvision downloads them."""
+
+
 class _PlainUnpickler(pickle.Unpickler):
     """Unpickles NumPy arrays and plain containers, and rejects everything else."""
 
@@ -75,9 +83,26 @@ class _PlainUnpickler(pickle.Unpickler):
         return allowed[module, name]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _opened(path: Path) -> BinaryIO:
+    """A file of the folder, or of the archive beside it; ValueError for an archive that is damaged or lacks it."""
+    archive = path.parent.with_name(ARCHIVES[path.parent.name])
+    if path.parent.is_dir() or not archive.is_file():
+        return path.open("rb")
     try:
-        with path.open("rb") as file:
+        with tarfile.open(archive) as tar:
+            member = tar.extractfile(f"{path.parent.name}/{path.name}")
+            return io.BytesIO(b"" if member is None else member.read())
+    except (tarfile.TarError, EOFError, OSError, zlib.error, KeyError) as error:
+        raise ValueError(
+            f"{archive}: {path.name} cannot be read from it ({str(error).splitlines()[0] or 'it ends early'}); "
+            "download the archive again"
+        ) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = _opened(path)
+    try:
+        with file:
             content = _PlainUnpickler(file, encoding="latin1").load()
     except _UNREADABLE as error:
         raise ValueError(f"{path}: not a published CIFAR batch ({error}); expected a pickled dictionary") from error
@@ -107,9 +132,18 @@ class PickleSource(Source):
     layout: Layout
     scale: float = 255
 
+    @property
+    def archive(self) -> Path:
+        """The archive that torchvision downloads, of which the folder is unpacked."""
+        return self.folder.with_name(ARCHIVES[self.folder.name])
+
+    @property
+    def _is_packed(self) -> bool:
+        return not self.folder.is_dir() and self.archive.is_file()
+
     def missing_files(self) -> list[str]:
-        """The names of the published files that are missing in the folder."""
-        return [f for f in self._files() if not (self.folder / f).is_file()]
+        """The names of the published files that are missing in the folder; none if the archive is there instead."""
+        return [] if self._is_packed else [f for f in self._files() if not (self.folder / f).is_file()]
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -133,7 +167,8 @@ class PickleSource(Source):
         return {"coarse": LabelSet.from_labels(fine, coarse, meta[self.layout.coarse_names_key], path)}
 
     def identity(self) -> Fields:
-        files = {"layout": self.layout.folder, "sha256": {f: hash_of_file(self.folder / f) for f in self._files()}}
+        originals = [self.archive] if self._is_packed else [self.folder / f for f in self._files()]
+        files: Fields = {"layout": self.layout.folder, "sha256": {f.name: hash_of_file(f) for f in originals}}
         return {**files, "label_sets": ["coarse"]} if self.layout.coarse_labels_key else files
 
     def labels(self, part: str) -> IntArray:

@@ -11,13 +11,15 @@ import numpy as np
 from fedloom.platform.data.arrays import Arrays, source_of
 from fedloom.platform.data.artefact import ByteArray, Fields, IntArray
 from fedloom.platform.data.augment import AUGMENTATIONS
-from fedloom.platform.data.cifar_parquet import find_parquet
 from fedloom.platform.data.cifar_pickle import LAYOUTS, PickleSource
+from fedloom.platform.data.cinic import FOLDERS as CINIC_FOLDERS
 from fedloom.platform.data.cinic import find_cinic
 from fedloom.platform.data.config import DataConfig, data_root
 from fedloom.platform.data.folders import OwnFolders, find_folders
+from fedloom.platform.data.image_parquet import find_parquet
 from fedloom.platform.data.npz import read_npz
 from fedloom.platform.data.ptb import PtbSource
+from fedloom.platform.data.published import PUBLISHED
 from fedloom.platform.data.shakespeare import ShakespeareSource
 from fedloom.platform.data.source import Source
 from fedloom.platform.data.speech import SpeechSource
@@ -55,9 +57,11 @@ def synthetic(config: DataConfig) -> Source:
 
 
 def cinic10(config: DataConfig) -> Source:
-    """CINIC-10 from its published folders."""
-    layout = "CINIC-10/ or cinic10/ with train/CLASS/*.png and test/CLASS/*.png"
-    return find_cinic(data_root(config)) or _not_found(config, layout)
+    """CINIC-10 from its published folders or as Parquet."""
+    root = data_root(config)
+    folders = find_cinic(root) if any((root / name / "train").is_dir() for name in CINIC_FOLDERS) else None
+    tables = [find_parquet(root / name, "cinic10") for name in CINIC_FOLDERS if folders is None]
+    return folders or next(filter(None, tables), None) or find_cinic(root) or _not_found(config)
 
 
 def cifar10(config: DataConfig) -> Source:
@@ -72,14 +76,12 @@ def cifar100(config: DataConfig) -> Source:
 
 def shakespeare(config: DataConfig) -> TokenSource:
     """Shakespeare's plays by character, one client per role, as published for TensorFlow Federated."""
-    layout = "shakespeare/shakespeare_train.h5 and shakespeare_test.h5"
-    return ShakespeareSource.find(data_root(config), config.sequence_length) or _not_found(config, layout)
+    return ShakespeareSource.find(data_root(config), config.sequence_length) or _not_found(config)
 
 
 def ptb(config: DataConfig) -> TokenSource:
     """The Penn Treebank by words."""
-    layout = "ptb.train.txt and ptb.test.txt in ptb/ or simple-examples/data/"
-    return PtbSource.find(data_root(config), config.sequence_length) or _not_found(config, layout)
+    return PtbSource.find(data_root(config), config.sequence_length) or _not_found(config)
 
 
 def speech_commands(
@@ -175,7 +177,8 @@ def find_source(config: DataConfig) -> Source | TokenSource:
     return source_of(DATASETS.make(dataset)(config), config.dataset)
 
 
-def _not_found(config: DataConfig, layout: str) -> NoReturn:
+def _not_found(config: DataConfig, layout: str = "") -> NoReturn:
+    layout = layout or PUBLISHED[config.dataset].where
     only = "; data.download=true fetches CIFAR and torchvision's alone" if config.download else ""
     raise ValueError(
         f"{config.dataset} not found under {data_root(config)}: looked for {layout}; "
@@ -197,8 +200,8 @@ def _find_cifar(dataset: str, root: Path, download: bool) -> Source:
     if pickles.folder.is_dir():
         raise ValueError(f"{pickles.folder}: {pickles.missing_files()[0]} is missing; unpack the archive again")
     raise ValueError(
-        f"{dataset} not found under {root}: looked for {pickles.folder.name}/ and "
-        f"{dataset}/train-*.parquet with test-*.parquet; set FEDLOOM_DATA or data.root, or data.download=true"
+        f"{dataset} not found under {root}: looked for {PUBLISHED[dataset].where}; set FEDLOOM_DATA or data.root, or "
+        "data.download=true"
     )
 
 

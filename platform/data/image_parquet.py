@@ -1,7 +1,7 @@
-"""CIFAR-10 and CIFAR-100 in the Parquet layout of the Hugging Face hub: encoded images and labels in columns."""
+"""CIFAR-10, CIFAR-100 and CINIC-10 in the Parquet layout of the Hugging Face hub: images and labels in columns."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,20 @@ from fedloom.platform.data.decode import decode_image
 from fedloom.platform.data.label_sets import LabelSet
 from fedloom.platform.data.source import Source
 
-LABEL_COLUMNS = {"cifar10": "label", "cifar100": "fine_label"}
+LABEL_COLUMNS = {"cifar10": "label", "cifar100": "fine_label", "cinic10": "label"}
+IMAGE_COLUMNS = ("img", "image")
 COARSE_COLUMNS = {"cifar100": "coarse_label"}
-NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
+NUM_CLASSES = {"cifar10": 10, "cifar100": 100, "cinic10": 10}
 NUM_SUPERCLASSES = 20
 IMAGE_SHAPE = (32, 32)
 
 
 def find_parquet(folder: Path, dataset: str) -> "ParquetSource | None":
-    """The source in `folder` or in the hub's sub-folders `plain_text` and `DATASET`; None if there are no files.
+    """The source in `folder` or in one of the hub's sub-folders below it; None if there are no files.
 
     Raises ValueError naming the file whose columns are not the expected ones.
     """
-    for place in (folder, folder / "plain_text", folder / dataset):
+    for place in (folder, folder / "plain_text", folder / dataset, folder / "data"):
         files = {part: tuple(sorted(place.glob(f"{part}-*.parquet"))) for part in ("train", "test")}
         if files["train"] and files["test"]:
             for file in (*files["train"], *files["test"]):
@@ -37,7 +38,7 @@ def find_parquet(folder: Path, dataset: str) -> "ParquetSource | None":
 
 
 def _expected(label: str) -> str:
-    return f"expected a Parquet file with columns img{{bytes,path}} and {label} (integer)"
+    return f"expected a Parquet file with columns img{{bytes,path}} (or image) and {label} (integer)"
 
 
 def _schema(file: Path, label: str) -> pa.Schema:
@@ -47,10 +48,14 @@ def _schema(file: Path, label: str) -> pa.Schema:
         raise ValueError(f"{file}: cannot be read ({str(error).splitlines()[0]}); {_expected(label)}") from error
 
 
+def _image_column(names: Sequence[str]) -> str:
+    return next((name for name in IMAGE_COLUMNS if name in names), IMAGE_COLUMNS[0])
+
+
 def _check_columns(file: Path, label: str) -> None:
     schema = _schema(file, label)
     types = dict(zip(schema.names, schema.types, strict=True))
-    img = types.get("img")
+    img = types.get(_image_column(schema.names))
     has_bytes = img is not None and pa.types.is_struct(img) and img.get_field_index("bytes") >= 0
     if not has_bytes or label not in types or not pa.types.is_integer(types[label]):
         raise ValueError(f"{file}: columns {', '.join(schema.names)}; {_expected(label)}")
@@ -134,7 +139,7 @@ class ParquetSource(Source):
     def _decoded(self, part: str, sorted_rows: IntArray) -> Iterator[ByteArray]:
         start = 0
         for file in self.files[part]:
-            column = _read_column(file, "img", self.label)
+            column = _read_column(file, _image_column(_schema(file, self.label).names), self.label)
             here = sorted_rows[(sorted_rows >= start) & (sorted_rows < start + len(column))] - start
             for row, image in zip(here.tolist(), column.take(pa.array(here)), strict=True):
                 yield _decode(image.as_py(), file, row)
