@@ -15,7 +15,7 @@ from fedloom.experiments.analysis.silos import per_silo
 from fedloom.experiments.analysis.stages import by_stage
 from fedloom.experiments.analysis.summary import per_model
 from fedloom.experiments.analysis.tables import Tables
-from fedloom.experiments.analysis.texts import perplexity_of
+from fedloom.experiments.analysis.texts import PERPLEXITY, perplexity_of
 from fedloom.experiments.reproduce.counted import OF_DATA, fact, facts_of, stood_in
 from fedloom.experiments.reproduce.frames import cells, gains, subnets_by_size
 from fedloom.experiments.reproduce.schema import ONLY, Combined, Counted, Item, Operand, Quantity, Read, Scale, Spot
@@ -25,6 +25,7 @@ FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {
     "models": per_model,
     "tiers": per_tier,
     "fairness": fairness,
+    "fairness_in_perplexity": lambda tables: fairness(tables, PERPLEXITY),
     "silos": per_silo,
     "subnets": subnets_by_size,
     "gains": gains,

@@ -29,7 +29,7 @@ WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 """The words of the task of 12 classes, in the order of their labels."""
 UNKNOWN, SILENCE, NOISE = "_unknown_", "_silence_", "_background_noise_"
 MANY = 35
-"""The words of version 0.02."""
+"""The words of version 0.02, of which a part of the test archive may lack rare ones."""
 LISTS = ("validation_list.txt", "testing_list.txt")
 RATE = 16_000
 FEATURES = {"rate": 8_000, "coefficients": 40, "window": 320, "hop": 160, "mels": 40}
@@ -55,6 +55,11 @@ class Clip:
 def speaker_of(path: str) -> str:
     """Who speaks, by the name of the file."""
     return Path(path).stem.partition("_nohash_")[0].rpartition("_")[2]
+
+
+def word_of(name: str) -> str:
+    """Which of the other words is spoken in a file of the archive of test clips."""
+    return name.partition("_")[0]
 
 
 def part_of(path: str) -> str:
@@ -136,10 +141,12 @@ class SpeechSource(Source):
         if self.num_classes == len(WORDS) + 2:
             return (*WORDS, UNKNOWN, SILENCE)
         words = [name for name in self._folders if not name.startswith("_")]
+        if UNKNOWN in self._folders:  # the archive of test clips has the other words together
+            return (*words, *sorted({word_of(name) for name in _waves(self.folder / UNKNOWN)} - {*words}))
         if len(words) != MANY:
             raise ValueError(
-                f"{self.folder}: has the folders of {len(words)} words, {MANY} classes need {MANY}, which the archive "
-                "of test clips lacks; take the whole one, or data.options.classes=12"
+                f"{self.folder}: has the folders of {len(words)} words, {MANY} classes need {MANY}: unpack the archive "
+                "again, or take data.options.classes=12"
             )
         return words
 
@@ -225,11 +232,11 @@ class SpeechSource(Source):
             raise ValueError(f"{self.folder / missing[0]}: not found; Speech Commands has a folder per word: unpack it")
         label_of = {name: i for i, name in enumerate(self.class_names)}
         for folder in self._folders:
-            is_known = folder in label_of and folder != SILENCE
-            if folder in (NOISE, SILENCE) or (self.num_classes == MANY and not is_known):
+            if folder in (NOISE, SILENCE):
                 continue
             for name in _waves(self.folder / folder):
-                yield Clip(f"{folder}/{name}", label_of[folder if is_known else UNKNOWN], speaker_of(name))
+                word = word_of(name) if folder == UNKNOWN and self.num_classes == MANY else folder
+                yield Clip(f"{folder}/{name}", label_of[word if word in label_of else UNKNOWN], speaker_of(name))
 
     def _silent(self) -> Iterator[Clip]:
         """Files of silence, else the seconds of the background noises; none for 35 classes."""

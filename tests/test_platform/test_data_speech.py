@@ -112,6 +112,9 @@ def test_of_the_test_archive_alone_every_fifth_speaker_tests(tmp_path: Path) -> 
         write_wav(root / "_unknown_" / f"zero_{name}_nohash_1.wav")
     for i in range(10):
         write_wav(root / "_silence_" / f"{i}.wav")
+    many = source(tmp_path, classes=35)
+    assert many.class_names == (*sorted(WORDS), "zero"), "the other words are told apart by the files' names"
+    assert Counter(many.labels("train").tolist()) == dict.fromkeys(range(11), 4)
     found = source(tmp_path)
     assert {found.client_names[i] for i in found.clients("test").tolist()} == {sorted(names)[4]}
     assert Counter(found.labels("test").tolist()) == {**dict.fromkeys(range(11), 1), 11: 2}
@@ -231,7 +234,7 @@ def test_silence_is_needed_for_twelve_classes_and_all_words_for_35(archive: Path
     (root / "__MACOSX").mkdir()
     assert len(source(archive, classes=35).class_names) == 35
     shutil.rmtree(root / OTHERS[0])
-    with pytest.raises(ValueError, match=r"has the folders of 34 words, 35 classes need 35, .*classes=12"):
+    with pytest.raises(ValueError, match=r"has the folders of 34 words, 35 classes need 35: .*classes=12"):
         source(archive, classes=35).labels("train")
     (root / "validation_list.txt").write_bytes(b"\xff")
     (root / "testing_list.txt").write_text("")
