@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fedloom.experiments.runs.described import described
+from fedloom.platform.data.published import PUBLISHED
 from fedloom.platform.plugins import Shipped
 
 Facts = Callable[[Sequence[str]], dict[str, Any]]
@@ -38,7 +39,9 @@ def stood_in(dataset: str) -> list[str]:
     if dataset not in SIZES:
         return []
     train, test, classes = SIZES[dataset]
-    return [f"data.dataset={STAND_IN}", f"data.options={{train:{train},test:{test},classes:{classes}}}"]
+    coarse = (PUBLISHED[dataset].coarse or {}).items()
+    sets = [f"data.label_sets.{name}={[c * count // classes for c in range(classes)]}" for name, count in coarse]
+    return [f"data.dataset={STAND_IN}", f"data.options={{train:{train},test:{test},classes:{classes}}}", *sets]
 
 
 def facts_of(name: str, overrides: Sequence[str]) -> Mapping[str, Any]:
