@@ -9,6 +9,7 @@ import pandas as pd
 
 from fedloom.experiments.analysis.bounds import upper_bounds
 from fedloom.experiments.analysis.costs import cost_comparisons
+from fedloom.experiments.analysis.details import paragraphs, per_class
 from fedloom.experiments.analysis.frames import (
     METRIC,
     communication,
@@ -25,7 +26,7 @@ from fedloom.experiments.analysis.silo_gains import p_matrix, personalisation_ga
 from fedloom.experiments.analysis.silo_summaries import SiloSummary, silo_summaries
 from fedloom.experiments.analysis.silos import per_silo
 from fedloom.experiments.analysis.subnets import Subnet, SubnetSummary, subnet_summaries, subnets
-from fedloom.experiments.analysis.texts import with_perplexity
+from fedloom.experiments.analysis.texts import PERPLEXITY, with_perplexity
 from fedloom.experiments.report.pages.facts import state_of
 from fedloom.experiments.report.pages.gaps import missing_of, unknown_bounds
 from fedloom.experiments.report.pages.runs import load_chosen, tier_summaries
@@ -50,11 +51,11 @@ def report_json(results: Path, run_ids: Sequence[str] | None = None) -> dict[str
 
     Keys: metric, runs, missing; settings (runs, number of distinct seeds, and the configuration values that differ
     between settings of an experiment); summary (per setting and tier: mean, half_width of the 95 % interval, and runs,
-    where runs that repeat a seed count as one); the rows per single run of per_tier, fairness, communication,
-    communication_by_kind and failures; for SuperFedNAS runs the rows of subnets, a subnet_summary per setting, and
-    cost_comparison with the first k members trained alone; for cross-silo runs silos (per setting), the rows of
-    silo_clients, personalisation (rows of p, "matrix", and the gains) and phases. Raises ValueError for an unknown run
-    and for a damaged table.
+    where runs that repeat a seed count as one); the rows per single run of per_tier, fairness (of texts also
+    fairness_in_perplexity), per_class, paragraphs, communication, communication_by_kind and failures; for SuperFedNAS
+    runs the rows of subnets, a subnet_summary per setting, and cost_comparison with the first k members trained alone;
+    for cross-silo runs silos (per setting), the rows of silo_clients, personalisation (rows of p, "matrix", and the
+    gains) and phases. Raises ValueError for an unknown run and for a damaged table.
     """
     tables = load_chosen(results, run_ids)
     bounds = upper_bounds(tables)
@@ -67,6 +68,9 @@ def report_json(results: Path, run_ids: Sequence[str] | None = None) -> dict[str
         "summary": [_tiers(summary) for summary in tier_summaries(tables, bounds)],
         "per_tier": records(with_perplexity(per_tier(tables, bounds), tables)),
         "fairness": records(fairness(tables)),
+        "fairness_in_perplexity": records(fairness(tables, PERPLEXITY)),
+        "per_class": records(per_class(tables)),
+        "paragraphs": records(paragraphs(tables)),
         "communication": records(stages),
         "communication_by_kind": records(communication_by_kind(stages)),
         "failures": records(failures(tables)),
