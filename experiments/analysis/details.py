@@ -60,10 +60,15 @@ def paragraphs(tables: Tables) -> pd.DataFrame:
 
 
 def of_final_models(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the models that a method ends with: fine-tuned ones, those of a search, else all."""
+    """The rows of the models that a method ends with: fine-tuned ones, those of a search, else all.
+
+    Where a run has several of a tier, as of a family of subnets, each has its architecture as the tier.
+    """
     models = set(rows["model"])
     last = next((model for model in ("fine_tuned", SEARCHED) if model in models), None)
-    return rows if last is None else rows[rows["model"] == last]
+    rows = rows if last is None else rows[rows["model"] == last]
+    alike = rows.groupby(["run_id", "model", "tier"])["architecture"].transform("nunique")
+    return rows.assign(tier=rows["tier"].where(alike == 1, rows["architecture"]))
 
 
 def _of(tables: Tables, metric: str) -> pd.DataFrame:

@@ -30,7 +30,13 @@ Card = dict[str, Any]
 
 
 def model_card(
-    paths: RunPaths, world: World, chosen: Chosen, module: nn.Module, sample: Tensor, comparison: Comparison
+    paths: RunPaths,
+    world: World,
+    chosen: Chosen,
+    module: nn.Module,
+    sample: Tensor,
+    comparison: Comparison,
+    class_names: Sequence[str],
 ) -> Card:
     """The card of a model as JSON data, without the entries of its files."""
     config = asdict(world.config)
@@ -50,7 +56,7 @@ def model_card(
         "input": _tensor(INPUT, world.space.input_shape, sample.dtype, dataset.kind),
         "output": {"name": OUTPUT, "classes_dimension": 1},
         "preprocessing": preprocessing(dataset),
-        "class_names": list(dataset.class_names),
+        "class_names": list(class_names),
         "recorded": recorded(paths, chosen),
         "latency": _latency(module, sample[:1]),
         "versions": {package: version(package) for package in ("fedloom", "torch")},

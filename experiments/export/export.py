@@ -83,7 +83,7 @@ def export(
 def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats: Sequence[str]) -> Exported:
     worker = Worker(world.spec)
     module = scored_subnet(worker, Subnet(chosen.architecture, chosen.stand_alone), chosen.weights)
-    data = _validation(worker)
+    data = worker.in_task(_validation(worker), chosen.architecture)
     sample = data[0][:2]
     encoded = encode(module, sample, formats)
     comparison = compare(
@@ -91,7 +91,8 @@ def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats
     )
     check_agreement(comparison)
     name = _file_name(chosen.label)
-    card = with_files(model_card(paths, world, chosen, module, sample, comparison), name, encoded)
+    names = worker.class_names(chosen.architecture)
+    card = with_files(model_card(paths, world, chosen, module, sample, comparison, names), name, encoded)
     contents = {kind: file.content for kind, file in encoded.items()}
     return Exported(card, _write(folder, name, {**contents, CARD: json.dumps(card, indent=1).encode()}))
 

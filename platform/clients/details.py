@@ -96,8 +96,10 @@ def paragraph(
     for _ in range(count):
         window = tokens[-length:]
         padded = torch.tensor([[*window, *[window[-1]] * (length - len(window))]], device=x.device)
-        logits = forward(padded)[0, :, len(window) - 1].float().masked_fill(special, -torch.inf)
-        chances = logits.softmax(dim=0).cpu()
+        logits = forward(padded)[0, :, len(window) - 1].float()
+        if not bool(torch.isfinite(logits).all()):
+            return []  # a diverged model writes nothing
+        chances = logits.masked_fill(special, -torch.inf).softmax(dim=0).cpu()
         tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
         losses.append(-float(chances[tokens[-1]].log()))
     texts = [joined([names[t] for t in part], by_character) for part in (tokens[:begin], tokens[begin:])]

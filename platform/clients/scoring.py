@@ -42,7 +42,7 @@ def score_loaded(worker: Worker, assignment: Assignment, network: Network, data:
     # The operator `noise` draws random numbers in evaluation mode, too.
     generator = torch_stream(worker.spec.training_seed, "score", *places_of(assignment))
     with worker.randomness(network.module, generator):
-        return evaluate(network.forward, worker.in_task(data, network.choices), worker.objective)
+        return evaluate(network.forward, worker.in_task_of(data, network), worker.objective)
 
 
 def score_network(worker: Worker, assignment: Assignment, network: Network, weights: Weights, data: Samples) -> Score:
@@ -105,7 +105,7 @@ def score_subnets(
     The supernet module computes them if subnets hold whole tensors, otherwise each subnet's own module. All are for the
     same task.
     """
-    data = worker.in_task(data, architectures[0])
+    data = worker.in_task(data, architectures[0]) if architectures else data
     if worker.space.slices_tensors:
         modules = (scored_subnet(worker, Subnet(a), weights, version) for a in architectures)
         return [evaluate(module, data, worker.objective) for module in modules]

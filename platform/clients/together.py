@@ -118,7 +118,7 @@ def _trained(worker: Worker, assignments: Sequence[Assignment], weights: Weights
     assert isinstance(task.network, Subnet), "other networks are not stacked"
     network, module = task.network.on(worker, assignments[0]), skeleton(worker.space, task.network.architecture)
     assert module is not None, "its layers stack"
-    data = worker.in_task(data, network.choices)
+    data = worker.in_task_of(data, network)
     stack = _stack(worker, module, network, weights, data, len(clients))
     begun = [_begin(worker, client, network, weights, stack) for client in ordered]
     figures = train_stack(stack, task.local, worker.objective)

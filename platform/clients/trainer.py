@@ -141,7 +141,7 @@ def train_network(
     Raises TaskError if the training diverged.
     """
     tensors = worker.load(network.module, weights, network.slices)
-    data = worker.in_task(data, network.choices)
+    data = worker.in_task_of(data, network)
     parameters = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     chosen_rule = local_rule(rule)
     client = local_client(worker, assignment, network, weights, len(data[1]), local, parameters)

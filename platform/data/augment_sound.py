@@ -90,7 +90,8 @@ def noise_shift(
     mfcc = (clean - black[0]) / unit
     chosen, colour, level = (row.view(-1, 1, 1).to(device) for row in drawn)
     profile = (centres_hz().to(device) / 1000).view(1, -1, 1) ** (-COLOURS * colour)
-    profile = profile / profile.mean(dim=1, keepdim=True) * (FLUCTUATION * fluctuation.to(device)).exp()
+    around_one = (FLUCTUATION * fluctuation.to(device) - FLUCTUATION**2 / 2).exp()
+    profile = profile / profile.mean(dim=1, keepdim=True) * around_one
     power = (10 ** (torch.matmul(transform().T.to(device), mfcc) / 10)).mean(dim=(1, 2), keepdim=True)
     below = loudest + (quietest - loudest) * level
     noise = power * 10 ** (-below / 10) * profile

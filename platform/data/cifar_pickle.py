@@ -10,14 +10,16 @@ import tarfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import file_digest
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from fedloom.platform.data.artefact import ByteArray, Fields, IntArray, hash_of_file
+from fedloom.platform.data.artefact import ByteArray, Fields, IntArray
 from fedloom.platform.data.label_sets import LabelSet
 from fedloom.platform.data.source import Source
+from fedloom.platform.plugins import in_one_line
 
 _UNREADABLE = (
     pickle.UnpicklingError,
@@ -94,9 +96,13 @@ def _opened(path: Path) -> BinaryIO:
             return io.BytesIO(b"" if member is None else member.read())
     except (tarfile.TarError, EOFError, OSError, zlib.error, KeyError) as error:
         raise ValueError(
-            f"{archive}: {path.name} cannot be read from it ({str(error).splitlines()[0] or 'it ends early'}); "
-            "download the archive again"
+            f"{archive}: {path.name} cannot be read from it ({in_one_line(error)}); download the archive again"
         ) from error
+
+
+def _hash(path: Path) -> str:
+    with _opened(path) as file:
+        return file_digest(cast(Any, file), "sha256").hexdigest()
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -164,12 +170,12 @@ class PickleSource(Source):
         if self.layout.coarse_names_key not in meta or self.layout.coarse_labels_key not in content:
             return {}  # a copy without them is complete for all else
         fine, coarse = (np.asarray(content[k]) for k in (self.layout.labels_key, self.layout.coarse_labels_key))
-        return {"coarse": LabelSet.from_labels(fine, coarse, meta[self.layout.coarse_names_key], path)}
+        names = meta[self.layout.coarse_names_key]
+        return {"coarse": LabelSet.from_labels(fine, coarse, len(self.class_names), names, path)}
 
     def identity(self) -> Fields:
-        originals = [self.archive] if self._is_packed else [self.folder / f for f in self._files()]
-        files: Fields = {"layout": self.layout.folder, "sha256": {f.name: hash_of_file(f) for f in originals}}
-        return {**files, "label_sets": ["coarse"]} if self.layout.coarse_labels_key else files
+        # Of the same files in the archive the hashes are the same, so that unpacking it changes nothing.
+        return {"layout": self.layout.folder, "sha256": {f: _hash(self.folder / f) for f in self._files()}}
 
     def labels(self, part: str) -> IntArray:
         return np.concatenate([y for _, y in self._batches(part)])

@@ -17,11 +17,12 @@ def find_cinic(root: Path) -> FolderSource | None:
     from its training samples.
     Raises ValueError naming the folder that is missing, empty, or not one of the published classes.
     """
-    for name in FOLDERS:
-        if (root / name).is_dir():
-            listings = {part: _list_part(root / name / part) for part in PARTS}
-            return FolderSource(root / name, listings, CLASSES, "CINIC-10 folders", IMAGE_SHAPE)
-    return None
+    there = [root / name for name in FOLDERS if (root / name).is_dir()]
+    if not there:
+        return None
+    folder = next((folder for folder in there if (folder / PARTS[0]).is_dir()), there[0])
+    listings = {part: _list_part(folder / part) for part in PARTS}
+    return FolderSource(folder, listings, CLASSES, "CINIC-10 folders", IMAGE_SHAPE)
 
 
 def _list_part(folder: Path) -> tuple[Listing, ...]:

@@ -19,7 +19,7 @@ from fedloom.platform.data.artefact import (
 )
 from fedloom.platform.data.blocks import check_blocks
 from fedloom.platform.data.guard import TestGuard
-from fedloom.platform.data.label_sets import LabelSet
+from fedloom.platform.data.label_sets import LabelSet, read_label_sets
 from fedloom.platform.data.on_device import OnDevice
 
 MANIFEST = "dataset.json"
@@ -84,10 +84,7 @@ class Dataset:
             num_classes=manifest["num_classes"],
             class_names=tuple(manifest["class_names"]),
             client_names=tuple(described["client_names"]),
-            label_sets={
-                name: LabelSet(tuple(found["of"]), tuple(found["names"]))
-                for name, found in described.get("label_sets", {}).items()
-            },
+            label_sets=read_label_sets(path),
             scale=described["scale"],
             mean=tuple(described["mean"]),
             std=tuple(described["std"]),

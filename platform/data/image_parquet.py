@@ -112,12 +112,11 @@ class ParquetSource(Source):
             return {}
         coarse = np.concatenate([_read_column(f, column, self.label).to_numpy().astype(np.int64) for f in files])
         names = self._names(column, NUM_SUPERCLASSES)
-        return {"coarse": LabelSet.from_labels(self.labels("train"), coarse, names, files[0])}
+        return {"coarse": LabelSet.from_labels(self.labels("train"), coarse, len(self.class_names), names, files[0])}
 
     def identity(self) -> Fields:
         files = (*self.files["train"], *self.files["test"])
-        found = {"layout": f"{self.dataset} Parquet", "sha256": {f.name: hash_of_file(f) for f in files}}
-        return {**found, "label_sets": ["coarse"]} if self.dataset in COARSE_COLUMNS else found
+        return {"layout": f"{self.dataset} Parquet", "sha256": {f.name: hash_of_file(f) for f in files}}
 
     def labels(self, part: str) -> IntArray:
         return np.concatenate([self._labels_of(file) for file in self.files[part]])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from fedloom.platform.data.artefact import Fields, IntArray
+    from fedloom.platform.data.artefact import IntArray
+
+
+FILE = "label_sets.json"
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,9 @@ class LabelSet:
     names: tuple[str, ...]
 
     @classmethod
-    def from_labels(cls, fine: IntArray, coarse: IntArray, names: Sequence[str], where: object) -> LabelSet:
+    def from_labels(
+        cls, fine: IntArray, coarse: IntArray, classes: int, names: Sequence[str], where: object
+    ) -> LabelSet:
         """The label set of samples (n,) with both labels; ValueError unless one follows from the other."""
         pairs = np.unique(np.stack([fine, coarse]), axis=1)
         if len(pairs[0]) != len(np.unique(fine)):
@@ -29,12 +37,35 @@ class LabelSet:
         if coarse.size and not (coarse.min() >= 0 and coarse.max() < len(names)):
             raise ValueError(f"{where}: coarse labels {coarse.min()}..{coarse.max()}; expected 0..{len(names) - 1}")
         of = dict(zip(pairs[0].tolist(), pairs[1].tolist(), strict=True))
-        # A sub-sample need not hold all classes; those that are absent have no samples to be labelled.
-        return cls(tuple(of.get(c, 0) for c in range(1 + max(of, default=-1))), tuple(names))
+        # An incomplete copy need not hold all classes.
+        return cls(tuple(of.get(c, 0) for c in range(classes)), tuple(names))
 
-    def fields(self) -> Fields:
-        """As JSON values."""
-        return {"of": list(self.of), "names": list(self.names)}
+
+def write_label_sets(folder: Path, find: Callable[[], Mapping[str, LabelSet]]) -> None:
+    """Keeps a data set's label sets beside its manifest, unless they are there or it has none.
+
+    In the manifest they would change the hash of data sets that were prepared before there were any.
+    """
+    if (folder / FILE).is_file() or not (found := find()):
+        return
+    temporary = folder / f".{FILE}.{uuid4().hex}"
+    temporary.write_text(json.dumps({name: asdict(labels) for name, labels in found.items()}, ensure_ascii=False))
+    temporary.replace(folder / FILE)
+
+
+def read_label_sets(folder: Path) -> dict[str, LabelSet]:
+    """The label sets that a prepared data set was published with; none without their file.
+
+    Raises ValueError naming a damaged file.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return {}
+    try:
+        known = json.loads(file.read_text())
+        return {name: LabelSet(tuple(map(int, of["of"])), tuple(of["names"])) for name, of in known.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged: delete it, and prepare again") from error
 
 
 def of_classes(of: Any, classes: int, key: str) -> tuple[int, ...]:
@@ -43,6 +74,7 @@ def of_classes(of: Any, classes: int, key: str) -> tuple[int, ...]:
     if not whole or len(of) != classes:
         given = f"{len(of)} values" if whole else f"{of!r:.60}"
         raise ValueError(f"{key} has {given}: give the coarser class of each of the {classes} classes")
-    if sorted(set(of)) != list(range(1 + max(of))) or max(of) < 1:
-        raise ValueError(f"{key} names the coarser classes {sorted(set(of))}: number them 0, 1, ... without gaps")
+    found = sorted(set(of))
+    if len(found) < 2 or (found[0], found[-1]) != (0, len(found) - 1):
+        raise ValueError(f"{key} names the coarser classes {found}: number two or more 0, 1, ...")
     return tuple(of)

@@ -21,6 +21,7 @@ from fedloom.platform.data.blocks import write_blocks
 from fedloom.platform.data.checks import check
 from fedloom.platform.data.config import DataConfig, cache_root, check_cache
 from fedloom.platform.data.dataset import MANIFEST, PARTS, Dataset
+from fedloom.platform.data.label_sets import write_label_sets
 from fedloom.platform.data.source import Source
 from fedloom.platform.data.sources import FIXED_SEED, find_source
 from fedloom.platform.data.stratify import stratified_rows, uniform_rows
@@ -68,6 +69,8 @@ def _prepare(config: DataConfig, source: Source | TokenSource) -> Path:
         with atomic_folder(folder) as temporary:
             write_artefact(temporary, MANIFEST, {"name": name, **fields, "source": identity["source"]}, arrays)
             write_blocks(temporary)
+    if isinstance(source, Source):
+        write_label_sets(folder, lambda: source.label_sets)
     return folder
 
 
@@ -93,8 +96,6 @@ def _labelled(config: DataConfig, source: Source) -> Content:
         fields["kind"] = source.kind
     if source.client_names:
         fields["client_names"] = list(source.client_names)
-    if source.label_sets:
-        fields["label_sets"] = {name: labels.fields() for name, labels in source.label_sets.items()}
     return fields, arrays
 
 

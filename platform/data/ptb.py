@@ -40,7 +40,7 @@ class PtbSource(TokenSource):
     sequences. Words that are not in the vocabulary become `<unk>`.
     """
 
-    files: Mapping[str, Path]
+    files: Mapping[str, tuple[Path, ...]]
     sequence_length: int
     client_names: tuple[str, ...] = ()
 
@@ -58,9 +58,10 @@ class PtbSource(TokenSource):
                 missing = next((file for file in files.values() if not file.is_file()), None)
                 if missing is not None:
                     raise ValueError(f"{missing}: not found; ptb needs {' and '.join(FILES.values())}")
-                return cls(files, sequence_length or SEQUENCE_LENGTH)
+                texts = {part: (file,) for part, file in files.items()}
+                return cls(texts, sequence_length or SEQUENCE_LENGTH)
             if all(tables.values()):
-                return cls({part: of[0] for part, of in tables.items()}, sequence_length or SEQUENCE_LENGTH)
+                return cls({part: tuple(of) for part, of in tables.items()}, sequence_length or SEQUENCE_LENGTH)
         if folders:
             raise ValueError(f"{folders[0] / FILES['train']}: not found; ptb needs {' and '.join(FILES.values())}")
         return None
@@ -68,19 +69,22 @@ class PtbSource(TokenSource):
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:
         """The vocabulary of the training text (see `make_vocabulary`)."""
-        return make_vocabulary(_read(self.files["train"]))
+        return make_vocabulary(self._words("train"))
+
+    def _words(self, part: str) -> list[str]:
+        return [word for file in self.files[part] for word in _read(file)]
 
     def identity(self) -> Fields:
         return {
             "layout": "ptb words",
-            "sha256": {file.name: hash_of_file(file) for file in self.files.values()},
+            "sha256": {file.name: hash_of_file(file) for files in self.files.values() for file in files},
             "sequence_length": self.sequence_length,
         }
 
     def sequences(self, part: str) -> TokenPart:
         id_of = {word: i for i, word in enumerate(self.vocabulary)}
         unknown = id_of[UNKNOWN]
-        tokens = np.array([id_of.get(word, unknown) for word in _read(self.files[part])], dtype=np.int64)
+        tokens = np.array([id_of.get(word, unknown) for word in self._words(part)], dtype=np.int64)
         # The vocabulary has no padding word; the loss ignores the positions after the end of the text.
         return TokenPart(*cut(tokens, self.sequence_length, padding=id_of.get(END, unknown)))
 

@@ -59,9 +59,11 @@ def synthetic(config: DataConfig) -> Source:
 def cinic10(config: DataConfig) -> Source:
     """CINIC-10 from its published folders or as Parquet."""
     root = data_root(config)
-    folders = find_cinic(root) if any((root / name / "train").is_dir() for name in CINIC_FOLDERS) else None
-    tables = [find_parquet(root / name, "cinic10") for name in CINIC_FOLDERS if folders is None]
-    return folders or next(filter(None, tables), None) or find_cinic(root) or _not_found(config)
+    tables = [find_parquet(root / name, "cinic10") for name in CINIC_FOLDERS]
+    # Folders are the original.
+    if any((root / name / "train").is_dir() for name in CINIC_FOLDERS) or not any(tables):
+        return find_cinic(root) or _not_found(config)
+    return next(filter(None, tables))
 
 
 def cifar10(config: DataConfig) -> Source:

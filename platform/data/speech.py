@@ -236,7 +236,9 @@ class SpeechSource(Source):
                 continue
             for name in _waves(self.folder / folder):
                 word = word_of(name) if folder == UNKNOWN and self.num_classes == MANY else folder
-                yield Clip(f"{folder}/{name}", label_of[word if word in label_of else UNKNOWN], speaker_of(name))
+                label = label_of.get(word, label_of.get(UNKNOWN))
+                if label is not None:  # of 35 classes none is for folders of something else
+                    yield Clip(f"{folder}/{name}", label, speaker_of(name))
 
     def _silent(self) -> Iterator[Clip]:
         """Files of silence, else the seconds of the background noises; none for 35 classes."""

@@ -53,13 +53,13 @@ class Tasks:
 def tasks_of(config: RunConfig, space: SearchSpace, dataset: Dataset, tiers: int) -> Tasks:
     """The tasks of `tiers.tasks`; ValueError if tiers, label sets and the space's classifiers do not fit together."""
     given, heads = config.tiers.tasks, config.space.heads
+    known = label_sets(dataset, config.data)
     if given is None:
         if heads is not None:
             raise ValueError(f"space.heads={heads} are the classes of several tasks: give each tier's in tiers.tasks")
         return Tasks()
     if len(given) != tiers:
         raise ValueError(f"tiers.tasks has {len(given)} values for {tiers} tiers: give one per tier")
-    known = label_sets(dataset, config.data)
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
         raise ValueError(
@@ -71,7 +71,9 @@ def tasks_of(config: RunConfig, space: SearchSpace, dataset: Dataset, tiers: int
     classes = [len(known[name].names) for name in names]
     if heads != classes:
         what = ", ".join(f"{name} of {count}" for name, count in zip(names, classes, strict=True))
-        raise ValueError(f"space.heads={heads}: the tasks are {what} classes; set space.heads={classes}")
+        raise ValueError(
+            f"space.heads={'null' if heads is None else heads}: the tasks are {what} classes; set space.heads={classes}"
+        )
     return Tasks(names, tuple(names.index(name) for name in given), tuple(known[name] for name in names))
 
 

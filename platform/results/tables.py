@@ -17,7 +17,7 @@ from fedloom.platform.results.paths import RunPaths, runs_called
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 Value = int | float | str | bool | datetime
 Row = dict[str, Value]

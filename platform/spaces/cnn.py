@@ -158,7 +158,8 @@ def cnn_space(design: CnnDesign) -> OperatorChoiceSpace:
     ]
     layers = [[Candidate(o.name, partial(o.build, channels)) for o in operators] for channels in channels_of_layers]
     if design.heads:
-        layers.append([Candidate(f"classes({n})", partial(_classifier, design, n)) for n in design.heads])
+        named = [(f"task{i}({n})", n) for i, n in enumerate(design.heads, 1)]
+        layers.append([Candidate(name, partial(_classifier, design, n)) for name, n in named])
     return OperatorChoiceSpace(
         name=design.name,
         input_shape=design.input_shape,

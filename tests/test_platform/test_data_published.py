@@ -15,11 +15,12 @@ from fedloom.platform.data import published
 from fedloom.platform.data.cifar_pickle import ARCHIVES, LAYOUTS, PickleSource
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.folders import FolderSource
 from fedloom.platform.data.prepare import prepare_dataset
 from fedloom.platform.data.ptb import PtbSource
 from fedloom.platform.data.source import Source
 from fedloom.platform.data.sources import find_source
-from tests.test_platform.test_data_cinic import encoded, pixels
+from tests.test_platform.test_data_cinic import encoded, fake_cinic, pixels
 from tests.test_platform.test_data_sources import FINE_TO_COARSE, fake_cifar, fake_cifar_with_coarse
 
 
@@ -48,6 +49,7 @@ def test_archives_are_read_without_unpacking_them(tmp_path: Path, dataset: str) 
     unpacked = Dataset.open(prepare_dataset(config(tmp_path, dataset)))
     pack(tmp_path, dataset)
     packed = Dataset.open(prepare_dataset(config(tmp_path, dataset)))
+    assert packed.hash == unpacked.hash, "unpacking changes nothing"
     assert unpacked.label_sets == packed.label_sets
     assert unpacked.class_names == packed.class_names
     for part in ("train", "test"):
@@ -96,6 +98,12 @@ def test_cinic10_is_read_as_parquet(tmp_path: Path) -> None:
 def test_ptb_is_read_as_parquet(tmp_path: Path) -> None:
     for part, lines in (("train", ["the cat sat", "a <unk>"]), ("test", ["the cat"])):
         write_hub(tmp_path / "ptb" / "penn_treebank" / f"{part}-00000-of-00001.parquet", {"sentence": lines})
+    more = tmp_path / "ptb" / "penn_treebank" / "train-00001-of-00002.parquet"
+    write_hub(more, {"sentence": ["the dog"]})
+    source = find_source(config(tmp_path, "ptb", sequence_length=4))
+    assert isinstance(source, PtbSource)
+    assert "dog" in source.vocabulary, "all files of a part are read"
+    more.unlink()
     source = find_source(config(tmp_path, "ptb", sequence_length=4))
     assert isinstance(source, PtbSource)
     tokens = source.sequences("train").x[0]
@@ -128,6 +136,8 @@ def test_prepare_says_what_differs_from_what_was_published(tmp_path: Path, monke
     assert prepare(given)["as_published"] == "yes"
     assert "as_published" not in prepare(["dataset=digits", f"data.cache={tmp_path / 'cache'}"])
     assert prepare([*given, "data.train_samples=10"])["as_published"] == "yes", "a sub-sample is asked for"
+    both = [*given, "data.train_samples=10", "data.test_samples=10"]
+    assert prepare(both)["as_published"] == "not checked: both parts are sub-samples"
 
 
 def test_classes_of_unequal_numbers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,3 +153,23 @@ def test_classes_of_unequal_numbers_are_noticed(tmp_path: Path, monkeypatch: pyt
     assert published.differences(data, dataset) == [
         "its train part has 20 samples of class 4 and 0 of 3; published are as many of each"
     ]
+
+
+def test_folders_of_cinic10_are_found_beside_others_of_its_name(tmp_path: Path) -> None:
+    fake_cinic(tmp_path, "cinic10")
+    write_hub(tmp_path / "CINIC-10" / "test-0.parquet", {"image": [1], "label": [1]})
+    assert isinstance(find_source(config(tmp_path, "cinic10")), FolderSource)
+
+
+def test_a_data_set_prepared_before_gets_its_label_sets_and_keeps_its_hash(tmp_path: Path) -> None:
+    fake_cifar_with_coarse(tmp_path, FINE_TO_COARSE)
+    path = prepare_dataset(config(tmp_path, "cifar100"))
+    before = Dataset.open(path)
+    (path / "label_sets.json").unlink()
+    assert Dataset.open(path).label_sets == {}
+    assert prepare_dataset(config(tmp_path, "cifar100")) == path
+    again = Dataset.open(path)
+    assert (again.label_sets, again.hash) == (before.label_sets, before.hash)
+    (path / "label_sets.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"label_sets.json is damaged: delete it, and prepare again"):
+        Dataset.open(path)

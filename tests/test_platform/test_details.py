@@ -12,7 +12,10 @@ from torch import Tensor
 
 from fedloom.platform.clients.details import MOST_CLASSES, PROMPT, WRITTEN, confusion, joined, paragraph
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.state import RunState
+from fedloom.platform.methods.registry import build_stages
 
 NAMES = ("<pad>", *"abcdefgh", "<oov>", "<bos>", "<eos>")
 
@@ -95,6 +98,11 @@ def test_texts_without_a_whole_sequence_are_left_out() -> None:
     assert paragraph(worker, cycling, (x, y), NAMES, "m", "0") == []
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_diverged_model_writes_nothing(value: float) -> None:
+    assert written(lambda x: torch.full((len(x), len(NAMES), x.shape[1]), value)) == []
+
+
 def test_words_are_joined_by_spaces_and_special_tokens_left_out() -> None:
     assert joined(["the", "<unk>", "cat", "<eos>", "a"], by_character=False) == "the cat \n a"
     assert joined(["<bos>", "<", "a", "<eos>"], by_character=True) == "<a\n"
@@ -112,3 +120,12 @@ def test_a_run_leaves_a_matrix_for_every_model_that_sums_to_its_accuracy(
         assert pairs["value"].sum() == 80
         assert right / 80 == pytest.approx(own.loc[own["metric"] == "accuracy", "value"].item())
     assert rows.loc[rows["metric"] != "confusion", "detail"].isna().all()
+
+
+def test_a_supernet_may_be_scored_along_no_path(tiny_config: Callable[..., RunConfig], step_through: Any) -> None:
+    config = tiny_config()
+    config.method.train.evaluate_paths, config.method.train.evaluate_every = 0, 1
+    world = build_world(config)
+    stepper = step_through(world, next(s for s in build_stages(world) if s.name == "supernet"), RunState())
+    stepper.step()
+    assert stepper.results[0].sums is not None

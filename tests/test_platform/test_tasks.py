@@ -11,7 +11,7 @@ import torch
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.building import build_world
-from fedloom.platform.federation.config import RunConfig, TiersConfig
+from fedloom.platform.federation.config import BudgetConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
@@ -151,7 +151,7 @@ def test_labels_are_those_of_the_task_that_is_trained_or_scored(tiny_config: Mak
         ),
         (
             {"space": {"heads": None}},
-            "space.heads=None: the tasks are pairs of 5, all of 10 classes; set space.heads=[5, 10]",
+            "space.heads=null: the tasks are pairs of 5, all of 10 classes; set space.heads=[5, 10]",
         ),
         ({"space": {"heads": [5, 1]}}, "heads=[5, 1]: give the classes of every task, each at least 2"),
         (
@@ -160,7 +160,7 @@ def test_labels_are_those_of_the_task_that_is_trained_or_scored(tiny_config: Mak
         ),
         (
             {"data": {"label_sets": {"pairs": [0, 0, 2, 2, 3, 3, 4, 4, 5, 5]}}},
-            "data.label_sets.pairs names the coarser classes [0, 2, 3, 4, 5]: number them 0, 1, ... without gaps",
+            "data.label_sets.pairs names the coarser classes [0, 2, 3, 4, 5]: number two or more 0, 1, ...",
         ),
         (
             {"data": {"label_sets": {"all": PAIRS}}},
@@ -207,3 +207,21 @@ def test_a_kept_model_has_its_own_classifier_alone(finished: Any) -> None:
         tensors, card = load_model(finished.paths, f"{tier}-fine_tuned")
         assert card["architecture"].endswith(f"-{task}")
         assert set(tensors) & set().union(*classifiers(finished.world)) == classifiers(finished.world)[task]
+
+
+def test_a_changing_budget_affords_the_cheapest_path_of_the_clients_task(tiny_config: Make, step_through: Any) -> None:
+    """The cheapest path of all has the other task's smaller classifier."""
+    config = of_tasks(tiny_config(), budget=BudgetConfig("schedule", factors=[0.05]))
+    world = build_world(config)
+    stepper = step_through(world, next(s for s in build_stages(world) if s.name == "supernet"), RunState())
+    stepper.step()
+    budgets = {a.task.network.budget for a in stepper.plans[0].assignments if a.client_id is not None}
+    assert budgets == {world.costs_for(tier).smallest for tier in (0, 1)}
+
+
+def test_label_sets_are_checked_without_tasks(tiny_config: Make, refused: Callable[[RunConfig], str]) -> None:
+    config = tiny_config()
+    said = refused(replace(config, data=replace(config.data, label_sets={"odd": [1, 2]})))
+    assert said == "data.label_sets.odd has 2 values: give the coarser class of each of the 10 classes"
+    said = refused(replace(config, data=replace(config.data, label_sets={"one": [0] * 10})))
+    assert said == "data.label_sets.one names the coarser classes [0]: number two or more 0, 1, ..."

@@ -158,6 +158,15 @@ def cell(column: Column, tier: TierSummary) -> str:
     return with_interval(tier.values.get(column.key), column.write, is_cost=column.key in COSTS)
 
 
+def tasks_text(setting: Setting) -> tuple[str, ...]:
+    """Which labels each tier has, if they differ: then the row of all tiers is a mean over tasks."""
+    tasks = setting.config.get("tiers", {}).get("tasks")
+    if not tasks or len(set(tasks)) == 1:
+        return ()
+    of_tiers = ", ".join(f"tier{i} {task}" for i, task in enumerate(tasks, 1))
+    return (f"tasks: {of_tiers}; what is said of all tiers, or of the supernet, is a mean over them",)
+
+
 def legend(summary: Summary) -> tuple[str, ...]:
     """Explanations of the narrow table's columns."""
     keys = _keys(summary)
@@ -172,7 +181,7 @@ def legend(summary: Summary) -> tuple[str, ...]:
         lines.append(f"gain: {difference}")
     if last := _last_clients(keys) if text else last_measured(keys):
         lines.append(f"clients: {model_name(last)}, {quality} on each client's own test data")
-    return tuple(lines)
+    return (*lines, *tasks_text(summary.setting))
 
 
 def tier_block(summary: Summary) -> Block:
@@ -180,7 +189,8 @@ def tier_block(summary: Summary) -> Block:
     columns = columns_of(summary)
     heads = ("tier", "architecture", *(c.head for c in columns))
     rows = tuple((t.tier, _architecture(t, summary), *(cell(c, t) for c in columns)) for t in summary.tiers)
-    return Block(f"Tiers: {summary.setting.name}", (sentence(over_runs(summary.setting)),), heads, rows)
+    texts = (over_runs(summary.setting), *tasks_text(summary.setting))
+    return Block(f"Tiers: {summary.setting.name}", tuple(map(sentence, texts)), heads, rows)
 
 
 def narrow_tier_block(summary: Summary) -> Block:

@@ -88,7 +88,10 @@ def source_of(config: TransferConfig, world: World) -> Source:
     model = known[0] if config.model is None else config.model
     kept, card = load_model(paths, model)
     space, own = world.space, parse_architecture(card["architecture"])
-    space.validate(own)
+    try:
+        space.validate(own)
+    except ValueError as error:
+        raise _unlike(paths.run_id, world, f"{error}; models of several tasks (tiers.tasks) cannot be taken") from error
     architecture = own if config.architecture is None else space.parse(config.architecture)
     if model != SUPERNET and architecture != own:
         raise ValueError(

@@ -99,3 +99,17 @@ def test_runs_without_either_have_neither(tmp_path: Path) -> None:
     assert class_blocks(tables, settings_of(tables)) == []
     assert paragraph_block(tables, settings_of(tables)).rows == ()
     assert confusion_figure(confusions(tables), settings_of(tables)) is None
+
+
+def test_subnets_of_one_tier_stay_apart(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path, "demo", "r1")
+    place: dict[str, Any] = {"stage": "evaluation", "round": 0, "model": "supernet", "tier": "server", "split": "test"}
+    for architecture, found in (("0-0", "cat"), ("0-1", "dog")):
+        row = {**place, "architecture": architecture, "client_id": None}
+        detail = json.dumps(["cat", found])
+        writer.add("evaluations", **row, metric="confusion", value=3, samples=3, detail=detail)
+    writer.close()
+    tables = load(tmp_path)
+    (block,) = class_blocks(tables, settings_of(tables))
+    assert block.heads == ("class", "samples", "0-0", "0-1")
+    assert block.rows == (("cat", "3", "100.0", "0.0"),)
