@@ -23,7 +23,7 @@ from fedloom.platform.spaces.slices import (
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import Assignment
-    from fedloom.platform.clients.training import Loss, Trained
+    from fedloom.platform.clients.training import Loss, Samples, Trained
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.spaces.base import SearchSpace
 
@@ -164,3 +164,9 @@ def subnet_slices(worker: Worker, architecture: Architecture, stand_alone: bool)
     if not stand_alone:
         return worker.space.slices(architecture)
     return {name: Slice(name) for name in worker.tensors_of(worker.subnet(architecture))}
+
+
+def in_task(worker: Worker, data: Samples, network: Network) -> Samples:
+    """The samples with the labels of the task that a network is for."""
+    choices = network.choices if worker.spec.label_sets else None
+    return data if choices is None else worker.in_task(data, choices)

@@ -17,7 +17,7 @@ from fedloom.platform.clients.assignments import (
     client_of,
     places_of,
 )
-from fedloom.platform.clients.networks import Network, Subnet
+from fedloom.platform.clients.networks import Network, Subnet, in_task
 from fedloom.platform.clients.training import Samples, Score, estimate_statistics, evaluate, evaluate_all
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, bytes_of
@@ -42,7 +42,7 @@ def score_loaded(worker: Worker, assignment: Assignment, network: Network, data:
     # The operator `noise` draws random numbers in evaluation mode, too.
     generator = torch_stream(worker.spec.training_seed, "score", *places_of(assignment))
     with worker.randomness(network.module, generator):
-        return evaluate(network.forward, worker.in_task_of(data, network), worker.objective)
+        return evaluate(network.forward, in_task(worker, data, network), worker.objective)
 
 
 def score_network(worker: Worker, assignment: Assignment, network: Network, weights: Weights, data: Samples) -> Score:

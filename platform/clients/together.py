@@ -14,7 +14,7 @@ from torch import nn
 from fedloom.platform.clients.assignments import Assignment, Outcome, client_of, own_copy, places_of
 from fedloom.platform.clients.local_rules import LocalClient, LocalRule, local_rule
 from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
-from fedloom.platform.clients.networks import Network, Subnet
+from fedloom.platform.clients.networks import Network, Subnet, in_task
 from fedloom.platform.clients.stacked import (
     OBJECTIVES,
     Member,
@@ -118,7 +118,7 @@ def _trained(worker: Worker, assignments: Sequence[Assignment], weights: Weights
     assert isinstance(task.network, Subnet), "other networks are not stacked"
     network, module = task.network.on(worker, assignments[0]), skeleton(worker.space, task.network.architecture)
     assert module is not None, "its layers stack"
-    data = worker.in_task_of(data, network)
+    data = in_task(worker, data, network)
     stack = _stack(worker, module, network, weights, data, len(clients))
     begun = [_begin(worker, client, network, weights, stack) for client in ordered]
     figures = train_stack(stack, task.local, worker.objective)

@@ -24,7 +24,7 @@ from fedloom.platform.clients.assignments import (
     places_of,
 )
 from fedloom.platform.clients.local_rules import PLAIN, STATE, LocalClient, LocalRule, local_rule
-from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.networks import Subnet, in_task
 from fedloom.platform.clients.scoring import GLOBAL, measurements_of, score_loaded
 from fedloom.platform.clients.training import (
     SGD,
@@ -141,7 +141,7 @@ def train_network(
     Raises TaskError if the training diverged.
     """
     tensors = worker.load(network.module, weights, network.slices)
-    data = worker.in_task_of(data, network)
+    data = in_task(worker, data, network)
     parameters = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     chosen_rule = local_rule(rule)
     client = local_client(worker, assignment, network, weights, len(data[1]), local, parameters)

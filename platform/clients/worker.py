@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +26,6 @@ from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace, Weights
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.costs import CostTable
-
-if TYPE_CHECKING:
-    from fedloom.platform.clients.networks import Network
 
 SUBNETS_KEPT = 8
 """Number of stand-alone modules kept for re-use: a client trains one, a final evaluation scores many in turn."""
@@ -187,11 +183,6 @@ class Worker:
                     tensor.copy_(weights[name])
             self._loaded = version
         return self.supernet
-
-    def in_task_of(self, data: Samples, network: "Network") -> Samples:
-        """The samples with the labels of the task that a network is for."""
-        choices = network.choices if self.spec.label_sets else None
-        return data if choices is None else self.in_task(data, choices)
 
     def in_task(self, data: Samples, options: Architecture | Subspace) -> Samples:
         """The samples with the labels of the task that an architecture or a subspace is for."""

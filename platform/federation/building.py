@@ -71,6 +71,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
         tiers=tiers,
         tier_of_client=tier_of_client,
         eligible_by_tier=tuple(tasks.of_same(i, tier_of_client) for i in range(len(tiers))),
+        costs_by_tier=tuple(tasks.table(cost_table, i) for i in range(len(tiers))),
         budget=configured_budget(config.tiers.budget),
         profiles=_profiles(config, tiers),
         devices=devices,

@@ -95,7 +95,7 @@ def for_server(stage: str, round_: int, task: Task, *, reads_test: bool = False)
 def training_budget(world: World, client_id: int, stage: str, round_: int) -> float:
     """The largest cost of an architecture for the client in this round, at least the cost of the cheapest one."""
     rng = stream(world.config.seed_for("selection"), "budget", stage, round_, client_id)
-    share, table = world.budget.factor(round_, rng), world.costs_for(int(world.tier_of_client[client_id]))
+    share, table = world.budget.factor(round_, rng), world.costs_by_tier[int(world.tier_of_client[client_id])]
     return max(world.tier(client_id).upper * share, table.cost(world.space.cheapest(table)))
 
 

@@ -34,6 +34,8 @@ class World:
     tier_of_client: np.ndarray
     eligible_by_tier: tuple[np.ndarray, ...]
     """Per tier, the ids of the clients of that tier and above that have its task, ascending."""
+    costs_by_tier: tuple[CostTable, ...]
+    """Per tier, the costs of what its clients may train: other tasks' classifiers cost infinity."""
     budget: Budget
     profiles: tuple[DeviceProfile, ...]
     devices: DeviceTable | None
@@ -51,10 +53,6 @@ class World:
         """The ids of all clients, ascending."""
         # Without tasks the array that is there: there may be a hundred million clients.
         return np.arange(self.num_clients) if self.tasks.names else self.eligible_by_tier[0]
-
-    def costs_for(self, tier: int) -> CostTable:
-        """The costs of what the clients of a tier may train: other tasks' classifiers cost infinity."""
-        return self.tasks.table(self.cost_table, tier)
 
     def tier(self, client_id: int) -> Tier:
         """A client's tier."""

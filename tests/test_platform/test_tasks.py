@@ -216,7 +216,7 @@ def test_a_changing_budget_affords_the_cheapest_path_of_the_clients_task(tiny_co
     stepper = step_through(world, next(s for s in build_stages(world) if s.name == "supernet"), RunState())
     stepper.step()
     budgets = {a.task.network.budget for a in stepper.plans[0].assignments if a.client_id is not None}
-    assert budgets == {world.costs_for(tier).smallest for tier in (0, 1)}
+    assert budgets == {costs.smallest for costs in world.costs_by_tier}
 
 
 def test_label_sets_are_checked_without_tasks(tiny_config: Make, refused: Callable[[RunConfig], str]) -> None:

@@ -95,8 +95,10 @@ def tier_goals(world: World, config: TierSearchConfig) -> list[Goal]:
     if len(budgets) != len(world.tiers):
         raise ValueError(f"method.search.budgets has {len(budgets)} values for {len(world.tiers)} tiers")
     return [
-        Goal(tier.name, Interval(tier.lower, tier.upper), world.costs_for(index), eligible, budget)
-        for index, (tier, eligible, budget) in enumerate(zip(world.tiers, world.eligible_by_tier, budgets, strict=True))
+        Goal(tier.name, Interval(tier.lower, tier.upper), costs, eligible, budget)
+        for tier, costs, eligible, budget in zip(
+            world.tiers, world.costs_by_tier, world.eligible_by_tier, budgets, strict=True
+        )
     ]
 
 

@@ -187,6 +187,7 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
     budget = CommunicationBudget(config.communication.unit, config.communication.value)
     sizes, limit = budget.resolve(world.space)
     _check_tiers(world, config, budget)
+    sizes_by_tier = [world.tasks.table(sizes, tier) for tier in range(len(world.tiers))]
     rules = rules_of(config, "method.train")
     if local_rule(rules.local).extra_passes:
         raise ValueError(
@@ -201,7 +202,7 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
         rng = stream(world.config.seed_for("training"), "subspace", round_.stage, round_.index, client_id)
         tier = int(world.tier_of_client[client_id])
         train_budget = training_budget(world, client_id, round_.stage, round_.index)
-        subspace = sample_subspace(world.tasks.table(sizes, tier), limit, rng, world.costs_for(tier), train_budget)
+        subspace = sample_subspace(sizes_by_tier[tier], limit, rng, world.costs_by_tier[tier], train_budget)
         return Train(Paths(subspace, train_budget, config.paths), round_.local, rules.weighting, rule=rules.local)
 
     def score(state: RunState) -> list[ScoreSubnets]:
@@ -219,7 +220,7 @@ def _check_tiers(world: World, config: SupernetConfig, budget: CommunicationBudg
     """Raises ValueError, before anything is written, for a tier whose clients could not train any path."""
     sizes, limit = budget.resolve(world.space)
     for index, tier in enumerate(world.tiers):
-        table = world.costs_for(index)
+        table = world.costs_by_tier[index]
         if tier.upper < table.smallest:
             raise ValueError(
                 f"{tier.name} may spend {tier.upper:.6g} {table.measure}, the smallest path costs "
