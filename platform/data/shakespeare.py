@@ -1,6 +1,6 @@
 """Shakespeare as published for TensorFlow Federated: characters, one client per role (McMahan et al. 2017)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.platform.data.artefact import ByteArray, Fields, IntArray, hash_of_file
-from fedloom.platform.data.tokens import TokenPart, TokenSource, cut
+from fedloom.platform.data.tokens import IGNORED_LABEL, TokenPart, TokenSource, cut
 
 SEQUENCE_LENGTH = 80
 """As in McMahan et al. 2017."""
@@ -47,14 +47,16 @@ class ShakespeareSource(TokenSource):
     """The roles' lines of both files, read on demand; created by `ShakespeareSource.find`.
 
     A role's test lines are the last ones of its play. Sequences are sorted by the roles' names, then in text order.
+    With `padded_lines` every line is cut alone, and the padding after it is a token to be predicted like any other.
     """
 
     folder: Path
     sequence_length: int
+    padded_lines: bool = False
     vocabulary: tuple[str, ...] = VOCABULARY
 
     @classmethod
-    def find(cls, root: Path, sequence_length: int | None) -> "ShakespeareSource | None":
+    def find(cls, root: Path, sequence_length: int | None, *, padded_lines: bool = False) -> "ShakespeareSource | None":
         """The source in `shakespeare/` under `root`; None if the folder does not exist.
 
         Raises ValueError naming the file that is missing.
@@ -65,7 +67,7 @@ class ShakespeareSource(TokenSource):
         for file in FILES.values():
             if not (folder / file).is_file():
                 raise ValueError(f"{folder / file}: not found; shakespeare needs {' and '.join(FILES.values())}")
-        return cls(folder, sequence_length or SEQUENCE_LENGTH)
+        return cls(folder, sequence_length or SEQUENCE_LENGTH, padded_lines)
 
     @cached_property
     def client_names(self) -> tuple[str, ...]:
@@ -81,19 +83,31 @@ class ShakespeareSource(TokenSource):
             "layout": "shakespeare HDF5",
             "sha256": {file: hash_of_file(self.folder / file) for file in FILES.values()},
             "sequence_length": self.sequence_length,
+            # Unless it is so, for the data sets that were prepared before it could be.
+            **({"padded_lines": True} if self.padded_lines else {}),
         }
 
     def sequences(self, part: str) -> TokenPart:
         path = self.folder / FILES[part]
         with _clients_of(path) as group:
-            texts = {role: encode(_snippets(group[role], path)) for role in sorted(group)}
-        cuts = [cut(text, self.sequence_length, PAD) for text in texts.values()]
-        clients = np.searchsorted(self.client_names, list(texts))
+            lines = {role: _snippets(group[role], path) for role in sorted(group)}
+        cuts = [self._cut(own) for own in lines.values()]
+        clients = np.searchsorted(self.client_names, list(lines))
         return TokenPart(
             np.concatenate([x for x, _ in cuts]),
             np.concatenate([y for _, y in cuts]),
             np.repeat(clients, [len(x) for x, _ in cuts]),
         )
+
+    def _cut(self, lines: Sequence[bytes]) -> tuple[IntArray, IntArray]:
+        """The sequences and labels (n, T) of a role's lines."""
+        if not self.padded_lines:
+            return cut(encode(lines), self.sequence_length, PAD)
+        pieces = [cut(encode([line]), self.sequence_length, PAD) for line in lines]
+        x, y = (
+            np.concatenate([np.empty((0, self.sequence_length), np.int64), *of]) for of in zip(*pieces, strict=True)
+        )
+        return x, np.where(y == IGNORED_LABEL, PAD, y)
 
 
 @contextmanager

@@ -76,9 +76,16 @@ def cifar100(config: DataConfig) -> Source:
     return _find_cifar("cifar100", data_root(config), config.download)
 
 
-def shakespeare(config: DataConfig) -> TokenSource:
+def shakespeare(
+    config: DataConfig,
+    *,
+    padded_lines: Annotated[
+        bool, "every line alone, and its padding a token to be predicted, as FedorAS counts"
+    ] = False,
+) -> TokenSource:
     """Shakespeare's plays by character, one client per role, as published for TensorFlow Federated."""
-    return ShakespeareSource.find(data_root(config), config.sequence_length) or _not_found(config)
+    found = ShakespeareSource.find(data_root(config), config.sequence_length, padded_lines=padded_lines)
+    return found or _not_found(config)
 
 
 def ptb(config: DataConfig) -> TokenSource:

@@ -146,6 +146,21 @@ def test_shakespeare_is_prepared_by_role(tmp_path: Path, kind: str) -> None:
     assert np.load(dataset.path / "train_y.npy").dtype == np.int8
 
 
+def test_lines_may_be_cut_alone_with_padding_to_be_predicted(tmp_path: Path) -> None:
+    write_shakespeare(tmp_path)
+    data = config(tmp_path, "shakespeare", sequence_length=5, options={"padded_lines": True})
+    whole = Dataset.open(prepare_dataset(config(tmp_path, "shakespeare", sequence_length=5)))
+    dataset = Dataset.open(prepare_dataset(data))
+    assert dataset.hash != whole.hash
+    rows = np.flatnonzero(dataset.clients("train") == 1)
+    x, y = dataset.tensors("train", rows)
+    # "To be," and "or not" have eight tokens each with their ends: seven labels, two sequences.
+    assert x.shape == (4, 5)
+    assert text_of(x[:2], dataset.class_names) == "<bos>To be,<pad><pad><pad>"
+    assert text_of(y[:2], dataset.class_names) == "To be,<eos><pad><pad><pad>"
+    assert text_of(y[2:], dataset.class_names) == "or not<eos><pad><pad><pad>"
+
+
 def test_the_length_of_sequences_is_a_part_of_the_data_set(tmp_path: Path) -> None:
     write_shakespeare(tmp_path)
     paths = [prepare_dataset(config(tmp_path, "shakespeare", sequence_length=n)) for n in (None, 80, 5)]
