@@ -104,9 +104,8 @@ class ShakespeareSource(TokenSource):
         if not self.padded_lines:
             return cut(encode(lines), self.sequence_length, PAD)
         pieces = [cut(encode([line]), self.sequence_length, PAD) for line in lines]
-        x, y = (
-            np.concatenate([np.empty((0, self.sequence_length), np.int64), *of]) for of in zip(*pieces, strict=True)
-        )
+        nothing = np.empty((0, self.sequence_length), dtype=np.int64)
+        x, y = (np.concatenate([nothing, *arrays]) for arrays in zip(*pieces, strict=True))
         return x, np.where(y == IGNORED_LABEL, PAD, y)
 
 

@@ -79,9 +79,7 @@ def cifar100(config: DataConfig) -> Source:
 def shakespeare(
     config: DataConfig,
     *,
-    padded_lines: Annotated[
-        bool, "every line alone, and its padding a token to be predicted, as FedorAS counts"
-    ] = False,
+    padded_lines: Annotated[bool, "cut every line alone, and predict its padding, as FedorAS seems to"] = False,
 ) -> TokenSource:
     """Shakespeare's plays by character, one client per role, as published for TensorFlow Federated."""
     found = ShakespeareSource.find(data_root(config), config.sequence_length, padded_lines=padded_lines)
