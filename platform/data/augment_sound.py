@@ -23,6 +23,7 @@ FLUCTUATION = 0.5
 """Standard deviation of the logarithm of a noise's power from frame to frame and band to band."""
 
 FRAMES = Annotated[int, Range(least=0, most=1000), "noise_shift: frames by which a clip moves at most; one is 20 ms"]
+NORMALISED = Range(least=-1e6, most=1e6)
 DECIBELS = Annotated[float, Range(least=-40, most=120), "noise_shift: decibels of the clip above the noise"]
 
 
@@ -71,8 +72,8 @@ def noise_shift(
     quietest: DECIBELS = 30.0,
     loudest: DECIBELS = 5.0,
     probability: Annotated[float, Range(least=0, most=1), "noise_shift: share of the clips with noise"] = 0.8,
-    black: Annotated[list[float] | None, "noise_shift: the normalised value of 0; null: the data set's"] = None,
-    white: Annotated[list[float] | None, "noise_shift: the normalised value of 1; null: the data set's"] = None,
+    black: Annotated[list[float] | None, NORMALISED, "noise_shift: normalised 0; null: the data set's"] = None,
+    white: Annotated[list[float] | None, NORMALISED, "noise_shift: normalised 1; null: the data set's"] = None,
 ) -> Tensor:
     """Moves each clip (1, 40, T) by up to `shift` frames, and adds noise of a random colour to most.
 
