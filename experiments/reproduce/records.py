@@ -158,9 +158,11 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that there are; a section of privacy that asks for nothing is none."""
+    """The values that there are; a section of privacy that asks for nothing is none, nor are no label sets."""
     return {
         name: _given(value) if isinstance(value, Mapping) else value
         for name, value in config.items()
-        if value is not None and not (name == "privacy" and value["clip"] is None and not value["secure"])
+        if value is not None
+        and not (name == "privacy" and value["clip"] is None and not value["secure"])
+        and not (name == "label_sets" and not value)
     }

@@ -59,8 +59,8 @@ class DataConfig:
         "part. The central evaluation always uses the test part",
     ] = None
     label_sets: Annotated[
-        dict[str, Any] | None, "coarser classes by name, for tiers.tasks: the coarser class of every class"
-    ] = None
+        dict[str, Any], "coarser classes by name, for tiers.tasks: the coarser class of every class"
+    ] = field(default_factory=dict)
     augment: Annotated[str, Brought("augmentation"), "augmentation of training batches"] = "none"
     options: Annotated[dict[str, Any], "options of the data set and the augmentation, by name"] = field(
         default_factory=dict

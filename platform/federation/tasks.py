@@ -84,7 +84,7 @@ def label_sets(dataset: Dataset, config: DataConfig) -> Mapping[str, LabelSet]:
     """
     classes = dataset.num_classes
     known = {ALL: LabelSet(tuple(range(classes)), dataset.class_names), **dataset.label_sets}
-    for name, of in (config.label_sets or {}).items():
+    for name, of in config.label_sets.items():
         key = f"data.label_sets.{name}"
         if name in known:
             raise ValueError(f"{key}: {config.dataset} has label sets of the names {', '.join(known)}; choose another")
