@@ -10,10 +10,9 @@ from matplotlib.figure import Figure, SubFigure
 from numpy.typing import NDArray
 
 from fedloom.experiments.analysis.details import of_final_models
-from fedloom.experiments.analysis.frames import natural
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.report.figures.settings import multiples
-from fedloom.experiments.report.figures.style import BLUE, INK
+from fedloom.experiments.report.figures.style import BLUE, INK, tiers_in_order
 
 MOST_NUMBERS = 12
 """Classes up to which the shares are written into the cells."""
@@ -41,7 +40,7 @@ def confusion_figure(confusions: pd.DataFrame, settings: Sequence[Setting]) -> F
 
 
 def _panels(part: Figure | SubFigure, rows: pd.DataFrame, across: int) -> None:
-    tiers = sorted(set(rows["tier"].astype(str)), key=natural)
+    tiers = tiers_in_order(rows["tier"])
     grid = part.subplots(-(-len(tiers) // across), across, squeeze=False).ravel()
     for axes, tier in zip(grid, tiers, strict=False):
         own = rows[rows["tier"] == tier]
