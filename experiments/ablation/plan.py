@@ -15,7 +15,7 @@ from fedloom.experiments.ablation.config import NOT_AXES, PREFIX, AblationConfig
 from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict
 from fedloom.experiments.runs.override_texts import override_text
 from fedloom.experiments.runs.variants import GROUPS, Variants
-from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, new_ablation_id
+from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, new_ablation_id, trial_id
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.target import local_root
 from fedloom.platform.runs.code_places import check_code_places
@@ -249,7 +249,7 @@ def _trials(
         own = tuple(f"{key}={override_text(value)}" for key, value in point.changes.items())
         for seed in seeds:
             config = asdict(variants.config({**point.changes, "seed": seed}, [*own, f"seed={seed}"]))
-            run_id = f"{ablation_id}-{index:04d}"
+            run_id = trial_id(ablation_id, index)
             yield Trial(index, run_id, seed, dict(point.setting), own, {**config, "results": base.results})
             index += 1
 

@@ -21,7 +21,7 @@ def run_part(item: Item, part: Part, asked: Asked, results: Path, view: Ablation
     place = Place(str(results), check_results(str(results)))
     is_new = not (place.root / FOLDER / part.ablation_id / PLAN).exists()
     if is_new:
-        ablation = planned(item, part, asked.free, results)
+        ablation = planned(item, part, asked, results)
     else:
         ablation = planned_ablation(place.root, part.ablation_id, asked.free)
         check_idle(ablation, place.root)

@@ -14,12 +14,15 @@ from fedloom.experiments.reproduce.counted import stood_in
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.describe import describe
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import measure_costs
 from fedloom.platform.federation.forecast import kind_of, macs_left
 from fedloom.platform.federation.planning import TRAINING
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
+from fedloom.platform.methods.tiered.transfer import TransferConfig
 from fedloom.platform.runs.dry_run import DryStage
 from fedloom.platform.runs.run import planned_stages, planned_world, start_run
 from fedloom.platform.runs.serial import make_serial
@@ -80,14 +83,26 @@ def work_facts(overrides: Sequence[str]) -> dict[str, Any]:
     """The MACs of a whole run, by kind of stage and in total (`macs`); a training step counts as three passes.
 
     Training from fresh weights is counted from the assignments of its first rounds; the other stages say what they
-    expect of a middling network.
+    expect of a middling network. A transfer is counted as training of the space's smallest and largest network.
     """
     with TemporaryDirectory(prefix="fedloom-counted-") as folder:
-        world = planned_world(compose_config(_without_content(overrides, folder)))
+        configs = _counted(compose_config(_without_content(overrides, folder)))
         by_kind: dict[str, float] = {}
-        for stage in planned_stages(world):
-            by_kind[kind_of(stage)] = by_kind.get(kind_of(stage), 0.0) + _work(world, stage)
+        for world in map(planned_world, configs):
+            for stage in planned_stages(world):
+                macs = _work(world, stage) / len(configs)
+                by_kind[kind_of(stage)] = by_kind.get(kind_of(stage), 0.0) + macs
     return {"macs": sum(by_kind.values()), "by_kind": by_kind}
+
+
+def _counted(config: RunConfig) -> list[RunConfig]:
+    """The configurations whose mean work is that of this one: a transfer's network is known when it begins."""
+    method = config.method
+    if not isinstance(method, TransferConfig):
+        return [config]
+    train = replace(method.train, rounds=method.head.rounds + method.train.rounds)
+    ends = (FedAvgConfig(architecture=end, tier=method.tier, train=train) for end in ("smallest", "largest"))
+    return [replace(config, method=end) for end in ends]
 
 
 def _work(world: World, stage: Stage) -> float:

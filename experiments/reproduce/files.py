@@ -12,6 +12,7 @@ from fedloom.experiments.reproduce.checks import read_checks
 from fedloom.experiments.reproduce.fields import Fields, as_number, check_known
 from fedloom.experiments.reproduce.quantities import read_source
 from fedloom.experiments.reproduce.schema import (
+    EXPERIMENT,
     ONLY,
     PAPER,
     SCALES,
@@ -25,6 +26,7 @@ from fedloom.experiments.reproduce.schema import (
     Scale,
     Spot,
 )
+from fedloom.experiments.reproduce.starts import check_starts
 from fedloom.experiments.runs.presets import CONF, experiments
 from fedloom.platform.plugins import nearest
 from fedloom.platform.results.files import check_name
@@ -34,8 +36,6 @@ from fedloom.platform.words import shown
 ITEMS = CONF / "paper"
 """One folder per paper, one file per table or figure."""
 ENDING = ".yaml"
-EXPERIMENT = "experiment"
-"""The key of a setting that has a preset of its own."""
 
 
 def item_names(folder: Path = ITEMS) -> list[str]:
@@ -156,7 +156,9 @@ def _one_scale(by_item: Mapping[str, Scale], where: str) -> Scale:
             raise ValueError(f"{where}: {first_name} and {name} differ in seeds or overrides: give both the same")
         settings |= {setting: {EXPERIMENT: scale.experiment, **keys} for setting, keys in scale.settings.items()}
         run_by |= dict.fromkeys(scale.settings, name)
-    return replace(first, settings=settings, run_by=run_by)
+    found = replace(first, settings=settings, run_by=run_by)
+    check_starts(found, where)
+    return found
 
 
 def _scale(fields: Fields) -> Scale:

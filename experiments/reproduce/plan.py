@@ -1,5 +1,6 @@
 """Plans the runs of an item: an ablation per preset and data set, whose id follows from the item: it is found again."""
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -8,12 +9,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from fedloom.experiments.reproduce.files import EXPERIMENT
-from fedloom.experiments.reproduce.schema import SCALES, Item, Scale
+from fedloom.experiments.reproduce.schema import EXPERIMENT, SCALES, Item, Scale
 from fedloom.experiments.reproduce.settings import dataset_of
+from fedloom.experiments.reproduce.starts import setting_before, started_from
 from fedloom.experiments.runs.override_texts import override_text
 from fedloom.experiments.runs.presets import PRESET
-from fedloom.experiments.store.ablations import Ablation
+from fedloom.experiments.store.ablations import Ablation, trial_id
 
 AXIS = "setting"
 """The one axis of an item's ablations."""
@@ -150,8 +151,11 @@ def without_common_keys(scale: Scale) -> tuple[dict[str, dict[str, Any]], list[s
     return settings, [str(o.input_line) for o in read if o.key_or_group not in common]
 
 
-def planned(item: Item, part: Part, free: Sequence[str], results: str | Path) -> Ablation:
-    """The plan of a part; every trial's configuration is composed and checked. ValueError names the item."""
+def planned(item: Item, part: Part, asked_for: Asked, results: Path) -> Ablation:
+    """The plan of a part; every trial's configuration is composed and checked. ValueError names the item.
+
+    A run that starts from another setting's is given that one's id, which follows from the item, too.
+    """
     from fedloom.experiments.ablation.config import AblationConfig, AxisConfig
     from fedloom.experiments.ablation.plan import plan_of  # imports torch, which a list of items does not need
 
@@ -163,5 +167,20 @@ def planned(item: Item, part: Part, free: Sequence[str], results: str | Path) ->
         seeds=list(scale.seeds),
         overrides=[f"{PRESET}{scale.experiment}", *overrides],
     )
-    common = [*free, f"results={override_text(str(results))}"]
-    return plan_of(item.name.replace("/", "-"), config, common, given=item.name, ablation_id=part.ablation_id)
+    common = [*asked_for.free, f"results={override_text(str(results))}"]
+    plan = plan_of(item.name.replace("/", "-"), config, common, given=item.name, ablation_id=part.ablation_id)
+    before = {name: other for name, changes in scale.settings.items() if (other := setting_before(changes))}
+    if not before:
+        return plan
+    runs = {key: run for other in parts_of(item, asked_for) for key, run in runs_of(other).items()}
+    trials = (
+        started_from(trial, runs[before[name], trial.seed]) if (name := str(trial.setting[AXIS])) in before else trial
+        for trial in plan.trials
+    )
+    return replace(plan, trials=tuple(trials))
+
+
+def runs_of(part: Part) -> dict[tuple[str, int], str]:
+    """The ids of a part's runs by setting and seed."""
+    pairs = itertools.product(part.scale.settings, part.scale.seeds)
+    return {pair: trial_id(part.ablation_id, index) for index, pair in enumerate(pairs)}

@@ -15,6 +15,7 @@ from fedloom.experiments.reproduce.measure import Values
 from fedloom.experiments.reproduce.plan import Asked, parts_of
 from fedloom.experiments.reproduce.schema import Item, Read, Scale
 from fedloom.experiments.reproduce.settings import overrides_of
+from fedloom.experiments.reproduce.starts import START_FROM
 
 FOLDER = "recorded"
 
@@ -133,7 +134,8 @@ def computed(scale: Scale) -> str:
 def other_than(config: Mapping[str, Any], scale: Scale, setting: str) -> str:
     """What a run computed otherwise than the item asks for now, as its presets have changed; empty if nothing.
 
-    Keys that the run's configuration does not know are newer than it, and do not count; nor does the seed.
+    Keys that the run's configuration does not know are newer than it, and do not count; nor does the seed, nor the run
+    that it started from, which is another one with every seed.
     """
     from fedloom.platform.runs.run import what_is_computed  # imports torch
 
@@ -153,7 +155,7 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
         other = now.get(name)
         if isinstance(value, Mapping) and isinstance(other, Mapping):
             yield from _changed(value, other, f"{prefix}{name}.")
-        elif value != other and f"{prefix}{name}" != "seed":
+        elif value != other and f"{prefix}{name}" not in ("seed", START_FROM):
             yield f"{prefix}{name}"
 
 

@@ -9,6 +9,8 @@ PAPER, SMALL = "paper", "small"
 SCALES = (PAPER, SMALL)
 """What the paper ran, and what a laptop runs in less than an hour."""
 HOUR_S = 3600.0
+EXPERIMENT = "experiment"
+"""The key of a setting that has a preset of its own."""
 ONLY = ""
 """The place of a quantity that has one value per setting."""
 

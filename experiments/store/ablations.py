@@ -26,6 +26,11 @@ FIGURES = ("macs_by_axis", "stages_by_axis", "tiers_by_axis", "metric_by_axis", 
 """The allowed `figures` of an ablation, which the report draws."""
 
 
+def trial_id(ablation_id: str, index: int) -> str:
+    """The run id of a trial, by its place in the plan."""
+    return f"{ablation_id}-{index:04d}"
+
+
 @dataclass(frozen=True)
 class Trial:
     """One run of an ablation.

@@ -77,6 +77,18 @@ def test_what_fits_is_taken_and_the_classifier_is_fresh(transfer: Make, kept: An
     assert torch.equal(again.weights[HEAD[1]], source.weights[HEAD[1]])
 
 
+def test_from_scratch_only_the_architecture_is_taken(transfer: Make, kept: Any) -> None:
+    config = transfer(from_scratch=True, head=replace(TRAIN, rounds=0))
+    source = source_of(config.method, build_world(config))
+    theirs, _ = load_model(kept.paths, "fedavg")
+    assert source.subnet == Subnet((0, 1, 2), stand_alone=True)
+    assert {*source.fresh} == {*source.weights} == {*theirs}
+    for name in (n for n in theirs if n.endswith("conv.weight")):
+        assert not torch.equal(source.weights[name], theirs[name]), name
+    rounds = read_table(Path(config.results), "rounds", run_id=ran(config).run_id)
+    assert rounds["stage"].tolist() == ["transferred"] * 2 + ["evaluation"]
+
+
 def ran(config: RunConfig) -> RunPaths:
     return RunPaths(Path(config.results), config.experiment, start_run(config, make_serial))
 
@@ -142,6 +154,7 @@ def test_a_step_of_the_head_by_hand(transfer: Make) -> None:
         ),
         ({"head": replace(TRAIN, privacy=PrivacyConfig(clip=1.0))}, "method.head.privacy.clip: noise would be added"),
         ({"tier": 3}, "method.tier=3: there are 2 tiers"),
+        ({"from_scratch": True}, "method.head.rounds=2: from scratch nothing stays fixed .*; give 0"),
         ({"head": replace(TRAIN, server="fedadam")}, "method.head trains a part of the network: use local_rule=sgd"),
     ],
 )

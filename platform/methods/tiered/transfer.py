@@ -5,6 +5,8 @@ head:   in every round the clients train the fresh weights alone, and send nothi
 train:  in every round the clients train all weights (FedAvg)
 in the end the model is scored on the test set, and on every client's own test data
 
+What it gains is told by a run with `from_scratch`, which takes the model's architecture alone (Tab. 16: rand-init).
+
 The other run is looked at when the run begins and when it is resumed, and must be there until it has ended.
 """
 
@@ -25,7 +27,7 @@ from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
 from fedloom.platform.methods.tiered.fedavg import able
 from fedloom.platform.results.models import list_models, load_model
-from fedloom.platform.results.paths import find_run
+from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import NOT_EMPTY, ONE_OR_MORE
 from fedloom.platform.spaces.base import once, supernet_shapes
@@ -57,6 +59,9 @@ class TransferConfig:
         str | None, NOT_EMPTY, "the subnet to cut from a supernet, such as smallest; null: the model's own"
     ] = None
     tier: Annotated[int | None, ONE_OR_MORE, "clients of this tier and above train (1 is the lowest); null: all"] = None
+    from_scratch: Annotated[bool, "take the architecture alone, with fresh weights: what transfer is compared to"] = (
+        False
+    )
     head: TrainingConfig = field(default_factory=lambda: TrainingConfig(rounds=25))
     train: TrainingConfig = field(default_factory=lambda: TrainingConfig(rounds=100))
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -77,15 +82,7 @@ def source_of(config: TransferConfig, world: World) -> Source:
     Raises ValueError for an unknown run or model, and for one that differs in more than the tensors whose first size is
     the number of classes.
     """
-    if config.start_from is None:
-        raise ValueError("method.start_from: give the run whose model is to be transferred, by its id, name or tag")
-    paths = find_run(Path(world.config.results), config.start_from)
-    known = list_models(paths)
-    if not known:
-        raise ValueError(f"method.start_from: run {paths.run_id} has not kept a model yet, or never will")
-    if config.model is None and len(known) != 1:
-        raise ValueError(f"method.model: run {paths.run_id} keeps {', '.join(known)}; choose one of them")
-    model = known[0] if config.model is None else config.model
+    paths, model = _model_of(config, world)
     kept, card = load_model(paths, model)
     space, own = world.space, parse_architecture(card["architecture"])
     try:
@@ -105,6 +102,8 @@ def source_of(config: TransferConfig, world: World) -> Source:
         )
     generator = torch_stream(world.config.seed_for("initialisation"), MODEL)
     weights, cut = space.initial_subnet_weights(architecture, generator), space.slices(architecture)
+    if config.from_scratch:
+        return Source(Subnet(architecture, stand_alone=True), weights, tuple(weights))
     fresh = []
     for name, tensor in weights.items():
         place = cut[name].source if model == SUPERNET else name
@@ -120,6 +119,19 @@ def source_of(config: TransferConfig, world: World) -> Source:
             shapes = f"{name} is {tuple(kept[place].shape)} there and {tuple(tensor.shape)} here"
             raise _unlike(paths.run_id, world, shapes)
     return Source(Subnet(architecture, stand_alone=True), weights, tuple(fresh))
+
+
+def _model_of(config: TransferConfig, world: World) -> tuple[RunPaths, str]:
+    """The run that is named, and which of its models."""
+    if config.start_from is None:
+        raise ValueError("method.start_from: give the run whose model is to be transferred, by its id, name or tag")
+    paths = find_run(Path(world.config.results), config.start_from)
+    known = list_models(paths)
+    if not known:
+        raise ValueError(f"method.start_from: run {paths.run_id} has not kept a model yet, or never will")
+    if config.model is None and len(known) != 1:
+        raise ValueError(f"method.model: run {paths.run_id} keeps {', '.join(known)}; choose one of them")
+    return paths, known[0] if config.model is None else config.model
 
 
 def _unlike(run_id: str, world: World, difference: str) -> ValueError:
@@ -190,6 +202,11 @@ def stages(config: TransferConfig, world: World) -> list[Stage]:
     """Training of the head, training of everything, the final evaluation."""
     source = source_of(config, world)
     subnet = source.subnet
+    if config.head.rounds and config.from_scratch:
+        raise ValueError(
+            f"method.head.rounds={config.head.rounds}: from scratch nothing stays fixed while a classifier trains; "
+            "give 0, and its rounds to method.train"
+        )
     if config.head.rounds and not source.fresh:
         raise ValueError(
             f"method.head.rounds={config.head.rounds}: all tensors of the model of {config.start_from} fit, so that "

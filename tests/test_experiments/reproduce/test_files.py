@@ -154,6 +154,19 @@ def test_an_item_may_add_runs_of_its_own_to_those_of_others(load: Load, tmp_path
             second(**changes)
 
 
+def test_runs_start_from_settings_that_are_run_before_them(load: Load) -> None:
+    start = {"experiment": "fedadam_digits", "method.start_from": "run of s"}
+    load("runs/small/settings", {"s": {}, "t": start})
+    for settings, said in (
+        ({"s": {}, "t": {**start, "method.start_from": "run of r"}}, "t: there is no setting 'r'"),
+        ({"t": start, "s": {}}, "t: method.start_from=run of s: that setting is not run before: write it above"),
+        ({"s": {}, "t": {"method.start_from": "run of s"}}, "that setting is not run before"),
+        ({"s": {"method.start_from": "run of s"}}, "that setting is not run before"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load("runs/small/settings", settings)
+
+
 def test_runs_are_those_of_the_item_that_has_them(load: Load, tmp_path: Path) -> None:
     load()
     content = {key: value for key, value in values().items() if key != "runs"}

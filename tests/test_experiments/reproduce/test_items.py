@@ -29,7 +29,7 @@ def test_what_is_run_can_be_composed_at_every_scale(item: Item, tmp_path: Path) 
         pytest.skip("its runs are those of another item, or it has none")
     for scale in item.scales:
         for part in parts_of(item, Asked(scale)):
-            plan = planned(item, part, (), tmp_path)
+            plan = planned(item, part, Asked(scale), tmp_path)
             assert {trial.config["data"]["dataset"] for trial in plan.trials} == {part.dataset}
             assert len(plan.trials) == len(part.scale.settings) * len(part.scale.seeds)
     assert not [*tmp_path.glob("*")]

@@ -15,9 +15,9 @@ import pytest
 from fedloom.experiments.cli import main
 from fedloom.experiments.reproduce.files import load_given
 from fedloom.experiments.reproduce.plan import Asked, parts_of
-from fedloom.experiments.store.ablations import ablation_ids
+from fedloom.experiments.store.ablations import FOLDER, Trial, ablation_ids, read_ablation
 
-TINY = str(Path(__file__).parent / "tiny" / "tab1.yaml")
+TINY, ON = (str(Path(__file__).parent / "tiny" / f"tab{number}.yaml") for number in (1, 2))
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -106,6 +106,21 @@ def test_the_list_says_what_an_item_needs_and_how_it_stands(command: Command, re
     assert tiny["needs"]["small"]["data"] == ["digits"]
     assert tiny["claims"][0]["small"] == "shown"
     assert (counted["needs"]["paper"]["macs"], counted["needs"]["paper"]["missing"]) == (0.0, [])
+
+
+def test_runs_start_from_those_of_another_setting_seed_by_seed(command: Command, results: Path) -> None:
+    code, out, _ = command(ON, "--results", str(results), "--json")
+    found = json.loads(out)
+    assert (code, found["missing"], found["runs"]) == (0, [], {"done": 8, "planned": 8})
+    before, after = (part.ablation_id for part in parts_of(load_given(ON), Asked("small")))
+    longer = {trial.seed: trial.run_id for trial in trials_of(results, before) if trial.setting["setting"] == "long"}
+    for trial in trials_of(results, after):
+        assert trial.config["method"]["start_from"] == longer[trial.seed]
+        assert f"method.start_from={longer[trial.seed]}" in trial.overrides
+
+
+def trials_of(results: Path, ablation_id: str) -> tuple[Trial, ...]:
+    return read_ablation(results / FOLDER / ablation_id).trials
 
 
 def test_killed_and_started_again_it_ends_with_the_same_table(command: Command, results: Path, tmp_path: Path) -> None:

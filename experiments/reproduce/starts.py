@@ -1,0 +1,47 @@
+"""Runs of an item that start from another run of it, such as transfer from each seed's own supernet."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fedloom.experiments.reproduce.fields import check_known
+from fedloom.experiments.reproduce.schema import EXPERIMENT, Scale
+from fedloom.experiments.store.ablations import Trial
+
+START_FROM = "method.start_from"
+RUN_OF = "run of "
+"""Before the name of a setting, as the value of `method.start_from`: its run with the same seed."""
+
+
+def setting_before(changes: Mapping[str, Any]) -> str | None:
+    """The setting from whose run one with these changes starts, if it does."""
+    given = str(changes.get(START_FROM, ""))
+    return given.removeprefix(RUN_OF) if given.startswith(RUN_OF) else None
+
+
+def started_from(trial: Trial, run_id: str) -> Trial:
+    """The trial with a run in the place of the setting's name; its override is what repeats it by hand."""
+    section, _, key = START_FROM.partition(".")
+    config = {**trial.config, section: {**trial.config[section], key: run_id}}
+    own = [f"{START_FROM}={run_id}" if o.startswith(f"{START_FROM}=") else o for o in trial.overrides]
+    return replace(trial, config=config, overrides=tuple(own))
+
+
+def check_starts(scale: Scale, where: str) -> None:
+    """Raises ValueError for runs that start from a setting that is not there, or is not run before them."""
+    for name, changes in scale.settings.items():
+        if (other := setting_before(changes)) is None:
+            continue
+        check_known([other], [*scale.settings], "setting", f"{where}: {name}")
+        if not _is_before(scale, other, name):
+            raise ValueError(
+                f"{where}: {name}: {START_FROM}={RUN_OF}{other}: that setting is not run before: write it above, with "
+                "another preset, or as that of an item in runs_of"
+            )
+
+
+def _is_before(scale: Scale, first: str, second: str) -> bool:
+    names = [*scale.settings]
+    parts = [(scale.run_by[name], scale.settings[name].get(EXPERIMENT, scale.experiment)) for name in names]
+    places = {name: parts.index(part) for name, part in zip(names, parts, strict=True)}
+    return places[first] < places[second]
