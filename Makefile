@@ -21,7 +21,7 @@ demo: install
 # In minutes, for every change. The tests of Ray, which mostly wait for processes, run beside the others; each worker has
 # a cluster of its own if it needs one. What they print comes when the others are done.
 test: install
-	$(call both,and not slow)
+	$(call both,and not slow,--durations=20)
 
 # Everything: also kill schedules, every preset, browsers, clusters with authentication.
 test-all: install

@@ -8,18 +8,20 @@ import io
 import pickle
 import tarfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, TypeVar, cast
 
 import numpy as np
 
-from fedloom.platform.data.artefact import ByteArray, Fields, IntArray
+from fedloom.platform.data.artefact import ByteArray, Fields, IntArray, hash_of_file
 from fedloom.platform.data.label_sets import LabelSet
 from fedloom.platform.data.source import Source
 from fedloom.platform.plugins import in_one_line
+
+_T = TypeVar("_T")
 
 _UNREADABLE = (
     pickle.UnpicklingError,
@@ -85,24 +87,50 @@ class _PlainUnpickler(pickle.Unpickler):
         return allowed[module, name]
 
 
-def _opened(path: Path) -> BinaryIO:
-    """A file of the folder, or of the archive beside it; ValueError for an archive that is damaged or lacks it."""
-    archive = path.parent.with_name(ARCHIVES[path.parent.name])
-    if path.parent.is_dir() or not archive.is_file():
-        return path.open("rb")
+def _is_packed(folder: Path) -> bool:
+    """Whether only the archive of a folder is there."""
+    return not folder.is_dir() and _archive(folder).is_file()
+
+
+def _archive(folder: Path) -> Path:
+    return folder.with_name(ARCHIVES[folder.name])
+
+
+def _taken(folder: Path, names: Sequence[str], take: Callable[[IO[bytes]], _T]) -> dict[str, _T]:
+    """What is taken of files in the folder's archive, which is read once.
+
+    Raises ValueError if it is damaged or lacks one.
+    """
+    archive = _archive(folder)
+    found: dict[str, _T] = {}
     try:
         with tarfile.open(archive) as tar:
-            member = tar.extractfile(f"{path.parent.name}/{path.name}")
-            return io.BytesIO(b"" if member is None else member.read())
+            for member in tar:
+                name = member.name.removeprefix(f"{folder.name}/")
+                if name in names and (file := tar.extractfile(member)) is not None:
+                    found[name] = take(file)
+                if len(found) == len(names):
+                    break
+        return {name: found[name] for name in names}
     except (tarfile.TarError, EOFError, OSError, zlib.error, KeyError) as error:
+        lost = next(name for name in names if name not in found)
         raise ValueError(
-            f"{archive}: {path.name} cannot be read from it ({in_one_line(error)}); download the archive again"
+            f"{archive}: {lost} cannot be read from it ({in_one_line(error)}); download the archive again"
         ) from error
 
 
-def _hash(path: Path) -> str:
-    with _opened(path) as file:
-        return file_digest(cast(Any, file), "sha256").hexdigest()
+def _opened(path: Path) -> IO[bytes]:
+    """A file of the folder, or of the archive beside it; ValueError for an archive that is damaged or lacks it."""
+    if not _is_packed(path.parent):
+        return path.open("rb")
+    return io.BytesIO(_taken(path.parent, [path.name], lambda file: file.read())[path.name])
+
+
+def _hashes(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """SHA-256 of files of the folder; in the archive beside it they are the same: unpacking it changes nothing."""
+    if not _is_packed(folder):
+        return {name: hash_of_file(folder / name) for name in names}
+    return _taken(folder, names, lambda file: file_digest(cast(Any, file), "sha256").hexdigest())
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -141,15 +169,11 @@ class PickleSource(Source):
     @property
     def archive(self) -> Path:
         """The archive that torchvision downloads, of which the folder is unpacked."""
-        return self.folder.with_name(ARCHIVES[self.folder.name])
-
-    @property
-    def _is_packed(self) -> bool:
-        return not self.folder.is_dir() and self.archive.is_file()
+        return _archive(self.folder)
 
     def missing_files(self) -> list[str]:
         """The names of the published files that are missing in the folder; none if the archive is there instead."""
-        return [] if self._is_packed else [f for f in self._files() if not (self.folder / f).is_file()]
+        return [] if _is_packed(self.folder) else [f for f in self._files() if not (self.folder / f).is_file()]
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -174,8 +198,7 @@ class PickleSource(Source):
         return {"coarse": LabelSet.from_labels(fine, coarse, len(self.class_names), names, path)}
 
     def identity(self) -> Fields:
-        # Of the same files in the archive the hashes are the same, so that unpacking it changes nothing.
-        return {"layout": self.layout.folder, "sha256": {f: _hash(self.folder / f) for f in self._files()}}
+        return {"layout": self.layout.folder, "sha256": _hashes(self.folder, self._files())}
 
     def labels(self, part: str) -> IntArray:
         return np.concatenate([y for _, y in self._batches(part)])
