@@ -7,7 +7,9 @@ import numpy as np
 
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.federation.building import sampled_costs, split_into_tiers
+from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import measure_costs
+from fedloom.platform.federation.tasks import task_names
 from fedloom.platform.spaces.registry import build_space
 from fedloom.tiers.bounds import share_of_models
 from fedloom.tiers.measure import COUNTED_AS_MACS
@@ -27,6 +29,7 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
         config.tiers.count = 1
     macs, cost = measured.macs, measured.budget
     tiers = split_into_tiers(config, space, cost)
+    _check_heads(config, len(tiers))
     uppers = [t.upper for t in tiers]
     costs = sampled_costs(space.genome, cost, config.tiers.paths)
     description: dict[str, Any] = {
@@ -43,3 +46,11 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
     for name, figures in space.figures().items():
         description[name] = {**description["macs"], **figures} if name == "macs" else figures
     return description
+
+
+def _check_heads(config: RunConfig, tiers: int) -> None:
+    """Raises ValueError for another number of classifiers than of tasks; their classes are the data set's to tell."""
+    names, heads = task_names(config, tiers), config.space.heads
+    if names and len(names) != len(heads or ()):
+        given = "null" if heads is None else heads
+        raise ValueError(f"space.heads={given}: give the number of classes of each task ({', '.join(names)})")

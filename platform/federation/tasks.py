@@ -52,21 +52,17 @@ class Tasks:
 
 def tasks_of(config: RunConfig, space: SearchSpace, dataset: Dataset, tiers: int) -> Tasks:
     """The tasks of `tiers.tasks`; ValueError if tiers, label sets and the space's classifiers do not fit together."""
+    names = task_names(config, tiers)
     given, heads = config.tiers.tasks, config.space.heads
     known = label_sets(dataset, config.data)
     if given is None:
-        if heads is not None:
-            raise ValueError(f"space.heads={heads} are the classes of several tasks: give each tier's in tiers.tasks")
         return Tasks()
-    if len(given) != tiers:
-        raise ValueError(f"tiers.tasks has {len(given)} values for {tiers} tiers: give one per tier")
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
         raise ValueError(
             f"tiers.tasks: {config.data.dataset} has no label set {unknown!r}: known are {', '.join(known)}; "
             "data.label_sets.NAME=[...] adds one"
         )
-    names = tuple(dict.fromkeys(given))
     with_tasks(space, "tiers.tasks")
     classes = [len(known[name].names) for name in names]
     if heads != classes:
@@ -75,6 +71,18 @@ def tasks_of(config: RunConfig, space: SearchSpace, dataset: Dataset, tiers: int
             f"space.heads={'null' if heads is None else heads}: the tasks are {what} classes; set space.heads={classes}"
         )
     return Tasks(names, tuple(names.index(name) for name in given), tuple(known[name] for name in names))
+
+
+def task_names(config: RunConfig, tiers: int) -> tuple[str, ...]:
+    """The names of `tiers.tasks`, each once; ValueError if they do not fit the tiers, or for heads without tasks."""
+    given, heads = config.tiers.tasks, config.space.heads
+    if given is None:
+        if heads is not None:
+            raise ValueError(f"space.heads={heads} are the classes of several tasks: give each tier's in tiers.tasks")
+        return ()
+    if len(given) != tiers:
+        raise ValueError(f"tiers.tasks has {len(given)} values for {tiers} tiers: give one per tier")
+    return tuple(dict.fromkeys(given))
 
 
 def label_sets(dataset: Dataset, config: DataConfig) -> Mapping[str, LabelSet]:

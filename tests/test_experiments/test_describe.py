@@ -93,3 +93,20 @@ def test_the_tiers_cost_is_the_one_that_a_run_would_use() -> None:
 def test_an_unknown_space_is_refused() -> None:
     with pytest.raises(ValueError, match=r"unknown space 'cnn_cifr'.*did you mean 'cnn_cifar'"):
         describe(["space=cnn_cifr"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["tiers.tasks=[pairs,all]"], r"tiers.tasks has 2 values for 4 tiers: give one per tier"),
+        (["space.heads=[5,10]"], r"space.heads=\[5, 10\] are the classes of several tasks: give each tier's"),
+        (
+            ["tiers.tasks=[pairs,pairs,all,all]", "space.heads=[5]"],
+            r"space.heads=\[5\]: give the number of classes of each task \(pairs, all\)",
+        ),
+        (["tiers.tasks=[pairs,pairs,all,all]"], r"space.heads=null: give the number of classes of each task"),
+    ],
+)
+def test_tasks_that_fit_neither_tiers_nor_classifiers_are_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        describe(["space=cnn_digits", FEW_PATHS, *overrides])
