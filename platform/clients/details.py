@@ -30,7 +30,7 @@ Forward = Callable[["Tensor"], "Tensor"]
 
 
 class Predictions:
-    """A forward pass that remembers what it predicted."""
+    """A forward pass that remembers what it predicted, of whole samples alone: not of every position of a text."""
 
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
@@ -38,7 +38,8 @@ class Predictions:
 
     def __call__(self, x_B: Tensor) -> Tensor:
         outputs = self.forward(x_B)
-        self.classes.append(outputs.argmax(dim=1))
+        if outputs.dim() == 2:
+            self.classes.append(outputs.argmax(dim=1))
         return outputs
 
 
