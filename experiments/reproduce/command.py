@@ -22,7 +22,7 @@ from fedloom.experiments.reproduce.board import (
 )
 from fedloom.experiments.reproduce.files import load_given
 from fedloom.experiments.reproduce.outcome import outcome_of
-from fedloom.experiments.reproduce.plan import Asked, Part, asked, parts_of
+from fedloom.experiments.reproduce.plan import Asked, Part, asked, parts_before, parts_of
 from fedloom.experiments.reproduce.recording import check_recordable, record
 from fedloom.experiments.reproduce.schema import Item
 from fedloom.experiments.reproduce.settings import missing_data
@@ -108,23 +108,34 @@ def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> str:
     from fedloom.experiments.reproduce.driver import run_part  # imports torch and Ray, which no table needs
 
     parts = parts_of(item, wanted)
-    lacking = {part.ablation_id: _lacking(part, wanted) for part in parts}
+    lacking: dict[str, str] = {}
+    for part in parts:  # what starts from runs that lack data lacks it, too
+        before = [lacking[other.ablation_id] for other in parts_before(part.scale, parts)]
+        lacking[part.ablation_id] = next(filter(None, before), _lacking(part, wanted))
     there = [part for part in parts if not lacking[part.ablation_id]]
     problems = list(dict.fromkeys(filter(None, lacking.values())))
     if not there:
         raise ValueError(f"{item.name}: {'; '.join(problems)}")
     for problem in problems:
-        sys.stderr.write(f"fedloom: left out: {problem}\n")
-    ends = []
+        _left_out(problem)
+    ends: dict[str, str] = {}
     for part in there:
+        if any(ends[other.ablation_id] != DONE for other in parts_before(part.scale, parts)):
+            ends[part.ablation_id] = next(end for end in ends.values() if end != DONE)
+            _left_out(f"{', '.join(part.scale.settings)}: not all runs are done from which they start")
+            continue
         view = TerminalView(quiet=as_json)
         try:
-            ends.append(run_part(item, part, wanted, results, view))
+            ends[part.ablation_id] = run_part(item, part, wanted, results, view)
         finally:
             view.close()
-        if ends[-1] == INTERRUPTED:
+        if ends[part.ablation_id] == INTERRUPTED:
             break
-    return next((end for end in ends if end != DONE), DONE)
+    return next((end for end in ends.values() if end != DONE), DONE)
+
+
+def _left_out(what: str) -> None:
+    sys.stderr.write(f"fedloom: left out: {what}\n")
 
 
 def _lacking(part: Part, wanted: Asked) -> str:

@@ -96,12 +96,15 @@ def work_facts(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _counted(config: RunConfig) -> list[RunConfig]:
-    """The configurations whose mean work is that of this one: a transfer's network is known when it begins."""
+    """The configurations whose mean work is that of this one: a transfer's network is known when it begins.
+
+    They ask for no tier, as the ends are of the lowest and the highest; clients of all tiers have as much data.
+    """
     method = config.method
     if not isinstance(method, TransferConfig):
         return [config]
     train = replace(method.train, rounds=method.head.rounds + method.train.rounds)
-    ends = (FedAvgConfig(architecture=end, tier=method.tier, train=train) for end in ("smallest", "largest"))
+    ends = (FedAvgConfig(architecture=end, train=train) for end in ("smallest", "largest"))
     return [replace(config, method=end) for end in ends]
 
 

@@ -3,14 +3,14 @@
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from fedloom.experiments.reproduce.schema import EXPERIMENT, SCALES, Item, Scale
-from fedloom.experiments.reproduce.settings import dataset_of
+from fedloom.experiments.reproduce.settings import part_of
 from fedloom.experiments.reproduce.starts import setting_before, started_from
 from fedloom.experiments.runs.override_texts import override_text
 from fedloom.experiments.runs.presets import PRESET
@@ -119,19 +119,28 @@ def parts_of(item: Item, asked_for: Asked) -> list[Part]:
     scale = asked_for.of(item.scales[asked_for.scale])
     groups: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
     for setting, changes in scale.settings.items():
-        preset = str(changes.get(EXPERIMENT, scale.experiment))
         others = {key: value for key, value in changes.items() if key != EXPERIMENT}
-        groups.setdefault((scale.run_by[setting], preset, dataset_of(scale, setting)), {})[setting] = others
-    found = []
+        groups.setdefault(part_of(scale, setting), {})[setting] = others
+    found: list[Part] = []
     for (run_by, preset, dataset), settings in groups.items():
         own = replace(scale, experiment=preset, settings=settings)
-        found.append(Part(dataset, _ablation_id(run_by, asked_for.scale, own), own))
+        before = [part.ablation_id for part in parts_before(own, found)]
+        found.append(Part(dataset, _ablation_id(run_by, asked_for.scale, own, before), own))
     return found
 
 
-def _ablation_id(run_by: str, scale_name: str, scale: Scale) -> str:
-    """A name that changes with whatever changes the runs, so that the results of other runs are never taken for it."""
-    content = json.dumps([scale.experiment, [*scale.settings.items()], scale.seeds, scale.overrides])
+def parts_before(scale: Scale, parts: Iterable[Part]) -> list[Part]:
+    """The parts from whose runs those of a scale start."""
+    settings = {setting_before(changes) for changes in scale.settings.values()}
+    return [part for part in parts if settings & {*part.scale.settings}]
+
+
+def _ablation_id(run_by: str, scale_name: str, scale: Scale, before: Sequence[str]) -> str:
+    """A name that changes with whatever changes the runs, so that the results of other runs are never taken for it.
+
+    `before` are the ids of the ablations from whose runs they start.
+    """
+    content = json.dumps([scale.experiment, [*scale.settings.items()], scale.seeds, scale.overrides, *before])
     preset = re.sub(r"[^A-Za-z0-9_]+", "_", scale.experiment)[:40]
     words = [*run_by.split("/"), scale_name, preset]
     return "-".join(["paper", *words, sha256(content.encode()).hexdigest()[:8]])

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from fedloom.experiments.reproduce.schema import Scale
+from fedloom.experiments.reproduce.schema import EXPERIMENT, Scale
 from fedloom.experiments.runs.override_texts import override_text
 from fedloom.experiments.runs.presets import CONF, PRESET
 from fedloom.experiments.runs.spelling import ENDINGS
@@ -29,6 +29,12 @@ def dataset_of(scale: Scale, setting: str) -> str:
     overrides = overrides_of(scale, setting)
     given = [override.removeprefix(DATASET) for override in overrides if override.startswith(DATASET)]
     return given[-1] if given else dataset_in(overrides[0].removeprefix(PRESET))
+
+
+def part_of(scale: Scale, setting: str) -> tuple[str, str, str]:
+    """The item, the preset and the data set of a setting: those with the same ones are one ablation."""
+    preset = str(scale.settings[setting].get(EXPERIMENT, scale.experiment))
+    return scale.run_by[setting], preset, dataset_of(scale, setting)
 
 
 @cache

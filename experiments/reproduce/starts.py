@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fedloom.experiments.reproduce.fields import check_known
-from fedloom.experiments.reproduce.schema import EXPERIMENT, Scale
+from fedloom.experiments.reproduce.schema import Scale
+from fedloom.experiments.reproduce.settings import part_of
 from fedloom.experiments.store.ablations import Trial
 
 START_FROM = "method.start_from"
@@ -29,19 +29,20 @@ def started_from(trial: Trial, run_id: str) -> Trial:
 
 def check_starts(scale: Scale, where: str) -> None:
     """Raises ValueError for runs that start from a setting that is not there, or is not run before them."""
-    for name, changes in scale.settings.items():
-        if (other := setting_before(changes)) is None:
-            continue
-        check_known([other], [*scale.settings], "setting", f"{where}: {name}")
-        if not _is_before(scale, other, name):
+    if any(override.startswith(f"{START_FROM}={RUN_OF}") for override in scale.overrides):
+        raise ValueError(f"{where}: {START_FROM}={RUN_OF}NAME stands in settings, not in overrides")
+    starts = {name: other for name, changes in scale.settings.items() if (other := setting_before(changes)) is not None}
+    if not starts:
+        return
+    parts = [part_of(scale, name) for name in scale.settings]
+    places = {name: parts.index(part) for name, part in zip(scale.settings, parts, strict=True)}
+    for name, other in starts.items():
+        given = f"{where}: {name}: {START_FROM}={RUN_OF}{other}"
+        if other not in places:
+            known = ", ".join(scale.settings)
+            raise ValueError(f"{given}: there is no such setting; there are {known}, and those of items in runs_of")
+        if places[other] >= places[name]:
             raise ValueError(
-                f"{where}: {name}: {START_FROM}={RUN_OF}{other}: that setting is not run before: write it above, with "
-                "another preset, or as that of an item in runs_of"
+                f"{given}: that setting is not run before: write it above, with another preset, or as that of an item "
+                "in runs_of"
             )
-
-
-def _is_before(scale: Scale, first: str, second: str) -> bool:
-    names = [*scale.settings]
-    parts = [(scale.run_by[name], scale.settings[name].get(EXPERIMENT, scale.experiment)) for name in names]
-    places = {name: parts.index(part) for name, part in zip(names, parts, strict=True)}
-    return places[first] < places[second]

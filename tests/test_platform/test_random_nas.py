@@ -57,6 +57,20 @@ def test_every_model_is_trained_scored_and_the_best_one_evaluated(finished: Any)
     assert set(tested.model) == {"random_nas"}
 
 
+def test_models_are_ranked_by_what_is_asked_for(tiny_config: Make) -> None:
+    world = build_world(configured(tiny_config()))
+    scores = [["0-0-0", 0.5, 2.0], ["0-0-1", 0.4, 1.0], ["0-1-0", None, None]]  # the more accurate one has more loss
+    state = RunState().with_data("random_nas", {world.tiers[0].name: scores})
+    for metric, name in (("accuracy", "0-0-0"), ("loss", "0-0-1")):
+        (*_, contest) = (s for s in build_stages(build_world(configured(tiny_config(), metric=metric)))
+                         if s.name == f"choice_2/{world.tiers[0].name}")  # fmt: skip
+        merged = contest.end(state)
+        assert merged.state.data["winners"] == {world.tiers[0].name: name}
+        rows = [row for _, row in merged.rows]
+        assert [row["architecture"] for row in rows if row["winner"]] == [name]
+        assert [row["metric"] for row in rows][:2] == [0.5, 0.4], "candidates' metric stays the accuracy"
+
+
 def test_a_models_weights_are_kept_only_while_they_can_win(tiny_config: Make, step_through: Any) -> None:
     world, state = build_world(configured(tiny_config())), RunState()
     for stage in [s for s in build_stages(world) if s.name.endswith("tier1")]:

@@ -87,6 +87,9 @@ def test_from_scratch_only_the_architecture_is_taken(transfer: Make, kept: Any) 
         assert not torch.equal(source.weights[name], theirs[name]), name
     rounds = read_table(Path(config.results), "rounds", run_id=ran(config).run_id)
     assert rounds["stage"].tolist() == ["transferred"] * 2 + ["evaluation"]
+    other = transfer(from_scratch=True, head=replace(TRAIN, rounds=0), space={"stem_channels": 8})
+    with pytest.raises(ValueError, match=r"does not fit space cnn_digits: fixed.stem.conv.weight is .* there"):
+        source_of(other.method, build_world(other))
 
 
 def ran(config: RunConfig) -> RunPaths:

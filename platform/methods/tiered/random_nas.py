@@ -11,7 +11,7 @@ evaluate every tier's best model
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from fedloom.platform.methods.stages.evaluation import EvaluationConfig, Evaluat
 from fedloom.platform.methods.stages.tier_search import WINNERS, check_validation_data, winner_of
 from fedloom.platform.methods.tiered.fedoras import bag_name, tier_stage
 from fedloom.platform.search.base import Interval, Scored, pareto_front, winner
+from fedloom.platform.search.criterion import METRIC_TEXT, METRICS, merit
 from fedloom.platform.search.random_search import RandomSearch
 from fedloom.platform.settings import UP_TO_A_THOUSAND
 from fedloom.platform.spaces.slices import Architecture, architecture_id, parse_architecture
@@ -47,6 +48,7 @@ class RandomNasConfig:
 
     name: str = "random_nas"
     models: Annotated[int, UP_TO_A_THOUSAND, "number of architectures that are trained per tier"] = 10
+    metric: Annotated[str | None, METRICS, f"{METRIC_TEXT}; null: accuracy"] = None
     train: TrainingConfig = field(default_factory=_train)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
@@ -54,9 +56,11 @@ class RandomNasConfig:
 class ContestStage(Stage):
     """Scores a tier's newest model on validation data, and keeps it or the best one before it."""
 
-    def __init__(self, world: World, tier: int, number: int, architecture: Architecture, *, last: bool) -> None:
+    def __init__(
+        self, world: World, tier: int, number: int, architecture: Architecture, metric: str, *, last: bool
+    ) -> None:
         """`last` is whether it is the tier's last model, after which the candidates' rows are written."""
-        self.world, self.tier, self.last = world, world.tiers[tier], last
+        self.world, self.tier, self.metric, self.last = world, world.tiers[tier], metric, last
         self.number, self.architecture = number, architecture
         self.name = f"choice_{number}/{self.tier.name}"
 
@@ -88,7 +92,8 @@ class ContestStage(Stage):
     def end(self, state: RunState) -> Merged:
         """The state with the weights of the tier's best model alone."""
         history = self._history(state.data[SCORES][self.tier.name])
-        feasible = [scored for scored in history if scored.feasible]
+        ranked = [replace(s, metric=merit(self.metric, s.metric, s.loss)) for s in history]
+        feasible = [scored for scored in ranked if scored.feasible]
         won = winner(feasible) if feasible else None
         best = None if won is None else won.generation
         losers = [self._bag(i) for i in range(len(history)) if i != best and self._bag(i) in state.bags]
@@ -98,7 +103,7 @@ class ContestStage(Stage):
             state = state.with_data(WINNERS, winners)
         if not self.last:
             return Merged(state)
-        front = {scored.architecture for scored in pareto_front(history)}
+        front = {scored.architecture for scored in pareto_front(ranked)}
         chosen = None if won is None else won.architecture
         return Merged(state, candidate_rows(self.world, self.tier.name, history, front, chosen))
 
@@ -150,7 +155,7 @@ def stages(config: RandomNasConfig, world: World) -> list[Stage]:
         for number, architecture in enumerate(architectures):
             last = number == len(architectures) - 1
             sequence.append(tier_stage(world, config.train, tier, model_name(number), "method.train", architecture))
-            sequence.append(ContestStage(world, tier, number, architecture, last=last))
+            sequence.append(ContestStage(world, tier, number, architecture, config.metric or "accuracy", last=last))
     jobs = EvaluationStage(world, config.evaluation, lambda state: best_jobs(world, state), len(world.tiers))
     return [*sequence, jobs]
 

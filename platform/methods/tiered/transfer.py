@@ -77,7 +77,7 @@ class Source:
 
 
 def source_of(config: TransferConfig, world: World) -> Source:
-    """The other run's model in this run's space.
+    """The other run's model in this run's space, with fresh weights where the tasks differ, or everywhere.
 
     Raises ValueError for an unknown run or model, and for one that differs in more than the tensors whose first size is
     the number of classes.
@@ -95,30 +95,29 @@ def source_of(config: TransferConfig, world: World) -> Source:
             f"method.architecture={config.architecture}: model {model} of run {paths.run_id} is {space.label(own)}; "
             "only supernets can be cut; leave it out (null)"
         )
-    if model == SUPERNET and space.keeps_statistics:
+    if model == SUPERNET and space.keeps_statistics and not config.from_scratch:
         raise ValueError(
             f"method.model={model}: a subnet of {space.name} needs running statistics of its own, which no client has "
             "measured; take a run of space.norm=none or group, or a model of a tier"
         )
     generator = torch_stream(world.config.seed_for("initialisation"), MODEL)
     weights, cut = space.initial_subnet_weights(architecture, generator), space.slices(architecture)
-    if config.from_scratch:
-        return Source(Subnet(architecture, stand_alone=True), weights, tuple(weights))
-    fresh = []
+    taken: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         place = cut[name].source if model == SUPERNET else name
         if place not in kept:
             raise _unlike(paths.run_id, world, f"it has no {name}")
         if kept[place].shape == tensor.shape:
-            weights[name] = kept[place].clone()
+            taken[name] = kept[place].clone()
         elif model == SUPERNET and tuple(kept[place].shape) == supernet_shapes(space)[place]:
-            weights[name] = cut[name].of(kept[place]).clone()
-        elif tensor.shape[1:] == kept[place].shape[1:] and len(tensor) == world.config.space.num_classes:
-            fresh.append(name)
-        else:
+            taken[name] = cut[name].of(kept[place]).clone()
+        elif tensor.shape[1:] != kept[place].shape[1:] or len(tensor) != world.config.space.num_classes:
             shapes = f"{name} is {tuple(kept[place].shape)} there and {tuple(tensor.shape)} here"
             raise _unlike(paths.run_id, world, shapes)
-    return Source(Subnet(architecture, stand_alone=True), weights, tuple(fresh))
+    if config.from_scratch:
+        taken = {}
+    fresh = tuple(name for name in weights if name not in taken)
+    return Source(Subnet(architecture, stand_alone=True), {**weights, **taken}, fresh)
 
 
 def _model_of(config: TransferConfig, world: World) -> tuple[RunPaths, str]:

@@ -40,6 +40,18 @@ def test_the_work_of_a_whole_run_has_its_dry_runs_macs_times_three() -> None:
     assert work["macs"] == pytest.approx(sum(work["by_kind"].values()))
 
 
+def test_a_transfer_is_counted_between_its_smallest_and_its_largest_network() -> None:
+    """Without the run from which it starts, and though the largest network is beyond its tier."""
+    train = ["method.train.clients_per_round=2", "method.train.batch_size=16"]
+    start = ["experiment=fedavg_digits", "method=transfer", "method.start_from=nowhere", "method.tier=1", *train]
+    work = work_facts([*start, "method.head.rounds=1", "method.train.rounds=2"])
+    alone = [
+        work_facts(["experiment=fedavg_digits", f"method.architecture={end}", "method.train.rounds=3", *train])
+        for end in ("smallest", "largest")
+    ]
+    assert work["by_kind"]["fedavg"] == pytest.approx(sum(one["by_kind"]["fedavg"] for one in alone) / 2)
+
+
 def test_images_that_are_not_there_are_stood_in_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The costs are those of real images: of random ones, as many."""
     monkeypatch.setitem(counted.SIZES, "cifar10", (400, 100, 10))

@@ -154,17 +154,42 @@ def test_an_item_may_add_runs_of_its_own_to_those_of_others(load: Load, tmp_path
             second(**changes)
 
 
-def test_runs_start_from_settings_that_are_run_before_them(load: Load) -> None:
-    start = {"experiment": "fedadam_digits", "method.start_from": "run of s"}
-    load("runs/small/settings", {"s": {}, "t": start})
-    for settings, said in (
-        ({"s": {}, "t": {**start, "method.start_from": "run of r"}}, "t: there is no setting 'r'"),
-        ({"t": start, "s": {}}, "t: method.start_from=run of s: that setting is not run before: write it above"),
+START = {"experiment": "fedadam_digits", "method.start_from": "run of s"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"s": {}, "t": {**START, "method.start_from": "run of r"}},
+            "t: method.start_from=run of r: there is no such setting",
+        ),
+        ({"t": START, "s": {}}, "t: method.start_from=run of s: that setting is not run before: write it above"),
         ({"s": {}, "t": {"method.start_from": "run of s"}}, "that setting is not run before"),
         ({"s": {"method.start_from": "run of s"}}, "that setting is not run before"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            load("runs/small/settings", settings)
+        ({"a": {}, "t": START, "s": {"data.dataset": "cifar10"}}, "that setting is not run before"),
+    ],
+)
+def test_runs_start_from_settings_that_are_run_before_them(load: Load, settings: dict[str, Any], said: str) -> None:
+    load("runs/small/settings", {"s": {}, "t": START})
+    load("runs/small/settings", {"s": {"data.dataset": "cifar10"}, "t": {"method.start_from": "run of s"}})
+    with pytest.raises(ValueError, match=said):
+        load("runs/small/settings", settings)
+
+
+def test_the_run_from_which_others_start_is_no_override(load: Load) -> None:
+    with pytest.raises(ValueError, match="run of NAME stands in settings, not in overrides"):
+        load("runs/small/overrides", ["method.start_from=run of s"])
+
+
+def test_the_id_changes_with_the_runs_from_which_others_start(load: Load) -> None:
+    def ids(**changes: Any) -> list[str]:
+        item = load("runs/small/settings", {"s": changes, "t": START})
+        return [part.ablation_id for part in parts_of(item, Asked("small"))]
+
+    before, after = ids(), ids(**{"data.alpha": 0.1})
+    assert len({*before, *after}) == 4
+    assert ids() == before
 
 
 def test_runs_are_those_of_the_item_that_has_them(load: Load, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from fedloom.experiments.reproduce.files import item_names, load_given, load_ite
 from fedloom.experiments.reproduce.measure import FRAMES, measured
 from fedloom.experiments.reproduce.plan import Asked, parts_of, planned, without_common_keys
 from fedloom.experiments.reproduce.schema import Item, Read, Scale
-from fedloom.experiments.reproduce.settings import missing_data
+from fedloom.experiments.reproduce.settings import missing_data, overrides_of
+from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.data.sources import DATASETS
 
 ROOT = Path(__file__).parents[3]
@@ -94,3 +95,12 @@ def test_the_readmes_item_is_one(tmp_path: Path) -> None:
 def test_missing_data_is_said(tmp_path: Path) -> None:
     assert "cifar100 not found under" in missing_data("cifar100", [f"data.root={tmp_path}"])
     assert missing_data("digits") == ""
+
+
+def test_a_transfers_clients_can_afford_the_model_of_its_tier() -> None:
+    """A tier's model may cost as much as that tier's bound, so that lower tiers' clients cannot train it."""
+    scale = load_item("fedoras/tab16_transfer").scales["paper"]
+    trained = {name: compose_config(overrides_of(scale, name)).method for name in scale.settings if "tier" in name}
+    assert len(trained) == 8
+    for method in trained.values():
+        assert int(method.model.removeprefix("tier").removesuffix("-fine_tuned")) <= method.tier

@@ -119,6 +119,27 @@ def test_runs_start_from_those_of_another_setting_seed_by_seed(command: Command,
         assert f"method.start_from={longer[trial.seed]}" in trial.overrides
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("failed", 3, "left out: going on, fresh: not all runs are done from which they start"),
+        ("no data", 2, "no data"),
+    ],
+)
+def test_what_starts_from_runs_that_are_not_there_is_left_out(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, code: int, said: str
+) -> None:
+    if end == "no data":
+        lacks = {part.ablation_id: f"{end}: put it there" for part in parts_of(load_given(TINY), Asked("small"))}
+        monkeypatch.setattr(
+            "fedloom.experiments.reproduce.command._lacking", lambda part, _wanted: lacks.get(part.ablation_id, "")
+        )
+    else:
+        monkeypatch.setattr("fedloom.experiments.reproduce.driver.run_part", lambda *_args: end)
+    ended, _, errors = command(ON, "--results", str(tmp_path))
+    assert (ended, said in errors, errors.count("left out")) == (code, True, int(end == "failed"))
+
+
 def trials_of(results: Path, ablation_id: str) -> tuple[Trial, ...]:
     return read_ablation(results / FOLDER / ablation_id).trials
 
