@@ -21,17 +21,17 @@ demo: install
 # In minutes, for every change. The tests of Ray, which mostly wait for processes, run beside the others; each worker has
 # a cluster of its own if it needs one. What they print comes when the others are done.
 test: install
-	$(call both,and not slow,--durations=20)
+	$(call both,and not slow)
 
 # Everything: also kill schedules, every preset, browsers, clusters with authentication.
 test-all: install
-	$(call both,,--durations=20)
+	$(call both,)
 
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 define both
-log="$$(mktemp)"; $(PYTEST) -m "ray $(1)" $(2) > "$$log" 2>&1 & beside=$$!; \
+log="$$(mktemp)"; $(PYTEST) -m "ray $(1)" > "$$log" 2>&1 & beside=$$!; \
 trap 'kill $$beside 2> /dev/null; rm -f "$$log"; exit 130' INT TERM; \
-OMP_NUM_THREADS=1 $(PYTEST) -m "not ray $(1)" $(2); failed=$$?; \
+OMP_NUM_THREADS=1 $(PYTEST) -m "not ray $(1)"; failed=$$?; \
 wait $$beside || failed=1; cat "$$log"; rm "$$log"; exit $$failed
 endef
 

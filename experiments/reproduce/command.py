@@ -110,8 +110,8 @@ def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> str:
     parts = parts_of(item, wanted)
     lacking: dict[str, str] = {}
     for part in parts:  # what starts from runs that lack data lacks it, too
-        before = [lacking[other.ablation_id] for other in parts_before(part.scale, parts)]
-        lacking[part.ablation_id] = next(filter(None, before), _lacking(part, wanted))
+        before = (lacking[other.ablation_id] for other in parts_before(part.scale, parts))
+        lacking[part.ablation_id] = next(filter(None, before), "") or _lacking(part, wanted)
     there = [part for part in parts if not lacking[part.ablation_id]]
     problems = list(dict.fromkeys(filter(None, lacking.values())))
     if not there:
@@ -120,8 +120,9 @@ def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> str:
         _left_out(problem)
     ends: dict[str, str] = {}
     for part in there:
-        if any(ends[other.ablation_id] != DONE for other in parts_before(part.scale, parts)):
-            ends[part.ablation_id] = next(end for end in ends.values() if end != DONE)
+        before_it = (ends[other.ablation_id] for other in parts_before(part.scale, parts))
+        if (end := next((end for end in before_it if end != DONE), DONE)) != DONE:
+            ends[part.ablation_id] = end
             _left_out(f"{', '.join(part.scale.settings)}: not all runs are done from which they start")
             continue
         view = TerminalView(quiet=as_json)

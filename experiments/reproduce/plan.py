@@ -11,7 +11,7 @@ from typing import Any
 
 from fedloom.experiments.reproduce.schema import EXPERIMENT, SCALES, Item, Scale
 from fedloom.experiments.reproduce.settings import part_of
-from fedloom.experiments.reproduce.starts import setting_before, started_from
+from fedloom.experiments.reproduce.starts import started_from, starts_of
 from fedloom.experiments.runs.override_texts import override_text
 from fedloom.experiments.runs.presets import PRESET
 from fedloom.experiments.store.ablations import Ablation, trial_id
@@ -131,7 +131,7 @@ def parts_of(item: Item, asked_for: Asked) -> list[Part]:
 
 def parts_before(scale: Scale, parts: Iterable[Part]) -> list[Part]:
     """The parts from whose runs those of a scale start."""
-    settings = {setting_before(changes) for changes in scale.settings.values()}
+    settings = {*starts_of(scale).values()}
     return [part for part in parts if settings & {*part.scale.settings}]
 
 
@@ -178,12 +178,12 @@ def planned(item: Item, part: Part, asked_for: Asked, results: Path) -> Ablation
     )
     common = [*asked_for.free, f"results={override_text(str(results))}"]
     plan = plan_of(item.name.replace("/", "-"), config, common, given=item.name, ablation_id=part.ablation_id)
-    before = {name: other for name, changes in scale.settings.items() if (other := setting_before(changes))}
-    if not before:
+    starts = starts_of(scale)
+    if not starts:
         return plan
     runs = {key: run for other in parts_of(item, asked_for) for key, run in runs_of(other).items()}
     trials = (
-        started_from(trial, runs[before[name], trial.seed]) if (name := str(trial.setting[AXIS])) in before else trial
+        started_from(trial, runs[starts[name], trial.seed]) if (name := str(trial.setting[AXIS])) in starts else trial
         for trial in plan.trials
     )
     return replace(plan, trials=tuple(trials))

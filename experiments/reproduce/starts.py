@@ -1,8 +1,6 @@
 """Runs of an item that start from another run of it, such as transfer from each seed's own supernet."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from fedloom.experiments.reproduce.schema import Scale
 from fedloom.experiments.reproduce.settings import part_of
@@ -13,10 +11,10 @@ RUN_OF = "run of "
 """Before the name of a setting, as the value of `method.start_from`: its run with the same seed."""
 
 
-def setting_before(changes: Mapping[str, Any]) -> str | None:
-    """The setting from whose run one with these changes starts, if it does."""
-    given = str(changes.get(START_FROM, ""))
-    return given.removeprefix(RUN_OF) if given.startswith(RUN_OF) else None
+def starts_of(scale: Scale) -> dict[str, str]:
+    """The settings whose runs start from another one's, with the name of that one."""
+    given = {name: str(changes.get(START_FROM, "")) for name, changes in scale.settings.items()}
+    return {name: text.removeprefix(RUN_OF) for name, text in given.items() if text.startswith(RUN_OF)}
 
 
 def started_from(trial: Trial, run_id: str) -> Trial:
@@ -31,7 +29,7 @@ def check_starts(scale: Scale, where: str) -> None:
     """Raises ValueError for runs that start from a setting that is not there, or is not run before them."""
     if any(override.startswith(f"{START_FROM}={RUN_OF}") for override in scale.overrides):
         raise ValueError(f"{where}: {START_FROM}={RUN_OF}NAME stands in settings, not in overrides")
-    starts = {name: other for name, changes in scale.settings.items() if (other := setting_before(changes)) is not None}
+    starts = starts_of(scale)
     if not starts:
         return
     parts = [part_of(scale, name) for name in scale.settings]

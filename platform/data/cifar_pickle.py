@@ -166,11 +166,6 @@ class PickleSource(Source):
     layout: Layout
     scale: float = 255
 
-    @property
-    def archive(self) -> Path:
-        """The archive that torchvision downloads, of which the folder is unpacked."""
-        return _archive(self.folder)
-
     def missing_files(self) -> list[str]:
         """The names of the published files that are missing in the folder; none if the archive is there instead."""
         return [] if _is_packed(self.folder) else [f for f in self._files() if not (self.folder / f).is_file()]
