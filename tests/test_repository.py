@@ -132,16 +132,6 @@ def test_no_modules_and_no_folders_import_each_other_in_a_circle(modules: dict[P
     assert circle({Path("a"): {Path("b")}, Path("b"): {Path("c")}, Path("c"): {Path("b")}}) == [Path("b"), Path("c")]
 
 
-def test_files_and_functions_stay_small() -> None:
-    """A file of at most 400 lines, a function of at most 50: what is longer has two subjects."""
-    for file in (file for folder in (*MAY_IMPORT, "tests") for file in source_files(folder)):
-        text = file.read_text()
-        assert text.count("\n") <= 400, f"{file} is too long"
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert (node.end_lineno or 0) - node.lineno < 50, f"{file}: {node.name} is too long"
-
-
 def test_hardly_anything_asks_which_class_a_space_is() -> None:
     """A space says what it can do, so that a user's own takes part wherever it offers what is needed."""
     asked = re.compile(r"isinstance\([^()]*Space\b|cast\(\"?\w*Space\b")
