@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
@@ -80,6 +80,15 @@ class Task(Protocol):
         ...
 
 
+@runtime_checkable
+class AccountableTask(Task, Protocol):
+    """A task whose costs can be counted without executing it."""
+
+    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
+        """The outcome of `run` without an update, a loss or a metric."""
+        ...
+
+
 @dataclass(frozen=True)
 class Assignment:
     """One planned task; for a client (`client_id` is not None) it becomes exactly one row."""
@@ -99,6 +108,8 @@ class Assignment:
     state: ClientState | None = None
     train_samples: int = 0
     """The client's training samples, by which executors guess how long its work takes."""
+    expected_macs: float = 0.0
+    """MACs that the plan expects of work that cannot be counted; a training step is three times its forward pass."""
 
 
 @dataclass(frozen=True)

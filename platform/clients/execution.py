@@ -14,12 +14,12 @@ from typing import Protocol
 import torch
 
 from fedloom.platform.averaging.average import Update, WeightedSums, first_not_finite
-from fedloom.platform.clients.assignments import Assignment, Outcome, Report, TaskError, own_copy
+from fedloom.platform.clients.assignments import AccountableTask, Assignment, Outcome, Report, TaskError, own_copy
 from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
 from fedloom.platform.clients.together import trained_together
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.plugins import PluginError, ends_process, place_in_own, raised_by_own
-from fedloom.platform.spaces.slices import Weights
+from fedloom.platform.spaces.slices import Weights, bytes_of
 from fedloom.tiers.clock import EVALUATION_FACTOR, client_time_s
 
 
@@ -119,20 +119,18 @@ def run_assignment(
         tier=assignment.tier,
         status="dropped",
         error=assignment.dropped,
-        # The server is not notified of a dropout and waits until the deadline.
-        simulated_s=assignment.deadline_s or 0.0 if assignment.dropped else 0.0,
         device=str(worker.device),
         node=worker.node,
         threads=worker.spec.threads,
         selection_probability=assignment.selection_probability,
         selection_reason=assignment.selection_reason,
     )
-    if assignment.dropped:
-        return base
     report = base
     for attempt in range(1, attempts + 1):
         started = time.perf_counter()
         try:
+            if assignment.dropped:
+                return replace(base, simulated_s=_waited_for_s(worker, assignment, weights.tensors))
             begun = base if attempt == 1 else replace(base, attempts=attempt)
             return _attempt(worker, assignment, weights, sums, begun)
         except BaseException as error:
@@ -206,6 +204,20 @@ def _attempt(
         measurements=() if late else outcome.measurements,
         state=None if late or outcome.state is None else own_copy(outcome.state),
     )
+
+
+def _waited_for_s(worker: Worker, assignment: Assignment, weights: Weights) -> float:
+    """Simulated seconds until the server gives up a device that has dropped out, of which nobody notifies it.
+
+    It waits until the deadline; without one for as long as the device is expected to need. That is exact for a task
+    that can be counted, and otherwise estimated from the plan's MACs and a transfer of all shared weights both ways.
+    """
+    if assignment.deadline_s is not None:
+        return assignment.deadline_s
+    if isinstance(assignment.task, AccountableTask):
+        return _simulated_s(assignment, assignment.task.account(worker, assignment))
+    size = bytes_of(weights)
+    return client_time_s(assignment.profile, assignment.expected_macs, size, size, factor=1.0)
 
 
 def _simulated_s(assignment: Assignment, outcome: Outcome) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -148,14 +148,19 @@ class ScoreSubnets:
         scores = score_subnets(worker, self.architectures, weights, self.version, data)
         for architecture, score in zip(self.architectures, scores, strict=True):
             measurements += measurements_of("supernet", architecture_id(architecture), self.split, score)
-        macs = sum(worker.spec.macs_table.cost(a) for a in self.architectures) * len(data[1])
+        return replace(self._costs(worker, len(data[1]), len(measurements)), measurements=tuple(measurements))
+
+    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
+        """The costs of a client's scores of a loss and a metric, counted without scoring."""
+        return self._costs(worker, worker.data.size(client_of(assignment), self.split), 2 * len(self.architectures))
+
+    def _costs(self, worker: Worker, samples: int, values: int) -> Outcome:
         return Outcome(
-            samples=len(data[1]),
-            macs=macs,
+            samples=samples,
+            macs=sum(worker.spec.macs_table.cost(a) for a in self.architectures) * samples,
             bytes_down=self.sent_bytes,
             # Each client sends a loss and a metric per candidate, 8 bytes each.
-            bytes_up=8 * len(measurements) if self.sent_bytes else 0,
-            measurements=tuple(measurements),
+            bytes_up=8 * values if self.sent_bytes else 0,
             clock_factor=EVALUATION_FACTOR,
         )
 

@@ -64,7 +64,9 @@ def in_plan_order(world: World, client_ids: tuple[int, ...]) -> list[int]:
     return sorted(client_ids, key=lambda c: (int(world.tier_of_client[c]), c))
 
 
-def assign(world: World, stage: str, round_: int, cohort: Cohort, client_id: int, task: Task) -> Assignment:
+def assign(
+    world: World, stage: str, round_: int, cohort: Cohort, client_id: int, task: Task, expected_macs: float = 0.0
+) -> Assignment:
     """One client's assignment, with its simulated device and whether that drops out of the round."""
     profile = world.profile(client_id)
     dropped = ""
@@ -84,6 +86,7 @@ def assign(world: World, stage: str, round_: int, cohort: Cohort, client_id: int
         selection_probability=cohort.probability,
         selection_reason=cohort.reason_of(client_id),
         train_samples=world.data.size(client_id, "train"),
+        expected_macs=expected_macs,
     )
 
 

@@ -7,6 +7,7 @@ weighting, the server rule, and the method's own processing of a round.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
+from fedloom.platform.clients.assignments import AccountableTask
 from fedloom.platform.clients.local_rules import STATE, local_rule, place_of
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.history import packed, unpacked, with_reports
@@ -59,6 +61,9 @@ HISTORY = "history"
 """The JSON value that holds the history of the current stage's clients."""
 MEMORY = "selection"
 """The JSON value that holds what the current stage's selection rule has left to itself."""
+
+UNANSWERED = "unanswered"
+"""The JSON value that counts the rounds of the current stage in which no client answered."""
 
 WITHOUT_HISTORY = ("uniform", "all", "round_robin", "tier_quota")
 """Selection rules that do not use the history, so that none is kept for them."""
@@ -231,8 +236,11 @@ class TrainingStage(Stage):
 
     def macs_left(self, state: RunState) -> float:
         """Those of training the remaining rounds' clients."""
-        macs = expected_macs(self.world) if self.slots.macs is None else self.slots.macs(state)
-        return (self.config.rounds - state.round) * self._samples_of_a_round * TRAINING * macs
+        return (self.config.rounds - state.round) * self._samples_of_a_round * TRAINING * self._macs(state)
+
+    def _macs(self, state: RunState) -> float:
+        """MACs of a sample's forward pass through a network of the stage, as far as they are known."""
+        return expected_macs(self.world) if self.slots.macs is None else self.slots.macs(state)
 
     @cached_property
     def _samples_of_a_round(self) -> float:
@@ -251,7 +259,8 @@ class TrainingStage(Stage):
             return False
         if self.rounds_left(state) <= 0:
             return False
-        return all(hasattr(a.task, "account") for a in self.plan(state).assignments if a.client_id is not None)
+        assignments = self.plan(state).assignments
+        return all(isinstance(a.task, AccountableTask) for a in assignments if a.client_id is not None)
 
     # -- a round ----------------------------------------------------------------------------------------------------
 
@@ -269,9 +278,10 @@ class TrainingStage(Stage):
         ]
         if self.private is not None:
             tasks = self.private.tasks(tasks, ordered, index)
+        per_sample = self.config.epochs * TRAINING * self._macs(state)
         assignments = [
-            assign(world, self.name, index, cohort, client_id, task)
-            for client_id, task in zip(ordered, tasks, strict=True)
+            assign(world, self.name, index, cohort, c, task, world.data.size(c, "train") * per_sample)
+            for c, task in zip(ordered, tasks, strict=True)
         ]
         beside = [*self.slots.beside(state), *(self.slots.score(state) if self._is_due(index) else ())]
         assignments += [for_server(self.name, index, task) for task in beside]
@@ -333,9 +343,22 @@ class TrainingStage(Stage):
             after = after.with_data(HISTORY, packed(history))
         if plan.memory is not None:
             after = after.with_data(MEMORY, dict(plan.memory))
+        if not any(report.status == "ok" for report in result.reports if report.client_id is not None):
+            after = self._unanswered(after, result)
         rows = evaluation_rows(result.reports, self.slots.tier)
         after = self.slots.after(after, plan, result)
         return Merged(after, rows, review=self._review(after))
+
+    def _unanswered(self, after: RunState, result: RoundResult) -> RunState:
+        """Warns of a round in which no client answered, and counts it."""
+        fates = Counter(report.status for report in result.reports if report.client_id is not None)
+        why = ", ".join(f"{count} {fate}" for fate, count in sorted(fates.items())) or "none was available"
+        rounds = after.data.get(UNANSWERED, 0) + 1
+        logger.warning(
+            "%s, round %d: no client answered (%s), so nothing was trained; %d such rounds so far",
+            *(self.name, after.round + 1, why, rounds),
+        )
+        return after.with_data(UNANSWERED, rounds)
 
     def _served(self, state: RunState, plan: Plan, averaged: Averaged) -> RunState:
         rules = self._server_rules(averaged.weights)
@@ -374,12 +397,25 @@ class TrainingStage(Stage):
         return Review(plan, rows)
 
     def end(self, state: RunState) -> Merged:
-        """Removes everything of the stage but its weights, and returns the models to be stored."""
+        """Removes everything of the stage but its weights, and returns the models to be stored.
+
+        Raises ValueError if no client has ever answered and no stage has trained before: all weights are the initial
+        ones. After others, whose results are worth having, it is a warning.
+        """
         if self.bag not in state.bags:
             return Merged(state)
+        if 0 < state.round == state.data.get(UNANSWERED, 0):
+            untrained = (
+                f"no client answered in any of the {state.round} rounds of {self.name}, so that it trained nothing: "
+                "lower devices.dropout, or raise devices.availability or devices.deadline_s"
+            )
+            if state.stage == 0:
+                raise ValueError(untrained)
+            logger.warning(untrained)
         own = tuple(f"{slot}/" for slot in self.local_rule.shared)
         # A local rule's client state belongs to these weights, and the next stage may train others.
-        ended = state.without_bags(self.server_bag).without_data(HISTORY, MEMORY).without_client_tensors(STATE)
+        ended = state.without_bags(self.server_bag).without_client_tensors(STATE)
+        ended = ended.without_data(HISTORY, MEMORY, UNANSWERED)
         if own:
             weights = {name: t for name, t in state.weights(self.bag).items() if not name.startswith(own)}
             ended = ended.with_bag(self.bag, weights)

@@ -6,9 +6,9 @@ thousands of rounds in seconds. Weights are empty; losses and metrics are missin
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import cast
 
-from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.assignments import AccountableTask, Assignment, Outcome
 from fedloom.platform.clients.execution import (
     Chunk,
     ChunkResult,
@@ -24,22 +24,19 @@ from fedloom.platform.results.bag import Bag
 from fedloom.platform.spaces.slices import Weights
 
 
-class AccountableTask(Protocol):
-    """A task whose costs can be counted without executing it."""
-
-    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
-        """The outcome of `run` without an update, a loss or a metric."""
-        ...
-
-
 @dataclass(frozen=True)
 class Accounted:
     """A task that is counted instead of executed."""
 
     task: AccountableTask
 
-    def run(self, worker: Worker, assignment: Assignment, _weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """Returns only the costs."""
+        del weights
+        return self.account(worker, assignment)
+
+    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
+        """The costs."""
         return self.task.account(worker, assignment)
 
 

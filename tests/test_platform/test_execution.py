@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import cast
@@ -205,7 +205,21 @@ def test_a_dropped_client_does_no_work_and_is_waited_for_until_the_deadline() ->
     assert (report.status, report.error, report.simulated_s) == ("dropped", "the device is gone", 50.0)
     assert cast(Fake, assignment.task).calls == []
     assert sums.tensors == {}
-    assert run_assignment(fake_worker(), planned(good, dropped="gone"), SHARED, sums).simulated_s == 0.0
+
+
+def test_without_a_deadline_a_dropped_client_is_waited_for_as_long_as_its_work_is_expected_to_take() -> None:
+    class Countable(Fake):
+        def account(self, _worker: Worker, _assignment: Assignment) -> Outcome:
+            return replace(good(), update=None)
+
+    assignment = planned(good, dropped="gone", expected_macs=300.0)
+    # Down 8 bytes / 10, three seconds of 300 MACs, up 8 bytes / 5.
+    waited = run_assignment(fake_worker(), assignment, SHARED, sums := WeightedSums())
+    assert waited.simulated_s == pytest.approx(0.8 + 3.0 + 1.6)
+    # What can be counted is exact: 30 bytes / 10, 3 x 200 MACs / 100, and 10 bytes / 5, as if it had arrived.
+    counted = run_assignment(fake_worker(), replace(assignment, task=Countable([explode])), SHARED, sums)
+    assert (counted.status, counted.simulated_s) == ("dropped", 3.0 + 6.0 + 2.0)
+    assert (counted.macs, counted.bytes_down, sums.tensors) == (0.0, 0, {})
 
 
 def test_who_misses_the_deadline_is_timed_out_and_not_in_the_sums() -> None:

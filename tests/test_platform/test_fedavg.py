@@ -16,6 +16,7 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.history import unpacked
+from fedloom.platform.federation.loop import RunFailedError
 from fedloom.platform.federation.selection import Choice
 from fedloom.platform.federation.stage import Plan
 from fedloom.platform.federation.state import RunState
@@ -98,6 +99,38 @@ def test_without_an_evaluation_the_training_is_all_there_is(tiny_config: Make) -
     config = fedavg(tiny_config)
     config.method.evaluate = False
     assert [stage.name for stage in build_stages(build_world(config))] == ["fedavg"]
+
+
+# -- devices that never answer ----------------------------------------------------------------------------------------
+
+
+def test_lost_devices_cost_the_time_that_their_answers_would_have_cost(tiny_config: Make, run_stages: Any) -> None:
+    config = fedavg(tiny_config, rounds=1, clients_per_round=8)
+    config.devices.macs_per_s = [1e5, 3e5, 7e5][: config.tiers.count]
+    times = []
+    for dropout in (0.0, 0.5):
+        config.devices.dropout = dropout
+        world = build_world(config)
+        written, _ = run_stages(world, build_stages(world)[:1], RunState())
+        times.append(written.table("clients").set_index("client_id")[["status", "simulated_s"]])
+        assert written.table("rounds")["simulated_s"].item() == times[-1]["simulated_s"].max()
+    assert 0 < (times[1]["status"] == "dropped").sum() < 8
+    assert times[1]["simulated_s"].tolist() == times[0]["simulated_s"].tolist()
+
+
+def test_a_run_whose_clients_never_answer_warns_and_fails(
+    tiny_config: Make, caplog: pytest.LogCaptureFixture, run_stages: Any
+) -> None:
+    config = fedavg(tiny_config)
+    config.devices.dropout = 1.0
+    world = build_world(config)
+    with pytest.raises(RunFailedError, match=r"fedavg, at its end: no client answered in any of the 2 rounds of fed"):
+        run_stages(world, build_stages(world), RunState())
+    assert "fedavg, round 2: no client answered (3 dropped), so nothing was trained; 2 such rounds" in caplog.text
+    stage, trained = build_stages(world)[0], replace(RunState(), stage=1, round=2)
+    ended = stage.end(replace(stage.begin(trained).with_data("unanswered", 2), round=2))
+    assert "unanswered" not in ended.state.data, "after a stage that has trained it is a warning"
+    assert "no client answered in any of the 2 rounds" in caplog.messages[-1]
 
 
 # -- what a round makes of the clients' work --------------------------------------------------------------------------

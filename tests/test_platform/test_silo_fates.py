@@ -237,18 +237,15 @@ def test_silos_that_are_never_heard_have_their_rows_and_leave_the_others_alone(
     pd.testing.assert_frame_equal(rows_of(failed, "evaluations"), rows_of(config, "evaluations"))
 
 
-def test_a_run_whose_silos_all_drop_out_scores_what_it_began_with(spider_config: Make) -> None:
+def test_a_run_whose_silos_all_drop_out_fails_with_what_it_began_with(spider_config: Make) -> None:
     config = spider_config(devices=DevicesConfig(dropout=1.0))
-    start_run(config, serial)
+    with pytest.raises(RunFailedError, match="no client answered in any of the 3 rounds of spider"):
+        start_run(config, serial)
     assert set(rows_of(config, "clients", stage="spider")["status"]) == {"dropped"}
     assert len(rows_of(config, "clients", stage="spider")) == 9
     bags, world = bags_of(config), world_of(config)
     assert bags.keys() == {SHARED}
     assert same_bits(bags[SHARED], darts(world).initial_weights(torch_stream(config.seed, SHARED)))
-    tested = rows_of(config, "evaluations", split="test", metric="accuracy")
-    assert dict(zip(tested["client_id"], tested["value"], strict=True)) == {
-        silo: shared_score(world, bags, silo) for silo in SILOS
-    }
 
 
 # -- failed -----------------------------------------------------------------------------------------------------------

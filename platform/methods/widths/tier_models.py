@@ -152,11 +152,17 @@ class Statistics:
         x, _ = worker.client_data(client_of(assignment), "train")
         estimate_statistics(module, x)
         found = {name: t for name, t in module.named_buffers() if t.is_floating_point()}
-        macs = worker.spec.macs_table.cost(self.subnet.architecture) * len(x)
+        update = Update(found, {name: Slice(name) for name in found}, dict.fromkeys(found, float(len(x))))
+        return replace(self.account(worker, assignment), update=update)
+
+    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
+        """The costs of `run`, counted without a pass."""
+        samples = worker.data.size(client_of(assignment), "train")
+        module = worker.subnet(self.subnet.architecture)
+        found = {name: t for name, t in module.named_buffers() if t.is_floating_point()}
         return Outcome(
-            update=Update(found, {name: Slice(name) for name in found}, dict.fromkeys(found, float(len(x)))),
-            samples=len(x),
-            macs=macs,
+            samples=samples,
+            macs=worker.spec.macs_table.cost(self.subnet.architecture) * samples,
             bytes_down=bytes_of(worker.tensors_of(module)),
             bytes_up=bytes_of(found),
             clock_factor=EVALUATION_FACTOR,
