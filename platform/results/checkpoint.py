@@ -76,20 +76,23 @@ def stored_bags(folder: Path) -> dict[str, StoredBag]:
         raise ValueError(damaged(path, "it is not the state of a checkpoint")) from error
 
 
-def check_same_config(saved: Mapping[str, Any], given: Mapping[str, Any], most: int = 5) -> None:
-    """Raises ValueError with the dotted keys, at most `most`, in which the configurations differ."""
+def check_same_config(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises ValueError with the dotted keys in which the configurations differ."""
+    if changes := differences(saved, given):
+        raise ValueError(
+            f"checkpoint of another configuration: {changes}; resume with the saved values or start a new run"
+        )
+
+
+def differences(saved: Mapping[str, Any], given: Mapping[str, Any], most: int = 5) -> str:
+    """The dotted keys, at most `most`, in which two configurations differ, with both values; "" if in none."""
     old, new = _flat(saved), _flat(given)
     changes = [
         f"{key} {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
         for key in [*old, *(key for key in new if key not in old)]
         if old.get(key) != new.get(key)
     ]
-    if changes:
-        more = f" and {len(changes) - most} more" if len(changes) > most else ""
-        raise ValueError(
-            f"checkpoint of another configuration: {', '.join(changes[:most])}{more}; "
-            "resume with the saved values or start a new run"
-        )
+    return ", ".join(changes[:most]) + (f" and {len(changes) - most} more" if len(changes) > most else "")
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

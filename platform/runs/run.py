@@ -135,7 +135,7 @@ def _beginning(world: World, writer: RunWriter) -> _Beginning:
     if key is None:
         return _Beginning(RunState())
     fetch_folder(config.results, f"{SUPERNETS}/{key}")
-    found = load_supernet(paths.root, key)
+    found = load_supernet(paths.root, key, config)
     if found is None:
         row = {"supernet": key, "supernet_run_id": paths.run_id}
         return _Beginning(RunState(), None, row, _leaver(config, paths, key))

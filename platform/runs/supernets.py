@@ -21,7 +21,7 @@ from fedloom.platform.federation.recorder import restored_state, save_state
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import shared_training
-from fedloom.platform.results.checkpoint import load_checkpoint
+from fedloom.platform.results.checkpoint import differences, load_checkpoint
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.results.outputs import SUPERNETS
 from fedloom.platform.results.owner import one_at_a_time
@@ -71,8 +71,7 @@ def supernet_key(config: RunConfig, world: World) -> str | None:
     shared = shared_training(config.method)
     if shared is None or config.dry_run:
         return None
-    later = tuple(f"method.{part}" for part in shared.later)
-    counted = _without(asdict(config), (*WITHOUT_BEARING, *BY_CONTENT, *later))
+    counted = _counted(config, asdict(config))
     try:
         own_code = plugin_sources(counted).hash
     except UnknownSourceError:
@@ -91,6 +90,19 @@ def supernet_key(config: RunConfig, world: World) -> str | None:
             "gpu": config.executor.kind == "ray" and any(t.num_gpus > 0 for t in world.tiers),
         }
     )[:KEY_LENGTH]
+
+
+def _counted(config: RunConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a configuration that training depends on, without its method's later stages."""
+    shared = shared_training(config.method)
+    later = tuple(f"method.{part}" for part in shared.later) if shared is not None else ()
+    return _without(values, (*WITHOUT_BEARING, *BY_CONTENT, *later))
+
+
+def _seeds(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The seeds that the training of a stored configuration depended on."""
+    own = values["seeds"]
+    return {purpose: values["seed"] if own[purpose] is None else own[purpose] for purpose in SEEDS}
 
 
 def _without(values: Mapping[str, Any], names: Collection[str], prefix: str = "") -> dict[str, Any]:
@@ -118,12 +130,15 @@ def stored_supernet(root: Path, key: str) -> str | None:
         return None
 
 
-def load_supernet(root: Path, key: str) -> StoredSupernet | None:
-    """The stored supernet; None if there is none or, with a warning, if it is damaged."""
+def load_supernet(root: Path, key: str, config: RunConfig) -> StoredSupernet | None:
+    """The stored supernet of this configuration; None if there is none.
+
+    None with a warning, too, if it is damaged, or another one's that was moved to where the key's belongs.
+    """
     if not _folder(root, key).is_dir():
         return None
     try:
-        return _load(root, key)
+        return _load(root, key, config)
     except ValueError as error:
         logger.warning("supernet %s cannot be used: %s. This run trains its own and replaces it", key, error)
         return None
@@ -133,7 +148,7 @@ def _origin(path: Path) -> dict[str, Any]:
     return unsealed_if_sealed(path.read_bytes(), path)
 
 
-def _load(root: Path, key: str) -> StoredSupernet:
+def _load(root: Path, key: str, config: RunConfig) -> StoredSupernet:
     folder = _folder(root, key)
     try:
         origin = _origin(folder / ORIGIN)
@@ -144,7 +159,18 @@ def _load(root: Path, key: str) -> StoredSupernet:
     if found != expected:
         raise ValueError(f"{folder / STATE_FILE} is not what {ORIGIN} says")
     checkpoint = load_checkpoint(folder)
+    if (changes := _of_another(checkpoint.data, config)) or origin.get("key", key) != key:
+        raise ValueError(f"{folder} holds the supernet of another training ({changes or origin['key']})")
     return StoredSupernet(run_id, restored_state(checkpoint.data, checkpoint.bags))
+
+
+def _of_another(stored: Mapping[str, Any], config: RunConfig) -> str:
+    """In what a stored state was computed otherwise than the key of this configuration says; "" if in nothing."""
+    try:
+        saved, given = ({"seeds": _seeds(v), **_counted(config, v)} for v in (stored["config"], asdict(config)))
+    except (KeyError, TypeError) as error:
+        raise ValueError("it does not say with which configuration it was trained") from error
+    return differences(saved, given)
 
 
 def store_supernet(root: Path, key: str, state: RunState, run_id: str, config: RunConfig) -> None:
@@ -160,7 +186,7 @@ def _store(root: Path, key: str, state: RunState, run_id: str, config: RunConfig
     folder = _folder(root, key)
     if folder.is_dir():
         try:
-            _load(root, key)
+            _load(root, key, config)
         except ValueError:
             _remove(folder)
         else:
@@ -168,6 +194,7 @@ def _store(root: Path, key: str, state: RunState, run_id: str, config: RunConfig
     with atomic_folder(folder) as temporary:
         save_state(temporary, state, {}, asdict(config))
         origin = {
+            "key": key,
             "run_id": run_id,
             "experiment": config.experiment,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -18,6 +18,7 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods.elastic.superfednas import SuperFedNASConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.sealed import unsealed
@@ -30,6 +31,7 @@ from fedloom.platform.runs.supernets import load_supernet, store_supernet, store
 Tiny = Callable[..., RunConfig]
 Rows = Callable[[Path, str], dict[str, pd.DataFrame]]
 KEY = "0123456789abcdef" * 2
+MINE = RunConfig(experiment="mine", method=SuperFedNASConfig())
 
 OTHER_SEARCH = {
     "fedoras": ["method.search.budget=12", "method.finetune.lr=0.02", "seeds.search=7"],
@@ -144,6 +146,24 @@ def test_a_damaged_supernet_is_told_of_and_replaced(
     assert (trained(results, third), used(results, third)) == ([], (key, second))
 
 
+def test_a_supernet_of_another_training_is_not_taken(tiny_config: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+    """The folders of two supernets were exchanged, as by a copy that went wrong."""
+    config, other = (tiny_config(reuse_supernet=True, seed=seed) for seed in (1, 2))
+    results, folders = Path(config.results), []
+    for each in (config, other):
+        run(each)
+        folders.append(results / "supernets" / key_of(each))
+    aside = folders[0].rename(results / "aside")
+    folders[1].rename(folders[0])
+    aside.rename(folders[1])
+    again = run(config)
+    assert trained(results, again) == [0, 1]
+    assert used(results, again) == (key_of(config), again)
+    (warning,) = [r.message for r in caplog.records if "cannot be used" in r.message]
+    assert f"{folders[0]} holds the supernet of another training (seeds.partition 2 -> 1, " in warning
+    assert trained(results, run(config)) == [], "its own has replaced it"
+
+
 def test_a_full_disk_for_the_supernet_fails_no_run(
     tiny_config: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,7 +224,7 @@ def test_a_kill_while_storing_leaves_nothing_and_the_resumed_run_stores(
     results, key = Path(config.results), key_of(config)
     origin = killed_run(config, tiny_overrides, "storing")
     assert stored_supernet(results, key) is None
-    assert load_supernet(results, key) is None
+    assert load_supernet(results, key, config) is None
     resume_run(config, origin, make_serial)
     assert stored_supernet(results, key) == origin
     assert used(results, origin) == (key, origin)
@@ -259,47 +279,47 @@ def test_of_two_runs_that_finish_at_once_one_wins(tmp_path: Path) -> None:
     def store(run_id: str) -> None:
         state = RunState(round=3).with_bag("supernet", {"w": torch.arange(20_000.0)})
         barrier.wait()
-        store_supernet(tmp_path, KEY, state, run_id, RunConfig())
+        store_supernet(tmp_path, KEY, state, run_id, MINE)
 
     threads = [Thread(target=store, args=(f"run-{i}",)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    stored = load_supernet(tmp_path, KEY)
+    stored = load_supernet(tmp_path, KEY, MINE)
     assert stored is not None
     assert stored.run_id == stored_supernet(tmp_path, KEY)
     assert stored.run_id in {f"run-{i}" for i in range(4)}
     assert stored.state.round == 3
     assert torch.equal(stored.state.weights("supernet")["w"], torch.arange(20_000.0))
     assert [path.name for path in (tmp_path / "supernets").iterdir()] == [KEY], "nothing is left of the others"
-    store_supernet(tmp_path, KEY, RunState(), "late", RunConfig())
+    store_supernet(tmp_path, KEY, RunState(), "late", MINE)
     assert stored_supernet(tmp_path, KEY) == stored.run_id
 
 
 def test_an_origin_says_who_trained_it_and_when(tmp_path: Path) -> None:
-    store_supernet(tmp_path, KEY, RunState(), "run-1", RunConfig(experiment="mine"))
+    store_supernet(tmp_path, KEY, RunState(), "run-1", MINE)
     path = tmp_path / "supernets" / KEY / "origin.json"
     origin = unsealed(path.read_bytes(), path)
     assert origin.pop("created").endswith("+00:00")
     assert len(origin.pop("state_sha256")) == 64
-    assert origin == {"run_id": "run-1", "experiment": "mine"}
+    assert origin == {"key": KEY, "run_id": "run-1", "experiment": "mine"}
     path.write_bytes(path.read_bytes().replace(b"run-1", b"run-2"))
-    assert (stored_supernet(tmp_path, KEY), load_supernet(tmp_path, KEY)) == (None, None), "it was changed"
+    assert (stored_supernet(tmp_path, KEY), load_supernet(tmp_path, KEY, MINE)) == (None, None), "it was changed"
 
 
 def test_an_origin_of_an_earlier_version_has_no_hash(tmp_path: Path) -> None:
-    store_supernet(tmp_path, KEY, RunState(), "run-1", RunConfig(experiment="mine"))
+    store_supernet(tmp_path, KEY, RunState(), "run-1", MINE)
     path = tmp_path / "supernets" / KEY / "origin.json"
     path.write_text(json.dumps(unsealed(path.read_bytes(), path)))
-    found = load_supernet(tmp_path, KEY)
+    found = load_supernet(tmp_path, KEY, MINE)
     assert found is not None
     assert (found.run_id, stored_supernet(tmp_path, KEY)) == ("run-1", "run-1")
 
 
 def test_what_is_not_there_is_none(tmp_path: Path) -> None:
     assert stored_supernet(tmp_path, KEY) is None
-    assert load_supernet(tmp_path, KEY) is None
+    assert load_supernet(tmp_path, KEY, MINE) is None
 
 
 def test_a_run_killed_before_its_row_was_written_begins_once_more(
