@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from fedloom.experiments.terminal.output import console, write_json
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.partition import prepared_for
+from fedloom.platform.data.prepare import prepared_folder
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.journal import read_journals
 from fedloom.platform.results.manifest import has_sealed_checkpoint, manifest_path, problems
@@ -16,6 +18,7 @@ from fedloom.platform.results.parts import count_rows
 from fedloom.platform.results.paths import STATE_FILE, RunPaths
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.results.writer import ROW_TABLES
+from fedloom.platform.runs.inputs import changed_files, input_hashes, other_data, recorded_inputs
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,13 @@ class Verified:
 def verified(paths: RunPaths) -> Verified:
     """Checks a run's files, its models, rows and prepared data against what was recorded of them; changes nothing."""
     found: list[str] = []
-    for check in (_manifest, _checkpoint, _models, _names, _data):
+    unchecked: list[str] = []
+    for check in (_manifest, _checkpoint, _models, _names, partial(_inputs, unchecked=unchecked)):
         try:
             found += check(paths)
         except ValueError as error:
             found.append(str(error))
-    return Verified(paths.run_id, tuple(dict.fromkeys(found)), _remarks(paths))
+    return Verified(paths.run_id, tuple(dict.fromkeys(found)), (*_remarks(paths), *unchecked))
 
 
 def _remarks(paths: RunPaths) -> tuple[str, ...]:
@@ -100,17 +104,35 @@ def _names(paths: RunPaths) -> list[str]:
     ]
 
 
-def _data(paths: RunPaths) -> list[str]:
-    """Reads all of the run's prepared data, if its cache is on this machine."""
-    rows = read_runs([paths], "runs", ["partition_hash"])["partition_hash"].dropna()
+def _inputs(paths: RunPaths, unchecked: list[str]) -> list[str]:
+    """Compares data and input files with what the run recorded; says in `unchecked` what is not on this machine.
+
+    Reads all of the run's prepared data, if its cache is here.
+    """
     try:
-        cache = json.loads(paths.config.read_text())["data"]["cache"]
+        config = json.loads(paths.config.read_text())
+        data = DataConfig(**config["data"])
     except (OSError, ValueError, KeyError, TypeError):
         return []  # a run of an earlier version, or one whose manifest tells
-    folder = prepared_for(DataConfig(cache=cache), rows.iloc[-1]) if len(rows) else None
-    if folder is not None:
-        Dataset.open(folder).verify()
-    return []
+    recorded = recorded_inputs(paths)
+    if "partition_hash" not in recorded:
+        return []  # it was killed before its first round
+    prepared = prepared_for(data, recorded["partition_hash"])
+    if prepared is not None:
+        Dataset.open(prepared).verify()
+    try:
+        hashes, folder = input_hashes(config), prepared_folder(data)
+    except ValueError as error:  # the originals, or the code that reads them, are elsewhere
+        unchecked.append(f"its data and input files were not compared: {error}")
+        return []
+    lines = changed_files(paths, recorded, hashes)
+    unchecked += [line for text, line in lines.items() if text not in hashes]
+    found = [line for text, line in lines.items() if text in hashes]
+    if prepared is None and (not folder.is_dir() or "dataset_hash" not in recorded):
+        unchecked.append("its data was not compared, as it is not prepared on this machine")
+    elif folder != prepared and (not folder.is_dir() or Dataset.open(folder).hash != recorded.get("dataset_hash")):
+        found.append(other_data(paths, data.dataset))
+    return found
 
 
 def _said(names: Names) -> str:

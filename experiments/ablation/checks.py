@@ -12,6 +12,8 @@ from fedloom.experiments.store.ablations import Trial
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import RunCosts
 from fedloom.platform.federation.world import World
+from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.runs.inputs import begun_with, check_alike
 from fedloom.platform.runs.run import planned_stages, planned_world
 from fedloom.platform.runs.supernets import supernet_key
 from fedloom.tiers.tier import Tier, make_tiers
@@ -42,9 +44,11 @@ def checked_trials(
     *,
     scheduler: Mapping[str, Any] | None = None,
     concurrent: int | None = None,
+    beside: Sequence[Trial] = (),
 ) -> list[Checked]:
     """Checks the trials and computes their resources, for at most `concurrent` trials at the same time.
 
+    `beside` are the trials to which they will be compared: those that have begun must have begun with the same data.
     Raises ValueError that names the trial. Missing resources are reported first, since that check needs no data.
     """
     at_once = min(len(trials), concurrent or len(trials))
@@ -54,6 +58,7 @@ def checked_trials(
         if size not in looked_at:
             looked_at.add(size)
             _look_at_size(trial, cluster, at_once)
+    known = begun_with([RunPaths(root, trial.experiment, trial.run_id) for trial in beside])
     found: dict[int, Checked] = {}
     spaces: dict[str, World] = {}
     for same_world in _by_world(trials):
@@ -63,6 +68,7 @@ def checked_trials(
             config.results = str(root)
             try:
                 world = replace(world or _world(config, spaces), config=config)
+                check_alike(asdict(config), world.data, known)
                 found[place] = _checked(trial, world, cluster, at_once, scheduler)
             except ValueError as error:
                 raise _of(trial, error) from error

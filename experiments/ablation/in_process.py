@@ -27,7 +27,7 @@ def run_in_process(ablation: Ablation, place: Place, view: AblationView, *, is_n
     """
     indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state not in FINAL]
     left = [ablation.trials[index] for index in indices]
-    checked_trials([_serial(trial) for trial in left], place.root, NO_LIMIT)
+    checked_trials([_serial(trial) for trial in left], place.root, NO_LIMIT, beside=ablation.trials)
     if is_new:
         write_ablation(place.root, ablation)
     with RunningAblation(ablation, place, indices) as at_work:

@@ -129,7 +129,7 @@ def _checked(ablation: Ablation, place: Place, indices: Sequence[int]) -> Iterat
     chosen = [ablation.trials[i] for i in indices]
     ray_config = config_from_dict(ablation.trials[0].config).ray
     own = is_own(ablation)
-    limits: Any = {"scheduler": ablation.scheduler, "concurrent": ablation.concurrent}
+    limits: Any = {"scheduler": ablation.scheduler, "concurrent": ablation.concurrent, "beside": ablation.trials}
     if resolve_address(ray_config.address).startswith("ray://"):
         raise ValueError(
             f"ray.address={ray_config.address}: an ablation's driver runs on the cluster itself; use fedloom submit"

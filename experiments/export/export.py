@@ -20,14 +20,11 @@ from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import scored_subnet
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.building import build_world
-from fedloom.platform.federation.costs import load_costs
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.files import content_hash, sync_file, sync_folder
 from fedloom.platform.results.outputs import output_folder
 from fedloom.platform.results.paths import RunPaths, find_run
-from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run_files import COSTS
+from fedloom.platform.runs.run import stored_world
 
 LONGEST_NAME = 100
 CARD = "json"
@@ -73,8 +70,7 @@ def export(
     run_id, config = stored_config(results, run)
     paths = find_run(results, run_id)
     folder = output_folder(results, out, f"exports/{run_id}")
-    world = build_world(config, load_costs(paths.artifacts / COSTS))
-    _check_data(paths, world)
+    world = stored_world(paths, config)
     with _threads(config.executor.threads):
         chosen = choose(paths, world, wanted)
         return _export(paths, world, chosen, folder, formats)
@@ -114,19 +110,6 @@ def _validation(worker: Worker) -> tuple[Tensor, Tensor]:
             "with a larger data.validation_share"
         )
     return data
-
-
-def _check_data(paths: RunPaths, world: World) -> None:
-    """Raises ValueError if the prepared data is not the run's.
-
-    The checks and the statistics of batch norms would otherwise use other data.
-    """
-    rows = read_table(paths.root, "runs", run_id=paths.run_id)["partition_hash"].dropna()
-    if len(rows) and rows.iloc[-1] != world.data.partition_hash:
-        raise ValueError(
-            f"the prepared data of {world.config.data.dataset} is not what run {paths.run_id} was trained on: restore "
-            "its original files (data.root, FEDLOOM_DATA), or export where the run was made"
-        )
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from fedloom.actors.cluster import connected
 from fedloom.actors.server import RemoteServer, Told
 from fedloom.actors.waiting import groups_in_line
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.costs import RunCosts, load_costs
 from fedloom.platform.federation.loop import AT_ONCE, RoundProgress
 from fedloom.platform.results.mirror import mirror_run
 from fedloom.platform.results.owner import OwnedError
@@ -23,8 +22,7 @@ from fedloom.platform.results.processes import this_place
 from fedloom.platform.results.remote import check_results, fetch, is_remote, local_root
 from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.runs.ending import NOT_BEGUN, Resume, RunEnd, run_to_end
-from fedloom.platform.runs.run import Watcher, check_run_unowned, planned_stages, planned_world
-from fedloom.platform.runs.run_files import COSTS
+from fedloom.platform.runs.run import Watcher, check_run_unowned, planned_stages, planned_world, stored_world
 from fedloom.platform.runs.serial import make_serial
 
 logger = logging.getLogger(__name__)
@@ -63,20 +61,17 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
     if config.executor.kind == "serial" or config.dry_run:
         return run_to_end(config, make_serial, Watcher(view.started, view.round), resume)
     # These checks take about a second and raise their errors before Ray is started.
-    if resume is not None:
-        check_run_unowned(run_paths(local_root(config.results), config.experiment, resume.run_id))
-    world = planned_world(config, _stored_costs(config, resume))
+    if resume is None:
+        world = planned_world(config)
+    else:
+        paths = run_paths(local_root(config.results), config.experiment, resume.run_id)
+        check_run_unowned(paths)
+        world = stored_world(paths, config)
     planned_stages(world)
     with connected(config.ray):
         # Raises if the cluster is too small, before the server writes the run's first files.
         groups_in_line(world, view.waiting)
         return _through_server(config, view, resume)
-
-
-def _stored_costs(config: RunConfig, resume: Resume | None) -> RunCosts | None:
-    if resume is None:
-        return None
-    return load_costs(run_paths(local_root(config.results), config.experiment, resume.run_id).artifacts / COSTS)
 
 
 def _through_server(config: RunConfig, view: View, resume: Resume | None) -> RunEnd:

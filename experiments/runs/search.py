@@ -9,9 +9,7 @@ from rich.table import Table
 
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.experiments.terminal.output import console, write_json
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.costs import load_costs
 from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import method_of
@@ -20,7 +18,7 @@ from fedloom.platform.methods.stages.target_search import SAMPLES
 from fedloom.platform.results.models import list_models, load_model
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run_files import COSTS
+from fedloom.platform.runs.run import stored_world
 from fedloom.platform.runs.serial import make_serial
 from fedloom.platform.search.targets import Sample, TargetSearchConfig
 from fedloom.platform.spaces.slices import Weights, architecture_id, parse_architecture
@@ -69,7 +67,7 @@ def load_trained(results: Path, run: str) -> Trained:
     run_id, config = stored_config(results, run)
     paths = find_run(results, run_id)
     _check_method(config, run_id)
-    return trained_of(paths, build_world(config, load_costs(paths.artifacts / COSTS)))
+    return trained_of(paths, stored_world(paths, config))
 
 
 def trained_of(paths: RunPaths, world: World) -> Trained:

@@ -54,20 +54,37 @@ def prepare_dataset(config: DataConfig, *, verify: bool = False) -> Path:
     return folder
 
 
-def _prepare(config: DataConfig, source: Source | TokenSource) -> Path:
+def prepared_folder(config: DataConfig) -> Path:
+    """Where `prepare_dataset` has, or would, put the data set as its originals are now; prepares nothing.
+
+    Raises ValueError for invalid options and missing or unexpected originals.
+    """
+    check(config)
+    return _folder(config, find_source(config).identity())
+
+
+def _folder(config: DataConfig, source: Fields) -> Path:
     identity = {
         "format": FORMAT,
-        "source": source.identity(),
+        "source": source,
         "train_samples": config.train_samples,
         "test_samples": config.test_samples,
     }
-    name = _NOT_IN_NAMES.sub("-", config.dataset)
-    folder = cache_root(config) / f"{name}-{hash_of(identity)[:KEY_LENGTH]}"
+    return cache_root(config) / f"{_name(config)}-{hash_of(identity)[:KEY_LENGTH]}"
+
+
+def _name(config: DataConfig) -> str:
+    return _NOT_IN_NAMES.sub("-", config.dataset)
+
+
+def _prepare(config: DataConfig, source: Source | TokenSource) -> Path:
+    identity = source.identity()
+    folder = _folder(config, identity)
     if not folder.is_dir():
         check_cache(config)
         fields, arrays = _tokens(config, source) if isinstance(source, TokenSource) else _labelled(config, source)
         with atomic_folder(folder) as temporary:
-            write_artefact(temporary, MANIFEST, {"name": name, **fields, "source": identity["source"]}, arrays)
+            write_artefact(temporary, MANIFEST, {"name": _name(config), **fields, "source": identity}, arrays)
             write_blocks(temporary)
     if isinstance(source, Source):
         write_label_sets(folder, lambda: source.label_sets)

@@ -1,8 +1,8 @@
 """The manifest of a run: sizes and hashes of its files, so that a change that fedloom did not make is noticed.
 
-It holds the files of tables, the configuration, the costs, the copies of plug-ins, and the models' cards. What changes
-with every round carries its own hash: the checkpoint's state, which holds those of its tensors, and the journal's
-lines; a card holds the hash of its model. Logs, the status and TensorBoard's files belong to no result.
+It holds the files of tables, the configuration, the costs, the copies of plug-ins and input files, and the models'
+cards. What changes with every round carries its own hash: the checkpoint's state, which holds those of its tensors, and
+the journal's lines; a card holds the hash of its model. Logs, the status and TensorBoard's files belong to no result.
 
 A file that is replaced is listed with its old and its new content before, so that after a crash one of them is there.
 Rows are read from all files of a table's folder, so that a file there which is not listed is a problem, too.
@@ -149,6 +149,7 @@ class Manifest:
 def sealed_files(paths: RunPaths) -> list[Path]:
     """The files of a run that its manifest lists."""
     own = [paths.config, *paths.artifacts.glob("costs.json"), *paths.artifacts.glob("plugins*/**/*")]
+    own += paths.artifacts.glob("inputs/*")
     cards = paths.models.glob("*.json")
     parts = (part for folder in paths.tables() for part in folder.glob("part-*.parquet"))
     return sorted(path for path in (*own, *cards, *parts) if path.is_file() and not path.name.startswith("."))

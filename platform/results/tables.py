@@ -41,8 +41,8 @@ def _schema(columns: str) -> pa.Schema:
 TABLES: dict[str, pa.Schema] = {
     "runs": _schema(
         "method:str space:str dataset:str seeds:str tiers:str config:str versions:str source_hash:str "
-        "partition_hash:str status:str started:time ended:time error:str ablation:str trial:int setting:str "
-        "supernet:str supernet_run_id:str traits:str name:str tags:str "
+        "dataset_hash:str partition_hash:str inputs:str status:str started:time ended:time error:str "
+        "ablation:str trial:int setting:str supernet:str supernet_run_id:str traits:str name:str tags:str "
         "label_variation:float size_variation:float"
     ),
     "rounds": _schema(

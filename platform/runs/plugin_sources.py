@@ -1,7 +1,8 @@
 """The sources of a user's plug-ins: the files that a run depends on, and copies of them with the run.
 
 A plug-in's sources are the module that the configuration names, and all modules that it imports, anywhere in its code,
-from outside the installed packages. Other inputs of a plug-in (files, environment variables) are not tracked.
+from outside the installed packages. The files that its options name are inputs of the run (see `inputs`); other files
+and environment variables that it reads are not tracked.
 """
 
 import ast
@@ -74,7 +75,7 @@ def plugin_sources(config: Any) -> PluginSources:
 
 def named_modules(config: Any) -> list[str]:
     """The existing modules that a configuration names by import paths; unknown ones are rejected elsewhere."""
-    found = {match[1] for match in filter(None, map(_IMPORT_PATH.fullmatch, _texts(config)))}
+    found = {match[1] for match in filter(None, map(_IMPORT_PATH.fullmatch, texts_of(config)))}
     return sorted(module for module in found if _origin(module) is not None)
 
 
@@ -93,15 +94,16 @@ def sources_of(modules: Iterable[str]) -> PluginSources:
     return PluginSources({module: files[module] for module in sorted(files)})
 
 
-def _texts(values: Any) -> Iterator[str]:
+def texts_of(values: Any) -> Iterator[str]:
+    """All texts among nested mappings and lists, without the mappings' keys."""
     if isinstance(values, str):
         yield values
     elif isinstance(values, Mapping):
         for value in values.values():
-            yield from _texts(value)
+            yield from texts_of(value)
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from _texts(value)
+            yield from texts_of(value)
 
 
 def _origin(module: str) -> Path | None:

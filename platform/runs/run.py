@@ -31,6 +31,7 @@ from fedloom.platform.results.paths import RunPaths, new_run_id, run_paths
 from fedloom.platform.results.remote import check_results, fetch, fetch_folder, is_remote, local_root, mirror_folder
 from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState
 from fedloom.platform.results.writer import RunWriter
+from fedloom.platform.runs import inputs
 from fedloom.platform.runs.code_places import check_code_places
 from fedloom.platform.runs.dry_run import dry_executor, dry_stages
 from fedloom.platform.runs.logs import CONSOLE, and_logged, close_log, log_to
@@ -184,7 +185,7 @@ def resume_run(
     `label` is only used for a run that was killed before its row was written.
     `changed_plugins` allows that its plug-ins' sources have changed.
     Raises ValueError, before anything is changed, for a checkpoint of another configuration, a damaged checkpoint, and
-    changed plug-ins.
+    changed plug-ins, data and input files.
     """
     paths = run_paths(local_root(config.results), config.experiment, run_id)
     if is_remote(config.results):
@@ -217,7 +218,7 @@ def _resume(
     check: Check,
     changed_plugins: bool,
 ) -> None:
-    world = build_world(config, load_costs(paths.artifacts / COSTS))
+    world = stored_world(paths, config)
     stages = planned_stages(world)
     sources = sources_of(config)
     changed = sources.changed_since(latest_copies(paths))
@@ -235,6 +236,7 @@ def _resume(
         beginning = _going_on(world, writer, state, saved)
     else:  # killed before its row was written, and so before its first round: it starts again
         beginning = _beginning(world, writer)
+        inputs.keep_inputs(paths.artifacts, asdict(config))
         row = {**run_row(config, world, sources), **label.row()}
         writer.update_run(**row, started=datetime.now(UTC))
     if changed:
@@ -248,6 +250,17 @@ def _resume(
 def planned_world(config: RunConfig, costs: RunCosts | None = None) -> World:
     """The world of a configuration; a space that its method cannot use is refused before data is prepared."""
     return build_world(config, costs, partial(check_space, config.method))
+
+
+def stored_world(paths: RunPaths, config: RunConfig) -> World:
+    """The world of a run that is there; whatever computes with one builds it here.
+
+    Raises ValueError if the data or a file that the configuration names is not what the run began with.
+    """
+    inputs.check_files(paths, asdict(config))
+    world = build_world(config, load_costs(paths.artifacts / COSTS))
+    inputs.check_data(paths, config.data.dataset, world.data)
+    return world
 
 
 def planned_stages(world: World) -> list[Stage]:

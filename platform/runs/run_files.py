@@ -22,6 +22,7 @@ from fedloom.platform.results.names import write_names
 from fedloom.platform.results.parts import count_rows
 from fedloom.platform.results.paths import RunPaths, remove_run
 from fedloom.platform.results.writer import RunWriter
+from fedloom.platform.runs.inputs import input_columns, keep_inputs
 from fedloom.platform.runs.plugin_sources import FOLDER as PLUGINS
 from fedloom.platform.runs.plugin_sources import PluginSources, UnknownSourceError, plugin_sources
 from fedloom.platform.runs.source import source_hash
@@ -62,11 +63,12 @@ def has_begun(paths: RunPaths) -> bool:
 
 
 def write_new_run(paths: RunPaths, config: RunConfig, world: World, sources: PluginSources) -> None:
-    """Writes what resuming a run needs: its configuration, names, costs, and plug-ins' sources."""
+    """Writes what resuming a run needs: its configuration, names, costs, and copies of plug-ins and input files."""
     write_atomically(paths.config, json.dumps(asdict(config), indent=1).encode())
     write_names(paths.artifacts, config.names)
     store_costs(paths.artifacts / COSTS, RunCosts(world.cost_table, world.macs_table))
     sources.copy_to(paths.artifacts / PLUGINS)
+    keep_inputs(paths.artifacts, asdict(config))
 
 
 def latest_copies(paths: RunPaths) -> Path:
@@ -109,7 +111,7 @@ def run_row(config: RunConfig, world: World, sources: PluginSources) -> dict[str
         "config": json.dumps(asdict(config), sort_keys=True),
         "versions": json.dumps({p: _version(p) for p in PACKAGES}, sort_keys=True),
         "source_hash": source_hash(sources),
-        "partition_hash": world.data.partition_hash,
+        **input_columns(asdict(config), world.data),
         "label_variation": world.data.label_variation(),
         "size_variation": size_variation(world.data.sizes("train")),
         "traits": json.dumps(method_of(config.method).traits(config.method), sort_keys=True),

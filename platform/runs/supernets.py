@@ -16,7 +16,7 @@ from uuid import uuid4
 import torch
 
 from fedloom.platform.data.artefact import atomic_folder, hash_of, hash_of_file
-from fedloom.platform.federation.config import GENERATED, RunConfig
+from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.recorder import restored_state, save_state
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
@@ -27,6 +27,7 @@ from fedloom.platform.results.outputs import SUPERNETS
 from fedloom.platform.results.owner import one_at_a_time
 from fedloom.platform.results.paths import STATE_FILE
 from fedloom.platform.results.sealed import sealed_json, unsealed_if_sealed
+from fedloom.platform.runs.inputs import input_hashes
 from fedloom.platform.runs.plugin_sources import UnknownSourceError, plugin_sources
 from fedloom.platform.runs.source import source_hash
 from fedloom.platform.words import why
@@ -71,12 +72,12 @@ def supernet_key(config: RunConfig, world: World) -> str | None:
     shared = shared_training(config.method)
     if shared is None or config.dry_run:
         return None
-    counted = _counted(config, asdict(config))
+    counted, table = _counted(config, asdict(config)), config.tiers.device_table
     try:
         own_code = plugin_sources(counted).hash
     except UnknownSourceError:
         return None
-    table = config.tiers.device_table
+    hashes = input_hashes(asdict(config))
     return hash_of(
         {
             "config": counted,
@@ -85,7 +86,8 @@ def supernet_key(config: RunConfig, world: World) -> str | None:
             "costs": [asdict(world.cost_table), asdict(world.macs_table)],
             "tiers": [[t.name, t.upper] for t in world.tiers],
             "clients": world.tier_of_client.tolist(),
-            "devices": hash_of_file(Path(table)) if table and table != GENERATED else table,
+            "devices": hashes.pop(table, table) if table else None,
+            "inputs": hashes,
             "code": [source_hash(), own_code, torch.__version__],
             "gpu": config.executor.kind == "ray" and any(t.num_gpus > 0 for t in world.tiers),
         }

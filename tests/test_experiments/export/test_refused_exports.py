@@ -19,6 +19,7 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.manifest import manifest_path
 from fedloom.platform.results.paths import list_runs
+from fedloom.platform.runs import run as run_module
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -79,7 +80,7 @@ def test_other_data_than_the_run_s_is_refused(runs: Any, out: Path, monkeypatch:
     def other(config: RunConfig, *costs: Any) -> World:
         return build_world(replace(config, data=replace(config.data, train_samples=300)), *costs)
 
-    monkeypatch.setattr(exporting, "build_world", other)
+    monkeypatch.setattr(run_module, "build_world", other)
     with pytest.raises(ValueError, match=f"is not what run {run.paths.run_id} was trained on"):
         export(run.results, run.paths.run_id, Wanted(model="supernet"), out)
     assert not out.parent.exists()
