@@ -68,7 +68,7 @@ def peak_of(case: str, space: str, batch_size: int, extra: list[str]) -> int:
         state = stage.begin(RunState())
         task = stage.plan(state).assignments[0].task
         if case in ALONE:
-            task = Train(ALONE[case][1], local_sgd(stage.config, 0, world.augment))
+            task = Train(ALONE[case][1], local_sgd(stage.config, 0, world.augment, balanced=False))
         weights = SharedWeights(state.weights(SUPERNET), state.version(SUPERNET))
         kept = None
         for round_ in range(2):

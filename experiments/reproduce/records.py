@@ -18,6 +18,8 @@ from fedloom.experiments.reproduce.settings import overrides_of
 from fedloom.experiments.reproduce.starts import START_FROM
 
 FOLDER = "recorded"
+LATER = ("label_sets", "balanced_classes")
+"""Keys that came after the first records, which are of runs without them."""
 
 
 @dataclass(frozen=True)
@@ -160,11 +162,11 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that there are; a section of privacy that asks for nothing is none, nor are no label sets."""
+    """The values that there are; a section of privacy that asks for nothing is none, nor are switches off that are newer."""
     return {
         name: _given(value) if isinstance(value, Mapping) else value
         for name, value in config.items()
         if value is not None
         and not (name == "privacy" and value["clip"] is None and not value["secure"])
-        and not (name == "label_sets" and not value)
+        and not (name in LATER and not value)
     }

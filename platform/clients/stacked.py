@@ -108,7 +108,11 @@ def train_stack(stack: Stack, local: LocalSGD, objective: Objective) -> list[Tra
     Returns each member's figures; the loss of one whose training diverged is not finite.
     """
     members = stack.members
-    batches = [batch_indices(m.samples, local.batch_size, local.epochs, m.generator) for m in members]
+    labels = [stack.data[1][m.start : m.start + m.samples] if local.balanced else None for m in members]
+    batches = [
+        batch_indices(m.samples, local.batch_size, local.epochs, m.generator, balanced=of)
+        for m, of in zip(members, labels, strict=True)
+    ]
     augment = augmentation(local.augment)
     # One for all steps: the memory of a batch of many clients would be asked of the system anew at every step.
     inputs, most = stack.data[0], min(local.batch_size + 1, max(m.samples for m in members))

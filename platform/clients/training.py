@@ -34,7 +34,8 @@ Correction = Callable[[str, Tensor, Tensor], None]
 class LocalSGD:
     """Hyper-parameters of a client's local training in one round.
 
-    `loss_norm` asks for `Trained.loss_norm`; with `steps`, training ends after that many steps, if not before.
+    `balanced` makes a client's classes equally likely, see `batch_indices`; `loss_norm` asks for `Trained.loss_norm`;
+    with `steps`, training ends after that many steps, if not before.
     """
 
     epochs: int
@@ -44,6 +45,7 @@ class LocalSGD:
     weight_decay: float = 0.0
     clip_norm: float = 0.0
     augment: Chosen = NO_AUGMENTATION
+    balanced: bool = False
     loss_norm: bool = False
     steps: int | None = None
 
@@ -68,11 +70,24 @@ def batch_indices(
     epochs: int,
     generator: torch.Generator,
     device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
+    balanced: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """Yields batches of indices on the device, reshuffled every epoch, with the sizes of `epoch_sizes`."""
+    """Yields batches of indices on the device, reshuffled every epoch, with the sizes of `epoch_sizes`.
+
+    With the samples' labels (n,) in `balanced` an epoch has the same steps, but each of its n places is drawn anew and
+    with replacement: one of the classes that are there, all equally likely, then one of its samples (as in the authors'
+    code of FedorAS for spoken words).
+    """
     sizes = epoch_sizes(num_samples, batch_size)
+    if balanced is not None:
+        _, class_of, counts = torch.unique(balanced.cpu(), return_inverse=True, return_counts=True)
+        chances = 1 / counts.double()[class_of]
     for _ in range(epochs):
-        yield from torch.split(upload(torch.randperm(num_samples, generator=generator), device), sizes)
+        if balanced is None:
+            order = torch.randperm(num_samples, generator=generator)
+        else:
+            order = torch.multinomial(chances, num_samples, replacement=True, generator=generator)
+        yield from torch.split(upload(order, device), sizes)
 
 
 def epoch_sizes(num_samples: int, batch_size: int) -> list[int]:
@@ -93,9 +108,9 @@ def batch_sizes(num_samples: int, local: LocalSGD) -> list[int]:
 
 def endless_batches(data: Samples, local: LocalSGD, generator: torch.Generator) -> Iterator[Samples]:
     """Yields batches without end, reshuffled after every pass over the samples and augmented as in training."""
-    augment = augmentation(local.augment)
+    augment, balanced = augmentation(local.augment), data[1] if local.balanced else None
     while True:
-        for index in batch_indices(len(data[1]), local.batch_size, 1, generator, data[0].device):
+        for index in batch_indices(len(data[1]), local.batch_size, 1, generator, data[0].device, balanced):
             x_B, y_B = _taken(data, index)
             yield (x_B if augment is None else augment(x_B, generator)), y_B
 
@@ -151,7 +166,8 @@ def train_locally(
     """
     augment, seen = augmentation(local.augment), Seen(data[0].device, local.loss_norm)
     steps = 0
-    batches = batch_indices(len(data[1]), local.batch_size, local.epochs, generator, data[0].device)
+    balanced = data[1] if local.balanced else None
+    batches = batch_indices(len(data[1]), local.batch_size, local.epochs, generator, data[0].device, balanced)
     for index in itertools.islice(batches, local.steps):
         x_B, y_B = _taken(data, index)
         if augment is not None:

@@ -38,7 +38,9 @@ def describe(config: DataConfig, dataset: Dataset, seed: int) -> Fields:
 
 
 def check_enough(config: DataConfig, dataset: Dataset) -> None:
-    """Raises ValueError if the data set has too few samples or natural clients, or does not fit `data.partition`."""
+    """Raises ValueError if the data set has too few samples or natural clients, or does not fit these options."""
+    if config.balanced_classes and dataset.labels("train").ndim > 1:
+        raise ValueError(f"data.balanced_classes=true: {dataset.name} has no class labels to draw by; must be false")
     if config.partition in BY_LABEL and dataset.labels("train").ndim > 1:
         raise ValueError(
             f"data.partition={config.partition}: {dataset.name} has no class labels to draw by; use iid or natural"

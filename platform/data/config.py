@@ -62,6 +62,9 @@ class DataConfig:
         dict[str, Any], "coarser classes by name, for tiers.tasks: the coarser class of every class"
     ] = field(default_factory=dict)
     augment: Annotated[str, Brought("augmentation"), "augmentation of training batches"] = "none"
+    balanced_classes: Annotated[
+        bool, "whether clients draw training samples with replacement so that all of their classes are equally likely"
+    ] = False
     options: Annotated[dict[str, Any], "options of the data set and the augmentation, by name"] = field(
         default_factory=dict
     )

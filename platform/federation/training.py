@@ -269,7 +269,7 @@ class TrainingStage(Stage):
         world, index = self.world, state.round
         cohort = self._cohort(state)
         ordered = tuple(in_plan_order(world, cohort.client_ids))
-        local = local_sgd(self.config, index, self.augment)
+        local = self._local_sgd(index)
         given = self.slots.assign(
             Round(world, self.name, index, state, ordered, local, self.rules, self._is_scored(index))
         )
@@ -293,9 +293,12 @@ class TrainingStage(Stage):
         stack = clients_per_stack(world, tasks, local.batch_size)
         return Plan(assignments, self.bag, schedules, stack=stack, memory=cohort.memory or None)
 
+    def _local_sgd(self, index: int) -> LocalSGD:
+        return local_sgd(self.config, index, self.augment, balanced=self.world.config.data.balanced_classes)
+
     def _tasks_anew(self, state: RunState, index: int, client_ids: tuple[int, ...]) -> Sequence[Task]:
         """The tasks of a simulated cohort, which differ from those of any round, and depend on none before it."""
-        start, local = replace(state, data={**state.data, **self.slots.data}), local_sgd(self.config, 0, self.augment)
+        start, local = replace(state, data={**state.data, **self.slots.data}), self._local_sgd(0)
         about = f"{self.name}/expected"
         return self.slots.assign(Round(self.world, about, index, start, client_ids, local, self.rules, False)).tasks
 

@@ -168,7 +168,7 @@ def _check_local_rule(rules: Rules, config: TrainingConfig, key: str) -> None:
         )
     if rules.selection.name == "pyramidfl":
         refuse_parts(rules.local, key, "pyramidfl", "another selection rule")
-    problem = local_rule(rules.local).refuses(local_sgd(config, 0, NO_AUGMENTATION))
+    problem = local_rule(rules.local).refuses(local_sgd(config, 0, NO_AUGMENTATION, balanced=False))
     if problem is not None:
         raise ValueError(f"{key}.local_rule={local} cannot be used with {key}.{problem}")
 
@@ -256,7 +256,7 @@ def learning_rate(config: TrainingConfig, round_: int) -> float:
     return config.lr * SCHEDULES[config.schedule](config, round_)
 
 
-def local_sgd(config: TrainingConfig, round_: int, augment: Chosen) -> LocalSGD:
+def local_sgd(config: TrainingConfig, round_: int, augment: Chosen, *, balanced: bool) -> LocalSGD:
     """The clients' hyper-parameters in a round of the stage."""
     return LocalSGD(
         epochs=config.epochs,
@@ -266,5 +266,6 @@ def local_sgd(config: TrainingConfig, round_: int, augment: Chosen) -> LocalSGD:
         weight_decay=config.weight_decay,
         clip_norm=config.clip_norm,
         augment=augment,
+        balanced=balanced,
         loss_norm=config.loss_norms or config.selection in BY_LOSS_NORM,
     )

@@ -3,6 +3,7 @@
 import struct
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -119,6 +120,8 @@ def test_tokens_with_a_vocabulary(brought: Callable[..., DataConfig]) -> None:
     assert (x[:, 1:] == y[:, :-1]).all()
     with pytest.raises(ValueError, match=r"data.partition=lda: .* has no class labels"):
         opened(brought(Arrays((tokens, following))))
+    with pytest.raises(ValueError, match=r"data.balanced_classes=true: .* has no class labels to draw by; must be f"):
+        opened(replace(config, balanced_classes=True))
 
 
 def test_the_content_decides_and_not_the_place(brought: Callable[..., DataConfig]) -> None:

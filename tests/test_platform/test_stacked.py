@@ -128,14 +128,19 @@ def round_of(tiny_config: Make, data: Any, monkeypatch: pytest.MonkeyPatch) -> C
     monkeypatch.setattr(together, "train_stack", counted)
 
     def go(
-        space: str, stack: str, sizes: tuple[int, ...] = SIZES, change: Change = lambda _p: None, **train: Any
+        space: str,
+        stack: str,
+        sizes: tuple[int, ...] = SIZES,
+        change: Change = lambda _p: None,
+        balanced: bool = False,
+        **train: Any,
     ) -> Done:
         training = replace(TrainingConfig(rounds=1, clients_per_round=6, batch_size=8, lr=0.1, epochs=2), **train)
         config = tiny_config(
             method=FedAvgConfig(train=training, evaluate=False),
             tiers=TiersConfig(count=1, paths=10),
             space=SpaceConfig(f"{HERE}:{space}", input_shape=[1, 8, 8]),
-            data=data(sizes),
+            data=replace(data(sizes), balanced_classes=balanced),
         )
         world = build_world(replace(config, executor=replace(config.executor, stack_clients=stack)))
         stage = build_stages(world)[0]
@@ -182,6 +187,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "momentum": {"momentum": 0.9, "weight_decay": 0.01},
     "clipped": {"clip_norm": 0.5, "momentum": 0.5, "loss_norms": True},
     "fedprox": {"local_rule": "fedprox", "options": {"mu": 0.3}},
+    "balanced": {"balanced": True},
 }
 
 

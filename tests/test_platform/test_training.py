@@ -15,6 +15,7 @@ from fedloom.platform.clients.training import (
     LocalSGD,
     Trained,
     batch_indices,
+    endless_batches,
     epoch_sizes,
     evaluate,
     train_locally,
@@ -171,6 +172,39 @@ def test_batches_cover_every_epoch_once_and_depend_on_the_generator_alone() -> N
     assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
 
 
+def test_balanced_batches_draw_a_class_and_then_one_of_its_samples() -> None:
+    labels = torch.tensor([7, 7, 7, 2, 7, 7, 7, 2, 5])
+
+    def drawn(epochs: int, labels: Tensor) -> list[Tensor]:
+        return list(batch_indices(len(labels), 4, epochs, torch_stream(1, "x"), balanced=labels))
+
+    batches = drawn(4000, labels)
+    assert [len(b) for b in batches[:4]] == [4, 5, 4, 5], "an epoch has the steps that it has otherwise"
+    counts = torch.bincount(torch.cat(batches), minlength=9) / (9 * 4000)
+    # Six samples of class 7 share a third of the draws, two of class 2 another, and the only one of class 5 the last.
+    expected = torch.tensor([1 / 18, 1 / 18, 1 / 18, 1 / 6, 1 / 18, 1 / 18, 1 / 18, 1 / 6, 1 / 3])
+    assert (counts - expected).abs().max() < 0.006
+    assert all(torch.equal(a, b) for a, b in zip(drawn(3, labels), batches, strict=False)), "from the stream alone"
+    one_class = torch.bincount(torch.cat(drawn(4000, torch.full((9,), 3))), minlength=9) / (9 * 4000)
+    assert (one_class - 1 / 9).abs().max() < 0.006
+
+
+def test_a_client_trains_on_the_balanced_batches() -> None:
+    seen: list[Tensor] = []
+
+    def forward(x: Tensor) -> Tensor:
+        seen.append(x.detach().flatten().round().long())
+        return layer(x)
+
+    layer, labels = nn.Linear(1, 3), torch.tensor([0] * 97 + [1, 1, 2])
+    x, local = torch.arange(100.0).view(100, 1), LocalSGD(60, 25, 0.0, balanced=True)
+    train_locally(forward, SGD(local, {}), (x, labels), local, torch_stream(4, "batches"), objective=Objective())
+    shares = torch.bincount(labels[torch.cat(seen)], minlength=3) / 6000
+    assert (shares - 1 / 3).abs().max() < 0.03
+    endless = endless_batches((x, labels), local, torch_stream(4, "batches"))
+    assert torch.equal(next(endless)[0].flatten().long(), seen[0])
+
+
 def test_augmentation_changes_the_batches_and_is_seeded() -> None:
     x = torch.randn(6, 1, 8, 8, generator=torch_stream(1, "x"))
     y = torch.arange(6)
@@ -224,9 +258,9 @@ def test_the_rounds_rate_reaches_the_client() -> None:
     config = TrainingConfig(rounds=4, lr=2.0, schedule="step", epochs=3, batch_size=7, momentum=0.5, clip_norm=5.0)
     config = replace(config, weight_decay=0.25, loss_norms=True)
     crop_flip = Chosen("crop_flip")
-    local = local_sgd(config, 3, crop_flip)
+    local = local_sgd(config, 3, crop_flip, balanced=True)
     assert local.lr == pytest.approx(0.02)
-    assert replace(local, lr=0.0) == LocalSGD(3, 7, 0.0, 0.5, 0.25, 5.0, crop_flip, loss_norm=True)
+    assert replace(local, lr=0.0) == LocalSGD(3, 7, 0.0, 0.5, 0.25, 5.0, crop_flip, balanced=True, loss_norm=True)
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------

@@ -69,7 +69,8 @@ class GainStage(ClientEvaluation):
     def __init__(self, world: World, config: GainConfig, train: SiloTrainingConfig, space: HasSubspaces) -> None:
         self.world, self.config, self.space = world, config, space
         self.silos = range(world.num_clients if config.clients is None else config.clients)
-        self.local = replace(local_sgd(train, 0, augmentation_of(world, train)), lr=config.lr, epochs=config.epochs)
+        local = local_sgd(train, 0, augmentation_of(world, train), balanced=world.config.data.balanced_classes)
+        self.local = replace(local, lr=config.lr, epochs=config.epochs)
 
     def rounds_left(self, state: RunState) -> int:
         """One round per silo's architecture."""

@@ -123,7 +123,8 @@ class MetaStep:
 def inner_steps(world: World, config: InnerStepsConfig, train: SiloTrainingConfig, inner_lr: float) -> LocalSGD:
     """Hyper-parameters of the adaptation; a silo with fewer batches than steps passes over them again."""
     lr = inner_lr if config.lr is None else config.lr
-    local, steps = local_sgd(train, 0, augmentation_of(world, train)), config.steps
+    local = local_sgd(train, 0, augmentation_of(world, train), balanced=world.config.data.balanced_classes)
+    steps = config.steps
     return replace(local, epochs=steps, steps=steps, lr=lr, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
 
 

@@ -98,7 +98,8 @@ class AdaptationConfig:
 def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig) -> LocalSGD:
     """Hyper-parameters of the adaptation."""
     lr = train.lr if config.lr is None else config.lr
-    return replace(local_sgd(train, 0, augmentation_of(world, train)), epochs=config.epochs, lr=lr)
+    local = local_sgd(train, 0, augmentation_of(world, train), balanced=world.config.data.balanced_classes)
+    return replace(local, epochs=config.epochs, lr=lr)
 
 
 def pair_outcome(
