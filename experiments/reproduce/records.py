@@ -162,7 +162,7 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that there are; a section of privacy that asks for nothing is none, nor are switches off that are newer."""
+    """The values that there are; privacy that asks for nothing is none, nor is a newer switch that is off."""
     return {
         name: _given(value) if isinstance(value, Mapping) else value
         for name, value in config.items()
