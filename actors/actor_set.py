@@ -1,6 +1,7 @@
 """The client actors of a pool: starts them, tracks which are starting, idle or busy, and replaces lost ones."""
 
 import logging
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,9 @@ RESTART_S = 5.0
 
 MOST_DOUBLINGS = 5
 
-CAUSE_CHARACTERS = 400
+ANSI_COLOUR = re.compile("\x1b\\[[0-9;]*m")
+ADVICE = " Some common causes include"
+"""What follows is the same for every process that Ray loses."""
 
 
 @dataclass
@@ -87,7 +90,9 @@ class ActorSet:
             wait_s = RESTART_S * 2 ** min(failures - 1, MOST_DOUBLINGS)
             self._due.append((time.monotonic() + wait_s, self._for_restart(member.group)))
             self._end(member)
-            logger.warning("a client actor (%s) could not be started: %s", name, self.start_errors[name])
+            logger.warning(
+                "a client actor (%s) could not be started: %s", name, self.start_errors[name], exc_info=error
+            )
             return
         check(about, self._source, self._plugins)
         member.about = about
@@ -158,5 +163,13 @@ def check(about: About, own: str, plugins: Sequence[str]) -> None:
 
 
 def cause_of(error: Exception) -> str:
-    """The text of an error on one line, at most `CAUSE_CHARACTERS` long."""
-    return " ".join(str(error).split())[:CAUSE_CHARACTERS]
+    """What an error of Ray says of its cause, on one line, with the process and its address if it names them.
+
+    Ray says at length what it was doing, then with indents how it came there, and last what happened.
+    """
+    text = ANSI_COLOUR.sub("", str(error))
+    lines = text.splitlines()
+    last_indented = max((i for i, line in enumerate(lines) if line[:1].isspace()), default=-1)
+    said = " ".join(" ".join(lines[last_indented + 1 :] or lines).split()).partition(ADVICE)[0]
+    where = re.search(r"\bip[=:] ?([\w.:]+)", text), re.search(r"\bpid[=:] ?(\d+)", text)
+    return f"{said}; on {where[0][1]} (pid {where[1][1]})" if where[0] and where[1] else said

@@ -225,17 +225,18 @@ class ActorPool:
         try:
             result = unpack(ray.get(reference))
         except RayError as error:
-            self._recover(job, cause_of(error), waiting, finished)
+            self._recover(job, error, waiting, finished)
             return
         self.actors.give_back(_member(job))
         finished[job.index] = with_timed_out(result, job)
 
-    def _recover(self, job: Job, cause: str, waiting: Waiting, finished: Finished) -> None:
+    def _recover(self, job: Job, error: RayError, waiting: Waiting, finished: Finished) -> None:
+        cause = cause_of(error)
         member = _member(job)
         about = self._about(member)
         who = ", ".join(_who(a) for a in job.chunk.assignments)
         where = f"node {about.node} (pid {about.pid})"
-        logger.warning("a client actor on %s ended while it worked on %s: %s", where, who, cause)
+        logger.warning("a client actor on %s ended while it worked on %s: %s", where, who, cause, exc_info=error)
         if self.actors.replace_lost(member) and about.node_id in job.nodes:
             # Both actors of the job were on the same lost node: the loss counts as one attempt.
             job.attempts -= 1

@@ -17,7 +17,7 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World
 from fedloom.platform.runs.ending import Resume, RunEnd, run_to_end
-from fedloom.platform.runs.logs import CONSOLE
+from fedloom.platform.runs.logs import CONSOLE, warnings_in
 from fedloom.platform.runs.plugin_sources import named_modules
 from fedloom.platform.runs.run import Watcher
 
@@ -38,12 +38,13 @@ def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info) -> Actor
 
 
 class Told(NamedTuple):
-    """What a run has told: its id, the id of the run whose supernet it uses, what it waits for, and finished rounds."""
+    """What a run has told: its id, whose supernet it uses, what it waits for, and the latest rounds and warnings."""
 
     run_id: str
     supernet_of: str
     waiting: str
     rounds: list[RoundProgress]
+    warnings: list[str]
 
 
 class ServerActor:
@@ -52,6 +53,7 @@ class ServerActor:
     def __init__(self) -> None:
         self._run_id, self._supernet_of, self._waiting = "", "", ""
         self._rounds: list[RoundProgress] = []
+        self._warnings: list[str] = []
         self._stop = threading.Event()
 
     def run(self, config: RunConfig, resume: Resume | None = None) -> RunEnd:
@@ -59,7 +61,8 @@ class ServerActor:
         accept_shared_memory()
         torch.set_num_threads(config.executor.threads)
         watcher = Watcher(self._started, self._rounds.append, self._stop.is_set)
-        return run_to_end(config, partial(make_pool, tell=self._waits), watcher, resume)
+        with warnings_in(self._warnings):
+            return run_to_end(config, partial(make_pool, tell=self._waits), watcher, resume)
 
     def _started(self, run_id: str, supernet_of: str) -> None:
         self._supernet_of, self._run_id = supernet_of, run_id
@@ -70,9 +73,10 @@ class ServerActor:
         self._waiting = message
 
     @ray.method(concurrency_group=WATCH)
-    def progress(self, after: int) -> Told:
-        """What the run has told, with all finished rounds but the first `after`."""
-        return Told(self._run_id, self._supernet_of, self._waiting, self._rounds[after:])
+    def progress(self, after: int, warned: int = 0) -> Told:
+        """What the run has told, without the first `after` finished rounds and the first `warned` warnings."""
+        rounds, warnings = self._rounds[after:], self._warnings[warned:]
+        return Told(self._run_id, self._supernet_of, self._waiting, rounds, warnings)
 
     @ray.method(concurrency_group=WATCH)
     def stop(self) -> None:

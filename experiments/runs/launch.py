@@ -3,6 +3,7 @@
 import logging
 import textwrap
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import ray
@@ -22,6 +23,7 @@ from fedloom.platform.results.processes import this_place
 from fedloom.platform.results.remote import check_results, fetch, is_remote, local_root
 from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.runs.ending import NOT_BEGUN, Resume, RunEnd, run_to_end
+from fedloom.platform.runs.logs import warnings_in
 from fedloom.platform.runs.run import Watcher, check_run_unowned, planned_stages, planned_world, stored_world
 from fedloom.platform.runs.serial import make_serial
 
@@ -61,23 +63,26 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
     if config.executor.kind == "serial" or config.dry_run:
         return run_to_end(config, make_serial, Watcher(view.started, view.round), resume)
     # These checks take about a second and raise their errors before Ray is started.
-    if resume is None:
-        world = planned_world(config)
-    else:
-        paths = run_paths(local_root(config.results), config.experiment, resume.run_id)
-        check_run_unowned(paths)
-        world = stored_world(paths, config)
-    planned_stages(world)
+    planned: list[str] = []
+    with warnings_in(planned):
+        if resume is None:
+            world = planned_world(config)
+        else:
+            paths = run_paths(local_root(config.results), config.experiment, resume.run_id)
+            check_run_unowned(paths)
+            world = stored_world(paths, config)
+        planned_stages(world)
     with connected(config.ray):
         # Raises if the cluster is too small, before the server writes the run's first files.
         groups_in_line(world, view.waiting)
-        return _through_server(config, view, resume)
+        return _through_server(config, view, resume, planned)
 
 
-def _through_server(config: RunConfig, view: View, resume: Resume | None) -> RunEnd:
+def _through_server(config: RunConfig, view: View, resume: Resume | None, planned: Sequence[str] = ()) -> RunEnd:
+    """`planned` are the warnings of planning, which the server plans again."""
     server = RemoteServer.options(num_cpus=0, max_restarts=0, **_where_results_are(config.results)).remote()
     ending = server.run.remote(config, resume)
-    shown = _Shown(view)
+    shown = _Shown(view, planned)
     try:
         while not ray.wait([ending], timeout=POLL_S)[0]:
             shown.update(server)
@@ -112,13 +117,14 @@ def _where_results_are(results: str) -> dict[str, Any]:
 class _Shown:
     """Shows the server's progress and tracks what has been shown."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, planned: Sequence[str] = ()) -> None:
         self.view, self.run_id, self.rounds, self.waits = view, "", 0, False
+        self.planned, self.warned = planned, 0
 
     def update(self, server: Any) -> None:
-        """Fetches and shows the rounds since the last call."""
+        """Fetches and shows the rounds and the warnings since the last call."""
         try:
-            told: Told = ray.get(server.progress.remote(self.rounds), timeout=30)
+            told: Told = ray.get(server.progress.remote(self.rounds, self.warned), timeout=30)
         except GetTimeoutError:
             return
         if told.run_id and not self.run_id:
@@ -127,6 +133,10 @@ class _Shown:
         if told.waiting and not self.waits:
             self.waits = True
             self.view.waiting(told.waiting)
+        for text in told.warnings:
+            if text not in self.planned:
+                logger.warning("%s", text)
+        self.warned += len(told.warnings)
         for progress in told.rounds:
             self.view.round(progress)
         self.rounds += len(told.rounds)

@@ -27,6 +27,25 @@ class TaskError(ValueError):
     """A client's result cannot be used; the message becomes the error in its row."""
 
 
+class DeviceLostError(RuntimeError):
+    """The process's device fails, and with it all its further work: another process has to repeat the work."""
+
+
+def check_device(error: BaseException) -> None:
+    """Raises DeviceLostError for an error after which a process cannot use its device any more, or one caused by it.
+
+    Such are CUDA's errors (a failed assertion, an illegal address, ECC); too little memory is not among them.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        # torch before 2.8 has no AcceleratorError and raises a RuntimeError with the same text.
+        sticks = type(cause).__name__ == "AcceleratorError" or str(cause).startswith("CUDA error:")
+        if isinstance(cause, RuntimeError) and sticks:
+            first_line = next(iter(str(cause).splitlines()), "")
+            raise DeviceLostError(f"{type(cause).__name__}: {first_line}") from error
+        cause = cause.__cause__
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One measured value: a row of `evaluations` or a candidate's score; costs have no `split`.
@@ -144,6 +163,8 @@ class Report:
     measurements: tuple[Measurement, ...] = ()
     state: ClientState | None = None
     loss_norm: float | None = None
+    fallback: str | None = None
+    """Why the client was trained alone although it was planned to be trained in a stack."""
 
 
 def own_copy(state: ClientState) -> dict[str, torch.Tensor]:

@@ -14,9 +14,17 @@ from typing import Protocol
 import torch
 
 from fedloom.platform.averaging.average import Update, WeightedSums, first_not_finite
-from fedloom.platform.clients.assignments import AccountableTask, Assignment, Outcome, Report, TaskError, own_copy
+from fedloom.platform.clients.assignments import (
+    AccountableTask,
+    Assignment,
+    Outcome,
+    Report,
+    TaskError,
+    check_device,
+    own_copy,
+)
 from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
-from fedloom.platform.clients.together import trained_together
+from fedloom.platform.clients.together import Together, trained_together
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.plugins import PluginError, ends_process, place_in_own, raised_by_own
 from fedloom.platform.spaces.slices import Weights, bytes_of
@@ -95,15 +103,17 @@ def run_chunk(
     """Executes a chunk's assignments in order and sums their updates.
 
     `begins` is told the place of every assignment before its work, and of the first one of those that are trained as
-    one batch before their work.
+    one batch before their work. Raises DeviceLostError if the process has to be replaced.
     """
     result = ChunkResult()
-    stacked = chunk.stack > 1
-    ready = trained_together(worker, chunk.assignments, weights.tensors, chunk.stack, begins) if stacked else {}
+    together = Together()
+    if chunk.stack > 1:
+        together = trained_together(worker, chunk.assignments, weights.tensors, chunk.stack, begins)
     for place, assignment in enumerate(chunk.assignments):
         begins(place)
-        given = replace(assignment, task=ready[place]) if place in ready else assignment
-        result.reports.append(run_assignment(worker, given, weights, result.sums, chunk.attempts_per_client))
+        given = replace(assignment, task=together.ready.get(place, assignment.task))
+        report = run_assignment(worker, given, weights, result.sums, chunk.attempts_per_client)
+        result.reports.append(replace(report, fallback=together.fallbacks.get(place)))
     return result
 
 
@@ -112,7 +122,7 @@ def run_assignment(
 ) -> Report:
     """Executes one assignment; its update is added to `sums` only if the report's status is `ok`.
 
-    This is the only place that turns an exception into a failed row.
+    This is the only place that turns an exception into a failed row. Raises DeviceLostError (see `run_chunk`).
     """
     base = Report(
         client_id=assignment.client_id,
@@ -136,6 +146,7 @@ def run_assignment(
         except BaseException as error:
             if ends_process(error):
                 raise
+            check_device(error)
             wall_s = time.perf_counter() - started
             report = _failed(base, error, wall_s, attempt)
     return report

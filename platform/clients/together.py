@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
-from fedloom.platform.clients.assignments import Assignment, Outcome, client_of, own_copy, places_of
+from fedloom.platform.clients.assignments import (
+    Assignment,
+    Outcome,
+    check_device,
+    client_of,
+    own_copy,
+    places_of,
+)
 from fedloom.platform.clients.local_rules import LocalClient, LocalRule, local_rule
 from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
 from fedloom.platform.clients.networks import Network, Subnet, in_task
@@ -27,44 +34,74 @@ from fedloom.platform.clients.stacked import (
 from fedloom.platform.clients.trainer import Train, TrainedNetwork, common_subnet, ended, local_client, received
 from fedloom.platform.clients.training import Samples, batch_sizes
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.plugins import ends_process
+from fedloom.platform.plugins import ends_process, in_one_line
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Slice, Weights
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A task whose outcome is known, because its client was trained together with others."""
+    """A task whose outcome is known, because its client was trained together with others; or the error of that."""
 
-    outcome: Outcome
+    outcome: Outcome | Exception
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        """Returns the outcome."""
+        """Returns the outcome, or raises the error."""
         del worker, assignment, weights
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
         return self.outcome
+
+
+@dataclass(frozen=True)
+class Together:
+    """What became of a chunk's clients, by place: those whose outcome is known, and why others are trained alone.
+
+    Who is in neither was not in a stack.
+    """
+
+    ready: dict[int, Ready] = field(default_factory=dict)
+    fallbacks: dict[int, str] = field(default_factory=dict)
+
+
+DIVERGED = "its loss in the stack was not finite"
+"""Why a client is trained again alone, which says where."""
 
 
 def trained_together(
     worker: Worker, assignments: Sequence[Assignment], weights: Weights, most: int, begins: Callable[[int], None]
-) -> dict[int, Ready]:
-    """The outcomes of a chunk's clients that could be trained as batches of up to `most` clients, by their place.
+) -> Together:
+    """Trains a chunk's clients as batches of up to `most` clients, as far as that is possible.
 
     All others, and those whose training diverged, are left to be trained one by one, which also says what is wrong and
-    who is to blame. `begins` is told the place of the first client of each batch.
+    who is to blame. A stack without enough memory fails, because its results would otherwise depend on the share of the
+    GPU. `begins` is told the place of the first client of each batch. Raises DeviceLostError.
     """
-    found: dict[int, Ready] = {}
+    done = Together()
+    left: list[Sequence[int]] = [range(len(assignments))]
     try:
-        for places in _parts(worker, assignments, most):
+        left = [*_parts(worker, assignments, most)]
+        while left:
+            places = left[0]
             begins(places[0])
-            outcomes = _trained(worker, [assignments[i] for i in places], weights)
-            found |= {i: Ready(outcome) for i, outcome in zip(places, outcomes, strict=True) if outcome is not None}
+            try:
+                outcomes: Sequence[Outcome | Exception | None] = _trained(
+                    worker, [assignments[i] for i in places], weights
+                )
+            except torch.OutOfMemoryError as error:
+                outcomes = [error] * len(places)
+            for i, outcome in zip(places, outcomes, strict=True):
+                if outcome is None:
+                    done.fallbacks[i] = DIVERGED
+                else:
+                    done.ready[i] = Ready(outcome)
+            del left[0]
     except BaseException as error:
         if ends_process(error):
             raise
-        logger.debug("clients are trained one by one", exc_info=True)
-    return found
+        check_device(error)
+        done.fallbacks.update((i, in_one_line(error)) for part in left for i in part)
+    return done
 
 
 def _parts(worker: Worker, assignments: Sequence[Assignment], most: int) -> list[list[int]]:

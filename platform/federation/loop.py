@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fedloom.platform.averaging.average import WeightedSums
-from fedloom.platform.clients.assignments import Assignment, Report
+from fedloom.platform.clients.assignments import Assignment, DeviceLostError, Report
 from fedloom.platform.clients.execution import (
     ChunkResult,
     Executor,
@@ -104,6 +104,7 @@ class Loop:
         self.watch, self.should_stop, self.ending = watch, should_stop, ending
         self._unsaved: RunState | None = None
         self._forecast = Forecast(stages)
+        self._has_fallen_back = False
 
     def run(self, state: RunState) -> RunState:
         """Runs from any state to the end of the last stage; all results are on disk when it returns.
@@ -144,6 +145,7 @@ class Loop:
         clients = [r for r in result.reports if r.client_id is not None]
         client_rows: list[Row] = [("clients", client_row(stage.name, state.round, report)) for report in clients]
         self._check_failures(stage.name, state.round, result.reports, client_rows)
+        self._warn_of_fallback(stage.name, state.round, clients)
         with stage_work(stage.name, state.round):
             merged = answered("merge", stage.merge(state, plan, result), Merged)
         kept = {r.client_id: r.state for r in clients if r.client_id is not None and r.state is not None}
@@ -168,6 +170,18 @@ class Loop:
             self.recorder.wait()
             raise InterruptedRunError(f"stopped after round {state.round + 1} of {stage.name}")
         return after
+
+    def _warn_of_fallback(self, stage: str, round_: int, clients: Sequence[Report]) -> None:
+        """Warns once of clients that were trained alone although a stack was planned; the table names all."""
+        alone = [report for report in clients if report.fallback]
+        if alone and not self._has_fallen_back:
+            self._has_fallen_back = True
+            logger.warning(
+                "%s, round %d: %d of %d clients were trained alone, not as a stack, which is slower and rounds "
+                "differently; the first is client %s: %s (all are in the column fallback of clients; to train every "
+                "client alone, set executor.stack_clients=off)",
+                *(stage, round_ + 1, len(alone), len(clients), alone[0].client_id, alone[0].fallback),
+            )
 
     def _progress(
         self, row: Mapping[str, Any], clients: Sequence[Report], merged: Merged, after: RunState, left: int
@@ -221,7 +235,10 @@ class Loop:
         weights = SharedWeights(state.weights(plan.bag), state.version(plan.bag))
         results = self.executor.run(chunks, weights)
         self.recorder.start()
-        return merge_chunks(results, self.status.beat)
+        try:
+            return merge_chunks(results, self.status.beat)
+        except DeviceLostError as error:
+            raise RunFailedError(f"the device of this process fails ({error}): resume the run, in another") from error
 
     def _check_failures(self, stage: str, round_: int, reports: Sequence[Report], rows: Sequence[Row]) -> None:
         failed = [r for r in reports if counts_as_failed(r)]

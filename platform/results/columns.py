@@ -103,6 +103,7 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "attempts": "how often its work was begun",
         "node": "where its work ran: host, and on a cluster the node",
         "loss_norm": "root mean square of its samples' losses, if method.train.loss_norms asks for it",
+        "fallback": "why it was trained alone and not, as planned, in a stack, so that rounding differs; else null",
     },
     "candidates": {
         "stage": _STAGE,

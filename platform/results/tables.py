@@ -54,7 +54,8 @@ TABLES: dict[str, pa.Schema] = {
         "stage:str round:int client_id:int tier:str architecture:str subspace:str samples:int steps:int macs:int "
         "parameters:int bytes_down:int bytes_up:int loss:float metric:float wall_s:float overhead_s:float "
         "simulated_s:float peak_memory_bytes:int status:str error:str traceback:str selection_reason:str "
-        "selection_probability:float device:str threads:int attempts:int node:str loss_norm:float"
+        "selection_probability:float device:str threads:int attempts:int node:str loss_norm:float "
+        "fallback:str"
     ),
     "candidates": _schema(
         "stage:str round:int tier:str generation:int architecture:str macs:int parameters:int loss:float "

@@ -2,8 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedloom.platform.federation.loop import RoundProgress
@@ -56,6 +56,26 @@ def _handler(path: Path, level: int, form: str) -> logging.Handler:
     handler.setLevel(level)
     handler.setFormatter(logging.Formatter(form))
     return handler
+
+
+class _Texts(logging.Handler):
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self.texts = texts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def warnings_in(texts: list[str]) -> Iterator[None]:
+    """Adds the lines of fedloom's warnings within the block, without their tracebacks, to a list."""
+    handler = _Texts(texts)
+    logging.getLogger("fedloom").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("fedloom").removeHandler(handler)
 
 
 def and_logged(watch: Callable[[RoundProgress], None]) -> Callable[[RoundProgress], None]:

@@ -1,6 +1,8 @@
 """One class of tests for every executor: what they promise does not depend on where the work runs."""
 
+import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -14,6 +16,7 @@ import ray
 import torch
 from ray import cloudpickle
 
+from fedloom.actors.actor_set import cause_of
 from fedloom.actors.client import RemoteClient
 from fedloom.actors.placement import ActorGroup
 from fedloom.actors.pool import ActorPool
@@ -21,6 +24,7 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import (
     Assignment,
+    DeviceLostError,
     Outcome,
     Report,
     Task,
@@ -222,6 +226,42 @@ class DiesTwice:
         return Outcome(samples=1)
 
 
+@dataclass(frozen=True)
+class BreaksTheDevice:
+    """Fails as CUDA does, for ever in the first process that tries it, and does the task in others."""
+
+    folder: str
+    task: Task
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        first = Path(self.folder, "first")
+        if not first.exists():
+            first.write_text(str(os.getpid()))
+        if first.read_text() == str(os.getpid()):
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`")
+        return self.task.run(worker, assignment, weights)
+
+
+def test_an_actor_whose_device_is_broken_is_replaced_and_its_work_repeated(
+    spec: WorkerSpec, ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tasks = [Adds(1.0), Adds(0.1), Adds(0.7)]
+    broken = [tasks[0], BreaksTheDevice(str(tmp_path), tasks[1]), tasks[2]]
+    pool = ActorPool(spec, [ActorGroup("clients", 1, 0.0, 0.0)])
+    try:
+        (result,) = run(pool, planned(broken), 3)
+        (intact,) = run(pool, planned(tasks), 3)
+        (after,) = run(pool, planned([Looks()]), 1)
+    finally:
+        pool.close()
+    assert [report.status for report in result.reports] == ["ok"] * 3
+    assert torch.equal(result.sums.finish(OLD).weights["w"], intact.sums.finish(OLD).weights["w"])
+    assert str(after.reports[0].steps) != (tmp_path / "first").read_text(), "the broken process took more work"
+    assert "DeviceLostError: AcceleratorError: CUDA error: device-side assert triggered" in caplog.text
+    with pytest.raises(DeviceLostError, match="CUDA error"):  # nobody replaces the only process that there is
+        run(SerialExecutor(Worker(spec)), planned([BreaksTheDevice(str(tmp_path / ".."), Adds(1.0))]), 1)
+
+
 @pytest.mark.parametrize("node_is_gone", [False, True])
 def test_a_lost_node_counts_once_however_many_of_its_actors_had_the_client(
     spec: WorkerSpec, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_is_gone: bool
@@ -245,9 +285,39 @@ def test_an_actor_without_the_data_is_refused_in_one_line(spec: WorkerSpec, ray_
     assert str(refusal.value).startswith(f"node {place} does not have /nowhere/p: let data.cache be")
 
 
-def test_an_actor_that_cannot_start_ends_the_run_with_the_cause(spec: WorkerSpec, ray_cluster: None) -> None:
-    with pytest.raises(RunFailedError, match=r"^a client actor \(clients\) could not be started: .*threads"):
+def test_an_actor_that_cannot_start_ends_the_run_with_the_cause(
+    spec: WorkerSpec, ray_cluster: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"), pytest.raises(RunFailedError) as failure:
         ActorPool(replace(spec, threads=0), [ActorGroup("clients", 1, 0.0, 0.0)])
+    line = r"a client actor \(clients\) could not be started: RuntimeError: .*threads .*; on [\d.]+ \(pid \d+\)"
+    assert re.fullmatch(line, str(failure.value)), "what is wrong, and where, on one line"
+    (record,) = caplog.records
+    assert re.fullmatch(line, record.getMessage())
+    whole = logging.Formatter().format(record)
+    assert "in __init__\n    torch.set_num_threads(spec.threads)" in whole, "the log has the way there"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (
+            "The actor died because of an error raised in its creation task, \x1b[36mray::A.__init__()\x1b[39m "
+            "(pid=17, ip=10.0.0.2, repr=<A>)\n  line 9, in f\n    g()\nValueError: no disk\nin the node",
+            "ValueError: no disk in the node; on 10.0.0.2 (pid 17)",
+        ),
+        (
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: B\n\tpid: 18\n\tip: 10.0.0.3\n"
+            "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+            "Worker unexpectedly exits. Some common causes include: (1) the process was killed",
+            "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+            "Worker unexpectedly exits.; on 10.0.0.3 (pid 18)",
+        ),
+        ("The object store is full", "The object store is full"),
+    ],
+)
+def test_the_cause_of_a_ray_error_is_its_last_words_and_the_place(text: str, cause: str) -> None:
+    assert cause_of(RuntimeError(text)) == cause
 
 
 def test_an_actor_that_is_made_later_is_checked_too(

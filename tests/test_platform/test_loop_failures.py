@@ -13,6 +13,7 @@ import torch
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import (
     Assignment,
+    DeviceLostError,
     Outcome,
     Report,
     Task,
@@ -220,6 +221,40 @@ def test_a_review_that_fails_takes_its_round_along(setting: Setting) -> None:
 def test_simulated_losses_are_not_failures(setting: Setting) -> None:
     changes: dict[int | None, dict[str, Any]] = {1: {"dropped": "gone"}, 2: {"deadline_s": 1.0}}
     setting.loop(Counting(rounds=1, changes=changes), **failing("stop")).run(RunState())
+
+
+class Alone:
+    """An executor that trains all clients but the first of each round alone, though a stack was planned."""
+
+    def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
+        for place, result in enumerate(SerialExecutor(fake_worker()).run(chunks, weights)):
+            yield replace(result, reports=[replace(r, fallback="no vmap" if place else None) for r in result.reports])
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def test_who_is_trained_alone_and_not_in_a_stack_is_warned_of_once(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    setting.loop(Counting(rounds=2), executor=Alone()).run(RunState())
+    (text,) = caplog.messages
+    assert text.startswith("train, round 1: 3 of 4 clients were trained alone, not as a stack")
+    assert "the first is client 1: no vmap (all are in the column fallback of clients" in text
+    assert setting.table("clients")["fallback"].tolist() == [None, "no vmap", "no vmap", "no vmap"] * 2
+
+
+class BrokenDevice(Alone):
+    """An executor in the only process that there is, whose GPU fails."""
+
+    def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
+        yield from ()
+        raise DeviceLostError("AcceleratorError: CUDA error: unspecified launch failure")
+
+
+def test_a_process_that_loses_its_device_ends_the_run_in_one_line(setting: Setting) -> None:
+    with pytest.raises(RunFailedError, match=r"the device of this process fails \(Acc.*: CUDA .*\): resume the run"):
+        setting.loop(Counting(), executor=BrokenDevice()).run(RunState())
 
 
 class Hanging:

@@ -215,6 +215,22 @@ def test_what_cannot_be_stacked_is_trained_one_by_one(round_of: Any, space: str)
     assert together_.stacked == 0
     for name, value in alone.weights.items():
         assert torch.equal(value, together_.weights[name]), name
+    # Layers that do not stack are known in advance; a forward pass that does not is found out, and said.
+    known = {r.fallback if r.fallback is None else "vmap" in r.fallback for r in together_.result.reports}
+    assert known == ({True} if space == "branching" else {None})
+    assert {r.fallback for r in alone.result.reports} == {None}
+
+
+def test_a_stack_without_enough_memory_fails_by_name_and_does_not_change_the_bits(
+    round_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def small(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(together, "train_stack", small)
+    reports = round_of("groups", "6").result.reports
+    assert {r.status for r in reports} == {"failed"}
+    assert all("raise tiers.num_gpus, or lower the batch size or executor.stack_clients" in r.error for r in reports)
 
 
 def test_of_a_diverging_client_only_its_own_row_fails(round_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +246,7 @@ def test_of_a_diverging_client_only_its_own_row_fails(round_of: Any, monkeypatch
     alone, together_ = round_of("groups", "off"), round_of("groups", "6")
     assert [r.status for r in together_.result.reports] == ["ok", "ok", "failed", "ok", "ok", "ok"]
     assert "the training loss is nan" in together_.result.reports[2].error
+    assert [r.fallback for r in together_.result.reports] == [None, None, together.DIVERGED, None, None, None]
     assert_close(alone, together_)
 
 
