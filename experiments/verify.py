@@ -9,14 +9,15 @@ from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.partition import prepared_for
 from fedloom.platform.data.prepare import prepared_folder
-from fedloom.platform.results.checkpoint import load_checkpoint
+from fedloom.platform.results.checkpoint import run_checkpoint
 from fedloom.platform.results.journal import read_journals
 from fedloom.platform.results.manifest import has_sealed_checkpoint, manifest_path, problems
 from fedloom.platform.results.models import list_models, load_model
 from fedloom.platform.results.names import NAMES, Names, read_names
 from fedloom.platform.results.parts import count_rows
 from fedloom.platform.results.paths import STATE_FILE, RunPaths
-from fedloom.platform.results.tables import read_runs
+from fedloom.platform.results.status import says_done
+from fedloom.platform.results.tables import is_done, read_runs
 from fedloom.platform.results.writer import ROW_TABLES
 from fedloom.platform.runs.inputs import changed_files, input_hashes, other_data, recorded_inputs
 
@@ -39,7 +40,7 @@ def verified(paths: RunPaths) -> Verified:
     """Checks a run's files, its models, rows and prepared data against what was recorded of them; changes nothing."""
     found: list[str] = []
     unchecked: list[str] = []
-    for check in (_manifest, _checkpoint, _models, _names, partial(_inputs, unchecked=unchecked)):
+    for check in (_manifest, _checkpoint, _end, _models, _names, partial(_inputs, unchecked=unchecked)):
         try:
             found += check(paths)
         except ValueError as error:
@@ -62,7 +63,7 @@ def _manifest(paths: RunPaths) -> list[str]:
 def _checkpoint(paths: RunPaths) -> list[str]:
     if not (paths.checkpoint / STATE_FILE).exists():
         return []
-    position = load_checkpoint(paths.checkpoint).data["position"]
+    position = run_checkpoint(paths).data["position"]
     journalled = read_journals(paths.artifacts)
     return [
         line
@@ -80,6 +81,12 @@ def _short(paths: RunPaths, table: str, counted: int, journalled: set[int]) -> s
         f"table {table} of {paths.run_id} is short: the checkpoint counts {counted} rows, {stored} are in "
         f"{paths.table(table)} and {counted - stored - len(lacking)} in the journal"
     )
+
+
+def _end(paths: RunPaths) -> list[str]:
+    if not says_done(paths.status) or is_done(paths):
+        return []
+    return [f"{paths.status} says done, the run's row does not: fedloom resume {paths.run_id} goes on with the run"]
 
 
 def _models(paths: RunPaths) -> list[str]:

@@ -23,8 +23,7 @@ from fedloom.platform.results.owner import OwnedError
 from fedloom.platform.results.paths import RunPaths, remove_run
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.sealed import ADVICE
-from fedloom.platform.results.status import is_done
-from fedloom.platform.results.tables import read_runs
+from fedloom.platform.results.tables import is_done, read_runs
 from fedloom.platform.results.target import local_root
 from fedloom.platform.runs.ending import Resume, run_to_end
 from fedloom.platform.runs.run import Label, Watcher, check_run_unowned
@@ -149,12 +148,12 @@ class RunThread:
         if self.job.replay:
             self._tell_history(run_id)
             return "done", ""
-        if is_done(paths.status):
-            mirror_run(self.config.results, paths)  # an earlier process died before its upload succeeded
-            return "done", ""
         is_half_begun = paths.artifacts.exists() and not (paths.artifacts / COSTS).exists()
         if is_half_begun and (problem := _not_removed(paths)):
             return "refused", problem
+        if is_done(paths):
+            mirror_run(self.config.results, paths)  # an earlier process died before its upload succeeded
+            return "done", ""
         # A new scheduler first receives the earlier rounds, once the tables have been repaired.
         watcher = Watcher(self._tell_history, self._tell, self._stop.is_set)
         resume = Resume(run_id, self.job.changed_plugins) if paths.artifacts.exists() else None

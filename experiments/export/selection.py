@@ -8,7 +8,7 @@ from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import SEARCHED, bag_of
 from fedloom.platform.methods.registry import method_of
-from fedloom.platform.results.checkpoint import load_checkpoint
+from fedloom.platform.results.checkpoint import run_checkpoint
 from fedloom.platform.results.models import list_models, load_model
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import read_status
@@ -173,7 +173,7 @@ def _supernet(paths: RunPaths) -> tuple[Weights, str]:
         return weights, SUPERNET
     # Methods that search once keep their supernet only in the checkpoint.
     if (paths.checkpoint / "state.json").exists():
-        checkpoint = load_checkpoint(paths.checkpoint)
+        checkpoint = run_checkpoint(paths)
         if SUPERNET in checkpoint.bags and checkpoint.data["stage"] > 0:
             return checkpoint.bags[SUPERNET].tensors, "checkpoint"
     known = list_models(paths)

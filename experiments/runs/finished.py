@@ -7,14 +7,14 @@ from fedloom.platform.results.names import Names, read_names, write_names
 from fedloom.platform.results.parts import TableParts
 from fedloom.platform.results.paths import RunPaths, run_paths
 from fedloom.platform.results.remote import local_root
-from fedloom.platform.results.status import is_done
-from fedloom.platform.results.tables import TABLES
+from fedloom.platform.results.status import StatusFile, says_done
+from fedloom.platform.results.tables import TABLES, is_done
 from fedloom.platform.runs.run import owned_run
 
 
 def is_finished(config: RunConfig, run_id: str) -> bool:
     """Whether the run is done, so that there is nothing to resume."""
-    return is_done(_paths(config, run_id).status)
+    return is_done(_paths(config, run_id))
 
 
 def leave_finished(config: RunConfig, run_id: str) -> Names | None:
@@ -28,6 +28,8 @@ def leave_finished(config: RunConfig, run_id: str) -> Names | None:
         is_renamed = config.names != read_names(paths.artifacts)
         if is_renamed:
             _rename(paths, config.names)
+        if not says_done(paths.status):  # its process was killed before it wrote so, or the file was damaged since
+            StatusFile(paths.status).write("done")
         mirror_run(config.results, paths)
     return config.names if is_renamed else None
 

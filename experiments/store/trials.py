@@ -3,13 +3,14 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fedloom.experiments.store.ablations import Ablation, Trial
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import Status, read_status
+from fedloom.platform.results.tables import is_done
 
 ENDS = "ends.json"
 STATUS = "status.json"
@@ -77,10 +78,12 @@ def trial_states(root: Path, ablation: Ablation) -> list[TrialState]:
 def _states(root: Path, ablation: Ablation) -> Iterator[TrialState]:
     ends = read_ends(root, ablation)
     for trial in ablation.trials:
-        path = RunPaths(root, trial.experiment, trial.run_id).status
+        paths = RunPaths(root, trial.experiment, trial.run_id)
         end = ends.get(trial.index)
         try:
-            status = read_status(path) if path.exists() else None
+            status = read_status(paths.status) if paths.status.exists() else None
+            if status is not None and status.state == "done" and not is_done(paths):
+                status = replace(status, state="interrupted")
         except ValueError as error:
             yield TrialState(trial, end.kind if end else "unknown", end.message if end else str(error))
             continue

@@ -121,8 +121,8 @@ class Recorder:
         return {**card, "file": file.file, "hash": file.hash}
 
     def _checkpoint(self, state: RunState, position: Mapping[str, int]) -> None:
-        folder = self.writer.paths.checkpoint
-        self.saved = save_state(folder, state, position, self.config, self.saved)
+        folder, run_id = self.writer.paths.checkpoint, self.writer.paths.run_id
+        self.saved = save_state(folder, state, position, self.config, run_id, self.saved)
         self.writer.manifest.require(folder / STATE_FILE)
 
 
@@ -131,10 +131,12 @@ def save_state(
     state: RunState,
     position: Mapping[str, int],
     config: Mapping[str, Any],
+    run_id: str,
     previous: Saved | None = None,
 ) -> Saved:
-    """Saves a state as a checkpoint in the folder, with the position in the tables and the configuration."""
+    """Saves a state as the checkpoint of a run in the folder, with its configuration and the position in its tables."""
     data = {
+        "run_id": run_id,
         "stage": state.stage,
         "round": state.round,
         "simulated_s": state.simulated_s,

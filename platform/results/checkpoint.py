@@ -8,7 +8,7 @@ from typing import Any
 
 from fedloom.platform.results.bag import Bag
 from fedloom.platform.results.files import check_name, content_hash, remove_temporaries, write_atomically
-from fedloom.platform.results.paths import STATE_FILE
+from fedloom.platform.results.paths import STATE_FILE, RunPaths
 from fedloom.platform.results.sealed import sealed_text, unsealed
 from fedloom.platform.results.tensor_files import damaged, from_bytes, read_checked, to_bytes
 
@@ -65,6 +65,18 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         return Checkpoint(bags, state["data"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(damaged(path, "it is not the state of a checkpoint")) from error
+
+
+def run_checkpoint(paths: RunPaths) -> Checkpoint:
+    """Loads a run's checkpoint; one-line ValueError like `load_checkpoint`, and if it is that of another run."""
+    checkpoint = load_checkpoint(paths.checkpoint)
+    named = checkpoint.data.get("run_id", paths.run_id)  # those of earlier versions name no run
+    if named != paths.run_id:
+        raise ValueError(
+            f"{paths.checkpoint / STATE_FILE} is the checkpoint of run {named}: restore that of {paths.run_id} from a "
+            "copy, or start a new run"
+        )
+    return checkpoint
 
 
 def stored_bags(folder: Path) -> dict[str, StoredBag]:

@@ -1,4 +1,7 @@
-"""The status file of a run: running, stalled, dead, failed, interrupted or done."""
+"""The status file of a run: running, stalled, dead, failed, interrupted or done.
+
+It is for people: what a run has done follows from its tables and its checkpoint (see `is_done` in `tables`).
+"""
 
 import json
 import logging
@@ -154,15 +157,11 @@ def read_status(path: Path, stalled_after_s: float = 60.0) -> Status:
     return replace(status, state=_running_state(status, stalled_after_s))
 
 
-def is_done(path: Path) -> bool:
-    """Whether the status file of a run says that it is done.
-
-    A missing file, or with a warning a damaged one, does not: how far the run is, its checkpoint tells.
-    """
+def says_done(path: Path) -> bool:
+    """Whether a status file says that its run is done; a damaged or missing one does not."""
     try:
-        return path.exists() and read_status(path).state == "done"
+        return read_status(path).state == "done"
     except ValueError:
-        logger.warning("%s cannot be read: the run goes on from its checkpoint and writes a new one", path)
         return False
 
 

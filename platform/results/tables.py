@@ -186,6 +186,11 @@ def read_runs(runs: Sequence[RunPaths], table: str, columns: Sequence[str] | Non
     return _frame(table, files, columns)
 
 
+def is_done(paths: RunPaths) -> bool:
+    """Whether a run is done: its row says so, which is written after all of its other rows and its checkpoint."""
+    return read_runs([paths], "runs", ["status"])["status"].tolist() == ["done"]
+
+
 def _check_table(table: str) -> None:
     if table not in TABLES:
         raise ValueError(f"there is no table {table!r}: the tables are {', '.join(TABLES)}")

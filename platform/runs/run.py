@@ -21,7 +21,7 @@ from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages, check_space, shared_training
-from fedloom.platform.results.checkpoint import Saved, check_same_config, load_checkpoint, stored_bags
+from fedloom.platform.results.checkpoint import Saved, check_same_config, run_checkpoint, stored_bags
 from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.mirror import mirrored
 from fedloom.platform.results.names import write_names
@@ -141,7 +141,7 @@ def _beginning(world: World, writer: RunWriter) -> _Beginning:
         row = {"supernet": key, "supernet_run_id": paths.run_id}
         return _Beginning(RunState(), None, row, _leaver(config, paths, key))
     # Saved before the row is written, so that a resumed run never trains a supernet that its row attributes to another.
-    saved = save_state(paths.checkpoint, found.state, writer.position, asdict(config))
+    saved = save_state(paths.checkpoint, found.state, writer.position, asdict(config), paths.run_id)
     return _Beginning(found.state, saved, {"supernet": key, "supernet_run_id": found.run_id})
 
 
@@ -226,7 +226,7 @@ def _resume(
         raise ValueError(what_changed(paths, changed))
     state, position, saved = RunState(), {}, None
     if (paths.checkpoint / "state.json").exists():
-        checkpoint = load_checkpoint(paths.checkpoint)
+        checkpoint = run_checkpoint(paths)
         check_same_config(what_is_computed(checkpoint.data["config"]), what_is_computed(asdict(config)))
         state, position = restored_state(checkpoint.data, checkpoint.bags), checkpoint.data["position"]
         saved = stored_bags(paths.checkpoint)

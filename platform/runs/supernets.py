@@ -194,7 +194,7 @@ def _store(root: Path, key: str, state: RunState, run_id: str, config: RunConfig
         else:
             return
     with atomic_folder(folder) as temporary:
-        save_state(temporary, state, {}, asdict(config))
+        save_state(temporary, state, {}, asdict(config), run_id)
         origin = {
             "key": key,
             "run_id": run_id,

@@ -35,10 +35,12 @@ from fedloom.experiments.store.ablations import (
 from fedloom.experiments.store.trials import FINAL, End, read_ends, trial_states, write_ends
 from fedloom.platform.results.owner import FILE as OWNER
 from fedloom.platform.results.owner import OwnershipLostError, owned
+from fedloom.platform.results.parts import TableParts
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.remote import local_root
 from fedloom.platform.results.sealed import sealed_json, unsealed
 from fedloom.platform.results.status import StatusFile, read_status
+from fedloom.platform.results.tables import TABLES
 
 ID = "20260101-000000-mine-abcdef"
 
@@ -247,8 +249,11 @@ def ended_pid() -> int:
     return process.pid
 
 
-def write_status(root: Path, trial: Trial, state: str, **changes: Any) -> None:
-    path = RunPaths(root, trial.experiment, trial.run_id).status
+def write_status(root: Path, trial: Trial, state: str, row: str | None = None, **changes: Any) -> None:
+    """What a trial leaves behind; `row` is what its row says, if not the same."""
+    paths = RunPaths(root, trial.experiment, trial.run_id)
+    path = paths.status
+    TableParts(paths.table("runs"), TABLES["runs"], 1).replace([{"status": row or state}])
     path.parent.mkdir(parents=True, exist_ok=True)
     status = {
         "state": state,
@@ -264,7 +269,7 @@ def write_status(root: Path, trial: Trial, state: str, **changes: Any) -> None:
 
 
 def test_every_state_of_a_trial(tmp_path: Path, ended_pid: int) -> None:
-    ablation = make_ablation(9)
+    ablation = make_ablation(10)
     write_ablation(tmp_path, ablation)
     trials = ablation.trials
     write_status(tmp_path, trials[1], "running")
@@ -274,6 +279,7 @@ def test_every_state_of_a_trial(tmp_path: Path, ended_pid: int) -> None:
     write_status(tmp_path, trials[5], "interrupted")
     write_status(tmp_path, trials[6], "done", message="")
     write_status(tmp_path, trials[7], "interrupted")
+    write_status(tmp_path, trials[9], "done", row="running", message="")
     ends = {7: End("stopped", "early"), 8: End("refused", "no such file")}
     write_ends(tmp_path, ablation, ends)
     states = trial_states(tmp_path, ablation)
@@ -288,8 +294,9 @@ def test_every_state_of_a_trial(tmp_path: Path, ended_pid: int) -> None:
         ("done", ""),
         ("stopped", "early"),
         ("refused", "no such file"),
+        ("interrupted", ""),  # what is done, the tables say
     ]
-    assert [s.status is None for s in states] == [True, *[False] * 7, True]
+    assert [s.status is None for s in states] == [True, *[False] * 7, True, False]
     assert states[1].status is not None
     assert (states[1].status.stage, states[1].status.round) == ("supernet", 3)
     assert read_ends(tmp_path, ablation) == ends

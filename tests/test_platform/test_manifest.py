@@ -15,6 +15,7 @@ from fedloom.experiments.runs.configuration import stored_config
 from fedloom.experiments.verify import Verified, verified
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
+from fedloom.platform.results.checkpoint import run_checkpoint
 from fedloom.platform.results.journal import journal_line, read_journals
 from fedloom.platform.results.manifest import (
     ANY,
@@ -28,6 +29,7 @@ from fedloom.platform.results.manifest import (
 )
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.sealed import sealed_json, unsealed
+from fedloom.platform.results.tables import is_done
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
 from fedloom.platform.runs.serial import make_serial
@@ -179,6 +181,28 @@ def sealed_anew(paths: RunPaths) -> None:
     """Gives a run a manifest of the files that it has now."""
     manifest_path(paths).unlink()
     Manifest(paths).begin()
+
+
+def test_a_status_that_says_done_ends_no_run(copy: RunPaths) -> None:
+    copy.status.write_text(json.dumps({**json.loads(copy.status.read_text()), "state": "done"}))
+    (line,) = verified(copy).problems
+    assert line.startswith(f"{copy.status} says done, the run's row does not: fedloom resume {copy.run_id}")
+    assert not is_done(copy)
+    resumed(copy)
+    assert is_done(copy)
+    assert verified(copy).problems == ()
+
+
+def test_the_checkpoint_of_another_run_is_refused(
+    copy: RunPaths, elastic_config_in: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    other = start_run(elastic_config_in(tmp_path / "other", train={"rounds": 1}), make_serial)
+    shutil.rmtree(copy.checkpoint)
+    shutil.copytree(RunPaths(tmp_path / "other", copy.experiment, other).checkpoint, copy.checkpoint)
+    for use in (lambda: resumed(copy), lambda: run_checkpoint(copy)):
+        with pytest.raises(ValueError, match=f"state.json is the checkpoint of run {other}: restore that of"):
+            use()
+    assert any(f"is the checkpoint of run {other}" in line for line in verified(copy).problems)
 
 
 def test_a_run_without_checkpoint_and_manifest_gets_one_when_it_is_resumed(copy: RunPaths) -> None:

@@ -60,9 +60,10 @@ def status_of(paths: RunPaths) -> Status | None:
 
 
 def state_of(tables: Tables, paths: RunPaths) -> str:
-    """The run's current state, from its status file, else from the table `runs`."""
+    """The run's current state, from its status file, else from the table `runs`, without whose row no run is done."""
     status = status_of(paths)
-    if status is not None:
-        return status.state
     known = tables.runs.loc[tables.runs["run_id"] == paths.run_id, "status"].dropna()
-    return str(known.iloc[0]) if len(known) else "unknown"
+    row = str(known.iloc[0]) if len(known) else "unknown"
+    if status is None:
+        return row
+    return "interrupted" if status.state == "done" != row else status.state

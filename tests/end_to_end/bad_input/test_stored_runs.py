@@ -9,7 +9,9 @@ import pytest
 
 from fedloom.platform.results.manifest import Manifest
 from fedloom.platform.results.owner import owned
+from fedloom.platform.results.parts import TableParts
 from fedloom.platform.results.paths import list_runs
+from fedloom.platform.results.tables import TABLES
 
 Refuse = Callable[..., str]
 
@@ -72,8 +74,8 @@ def test_a_stored_configuration_that_is_gone_or_damaged(copied: Path, resume_ref
 @pytest.mark.parametrize("damage", ["tensors cut short", "tensors missing", "state cut short", "a bit flipped"])
 def test_a_damaged_checkpoint_is_refused(copied: Path, resume_refused: Refuse, damage: str) -> None:
     paths = list_runs(copied)[0]
-    status = json.loads(paths.status.read_text())
-    paths.status.write_text(json.dumps({**status, "state": "interrupted"}))  # of a run that is done nothing is read
+    row = TableParts(paths.table("runs"), TABLES["runs"], 1, Manifest.of_run(paths))
+    row.replace([{**row.read_last().to_pylist()[0], "status": "interrupted"}])  # of a run that is done nothing is read
     folder = paths.checkpoint
     state, tensors = folder / "state.json", sorted(folder.glob("supernet-*.safetensors"))[0]
     content = tensors.read_bytes()
