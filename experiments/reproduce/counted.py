@@ -17,6 +17,7 @@ FACTS: Mapping[str, Facts] = Shipped(
         "family": f"{_HERE}.facts:family_facts",
         "training": f"{_HERE}.facts:training_facts",
         "work": f"{_HERE}.facts:work_facts",
+        "searches": f"{_HERE}.facts:search_facts",
         "elastic_round": f"{_HERE}.counted_elastic:round_facts",
         "accounts": f"{_HERE}.accounting:accounts",
     }

@@ -14,6 +14,7 @@ from fedloom.experiments.reproduce.counted import stood_in
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.describe import describe
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.building import split_into_tiers
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import measure_costs
 from fedloom.platform.federation.forecast import kind_of, macs_left
@@ -21,17 +22,23 @@ from fedloom.platform.federation.planning import TRAINING
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods.stages.tier_search import TierSearchConfig
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.methods.tiered.transfer import TransferConfig
 from fedloom.platform.runs.dry_run import DryStage
 from fedloom.platform.runs.run import planned_stages, planned_world, start_run
 from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.search.base import Interval, Scored, winner
+from fedloom.platform.search.config import SearchProblem, build_searcher
+from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.registry import build_space
 
 DATASET = "data.dataset="
 MEASURES = ("rounds", "clients", "bytes_down", "bytes_up", "macs")
 FEW_ROUNDS = 5
 """Rounds whose assignments tell the mean of all of a stage's."""
+LANDSCAPES = 8
+"""Synthetic landscapes that each tier's search is tried on."""
 
 
 def space_facts(overrides: Sequence[str]) -> dict[str, Any]:
@@ -93,6 +100,38 @@ def work_facts(overrides: Sequence[str]) -> dict[str, Any]:
                 macs = _work(world, stage) / len(configs)
                 by_kind[kind_of(stage)] = by_kind.get(kind_of(stage), 0.0) + macs
     return {"macs": sum(by_kind.values()), "by_kind": by_kind}
+
+
+def search_facts(overrides: Sequence[str]) -> dict[str, Any]:
+    """What the configured search finds on synthetic landscapes: `winners`, the mean metric of each tier's winners.
+
+    A landscape gives every option of every decision a value from a normal distribution; a model's metric is their sum.
+    The space, its tiers and the searches' settings are the configuration's.
+    """
+    config = compose_config(overrides)
+    search: TierSearchConfig = config.method.search
+    space = build_space(config.space)
+    table = measure_costs(config.tiers, space).budget
+    metrics = []
+    for tier in split_into_tiers(config, space, table):
+        goal = Interval(tier.lower, tier.upper)
+        problems = (
+            SearchProblem(space.options, space.genome, table, goal, seed, search.budget, search)
+            for seed in range(LANDSCAPES)
+        )
+        metrics.append(sum(winner(_searched(problem)).metric for problem in problems) / LANDSCAPES)
+    return {"winners": metrics}
+
+
+def _searched(problem: SearchProblem) -> list[Scored]:
+    """All models that a search scores on the landscape of its seed."""
+    rng = stream(problem.seed, "landscape")
+    values = [rng.normal(size=options) for options in problem.options]
+    searcher = build_searcher(problem)
+    while candidates := searcher.ask():
+        metrics = [float(sum(v[o] for v, o in zip(values, a, strict=True))) for a in candidates]
+        searcher.tell(candidates, metrics, [-metric for metric in metrics])
+    return searcher.history
 
 
 def _counted(config: RunConfig) -> list[RunConfig]:

@@ -62,14 +62,16 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
     hours = float(rounds["wall_s"].sum()) / HOUR_S + (others.hours if others is not None else 0.0)
     ablations = (*(others.ablations if others is not None else ()), *begun)
     values = _of_runs(item, measured(item, scale, begun.values()), others)
+    earlier = {} if others is None else others.earlier
     found = Record(
         ablations=ablations,
         runs=(runs + (others.runs[0] if others is not None else 0), sum(part.num_runs for part in parts)),
-        computed=computed(recorded_scale(item, asked, ablations)),
+        computed=computed(recorded_scale(item, asked, ablations, earlier)),
         reads=reads(item, values),
         day=datetime.now(tz=UTC).strftime("%Y-%m-%d"),
         hours=float(f"{hours:.3g}"),
         values=values,
+        earlier=earlier,
     )
     _write(file, found)
     return file

@@ -5,7 +5,7 @@ A file per item and scale in the paper's folder `recorded`: JSON with values by 
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class Record:
         day: when it was recorded, as 2026-11-23.
         hours: those of all rounds that the runs computed themselves, one after the other.
         values: by quantity.
+        earlier: by ablation, the keys that its runs had otherwise than the presets have them now.
     """
 
     ablations: tuple[str, ...]
@@ -43,6 +44,7 @@ class Record:
     day: str
     hours: float
     values: Mapping[str, Values]
+    earlier: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -54,12 +56,15 @@ class Record:
         """When, and from how much it was measured."""
         done, planned = self.runs
         number = f"{done}" if self.is_whole else f"{done} of {planned}"
-        return f"recorded on {self.day} from {number} runs, {self.hours:g} h in all"
+        keys = {f"{key}={value}": None for of_ablation in self.earlier.values() for key, value in of_ablation.items()}
+        earlier = f", of presets as they were before: {', '.join(keys)}" if keys else ""
+        return f"recorded on {self.day} from {number} runs, {self.hours:g} h in all{earlier}"
 
     @property
     def in_short(self) -> str:
-        """That it is a record, and of how many runs if some are not in it."""
-        return "recorded" if self.is_whole else f"recorded, {self.runs[0]} of {self.runs[1]} runs"
+        """That it is a record, of earlier presets if it is, and of how many runs if some are not in it."""
+        number = "" if self.is_whole else f", {self.runs[0]} of {self.runs[1]} runs"
+        return f"recorded{number}{', earlier presets' if self.earlier else ''}"
 
 
 def record_file(item: Item, scale: str) -> Path:
@@ -71,7 +76,8 @@ def record_of(item: Item, asked: Asked) -> Record | None:
     """The record of the item's own runs; None if there is none, or if the item runs or reads something else now.
 
     What the item runs and reads besides has no values in it. Of fedloom's own items a test finds those whose presets
-    have changed, which takes a while; of others this does. Raises ValueError for a damaged file.
+    have other values now, unless `earlier` names them; of others this does, as it takes a while. Raises ValueError for
+    a damaged file.
     """
     file = record_file(item, asked.scale)
     if not asked.is_own or not file.exists():
@@ -80,15 +86,21 @@ def record_of(item: Item, asked: Asked) -> Record | None:
     parts = parts_of(item, asked)
     is_same = found.reads == reads(item, found.values) and {*found.ablations} <= {part.ablation_id for part in parts}
     if is_same and not file.is_relative_to(ITEMS):
-        is_same = found.computed == computed(recorded_scale(item, asked, found.ablations))
+        is_same = found.computed == computed(recorded_scale(item, asked, found.ablations, found.earlier))
     planned = sum(part.num_runs for part in parts)
     return replace(found, runs=(found.runs[0], planned)) if is_same else None
 
 
-def recorded_scale(item: Item, asked: Asked, ablations: Collection[str]) -> Scale:
-    """The scale with the settings of these ablations alone."""
+def recorded_scale(
+    item: Item, asked: Asked, ablations: Collection[str], earlier: Mapping[str, Mapping[str, Any]]
+) -> Scale:
+    """The scale with the settings of these ablations alone, and what its presets had otherwise."""
     parts = [part for part in parts_of(item, asked) if part.ablation_id in ablations]
-    return item.scales[asked.scale].only([setting for part in parts for setting in part.scale.settings])
+    before = {setting: earlier.get(part.ablation_id, {}) for part in parts for setting in part.scale.settings}
+    scale = item.scales[asked.scale].only([*before])
+    given = {override.partition("=")[0] for override in scale.overrides}
+    kept = {setting: {k: v for k, v in keys.items() if k not in given} for setting, keys in before.items()}
+    return replace(scale, settings={name: {**kept[name], **keys} for name, keys in scale.settings.items()})
 
 
 def read_record(file: Path) -> Record:

@@ -9,9 +9,10 @@ from fedloom.platform.plugins import PluginError, Slot, is_import_path
 from fedloom.platform.search.base import Interval, Searcher
 from fedloom.platform.search.criterion import METRIC_TEXT, METRICS
 from fedloom.platform.search.evolution import EvolutionSearch
+from fedloom.platform.search.nsga2 import METRIC, OBJECTIVES, NSGA2Search
 from fedloom.platform.search.own import OwnSearcher, check_searcher
 from fedloom.platform.search.random_search import RandomSearch
-from fedloom.platform.settings import ONE_OR_MORE, PART, SHARE, UP_TO_A_MILLION, Brought, chosen
+from fedloom.platform.settings import ONE_OR_MORE, PART, SHARE, UP_TO_A_MILLION, Brought, OneOf, chosen
 from fedloom.platform.spaces.genome import Genome
 from fedloom.tiers.costs import CostTable
 
@@ -27,6 +28,9 @@ class SearchConfig:
     parents: Annotated[float, SHARE, "evolution: number of parents as a share of the population"] = 0.25
     budget: Annotated[int, ONE_OR_MORE, "number of models to score"] = 1000
     metric: Annotated[str, METRICS, METRIC_TEXT] = "accuracy"
+    objectives: Annotated[
+        str, OneOf(OBJECTIVES), "nsga2: ranks by the metric (cost is a constraint), or by metric and cost"
+    ] = METRIC
     validation_share: Annotated[float, SHARE, "share of the validation data used for scoring (App. K.1)"] = 1.0
     options: Annotated[dict[str, Any], "options of a user's own searcher, by name"] = field(default_factory=dict)
 
@@ -54,9 +58,7 @@ class SearchProblem:
 
 
 def nsga2(problem: SearchProblem) -> Searcher:
-    """NSGA-II on accuracy and cost (FedorAS, stage 2)."""
-    from fedloom.platform.search.nsga2 import NSGA2Search  # loads pymoo
-
+    """NSGA-II (FedorAS, stage 2)."""
     p, config = problem, problem.config
     return NSGA2Search(
         p.options,
@@ -68,6 +70,7 @@ def nsga2(problem: SearchProblem) -> Searcher:
         mutation=config.mutation,
         budget=p.budget,
         genome=p.genome,
+        objectives=config.objectives,
     )
 
 

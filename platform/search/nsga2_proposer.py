@@ -36,6 +36,7 @@ class Breeding(Protocol):
     offspring: int
     mutation: float
     genome: Genome | None
+    ranks_cost: bool
 
 
 def _variation(search: Breeding, sampler: IntervalSampler) -> dict[str, Any]:
@@ -62,6 +63,7 @@ class NSGA2Proposer:
         self.asked: set[Architecture] = set()
         self.individuals = Population.empty()
         self.exhausted = False
+        self.ranks_cost = search.ranks_cost
         self.algorithm = self._algorithm(search)
 
     def _algorithm(self, search: Breeding) -> NSGA2:
@@ -74,7 +76,8 @@ class NSGA2Proposer:
             output=None,
         )
         last = np.array(search.options) - 1
-        problem = Problem(len(last), n_obj=2, n_ieq_constr=1, xl=np.zeros_like(last), xu=last, vtype=int)
+        ends = {"xl": np.zeros_like(last), "xu": last, "vtype": int}
+        problem = Problem(len(last), n_obj=1 + self.ranks_cost, n_ieq_constr=1, **ends)
         # pymoo calls default_rng on the seed, which returns a given generator unchanged.
         return algorithm.setup(problem, termination=NoTermination(), seed=self.rng)
 
@@ -98,8 +101,8 @@ class NSGA2Proposer:
         return new
 
     def observe(self, scored: Sequence[Scored]) -> None:
-        """Tells pymoo (-metric, cost); failed models violate the constraint, so feasible ones always survive first."""
-        objectives = np.array([(-s.metric if s.feasible else np.inf, s.cost) for s in scored])
+        """Tells pymoo -metric, and the cost if it ranks; failed models violate the constraint: sound ones survive."""
+        objectives = np.array([(-s.metric if s.feasible else np.inf, s.cost)[: 1 + self.ranks_cost] for s in scored])
         violation = np.array([[-1.0 if s.feasible else 1.0] for s in scored])
         self.individuals.set("F", objectives, "G", violation)
         self.algorithm.tell(infills=self.individuals)

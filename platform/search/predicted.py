@@ -9,6 +9,7 @@ import numpy as np
 from fedloom.platform.search.base import Architecture, Interval, Scored, pareto_front, rank
 from fedloom.platform.search.constraint import Constraint, inside_interval
 from fedloom.platform.search.evolution import Evolution
+from fedloom.platform.search.nsga2 import METRIC_AND_COST, NSGA2Search
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.genome import Floats, Genome, Ints, as_array
 from fedloom.tiers.costs import CostTable
@@ -82,7 +83,6 @@ def predicted_front(
     Raises ValueError if the range holds no architecture or a setting is out of range.
     """
     _at_least_one(generations=generations)
-    from fedloom.platform.search.nsga2 import NSGA2Search  # loads pymoo
 
     search = NSGA2Search(
         tuple(len(row) for row in table.options),
@@ -94,6 +94,7 @@ def predicted_front(
         mutation=mutation,
         budget=population * generations,
         genome=genome,
+        objectives=METRIC_AND_COST,
     )
     while candidates := search.ask():
         metrics = score(as_array(candidates)).tolist()

@@ -126,6 +126,9 @@ def test_a_configuration_from_before_a_key_means_what_it_meant() -> None:
     stored = asdict(compose_config(["experiment=spider_digits"]))
     assert stored["method"]["search"].pop("statistics") == "batch"
     assert config_from_dict(stored).method.search.statistics == "running"
+    stored = asdict(compose_config(["experiment=fedoras_digits"]))
+    assert stored["method"]["search"].pop("objectives") == "metric"
+    assert config_from_dict(stored).method.search.objectives == "metric_and_cost"
 
 
 def test_a_resumed_run_may_change_where_it_runs() -> None:

@@ -32,11 +32,12 @@ def test_a_record_is_of_what_the_item_runs_now(
     assert file in known, f"{file}: there is no such item or scale: delete it"
     item, name = known[file]
     scale, found = item.scales[name], record_of(item, Asked(name))
-    again = f"the runs of {item.name} have changed: run it with --record again, or delete {file}"
+    again = f"the runs of {item.name} have changed: --record them again, or say in {file} what they had otherwise"
     assert found is not None, again
-    if found.ablations not in hashes:
-        hashes[found.ablations] = computed(recorded_scale(item, Asked(name), found.ablations))
-    assert found.computed == hashes[found.ablations], again
+    runs = (*found.ablations, str(found.earlier))
+    if runs not in hashes:
+        hashes[runs] = computed(recorded_scale(item, Asked(name), found.ablations, found.earlier))
+    assert found.computed == hashes[runs], again
     assert {*found.values} <= {name for name, quantity in item.quantities.items() if isinstance(quantity.source, Read)}
     spots = [(spot, seeds) for values in found.values.values() for spot, seeds in values.items()]
     assert {setting for (setting, _), _ in spots} <= {*scale.settings}

@@ -290,6 +290,14 @@ def test_a_record_of_other_runs_does_not_count(command: Command, results: Path, 
     old = read(command, *shown)
     assert old["recorded"] is None
     assert "tab1.small.json does not count: it is of other runs" in old["missing"][-1]
+    (file,) = own.parent.glob("recorded/*")
+    content = json.loads(file.read_bytes())
+    file.write_text(json.dumps({**content, "earlier": {content["ablations"][0]: {"method.train.lr": 0.1}}}))
+    assert read(command, *shown)["recorded"].endswith(", of presets as they were before: method.train.lr=0.1")
+    _, out, _ = command("--scoreboard", *(s for s in shown if s != "--show"))
+    assert "tiny/tab1 (small scale, earlier presets)" in " ".join(out.split())
+    file.write_text(json.dumps({**content, "earlier": {content["ablations"][0]: {"method.train.lr": 0.3}}}))
+    assert read(command, *shown)["recorded"] is None
     for more in ((), ("--show",)):  # the runs are those of the old preset: their values are not the new one's
         code, _, err = command(str(own), "--record", *more, *elsewhere)
         assert (code, err.count("\n")) == (2, 1)
