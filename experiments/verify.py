@@ -64,7 +64,7 @@ def _checkpoint(paths: RunPaths) -> list[str]:
     if not (paths.checkpoint / STATE_FILE).exists():
         return []
     position = run_checkpoint(paths).data["position"]
-    journalled = read_journals(paths.artifacts)
+    journalled = read_journals(paths.artifacts, paths.run_id)
     return [
         line
         for table in ROW_TABLES

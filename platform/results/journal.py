@@ -1,31 +1,49 @@
-"""The journal of a run: committed rows that are not yet in Parquet, on disk after each commit."""
+"""The journal of a run: committed rows that are not yet in Parquet, on disk after each commit.
+
+A file's first line names its run, and every line carries a hash of all lines up to it: lines that were exchanged, taken
+out, repeated or put in another order are noticed.
+"""
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from fedloom.platform.results.files import sync_folder
+from fedloom.platform.results.files import content_hash, sync_folder
+from fedloom.platform.results.sealed import ADVICE
 
 JournalledRows = dict[str, dict[int, dict[str, Any]]]
 """For each table, its rows by their running index."""
+
+HEAD = "journal"
+"""Stands in a file's first line where the others have a table."""
+_LINK_LENGTH = 16
 
 
 class Journal:
     """Appends lines to the run's current journal file; the first commit after a rotation starts a new one."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self._folder, self._run_id = folder, run_id
         self._number = 0
         self._descriptor: int | None = None
-        self._length_bytes = 0
+        self._length_bytes, self._link = 0, ""
 
-    def append(self, lines: Iterable[str]) -> None:
-        """Appends the lines and waits until they are on disk; after an OSError none of them is stored."""
-        content = "".join(lines).encode()
+    def append(self, rows: Iterable[tuple[str, int, str]]) -> None:
+        """Appends rows, each with its table, its index and its JSON; waits until they are on disk.
+
+        After an OSError none of them is stored.
+        """
         descriptor = self._open()
+        entries = [(HEAD, self._number, json.dumps({"run_id": self._run_id}))] if not self._length_bytes else []
+        link, lines = self._link, []
+        for table, index, row_json in (*entries, *rows):
+            line = f'"{table}",{index},{row_json}'.encode()
+            link = _link(link, line)
+            lines.append(_line(line, link))
+        content = b"".join(lines)
         try:
             _write_all(descriptor, content)
             os.fsync(descriptor)
@@ -34,6 +52,7 @@ class Journal:
             os.ftruncate(descriptor, self._length_bytes)
             raise
         self._length_bytes += len(content)
+        self._link = link
 
     def rotate(self) -> None:
         """Deletes the current file; to be called when all its rows are stored elsewhere."""
@@ -47,12 +66,16 @@ class Journal:
             self._number += 1
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC
             self._descriptor = os.open(self._path(), flags, 0o644)
-            self._length_bytes = 0
+            self._length_bytes, self._link = 0, ""
             sync_folder(self._folder)
         return self._descriptor
 
     def _path(self) -> Path:
-        return self._folder / f"journal-{self._number:06d}.jsonl"
+        return self._folder / _name(self._number)
+
+
+def _name(number: int) -> str:
+    return f"journal-{number:06d}.jsonl"
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
@@ -61,10 +84,15 @@ def _write_all(descriptor: int, content: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def journal_line(table: str, index: int, row_json: str) -> str:
-    """A row's line in the journal, with a checksum."""
-    content = f'"{table}",{index},{row_json}'
-    return f"[{content},{crc32(content.encode())}]\n"
+def _line(content: bytes, link: str) -> bytes:
+    """A line's content with its link, and the checksum of both, by which a line that was cut short is told."""
+    linked = b'%s,"%s"' % (content, link.encode())
+    return b"[%s,%d]\n" % (linked, crc32(linked))
+
+
+def _link(before: str, content: bytes) -> str:
+    """What tells a line from every other with the same content: a hash of all lines up to it."""
+    return content_hash(before.encode() + content)[:_LINK_LENGTH]
 
 
 def journal_files(folder: Path) -> list[Path]:
@@ -72,20 +100,45 @@ def journal_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("journal-*.jsonl"))
 
 
-def read_journals(folder: Path) -> JournalledRows:
+def read_journals(folder: Path, run_id: str) -> JournalledRows:
     """All rows in the run's journal files.
 
-    Reading a file stops at its first incomplete line, left by a killed writer: nothing from there on was committed; and
-    at a damaged one. The caller checks by the indices that all needed rows exist.
+    Reading a file stops at its first incomplete or damaged line, left by a killed writer: nothing from there on was
+    committed. The caller checks by the indices that all needed rows exist. Raises ValueError for a journal of another
+    run, and for whole lines that are not in the order in which they were written.
     """
     rows: JournalledRows = {}
     for path in journal_files(folder):
-        for line in path.read_bytes().split(b"\n")[:-1]:
-            try:
-                table, index, row, checksum = json.loads(line)
-            except ValueError:
-                break
-            if crc32(line[1 : line.rindex(b",")]) != checksum:
-                break
+        for table, index, row in _rows(path, run_id):
             rows.setdefault(table, {})[index] = row
     return rows
+
+
+def _rows(path: Path, run_id: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    link: str | None = None
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            *values, checksum = json.loads(line)
+            content = line[1 : line.rindex(b",")]
+        except (ValueError, TypeError):
+            return
+        if crc32(content) != checksum or len(values) not in (3, 4):
+            return
+        table, index, row, *links = values
+        if links:
+            if number == 1:
+                _check_head(path, run_id, table, index, row)
+                link = ""
+            if link is not None:
+                link = _link(link, content[: content.rindex(b',"')])
+        if link != (links[0] if links else None):
+            raise ValueError(f"{path}: line {number} does not follow the line before it: {ADVICE}")
+        if table != HEAD:  # earlier versions wrote neither a head nor links
+            yield table, index, row
+
+
+def _check_head(path: Path, run_id: str, table: str, number: int, head: Mapping[str, Any]) -> None:
+    if table != HEAD:
+        raise ValueError(f"{path} lacks its first line: {ADVICE}")
+    if (head["run_id"], _name(number)) != (run_id, path.name):
+        raise ValueError(f"{path} is {_name(number)} of run {head['run_id']}: {ADVICE}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from fedloom.platform.results.files import check_writable, sync_folder
-from fedloom.platform.results.journal import Journal, JournalledRows, journal_files, journal_line, read_journals
+from fedloom.platform.results.journal import Journal, JournalledRows, journal_files, read_journals
 from fedloom.platform.results.manifest import Manifest
 from fedloom.platform.results.parts import TableParts
 from fedloom.platform.results.paths import RunPaths, is_used, remove_run, run_paths
@@ -39,7 +39,7 @@ class RunWriter:
         self._parts = {
             table: TableParts(paths.table(table), TABLES[table], rows_per_file, manifest) for table in TABLES
         }
-        self._journal = Journal(paths.artifacts)
+        self._journal = Journal(paths.artifacts, paths.run_id)
         self._added: dict[str, list[Row]] = {table: [] for table in ROW_TABLES}
         self._committed: dict[str, list[Row]] = {table: [] for table in ROW_TABLES}
         self._run: Row = next(iter(self._parts["runs"].read_last().to_pylist()), {})
@@ -79,7 +79,7 @@ class RunWriter:
             raise ValueError(f"there is no run {run_id!r} of experiment {experiment!r} under {root} to resume")
         check_writable(paths.artifacts)
         writer = cls(paths, Manifest.of_run(paths), flush_interval_s, rows_per_file)
-        writer._restore(position, read_journals(paths.artifacts))
+        writer._restore(position, read_journals(paths.artifacts, run_id))
         return writer
 
     @property
@@ -104,13 +104,13 @@ class RunWriter:
         After an OSError (such as a full disk) the rows stay buffered for the next commit.
         """
         before = self.position
-        lines = [
-            journal_line(table, index, row_json(row))
+        added = [
+            (table, index, row_json(row))
             for table, rows in self._added.items()
             for index, row in enumerate(rows, before[table])
         ]
-        if lines:
-            self._journal.append(lines)
+        if added:
+            self._journal.append(added)
         for table, rows in self._added.items():
             self._committed[table] += rows
             rows.clear()

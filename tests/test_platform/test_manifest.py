@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from fedloom.experiments.verify import Verified, verified
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.results.checkpoint import run_checkpoint
-from fedloom.platform.results.journal import journal_line, read_journals
+from fedloom.platform.results.journal import Journal, read_journals
 from fedloom.platform.results.manifest import (
     ANY,
     Manifest,
@@ -28,8 +29,8 @@ from fedloom.platform.results.manifest import (
     seal_of_bytes,
 )
 from fedloom.platform.results.paths import RunPaths, list_runs
-from fedloom.platform.results.sealed import sealed_json, unsealed
-from fedloom.platform.results.tables import is_done
+from fedloom.platform.results.sealed import ADVICE, sealed_json, unsealed
+from fedloom.platform.results.tables import is_done, read_table
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
 from fedloom.platform.runs.serial import make_serial
@@ -151,13 +152,69 @@ def test_short_tables_are_said_to_be_short(copy: RunPaths) -> None:
     assert f"table clients of {copy.run_id} is short: the checkpoint counts 8 rows, 0 are in" in line
 
 
-def test_a_changed_line_of_a_journal_ends_it(tmp_path: Path) -> None:
-    lines = [journal_line("rounds", index, json.dumps({"loss": index / 7})) for index in range(3)]
+def journalled(folder: Path, run_id: str = "r1") -> list[bytes]:
+    """A journal of three rows; gives its lines."""
+    folder.mkdir(exist_ok=True)
+    journal = Journal(folder, run_id)
+    for index in range(3):
+        journal.append([("rounds", index, json.dumps({"loss": index / 7}))])
+    return (folder / "journal-000001.jsonl").read_bytes().splitlines(keepends=True)
+
+
+def test_a_damaged_line_of_a_journal_ends_it(tmp_path: Path) -> None:
+    head, *rows = journalled(tmp_path)
     path = tmp_path / "journal-000001.jsonl"
-    path.write_text("".join(lines))
-    assert sorted(read_journals(tmp_path)["rounds"]) == [0, 1, 2]
-    path.write_text(lines[0] + lines[1].replace("1428", "1429") + lines[2])
-    assert sorted(read_journals(tmp_path)["rounds"]) == [0]
+    assert sorted(read_journals(tmp_path, "r1")["rounds"]) == [0, 1, 2]
+    path.write_bytes(head + rows[0] + rows[1].replace(b"1428", b"1429") + rows[2])
+    assert sorted(read_journals(tmp_path, "r1")["rounds"]) == [0]
+    path.write_bytes(head + rows[0] + rows[1][:-9])
+    assert sorted(read_journals(tmp_path, "r1")["rounds"]) == [0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "line"), [((0, 2), 2), ((0, 1, 3), 3), ((0, 1, 3, 2), 3), ((0, 1, 1, 2, 3), 3), ((0, 1, 2, 3, 0), 5)]
+)
+def test_whole_lines_of_a_journal_that_are_not_as_written_are_refused(
+    tmp_path: Path, lines: tuple[int, ...], line: int
+) -> None:
+    written, path = journalled(tmp_path), tmp_path / "journal-000001.jsonl"
+    path.write_bytes(b"".join(written[i] for i in lines))
+    with pytest.raises(ValueError, match=rf"journal-000001.jsonl: line {line} does not follow the line before it: "):
+        read_journals(tmp_path, "r1")
+    path.write_bytes(b"".join(written[1:]))
+    with pytest.raises(ValueError, match=r"journal-000001.jsonl lacks its first line: restore"):
+        read_journals(tmp_path, "r1")
+    path.rename(tmp_path / "journal-000002.jsonl").write_bytes(b"".join(written))
+    with pytest.raises(ValueError, match=r"journal-000002.jsonl is journal-000001.jsonl of run r1"):
+        read_journals(tmp_path, "r1")
+
+
+def test_a_journal_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    (tmp_path / "journal-000001.jsonl").write_text('["rounds",0,{"loss": 0.5},3902472441]\n')
+    assert read_journals(tmp_path, "r1") == {"rounds": {0: {"loss": 0.5}}}
+
+
+def test_the_journal_of_another_run_is_refused(
+    copy: RunPaths, elastic_config_in: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """That of another seed, with as many rows: which rows these are is in none of them."""
+    config, asked = elastic_config_in(tmp_path / "other", train={"rounds": 3}, seed=2), iter([False, True])
+    with pytest.raises(InterruptedRunError):
+        start_run(config, make_serial, Watcher(should_stop=lambda: next(asked)))
+    (other,) = list_runs(tmp_path / "other")
+    for paths in (copy, other):  # as they were before the interruption moved the rows
+        rows = read_table(paths.root, "rounds")
+        journal = Journal(paths.artifacts, paths.run_id)
+        journal.append([("rounds", index, json.dumps({"loss": loss})) for index, loss in enumerate(rows["loss"])])
+        for part in paths.table("rounds").glob("*.parquet"):
+            part.unlink()
+        sealed_anew(paths)
+    assert verified(copy).problems == ()
+    shutil.copy(other.artifacts / "journal-000001.jsonl", copy.artifacts)
+    line = f"{copy.artifacts / 'journal-000001.jsonl'} is journal-000001.jsonl of run {other.run_id}: {ADVICE}"
+    assert verified(copy).problems == (line,)
+    with pytest.raises(ValueError, match=re.escape(line)):
+        resumed(copy)
 
 
 def test_while_a_file_is_replaced_the_old_and_the_new_one_are_right(copy: RunPaths) -> None:

@@ -1,6 +1,7 @@
 """A run is resumed at exactly the position of its checkpoint, or not at all."""
 
 import contextlib
+import itertools
 import math
 import os
 import shutil
@@ -124,7 +125,7 @@ def test_resuming_without_a_needed_row_changes_nothing(tmp_path: Path, add_round
     position = add_rounds(writer, 2, 5)
     (journal,) = tmp_path.rglob("journal-*.jsonl")
     lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(b"".join(line for line in lines if b'["rounds",3,' not in line))
+    journal.write_bytes(b"".join(itertools.takewhile(lambda line: b'["rounds",3,' not in line, lines)))
     for _ in range(2):
         with pytest.raises(ValueError, match="lacks row 3 of table 'rounds', which its checkpoint counts"):
             RunWriter.resume(tmp_path, "demo", "r1", position)
