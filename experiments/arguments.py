@@ -147,7 +147,7 @@ KEYS_HELP = """Lists configuration keys: type, default, what is allowed, and wha
 NaN is never allowed, infinity only where it says so; whole numbers have at most 64 bits,
 others the range of 32-bit floats.
 
-  fedloom keys method.train                                  all keys that begin so, of the default method
+  fedloom keys method.train method=fedavg                    all keys that begin so, of a method (else the default)
   fedloom keys data experiment=spider_cifar10                with a preset's values
   fedloom keys method.train.options method.train.server=fedadam     the options of what is chosen
 """

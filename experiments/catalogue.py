@@ -10,7 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.presets import DEFAULT_METHOD, PRESET
 from fedloom.experiments.runs.slots import SLOTS, slot_of
+from fedloom.experiments.runs.spelling import METHOD, meant
 from fedloom.experiments.terminal.output import console, write_json
 from fedloom.platform.data.sources import DATASETS, TORCHVISION
 from fedloom.platform.federation.config import RunConfig
@@ -40,7 +42,7 @@ def known_keys(given: Sequence[str]) -> list[Setting]:
         if not any(key == prefix or key.startswith(f"{prefix.rstrip('.')}.") for key in keys):
             groups = sorted({key.rpartition(".")[0] for key in keys if "." in key} | set(keys))
             raise ValueError(
-                f"no configuration key begins with {prefix!r} (method {config.method.name}){nearest(prefix, groups)}"
+                f"no configuration key begins with {prefix!r} (method {config.method.name}){meant(prefix, groups)}"
             )
     wanted = [p.rstrip(".") for p in prefixes]
     return [s for s in settings if not wanted or any(s.key == p or s.key.startswith(f"{p}.") for p in wanted)]
@@ -72,12 +74,26 @@ def _options_of(slot: Slot[Any], name: str, key: str) -> Iterator[Setting]:
         yield Setting(found.key, found.kind, found.default, found.allowed, f"{slot.kind} {name}: {found.help}")
 
 
-def show_keys(settings: Sequence[Setting], *, as_json: bool) -> None:
-    """Prints one line per key, with its meaning below, or one JSON object."""
+def whose_keys(given: Sequence[str], settings: Sequence[Setting]) -> str:
+    """Whose the keys `method.*` are, and how to see another method's; empty if a method was chosen, or if none is."""
+    chosen = any(word.startswith((PRESET, METHOD)) for word in given)
+    if chosen or not any(setting.key.startswith("method.") for setting in settings):
+        return ""
+    again = " ".join(["fedloom keys", *given])
+    return (
+        f"method.* are those of {DEFAULT_METHOD}, the default method; another's: {again} {METHOD}fedavg\n"
+        f"with a preset's values: {again} {PRESET}fedavg_digits; all methods: fedloom plugins method"
+    )
+
+
+def show_keys(settings: Sequence[Setting], *, as_json: bool, whose: str = "") -> None:
+    """Prints `whose`, and one line per key with its meaning below, or one JSON object."""
     if as_json:
         write_json({"keys": [_as_json(setting) for setting in settings]})
         return
     screen = console()
+    if whose:
+        screen.print(f"{whose}\n", markup=False)
     for setting in settings:
         allowed = f"; {setting.allowed}" if setting.allowed is not None else ""
         screen.print(f"{setting.key}={_written(setting.default)}  ({setting.kind}{allowed})", markup=False)

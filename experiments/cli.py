@@ -202,9 +202,10 @@ def _counted(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _keys(args: argparse.Namespace) -> int:
-    from fedloom.experiments.catalogue import known_keys, show_keys
+    from fedloom.experiments.catalogue import known_keys, show_keys, whose_keys
 
-    show_keys(known_keys(args.given), as_json=args.json)
+    keys = known_keys(args.given)
+    show_keys(keys, as_json=args.json, whose=whose_keys(args.given, keys))
     return OK
 
 

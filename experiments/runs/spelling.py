@@ -1,12 +1,15 @@
 """Misspelt keys, presets and methods, found before torch is loaded: whoever mistypes waits for no import."""
 
+import logging
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 
 from fedloom.experiments.runs.presets import CONF, DEFAULT_METHOD, PRESET, experiments, method_in
 from fedloom.platform.plugins import is_import_path, nearest
 from fedloom.platform.words import shown
+
+_logger = logging.getLogger(__name__)
 
 METHOD = "method="
 FREE = ("options", "cost_weights", "label_sets")
@@ -16,6 +19,45 @@ ENDINGS = (".yaml", ".yml")
 TRUTH = ("true", "false", "yes", "no", "y", "n", "on", "off", "0", "1", "null")
 """How a value that is true or false is given; Hydra takes any other number for true."""
 MOST_NAMES = 8
+SYNONYMS = {
+    "alpha": "concentration, dirichlet, dirichlet_alpha, lda_alpha, non_iid",
+    "batch_size": "batch, bs, local_batch_size, local_bs, mini_batch_size, train_batch_size",
+    "checkpoint.every": "checkpoint_every, checkpoint_interval, save_every",
+    "clients_per_round": "clients, cohort, cohort_size, fraction, fraction_fit, num_participants, participants, "
+    "participation, participation_rate, sample_size, sampled_clients",
+    "clip_norm": "clip_grad, clip_grad_norm, gradient_clipping, max_grad_norm",
+    "data.dataset": "data, data_set",
+    "data.root": "data_dir, data_path, data_root, dataset_dir",
+    "deadline_s": "deadline, round_deadline",
+    "dropout": "drop_rate, dropout_rate",
+    "epochs": "client_epochs, local_ep, local_epochs, num_epochs",
+    "evaluate_every": "eval_every, eval_freq, eval_interval, evaluation_interval",
+    "executor.actors": "num_actors, num_workers, workers",
+    "executor.precision": "amp, bf16, dtype, fp16",
+    "executor.threads": "num_threads, torch_threads",
+    "experiment": "config, exp, preset",
+    "local_rule": "client_optimizer, local_optimizer, optim, optimiser, optimizer",
+    "lr": "client_lr, eta, learning_rate, local_lr, step_size",
+    "method": "algo, algorithm, strategy",
+    "method.train.options.mu": "mu, prox_mu, proximal_mu",
+    "method.train.options.server_lr": "global_lr, server_learning_rate, server_lr",
+    "name": "exp_name, run_name",
+    "num_clients": "clients, n_clients, num_users, total_clients, users",
+    "objective.name": "criterion, loss, loss_function, objective",
+    "partition": "data_split, iid, partitioner, split",
+    "ray.num_gpus": "cuda, device, gpus, num_gpus",
+    "results": "log_dir, out, out_dir, output, output_dir, results_dir, save_dir",
+    "rounds": "comm_round, comm_rounds, communication_rounds, global_rounds, iterations, num_rounds, total_rounds",
+    "schedule": "lr_decay, lr_schedule, lr_scheduler, scheduler",
+    "seed": "manual_seed, random_seed, rng_seed",
+    "selection": "client_selection, sampler, selector",
+    "server": "aggregator, optim, optimiser, optimizer, server_optimizer, server_rule",
+    "space.name": "arch, architecture, backbone, model, net, network, search_space",
+    "tiers.count": "num_tiers, tiers",
+    "weight_decay": "l2, wd",
+    "weighting": "aggregation, averaging",
+}
+"""What other programs call a key, by the key, whole or its last part."""
 KEYS = CONF / "keys.txt"
 """All keys of the configuration, of a method's with `method(NAME)` for `method`; a test keeps the file up to date."""
 
@@ -45,16 +87,16 @@ def check_spelling(overrides: Sequence[str]) -> None:
             raise ValueError(f"{key}={shown(value)}: must be {known[key]}")
 
 
-def check_given_once(overrides: Sequence[str]) -> None:
-    """Raises ValueError for a key that was typed with two values, of which only one could count.
-
-    What fedloom itself adds to a command line, such as an ablation's overrides, is no matter of this check.
-    """
-    known: dict[str, str] = {}
+def last_values(overrides: Sequence[str]) -> list[str]:
+    """Leaves out overrides of a key that is given again later, as in Hydra, and warns if its values differ."""
+    by_key: dict[str, str] = {}
     for override in overrides:
         key, equals, value = unquoted(override).lstrip("+").partition("=")
-        if equals and known.setdefault(key, value) != value:
-            raise ValueError(f"{key} was given twice, as {shown(known[key])} and as {shown(value)}: give one of them")
+        before = by_key.pop(key + equals, override)
+        if unquoted(before).partition("=")[2] != value:
+            _logger.warning("%s is given twice: %s holds, which comes last", shown(key), shown(override))
+        by_key[key + equals] = override
+    return [*by_key.values()]
 
 
 @cache
@@ -89,8 +131,39 @@ def _not_there(key: str, value: str) -> str:
 
 
 def unknown(key: str, known: Iterable[str]) -> str:
-    """That there is no such key, and which one may have been meant."""
-    return f"unknown configuration key {key!r}{nearest(key, [*known]) or '; fedloom keys lists all'}"
+    """That there is no such key, and which ones may have been meant."""
+    return f"unknown configuration key {key!r}{meant(key, known) or '; fedloom keys lists all'}"
+
+
+def meant(key: str, known: Iterable[str]) -> str:
+    """`; did you mean X or Y?`: known keys whose last part is the key's, a synonym of it, or else similar to it.
+
+    Of several that end so, it is the one that begins most like the key, or the one of `method.train`.
+    """
+    keys = [*known]
+    section, _, last = key.rpartition(".")
+
+    def ending_in(ending: str) -> list[str]:
+        whole = [k for k in keys if k == ending] or [ending] * (free_part(ending) in keys)
+        found = whole or [k for k in keys if _plain(k.rpartition(".")[2]) == _plain(ending)]
+
+        def distance(k: str) -> tuple[float, bool, int]:
+            alike = SequenceMatcher(None, section, k.rpartition(".")[0]).ratio() if section else 0.0
+            return -alike, not k.startswith("method.train."), k.count(".")
+
+        return sorted(found, key=distance)[:1]
+
+    endings = [*(k for k, names in SYNONYMS.items() if _plain(last) in _plain(names).split(", ")), last]
+    found = [k for ending in endings for k in ending_in(ending)]
+    if not found:
+        similar = get_close_matches(_plain(last), {_plain(k.rpartition(".")[2]) for k in keys}, n=1, cutoff=0.7)
+        found = [k for ending in similar for k in ending_in(ending)]
+    return f"; did you mean {' or '.join(map(repr, dict.fromkeys(found)))}?" if found else nearest(key, keys)
+
+
+def _plain(name: str) -> str:
+    """batchsize, batch-size and BatchSize are batch_size."""
+    return name.replace("_", "").replace("-", "").lower()
 
 
 def unquoted(override: str) -> str:

@@ -81,6 +81,9 @@ def test_both_print_text_or_one_json_object(capsys: pytest.CaptureFixture[str]) 
     code, out, _ = run(capsys, "keys", "data.alpha", "--json")
     (found,) = json.loads(out)["keys"]
     assert (found["key"], found["type"], found["default"]) == ("data.alpha", "float", 1.0)
+    code, out, _ = run(capsys, "keys", "method.train.lr")
+    assert "method.* are those of fedoras, the default method; another's: fedloom keys method.train.lr method=" in out
+    assert "fedoras" not in run(capsys, "keys", "method.train.lr", "method=fedavg")[1]
     code, out, _ = run(capsys, "plugins", "server rule")
     assert code == 0
     assert "module:name of your own is a function of (step) and of options by keyword" in out

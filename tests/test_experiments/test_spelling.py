@@ -1,5 +1,6 @@
 """Misspelt keys and names are found without loading torch."""
 
+import json
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.presets import experiments, method_in
-from fedloom.experiments.runs.spelling import check_spelling, keys_of, methods
+from fedloom.experiments.runs.spelling import SYNONYMS, check_spelling, keys_of, last_values, meant, methods
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.settings import settings_of
 
@@ -60,3 +61,75 @@ def test_a_number_is_neither_true_nor_false() -> None:
     check_spelling(["executor.resident=1", "dry_run=False", "tensorboard=${dry_run}", "space.tied=null"])
     with pytest.raises(ValueError, match=r"^executor\.resident=2: must be true or false$"):
         check_spelling(["executor.resident=2"])
+
+
+@pytest.mark.parametrize(
+    ("given", "suggested"),
+    {
+        "method.train.learning_rate": ["method.train.lr"],
+        "method.finetune.learning_rate": ["method.finetune.lr"],
+        "lr": ["method.train.lr"],
+        "learningRate": ["method.train.lr"],
+        "num_rounds": ["method.train.rounds"],
+        "rounds": ["method.train.rounds"],
+        "train.comm_round": ["method.train.rounds"],
+        "batchsize": ["method.train.batch_size"],
+        "batch-size": ["method.train.batch_size"],
+        "bs": ["method.train.batch_size"],
+        "clients": ["method.train.clients_per_round", "data.num_clients", "tiers.clients"],
+        "local_epochs": ["method.train.epochs"],
+        "epoch": ["method.train.epochs"],
+        "optimizer": ["method.train.local_rule", "method.train.server"],
+        "method.train.optimizer": ["method.train.local_rule", "method.train.server"],
+        "method.train.fraction": ["method.train.clients_per_round"],
+        "alpha": ["data.alpha"],
+        "data.dirichlet_alpha": ["data.alpha"],
+        "dataset": ["data.dataset"],
+        "model": ["space.name"],
+        "algorithm": ["method"],
+        "random_seed": ["seed"],
+        "num_gpus": ["ray.num_gpus"],
+        "num_workers": ["executor.actors"],
+        "mu": ["method.train.options.mu"],
+        "server_lr": ["method.train.options.server_lr"],
+        "method.trian.lr": ["method.train.lr"],
+        "methd.train.lrr": ["method.train.lr"],
+        "weight_deacy": ["method.train.weight_decay"],
+        "output_dir": ["results"],
+        "exekutor.kind": ["executor.kind"],
+        "qqq": [],
+    }.items(),
+)
+def test_what_a_key_may_have_meant(given: str, suggested: list[str]) -> None:
+    expected = f"; did you mean {' or '.join(map(repr, suggested))}?" if suggested else ""
+    assert meant(given, keys_of("fedoras")) == expected
+
+
+def test_every_synonym_leads_to_a_key_that_is_there() -> None:
+    for key, names in SYNONYMS.items():
+        for name in names.split(", "):
+            assert repr(key)[:-1] in meant(name, keys_of("fedoras")) or f".{key}'" in meant(name, keys_of("fedoras"))
+
+
+def test_of_a_key_that_is_given_twice_the_last_value_holds(caplog: pytest.LogCaptureFixture) -> None:
+    assert last_values(["seed=1", "seed", "name=a", "name=a", "+seed=2"]) == ["seed", "name=a", "+seed=2"]
+    assert caplog.messages == ["seed is given twice: +seed=2 holds, which comes last"]
+
+
+def test_the_last_preset_and_seed_of_a_command_line_are_the_run_s() -> None:
+    words = ["experiment=spider_digits", "seed=1", "data.alpha=7", "experiment=fedavg_digits", "--json", "seed=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fedloom.experiments.cli", "keys", "seed", "method.name", "data.alpha", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert {found["key"]: found["default"] for found in json.loads(done.stdout)["keys"]} == {
+        "seed": 2,
+        "method.name": "fedavg",
+        "data.alpha": 7.0,
+    }
+    assert done.stderr.splitlines() == [
+        "fedloom: experiment is given twice: experiment=fedavg_digits holds, which comes last",
+        "fedloom: seed is given twice: seed=2 holds, which comes last",
+    ]

@@ -22,7 +22,7 @@ def finished(
     return results
 
 
-@pytest.mark.parametrize("words", [("name",), ("name=",), ("tags",), ("executor.actors",), ("name=a", "name=b")])
+@pytest.mark.parametrize("words", [("name",), ("name=",), ("tags",), ("executor.actors",)])
 def test_a_resume_that_is_typed_wrongly_changes_nothing(
     words: Sequence[str], finished: Path, refusal: Refuse, contents: Contents
 ) -> None:
@@ -94,26 +94,6 @@ def test_a_place_where_nothing_may_be_written(
 def test_every_folder_of_the_results_is_known() -> None:
     assert SUPERNETS == "supernets"  # where supernets of earlier versions are
     assert {"artifacts", "ablations", "supernets", "runs", "clients"} <= set(STORED)
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (("seed=1", "seed=2"), "seed was given twice, as 1 and as 2: give one of them"),
-        (("seed=1", "+seed=2"), "seed was given twice"),
-        (("experiment=fedavg_digits", "experiment=fedoras_digits"), "experiment was given twice"),
-        (("experiment=fedavg_digits", "seed=1", "--json", "seed=2"), "seed was given twice"),
-    ],
-)
-def test_a_key_with_two_values(
-    words: Sequence[str], line: str, refusal: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for command in ("run", "ablate", "describe", "prepare", "keys"):
-        assert line in refusal(command, *words)
-    assert line in refusal("submit", "--address", "http://h:1", *words)
-    assert line in refusal("ablate", "ablation=alpha", *words)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
