@@ -52,7 +52,8 @@ def tier_upper_bounds(
     if any(a >= b for a, b in pairwise((fixed if rho_low == 0 else 0.0, *uppers))):
         raise ValueError(
             f"rho_low={rho_low:g} and rho_high={rho_high:g} split this space at {_shown(uppers)}, which leaves a tier "
-            f"empty: use fewer tiers than {num_tiers}, or other shares"
+            f"empty: use fewer tiers than {num_tiers} (tiers.count=1 if they do not matter), other shares, or own "
+            "bounds in tiers.upper_bounds"
         )
     return uppers
 

@@ -25,8 +25,6 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
     config = compose_config([f"space.name={o[6:]}" if o.startswith("space=") else o for o in overrides])
     space = build_space(config.space)
     measured, parameters = measure_costs(config.tiers, space), space.cost_table("parameters")
-    if measured.budget.smallest == measured.budget.largest:  # one tier, as all architectures cost the same
-        config.tiers.count = 1
     macs, cost = measured.macs, measured.budget
     tiers = split_into_tiers(config, space, cost)
     _check_heads(config, len(tiers))

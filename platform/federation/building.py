@@ -124,13 +124,18 @@ def _check_fit(space: SearchSpace, dataset: Dataset, config: RunConfig) -> None:
 
 
 def split_into_tiers(config: RunConfig, space: SearchSpace, table: CostTable) -> tuple[Tier, ...]:
-    """The tiers with their bounds, computed from random paths or taken from the configuration."""
+    """The tiers with their bounds, computed from random paths or taken from the configuration.
+
+    Where all architectures cost the same, as in a space of one network, there is nothing to split: one tier.
+    """
     tiers = config.tiers
     if tiers.upper_bounds is not None:
         uppers = check_upper_bounds(tiers.upper_bounds, table.cost(space.cheapest(table)), table.largest)
     else:
-        costs, start = sampled_costs(space.genome, table, tiers.paths), space.common_cost(table)
-        uppers = tier_upper_bounds(costs, start, table.largest, tiers.count, tiers.rho_low, tiers.rho_high)
+        costs = sampled_costs(space.genome, table, tiers.paths if space.num_architectures > 1 else 1)
+        count = tiers.count if table.smallest < table.largest else 1
+        start = space.common_cost(table)
+        uppers = tier_upper_bounds(costs, start, table.largest, count, tiers.rho_low, tiers.rho_high)
     num_gpus = tiers.num_gpus if tiers.num_gpus is not None else 0.0
     num_cpus = tiers.num_cpus if tiers.num_cpus is not None else 1.0
     return make_tiers(uppers, num_gpus=num_gpus, num_cpus=num_cpus)

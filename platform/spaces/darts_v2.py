@@ -3,12 +3,12 @@
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedloom.platform.spaces.darts import DARTS
 from fedloom.platform.spaces.darts_network import DartsDesign, DartsNetwork
 from fedloom.platform.spaces.fixed import FixedSpace
-from fedloom.platform.spaces.slices import Architecture, Subspace
+from fedloom.platform.spaces.slices import Subspace
 from fedloom.platform.spaces.space_config import Spaces, from_design
 
 Genotype = tuple[tuple[str, int], ...]
@@ -53,8 +53,8 @@ class DartsV2Design:
         return DartsDesign(**asdict(self), operators=DARTS, affine=True)
 
     def build(self) -> nn.Module:
-        """The network, a `FixedDarts`."""
-        return FixedDarts(self.darts, kept_by(self.darts, DARTS_V2_CELLS))
+        """The network, which always uses all of its operators."""
+        return DartsNetwork(self.darts, kept_by(self.darts, DARTS_V2_CELLS))
 
 
 def kept_by(design: DartsDesign, cells: tuple[Genotype, Genotype]) -> Subspace:
@@ -66,17 +66,6 @@ def kept_by(design: DartsDesign, cells: tuple[Genotype, Genotype]) -> Subspace:
             names = design.operator_names[decision]
             rows.append((names.index(operators[edge]),) if edge in operators else ())
     return tuple(rows)
-
-
-class FixedDarts(DartsNetwork):
-    """A network of cells that always uses all of its operators: `forward(x_NCHW)` returns logits (N, classes)."""
-
-    def forward(  # type: ignore[override]  # the architecture is fixed
-        self,
-        x: Tensor,
-        architecture: Architecture | None = None,  # noqa: ARG002
-    ) -> Tensor:
-        return super().forward(x)
 
 
 DARTS_V2 = DartsV2Design()

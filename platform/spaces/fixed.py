@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,17 +31,21 @@ class FixedDesign(Protocol):
     def input_shape(self) -> tuple[int, ...]: ...
 
     def build(self) -> nn.Module:
-        """The network, `forward(x, architecture=None)`; the architecture is ignored."""
+        """The network, called as `forward(x)`."""
         ...
 
 
 @dataclass(frozen=True)
 class FixedNetwork:
-    """A user's own network: `build()` makes a module that is called as `forward(x)`."""
+    """A network of the user's own: `build()` makes the module, which is called as `forward(x)`."""
 
     name: str
     input_shape: tuple[int, ...]
     build: Callable[[], nn.Module]
+
+
+def _without_architecture(_network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return inputs[:1]
 
 
 class FixedSpace(SearchSpace):
@@ -65,8 +69,10 @@ class FixedSpace(SearchSpace):
         return ONLY
 
     def build_supernet(self) -> nn.Module:
-        """The network, `forward(x, architecture=None)`; floating tensors are NaN until weights are loaded."""
-        return blank(self.design.build)
+        """The network, called with `(x, architecture)`; floating tensors are NaN until weights are loaded."""
+        network = blank(self.design.build)
+        network.register_forward_pre_hook(_without_architecture)
+        return network
 
     def build_subnet(self, architecture: Architecture) -> nn.Module:
         """The same network, `forward(x)`; floating tensors are NaN until weights are loaded."""

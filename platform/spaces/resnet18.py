@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from fedloom.platform.spaces.fixed import FixedSpace
 from fedloom.platform.spaces.resnet import MULTIPLE, norm_of
-from fedloom.platform.spaces.slices import Architecture
 from fedloom.platform.spaces.space_config import Spaces, from_design
 
 STAGES = ((1, 1), (2, 2), (4, 2), (8, 2))
@@ -129,7 +128,7 @@ class Resnet18(nn.Module):
         self.blocks = nn.Sequential(*(BasicBlock(size, plan) for plan in size.blocks))
         self.head = size.build_head()
 
-    def forward(self, x: Tensor, architecture: Architecture | None = None) -> Tensor:  # noqa: ARG002  # there is one
+    def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.head(self.blocks(self.stem(x)).mean(dim=(2, 3)))
         return y
 
