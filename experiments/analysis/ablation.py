@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedloom.experiments.analysis.compare import difference, measured_by
+from fedloom.experiments.analysis.compare import Difference, difference, measured_by
 from fedloom.experiments.analysis.frames import METRIC
 from fedloom.experiments.analysis.intervals import estimate
 from fedloom.experiments.analysis.reused import with_training
@@ -103,22 +103,23 @@ def holding(frame: pd.DataFrame, values: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def over_seeds(frame: pd.DataFrame, measure: str, by: Sequence[str]) -> pd.DataFrame:
-    """One row per combination of the columns `by`: n (seeds), mean, half_width (95 %, Student's t; null for one seed).
+    """One row per combination of the columns `by`: n (seeds), mean, half_width, values (a list, by seed).
 
-    Rows of one seed count once, with their mean. Combinations without any value of the measure are left out.
+    half_width is that of the 95 % interval by Student's t, null below three seeds. Rows of one seed count once, with
+    their mean. Combinations without any value of the measure are left out.
     """
     found = []
     for key, group in frame.dropna(subset=[measure]).groupby(list(by), sort=True, observed=True):
         known = estimate(by_seed(group, [measure])[measure])
         assert known is not None, "rows without the measure were dropped"
-        found.append((*key, known.runs, known.mean, known.half_width))
+        found.append((*key, known.runs, known.mean, known.half_width, list(known.values)))
     numbers = {"n": "int64", "mean": "float64", "half_width": "float64"}
-    rows = pd.DataFrame(found, columns=[*by, *numbers]).astype(numbers)
+    rows = pd.DataFrame(found, columns=[*by, *numbers, "values"]).astype(numbers)
     return rows.astype({name: frame[name].dtype for name in by if isinstance(frame[name].dtype, pd.CategoricalDtype)})
 
 
 def by_setting(frame: pd.DataFrame, measure: str, axes: Sequence[str]) -> pd.DataFrame:
-    """One row per setting of these axes and (model, tier, subnet): n (seeds), mean and half_width (95 %) of a measure.
+    """One row per setting of these axes and (model, tier, subnet): the columns of `over_seeds` for a measure.
 
     `frame` comes from `ablation_frame`; `measure` is one of `MEASURES`. Rows are in the order of the axes' values, then
     in the display order of models, tiers and subnets. A seed counts once, with its mean over the axes not in `axes`.
@@ -146,11 +147,11 @@ def _check_axis(ablation: Ablation, axis: str) -> None:
 def against_reference(frame: pd.DataFrame, ablation: Ablation, axis: str, measure: str = METRIC) -> pd.DataFrame:
     """Paired differences between each value of an axis and its reference, per (model, tier, subnet).
 
-    Two runs are a pair if they differ only in this axis; they have the same seed. Columns: axis, value, reference,
-    model, tier, subnet, n (pairs), seeds (distinct seeds among the pairs), mean (of the differences), low and high
-    (95 %), test ("paired t", or "none" for one pair), p_value (two-sided, not corrected for the number of rows). Pairs
-    of one seed count as independent, although they share data and initialisation. A random search has no such pairs
-    and therefore no rows.
+    Two runs are a pair if they differ only in this axis; they have the same seed. A seed counts once, with the mean of
+    its pairs, since these share data and initialisation. Columns: axis, value, reference, model, tier, subnet, n
+    (pairs), seeds, mean (of the seeds' differences), values (a list, by seed), test ("paired t" over seeds, or "none"
+    for fewer than three, and where a seed lacks pairs that others have), low and high (95 %), p_value (two-sided, not
+    corrected for the number of rows). A random search has no such pairs and therefore no rows.
     """
     _check_axis(ablation, axis)
     reference = references(ablation)[axis]
@@ -164,7 +165,20 @@ def against_reference(frame: pd.DataFrame, ablation: Ablation, axis: str, measur
         if (tested := _tested(rows, axis, (value, reference), others, measure))
     ]
     numbers = dict.fromkeys(["mean", "low", "high", "p_value"], "float64")
-    columns = ["axis", "value", "reference", *MODEL_KEY, "n", "seeds", "mean", "low", "high", "test", "p_value"]
+    columns = [
+        "axis",
+        "value",
+        "reference",
+        *MODEL_KEY,
+        "n",
+        "seeds",
+        "mean",
+        "values",
+        "low",
+        "high",
+        "test",
+        "p_value",
+    ]
     return pd.DataFrame(found, columns=columns).astype({**numbers, "n": "int64", "seeds": "int64"})
 
 
@@ -177,7 +191,12 @@ def _tested(
     both = pd.concat(sides, axis=1, join="inner", keys=["value", "reference"])
     if both.empty:
         return {}
-    found = difference(np.asarray(both["value"]), np.asarray(both["reference"]), paired=True)
+    of_seed = both.groupby("seed")
+    seeds = of_seed.mean()
+    found = difference(np.asarray(seeds["value"]), np.asarray(seeds["reference"]), paired=True)
+    if of_seed.size().nunique() > 1:  # the seeds would differ in the other axes, too
+        found = Difference("none", found.compared, found.difference)
     interval = {"low": found.low, "high": found.high, "p_value": found.p_value}
-    seeds = both.index.get_level_values("seed").nunique() if others else len(both)
-    return {"n": found.compared, "seeds": seeds, "mean": found.difference, "test": found.test, **interval}
+    values_by_seed = (seeds["value"] - seeds["reference"]).tolist()
+    tested = {"mean": found.difference, "values": values_by_seed, "test": found.test, **interval}
+    return {"n": len(both), "seeds": len(seeds), **tested}

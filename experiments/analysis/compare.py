@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from fedloom.experiments.analysis.frames import METRIC
-from fedloom.experiments.analysis.intervals import CONFIDENCE, estimate
+from fedloom.experiments.analysis.intervals import CONFIDENCE, FEWEST, estimate
 from fedloom.experiments.analysis.outcomes import OUTCOMES, outcomes
 from fedloom.experiments.analysis.seeds import by_seed
 from fedloom.experiments.analysis.settings import NOT_SET, alike, differing, essential, flat, names_apart
@@ -238,7 +238,7 @@ def difference(values: np.ndarray, baseline: np.ndarray, *, paired: bool) -> Dif
 
     name, compared = ("paired t", len(values)) if paired else ("Welch t", len(values) + len(baseline))
     mean = float(np.mean(values) - np.mean(baseline))
-    if min(len(values), len(baseline)) < 2:
+    if min(len(values), len(baseline)) < FEWEST:
         return Difference("none", compared, mean)
     varying = [values - baseline] if paired else [values, baseline]
     # Rounding errors of equal differences would look like a tiny variance and give a tiny p value.

@@ -100,8 +100,8 @@ def summary(tables: Tables) -> pd.DataFrame:
     A setting is a group of runs whose configurations differ only in seeds. Columns: setting (its name), experiment,
     model, tier, subnet, architecture (null if seeds found different ones), runs, seeds (distinct ones: runs that repeat
     a seed count once, with their mean); and for each of `MEASURES` (see `per_model`) NAME_n (seeds with a value),
-    NAME_mean and NAME_half_width (by Student's t; null for one seed). A setting without an evaluated run has one row
-    with its costs.
+    NAME_mean, NAME_half_width (by Student's t; null below three seeds) and NAME_values (a list, by seed). A setting
+    without an evaluated run has one row with its costs.
     """
     frame = per_model(tables)
     found = []
@@ -110,9 +110,10 @@ def summary(tables: Tables) -> pd.DataFrame:
         for key, group in by_model(rows):
             found.append({"setting": setting.name, "experiment": setting.experiment, **key, **_over_seeds(group)})
     counts = ["runs", "seeds", *(f"{m}_n" for m in MEASURES)]
-    values = [f"{m}_{what}" for m in MEASURES for what in ("n", "mean", "half_width")]
+    values = [f"{m}_{what}" for m in MEASURES for what in ("n", "mean", "half_width", "values")]
     columns = ["setting", "experiment", *MODEL_KEY, "architecture", "runs", "seeds", *values]
-    kinds = {**dict.fromkeys(values, "float64"), **dict.fromkeys(counts, "int64")}
+    numbers = [name for name in values if not name.endswith("_values")]
+    kinds = {**dict.fromkeys(numbers, "float64"), **dict.fromkeys(counts, "int64")}
     return pd.DataFrame(found, columns=columns).astype(kinds)
 
 
@@ -143,4 +144,5 @@ def _over_seeds(rows: pd.DataFrame) -> dict[str, Any]:
         values[f"{measure}_n"] = known.runs if known else 0
         values[f"{measure}_mean"] = known.mean if known else None
         values[f"{measure}_half_width"] = known.half_width if known else None
+        values[f"{measure}_values"] = list(known.values) if known else []
     return values

@@ -18,13 +18,13 @@ STATES = (CONTRADICTED, NOT_RUN, NOT_SHOWN, SHOWN)
 MOST_SPOTS = 3
 """Places that are named where a claim is not shown."""
 NOT_PUBLISHED = "not published"
-ONE_SEED = "one seed has no interval"
+FEW_SEEDS = "one or two seeds have no interval"
 NO_VALUE = "not measured"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its 95 % interval over seeds; one seed has no interval, an exact value one without width."""
+    """A mean with its 95 % interval over seeds; one or two seeds have none, an exact value one without width."""
 
     mean: float
     low: float | None
@@ -128,7 +128,7 @@ def _of_one(values: Sequence[float], is_exact: bool) -> Interval | None:
     if is_exact:
         return Interval(found.mean, found.mean, found.mean, 0)
     if found.half_width is None:
-        return Interval(found.mean, None, None, 1)
+        return Interval(found.mean, None, None, found.runs)
     return Interval(found.mean, found.mean - found.half_width, found.mean + found.half_width, found.runs)
 
 
@@ -224,7 +224,7 @@ def _within(spot: Spot, interval: Interval, least: float, greatest: float) -> Fi
     A difference of exactly 0 is none: a bound that is 0 and open to infinity has to be passed.
     """
     if interval.low is None or interval.high is None:
-        return Finding(spot, NOT_SHOWN, interval, ONE_SEED)
+        return Finding(spot, NOT_SHOWN, interval, FEW_SEEDS)
     if _is_nothing(interval, least, greatest):
         return Finding(spot, NOT_SHOWN, interval, "no difference")
     if least <= interval.low and interval.high <= greatest:

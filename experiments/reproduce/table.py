@@ -145,11 +145,11 @@ def published_text(number: Published | None) -> str:
 
 
 def interval_text(interval: Interval | None) -> str:
-    """A mean with its interval; a number alone if it was counted, or comes from one seed."""
+    """A mean with its interval; a number alone if it was counted, or comes from fewer than three seeds."""
     if interval is None:
         return ABSENT
     if interval.low is None or interval.high is None:
-        return f"{_text(interval.mean)} (one seed)"
+        return f"{_text(interval.mean)} ({'one seed' if interval.seeds == 1 else 'two seeds'})"
     half = (interval.high - interval.low) / 2
     return (
         f"{_text(interval.mean)} ± {_text(half)}" if half else _text(interval.mean)

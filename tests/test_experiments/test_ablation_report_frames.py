@@ -17,8 +17,6 @@ from fedloom.experiments.store.ablations import Ablation
 BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]
 WHAT = ["ablation=comm_budget", "experiment=fedoras_digits"]
 BUDGET = [*WHAT, "ablation.axes.averaging.values=[opa,fedavg,plain]"]
-QUANTILE = 12.706204736
-"""Of Student's t with one degree of freedom: two seeds."""
 
 
 def planned(root: Path, arguments: list[str], fates: Fates | None = None) -> tuple[Ablation, Tables, pd.DataFrame]:
@@ -53,16 +51,17 @@ def test_every_trial_and_subnet_has_a_row_with_its_place_in_the_ablation(beta: A
     assert first["accuracy"] == pytest.approx(0.689)
 
 
-def test_settings_have_means_and_student_intervals_over_seeds(beta: Any) -> None:
+def test_settings_have_the_values_of_two_seeds_and_no_interval(beta: Any) -> None:
     ablation, _, frame = beta
     rows = analysis.by_setting(frame, "accuracy", list(ablation.axes))
     assert len(rows) == 12 * 5
     assert set(rows["n"]) == {2}
     place = {"beta_0": 0.5, "decay": "linear", "decay_share": 0.8, "subnet": "0-0-0"}
     row = of(rows, **place)
-    # Seeds 0.70 - 0.05 * 0.9 - 0.002 = 0.653 and 0.70 - 0.05 * 1.1 + 0.002 = 0.647: half their difference is 0.003.
+    # Seeds 0.70 - 0.05 * 0.9 - 0.002 = 0.653 and 0.70 - 0.05 * 1.1 + 0.002 = 0.647.
     assert row["mean"] == pytest.approx(0.65)
-    assert row["half_width"] == pytest.approx(QUANTILE * 0.003)
+    assert row["values"] == pytest.approx([0.653, 0.647])
+    assert pd.isna(row["half_width"])
     assert of(analysis.by_setting(frame, "macs", list(ablation.axes)), **place)["mean"] == 150_000
     # 10 rounds of 10 clients that receive and send 4000 bytes each
     assert of(analysis.by_setting(frame, "total_bytes", list(ablation.axes)), **place)["mean"] == 800_000
@@ -75,7 +74,7 @@ def test_a_seed_counts_once_over_axes_that_are_not_named(beta: Any) -> None:
     # The mean over beta_0 and decay_share of both seeds: 0.70 - 0.02 + 0.01, in parts of 0.9 and 1.1.
     assert row["n"] == 2
     assert row["mean"] == pytest.approx(0.69)
-    assert row["half_width"] == pytest.approx(QUANTILE * 0.001)
+    assert row["values"] == pytest.approx([0.689, 0.691])
 
 
 def test_one_axis_is_looked_at_with_the_others_at_their_references(beta: Any) -> None:
@@ -86,7 +85,7 @@ def test_one_axis_is_looked_at_with_the_others_at_their_references(beta: Any) ->
     smallest = rows[rows["subnet"] == "0-0-0"]
     assert smallest["decay"].tolist() == ["constant", "linear", "cosine"]
     assert smallest["mean"].tolist() == pytest.approx([0.67, 0.69, 0.70])
-    assert smallest["half_width"].tolist() == pytest.approx([QUANTILE * w for w in (0.001, 0.001, 0.002)])
+    assert smallest["values"].iloc[2] == pytest.approx([0.698, 0.702])
 
 
 def test_values_are_compared_with_the_reference_in_pairs(beta: Any) -> None:
@@ -94,12 +93,26 @@ def test_values_are_compared_with_the_reference_in_pairs(beta: Any) -> None:
     rows = analysis.against_reference(frame, ablation, "beta_0")
     assert len(rows) == 5
     row = of(rows, subnet="9-9-9")
-    assert (row["value"], row["reference"], row["test"], row["n"], row["seeds"]) == (0.5, 0.9, "paired t", 12, 2)
-    # Six pairs of -0.036 (seed 1) and six of -0.044 (seed 2): standard deviation 0.004 * sqrt(12 / 11).
+    assert (row["value"], row["reference"], row["test"], row["n"], row["seeds"]) == (0.5, 0.9, "none", 12, 2)
+    # Six pairs of seed 1 and six of seed 2 are two values, however many runs there are.
     assert row["mean"] == pytest.approx(-0.04)
-    assert row["high"] == pytest.approx(-0.04 + 2.20098516 * 0.004 / 11**0.5)
-    assert row["p_value"] < 1e-10
+    assert row["values"] == pytest.approx([-0.036, -0.044])
+    assert all(pd.isna(row[name]) for name in ("low", "high", "p_value"))
     assert len(analysis.against_reference(frame, ablation, "decay")) == 2 * 5
+
+
+def test_a_seed_counts_once_in_the_test_and_only_if_it_has_all_pairs(tmp_path: Path) -> None:
+    ablation, _, frame = planned(tmp_path, [*BETA, "ablation.seeds=[1,2,3]"])
+    row = of(analysis.against_reference(frame, ablation, "beta_0"), subnet="9-9-9")
+    # Eighteen pairs are three values: mean -0.04, standard deviation 0.004, 2 degrees of freedom.
+    assert (row["n"], row["seeds"], row["test"]) == (18, 3, "paired t")
+    assert row["values"] == pytest.approx([-0.036, -0.044, -0.04])
+    assert row["high"] - row["mean"] == pytest.approx(4.30265273 * 0.004 / 3**0.5, rel=1e-6)
+    assert row["p_value"] == pytest.approx(1 - (300 / 302) ** 0.5, rel=1e-6)  # t = 10 sqrt(3)
+    lacking = frame[frame["trial"] != frame["trial"].max()]
+    row = of(analysis.against_reference(lacking, ablation, "beta_0"), subnet="9-9-9")
+    assert (row["n"], row["seeds"], row["test"]) == (17, 3, "none")
+    assert pd.isna(row["p_value"])
 
 
 def test_missing_and_failed_trials_lower_n(tmp_path: Path) -> None:
@@ -133,7 +146,7 @@ def test_an_axis_without_the_experiments_own_value_refers_to_its_first(tmp_path:
     # 0.09 and 0.11: what the planted -0.10 is in seeds 1 and 2
     assert (row["value"], row["reference"], row["n"]) == (0.8, 0.25, 2)
     assert row["mean"] == pytest.approx(0.10)
-    assert row["high"] == pytest.approx(0.10 + QUANTILE * 0.01)
+    assert row["values"] == pytest.approx([0.09, 0.11])
 
 
 def test_runs_that_began_with_anothers_supernet_have_its_training(tmp_path: Path) -> None:

@@ -244,16 +244,15 @@ def test_summaries_give_student_intervals_over_the_seeds_of_a_setting(tmp_path: 
     column = next(c for c in columns_of(first) if c.key == "test_fine_tuned")
     assert cell(column, tier) == "80.0 ± 24.8"
     assert [t.tier for t in first.tiers] == ["tier1", "tier2", "tier3", "all"]
-    assert first.tiers[-1].values["fine_tuned_worst"] == Estimate(0.0, 0.0, 3)
-    assert other.tiers[0].values["test_fine_tuned"] == Estimate(0.1, None, 1)
+    assert first.tiers[-1].values["fine_tuned_worst"] == Estimate(0.0, 0.0, 3, (0.0, 0.0, 0.0))
+    assert other.tiers[0].values["test_fine_tuned"] == Estimate(0.1, None, 1, (0.1,))
 
 
 def test_estimates_leave_out_what_is_not_known() -> None:
     assert estimate([None, float("nan"), pd.NA]) is None
-    assert estimate([1.0, None]) == Estimate(1.0, None, 1)
-    two = estimate([1.0, 3.0])
-    assert two is not None
-    assert two.half_width == pytest.approx(12.7062047)
+    assert estimate([1.0, None]) == Estimate(1.0, None, 1, (1.0,))
+    # Two values are shown as they are: their interval would be 2 ± 12.7.
+    assert estimate([1.0, 3.0]) == Estimate(2.0, None, 2, (1.0, 3.0))
 
 
 @pytest.mark.parametrize(

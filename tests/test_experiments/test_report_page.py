@@ -245,7 +245,7 @@ def test_several_runs_share_a_report_and_experiments_have_plots_of_their_own(tmp
     other.close()
     files = write_report(tmp_path, ["r1", "r2"])
     assert files.folder.name.startswith("r1-and-1-more-")
-    assert "over 2 runs" in files.markdown.read_text()
+    assert "values of 2 runs" in files.markdown.read_text()
     both = write_report(tmp_path, ["r1", "r3"], tmp_path / "both")
     assert {p.name for p in both.plots} >= {"convergence-demo.png", "convergence-other.png", "pareto-demo.png"}
 

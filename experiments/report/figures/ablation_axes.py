@@ -16,7 +16,16 @@ from matplotlib.patches import Patch
 from fedloom.experiments.analysis.ablation import held, holding, is_grid, marginal, over_seeds, references, values_of
 from fedloom.experiments.analysis.frames import METRIC, natural, shown_models
 from fedloom.experiments.analysis.outcomes import final_model
-from fedloom.experiments.report.figures.style import COUNTS, INK, LEGEND, MARKERS, SERIES, model_colours, quiet
+from fedloom.experiments.report.figures.style import (
+    COUNTS,
+    INK,
+    LEGEND,
+    MARKERS,
+    SERIES,
+    model_colours,
+    quiet,
+    with_bars,
+)
 from fedloom.experiments.report.figures.subnets import LOGARITHMIC_FROM
 from fedloom.experiments.report.parts.numbers import si_scale
 from fedloom.experiments.report.parts.words import model_name
@@ -70,10 +79,10 @@ def values_legend(axes: Axes, title: str, handles: Sequence[Line2D | Patch]) -> 
 
 
 def limit(panels: Sequence[Axes], rows: Sequence[pd.DataFrame]) -> None:
-    """Sets one range for all panels and cuts long intervals, since those of two seeds may exceed all differences."""
-    means = 100 * pd.concat([r["mean"] for r in rows])
+    """Sets one range for all panels and cuts long intervals, since those of few seeds may exceed all differences."""
+    seeds = 100 * pd.concat([r["values"] for r in rows]).explode().astype(float)
     halves = 100 * pd.concat([r["half_width"] for r in rows]).fillna(0.0)
-    low, high = float(means.min()), float(means.max())
+    low, high = float(seeds.min()), float(seeds.max())
     spread = max(high - low, 1.0)
     pad = min(float(halves.max()), spread) + 0.1 * spread
     for axes in panels:
@@ -143,10 +152,8 @@ def _lines(axes: Axes, rows: pd.DataFrame, axis: str, values: Sequence[Any], sca
 
 
 def _points(axes: Axes, x: "pd.Series[float]", rows: pd.DataFrame, colour: str, marker: str) -> None:
-    y, half = 100 * rows["mean"], 100 * rows["half_width"]  # null for one seed, which gives no bar
-    style: dict[str, Any] = {"elinewidth": 1.0, "capsize": 2.0, "alpha": 0.55, "linestyle": "none"}
-    axes.errorbar(x, y, yerr=half, color=colour, zorder=2, **style)
-    axes.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3)
+    with_bars(axes, x, rows, colour, alpha=0.55, zorder=2)
+    axes.plot(x, 100 * rows["mean"], color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3)
 
 
 def metric_figure(studied: Studied) -> Figure | None:
@@ -247,9 +254,8 @@ def bars(axes: Axes, rows: pd.DataFrame, axis: str, values: Sequence[Any], names
     for i, (value, (colour, _)) in enumerate(looks_of_values(values).items()):
         own = rows[rows[axis] == value]
         at = np.array([groups.index(place) for place in own["place"]]) + (i - (len(values) - 1) / 2) * width
-        half = 100 * own["half_width"]
-        style: dict[str, Any] = {"elinewidth": 1.0, "capsize": 1.5, "ecolor": INK}
-        axes.bar(at, 100 * own["mean"], 0.9 * width, color=colour, yerr=half, error_kw=style)
+        axes.bar(at, 100 * own["mean"], 0.9 * width, color=colour)
+        with_bars(axes, at, own, INK, zorder=3)
     axes.set_xticks(range(len(groups)), groups)
     if max((len(name) for name in groups), default=0) > 36 // max(len(groups), 1):
         axes.tick_params(axis="x", rotation=20)

@@ -13,7 +13,7 @@ from fedloom.experiments.analysis.frames import METRIC
 from fedloom.experiments.analysis.fronts import front_of
 from fedloom.experiments.analysis.seeds import by_seed, estimate_by_seed
 from fedloom.experiments.report.figures.settings import LEGEND_LINE_IN
-from fedloom.experiments.report.figures.style import GREY, LEGEND, MARKERS, SERIES, quiet
+from fedloom.experiments.report.figures.style import GREY, LEGEND, MARKERS, SERIES, quiet, with_bars
 from fedloom.experiments.report.parts.numbers import si_scale
 from fedloom.experiments.report.tables.outcomes import Groups, evaluated
 
@@ -53,7 +53,7 @@ def outcomes_figure(groups: Groups) -> Figure | None:
 
 
 def _means(groups: Groups) -> pd.DataFrame:
-    """A row per evaluated setting: name, colour, marker, accuracy with half_width, and the costs."""
+    """A row per evaluated setting: name, colour, marker, accuracy (metric, mean) with its interval, and the costs."""
     found: list[dict[str, Any]] = []
     # Seven colours and ten markers have no common divisor: no two of seventy settings look alike.
     for (labels, every), colour, marker in zip(groups, cycle(SERIES), cycle(MARKERS), strict=False):
@@ -63,8 +63,9 @@ def _means(groups: Groups) -> pd.DataFrame:
             continue
         looks = {"name": ", ".join(labels), "colour": colour, "marker": marker}
         costs = {measure: by_seed(rows, [measure])[measure].mean() for measure, _, _ in COSTS}
-        found.append({**looks, "metric": known.mean, "half_width": known.half_width or 0.0, **costs})
-    return pd.DataFrame(found, columns=["name", "colour", "marker", "metric", "half_width", *(c[0] for c in COSTS)])
+        found.append({**looks, "metric": known.mean, **vars(known), **costs})
+    columns = ["name", "colour", "marker", "metric", "mean", "half_width", "values", *(c[0] for c in COSTS)]
+    return pd.DataFrame(found, columns=columns)
 
 
 def _panel(axes: Axes, means: pd.DataFrame, measure: str, label: str, unit: str) -> None:
@@ -73,10 +74,10 @@ def _panel(axes: Axes, means: pd.DataFrame, measure: str, label: str, unit: str)
     if unit == "s":
         scale, unit, prefix = (_HOUR_S, "h", "") if float(values.max()) >= _HOUR_S else (1.0, "s", "")
     known = means.assign(cost=values / scale)[np.isfinite(values)]
-    for row in known.to_dict("records"):
-        style: dict[str, Any] = {"color": row["colour"], "marker": row["marker"], "markersize": 6, "capsize": 2}
-        bar = 100 * row["half_width"]
-        axes.errorbar([row["cost"]], [100 * row["metric"]], [bar], elinewidth=0.9, zorder=3, **style)
+    for i, row in enumerate(known.to_dict("records")):
+        with_bars(axes, [row["cost"]], known.iloc[[i]], row["colour"], zorder=3)
+        style: dict[str, Any] = {"color": row["colour"], "marker": row["marker"], "markersize": 6, "zorder": 3}
+        axes.plot([row["cost"]], [100 * row["metric"]], **style)
     front = front_of(known, "cost")
     axes.plot(front[:, 0], 100 * front[:, 1], color=GREY, linewidth=1.0, drawstyle="steps-post", zorder=2)
     if float(known["cost"].max()) >= _DECADE * float(known["cost"].min()) > 0:

@@ -5,6 +5,8 @@ from io import BytesIO
 from itertools import cycle
 from typing import Any
 
+import numpy as np
+import pandas as pd
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
@@ -61,6 +63,19 @@ def quiet(axes: Axes, *, title: str = "", xlabel: str = "", ylabel: str = "") ->
         axes.spines[side].set_color("#9A9A9A")
 
 
+def with_bars(axes: Axes, x: Iterable[float], rows: pd.DataFrame, colour: str, **style: Any) -> None:
+    """Draws the 95 % interval in % of each row with `mean`, `half_width` and `values`; of one or two seeds the values.
+
+    Rows are drawn at the places `x`.
+    """
+    for place, mean, half, values in zip(x, rows["mean"], rows["half_width"], rows["values"], strict=True):
+        if pd.notna(half):
+            axes.errorbar([place], [100 * mean], [100 * half], color=colour, linestyle="none", **BAR, **style)
+        else:
+            heights = 100 * np.array(values)
+            axes.scatter(np.full(len(heights), place), heights, s=12, color=colour, marker="_", **style)
+
+
 def whole_numbers(axes: Axes) -> None:
     """Restricts the ticks of the x axis to whole numbers, since rounds are whole."""
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
@@ -102,6 +117,7 @@ COUNTS = {
 }
 """Labels of axes with counts, by SI prefix."""
 DASHED = (0, (4, 2))
+BAR: dict[str, Any] = {"elinewidth": 1.0, "capsize": 2.0}
 
 
 def tiers_in_order(names: Iterable[str]) -> list[str]:

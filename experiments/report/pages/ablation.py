@@ -28,6 +28,7 @@ from fedloom.experiments.report.pages.outcome_pictures import FRONTS
 from fedloom.experiments.report.pages.values import records
 from fedloom.experiments.report.parts.block import rich_block
 from fedloom.experiments.report.parts.picture import Picture
+from fedloom.experiments.report.parts.words import BARS
 from fedloom.experiments.report.tables.ablation import axis_blocks, points_block, subnet_names, trials_block
 from fedloom.experiments.report.tables.failures import failures_block
 from fedloom.experiments.report.tables.outcomes import outcomes_block
@@ -177,7 +178,7 @@ def _held_caption(ablation: Ablation) -> str:
     return f"Axes that are not shown are at their references{first}."
 
 
-_BARS = "Bars are 95 % intervals (Student's t) over seeds, cut off where they would leave the panel."
+_BARS = f"{BARS} What would leave the panel is cut off."
 CAPTIONS = {
     "macs_by_axis": (
         "Test accuracy against MACs, per axis",

@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 
 from fedloom.experiments.report.parts.picture import Picture
+from fedloom.experiments.report.parts.words import BARS
 from fedloom.experiments.report.tables.outcomes import Groups
 
 FRONTS = (
     "Accuracy against what it costs",
     "A point per setting: the mean test accuracy of its final models against the bytes that all clients received and "
     "sent, the MACs of forward passes and the simulated time, all of the method's own stages. The "
-    "line joins the settings that no other beats in both. Bars are 95 % intervals (Student's t) over seeds.",
+    "line joins the settings that no other beats in both. "
+    f"{BARS}",
 )
 """Title and caption."""
 

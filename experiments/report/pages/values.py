@@ -40,6 +40,8 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_value(item) for item in value]
     if is_absent(value):
         return None
     item = value.item() if callable(getattr(value, "item", None)) else value
@@ -50,12 +52,12 @@ def report_json(results: Path, run_ids: Sequence[str] | None = None) -> dict[str
     """The report's numbers as JSON values.
 
     Keys: metric, runs, missing; settings (runs, number of distinct seeds, and the configuration values that differ
-    between settings of an experiment); summary (per setting and tier: mean, half_width of the 95 % interval, and runs,
-    where runs that repeat a seed count as one); the rows per single run of per_tier, fairness (of texts also
-    fairness_in_perplexity), per_class, paragraphs, communication, communication_by_kind and failures; for SuperFedNAS
-    runs the rows of subnets, a subnet_summary per setting, and cost_comparison with the first k members trained alone;
-    for cross-silo runs silos (per setting), the rows of silo_clients, personalisation (rows of p, "matrix", and the
-    gains) and phases. Raises ValueError for an unknown run and for a damaged table.
+    between settings of an experiment); summary (per setting and tier: mean, half_width of the 95 % interval, runs and
+    their values, where runs that repeat a seed count as one); the rows per single run of per_tier, fairness (of texts
+    also fairness_in_perplexity), per_class, paragraphs, communication, communication_by_kind and failures; for
+    SuperFedNAS runs the rows of subnets, a subnet_summary per setting, and cost_comparison with the first k members
+    trained alone; for cross-silo runs silos (per setting), the rows of silo_clients, personalisation (rows of p,
+    "matrix", and the gains) and phases. Raises ValueError for an unknown run and for a damaged table.
     """
     tables = load_chosen(results, run_ids)
     bounds = upper_bounds(tables)
@@ -94,7 +96,7 @@ def _setting(setting: Setting) -> dict[str, Any]:
 
 
 def _estimates(values: Mapping[str, Estimate | None]) -> dict[str, Any]:
-    """{mean, half_width, runs} by name; null for unknown values and for means that are undefined."""
+    """{mean, half_width, runs, values} by name; null for unknown values and for means that are undefined."""
     return {k: None if v is None or is_absent(v.mean) else asdict(v) for k, v in values.items()}
 
 

@@ -24,14 +24,14 @@ class Block:
 def rich_block(block: Block, *, stacked: bool = True, apart: str | None = None) -> Table:
     """The block as a table for the terminal, with its sentences below.
 
-    With `stacked` intervals are below their means, where both do not fit on a line. A row whose first cell is `apart`
-    is separated from the rows above it.
+    With `stacked` intervals are below their means, and values below each other, where both do not fit on a line. A row
+    whose first cell is `apart` is separated from the rows above it.
     """
     caption = Text("\n".join(block.text), style="dim")
     table = Table(title=Text(block.title), caption=caption, box=box.SIMPLE_HEAD)
     table.title_justify = table.caption_justify = "left"
     table.show_edge, table.padding = False, (0, 1, 0, 0)
-    rows = [[text.replace(" ± ", "\n± ") if stacked else text for text in row] for row in block.rows]
+    rows = [[*row[: block.labels], *(_stacked(t) if stacked else t for t in row[block.labels :])] for row in block.rows]
     for i, head in enumerate(block.heads):
         table.add_column(Text(head), justify="left" if i < block.labels else "right", no_wrap=True)
     for row in rows:
@@ -41,3 +41,7 @@ def rich_block(block: Block, *, stacked: bool = True, apart: str | None = None) 
     # Nothing is cut, neither ids nor numbers: a table may be wider than the terminal, which folds its lines.
     table.width = Console(width=WIDEST).measure(table).maximum
     return table
+
+
+def _stacked(text: str) -> str:
+    return text.replace(" ± ", "\n± ").replace(", ", "\n")

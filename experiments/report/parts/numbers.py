@@ -13,6 +13,8 @@ Write = Callable[[Any], str]
 
 ABSENT = "–"
 MOST_WRITTEN = 1e5
+ROUNDING = 1e-9
+"""Share of a mean by which equal values of several seeds may differ."""
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -84,15 +86,17 @@ def count(value: Any) -> str:
     return f"{float(value):.0f}" if float(value).is_integer() else f"{float(value):.1f}"
 
 
-def with_interval(value: Estimate | None, write: Write, *, is_cost: bool = False) -> str:
-    """The mean, with its interval if there are several seeds; a cost that is equal for all seeds has no interval."""
+def with_interval(value: Estimate | None, write: Write) -> str:
+    """The mean with its interval, or the values of one or two seeds; what is equal for all seeds stands alone."""
     if value is None:
         return ABSENT
-    if value.half_width is None or (is_cost and value.half_width == 0):
+    if value.half_width is None:
+        return ", ".join(dict.fromkeys(map(write, value.values)))
+    if value.half_width <= ROUNDING * abs(value.mean):
         return write(value.mean)
     return f"{write(value.mean)} ± {write(value.half_width).removeprefix('+')}"
 
 
 def mean_over_seeds(rows: pd.DataFrame, column: str, write: Write) -> str:
-    """The mean of a column over the rows' `seeds`, with its interval."""
+    """A column over the rows' `seeds`; see `with_interval`."""
     return with_interval(estimate_by_seed(rows[column], rows[SEEDS]), write)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from fedloom.experiments.analysis.intervals import FEWEST
 from fedloom.experiments.analysis.settings import Setting
 
 STAGE_NAMES = {
@@ -21,6 +22,10 @@ MODEL_NAMES = {
 }
 
 REPEATED = "a repeated seed counts once, with its mean"
+INTERVALS = "Means ± 95 % intervals (Student's t) over seeds; of one or two seeds the values, which give no interval."
+
+BARS = "Bars are 95 % intervals (Student's t) over seeds; one or two seeds are a dash each."
+"""What figures draw with `with_bars`."""
 
 
 def stage_name(kind: str) -> str:
@@ -46,6 +51,8 @@ def over_runs(setting: Setting) -> str:
         return f"run {setting.run_ids[0]}"
     if setting.num_seeds == 1:
         return f"mean over {runs} runs of one seed, which give no interval"
+    if setting.num_seeds < FEWEST:
+        return f"the values of {_samples(setting.num_seeds, runs)}, which give no interval"
     return f"mean ± 95 % interval (Student's t) over {_samples(setting.num_seeds, runs)}"
 
 
@@ -62,7 +69,10 @@ def over_settings(settings: Sequence[Setting]) -> str:
         return "Mean over the runs of one seed, which give no interval."
     number = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     each = f"{number} seeds of a setting; {REPEATED}" if repeats else f"{number} runs of a setting"
-    return f"Mean ± 95 % interval (Student's t) over {each}."
+    if max(counts) < FEWEST:
+        return f"The values of {each}; they give no interval."
+    few = "; of fewer than three the values, without an interval" if min(counts) < FEWEST else ""
+    return f"Mean ± 95 % interval (Student's t) over {each}{few}."
 
 
 def runs_in_brief(setting: Setting) -> str:

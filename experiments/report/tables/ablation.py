@@ -12,14 +12,14 @@ from fedloom.experiments.analysis.ablation import (
     references,
 )
 from fedloom.experiments.analysis.frames import METRIC
-from fedloom.experiments.analysis.intervals import is_absent
+from fedloom.experiments.analysis.intervals import FEWEST, Estimate, is_absent
 from fedloom.experiments.analysis.labels import Labels
 from fedloom.experiments.analysis.stages import real_rounds
 from fedloom.experiments.analysis.summary import MODEL_KEY
 from fedloom.experiments.analysis.tables import Tables
 from fedloom.experiments.report.parts.block import Block
-from fedloom.experiments.report.parts.numbers import ABSENT, Write, percent, seconds, si, size
-from fedloom.experiments.report.parts.words import model_name
+from fedloom.experiments.report.parts.numbers import ABSENT, Write, percent, points, seconds, si, size, with_interval
+from fedloom.experiments.report.parts.words import INTERVALS, model_name
 from fedloom.experiments.store.ablations import Ablation, short
 from fedloom.experiments.store.trials import TrialState
 
@@ -84,21 +84,18 @@ def points_block(ablation: Ablation, frame: pd.DataFrame, names: Names, *, wide:
         settings = tuple(short(value) for value in place[: len(axes)])
         model = tuple(write(place[len(axes) + i]) for i, _, write in shown)
         n = str(cells[0].loc[place, "n"])
-        measured = (_estimate(c, place, measure, write) for c, (measure, _, write) in zip(cells, chosen, strict=True))
+        measured = (_estimate(c, place, write) for c, (_, _, write) in zip(cells, chosen, strict=True))
         rows.append((*settings, *model, n, *measured))
     heads = (*axes, *(head for _, head, _ in shown), "n", *(head for _, head, _ in chosen))
     return Block("Settings", _settings_text(found[0], wide), heads, tuple(rows), labels=len(axes) + len(shown))
 
 
-def _estimate(cells: pd.DataFrame, place: tuple[Any, ...], measure: str, write: Write) -> str:
+def _estimate(cells: pd.DataFrame, place: tuple[Any, ...], write: Write) -> str:
     if place not in cells.index:
         return ABSENT
     row = cells.loc[place]
-    # The cost of a fixed subnet is equal for all seeds and needs no interval.
-    same = measure != METRIC and row["half_width"] <= 1e-9 * abs(row["mean"])
-    if is_absent(row["half_width"]) or same:
-        return write(row["mean"])
-    return f"{write(row['mean'])} ± {write(row['half_width'])}"
+    half_width = None if is_absent(row["half_width"]) else float(row["half_width"])
+    return with_interval(Estimate(row["mean"], half_width, row["n"], tuple(row["values"])), write)
 
 
 def _model_columns(rows: pd.DataFrame, names: Names) -> list[tuple[int, str, Write]]:
@@ -124,8 +121,7 @@ def _settings_text(rows: pd.DataFrame, wide: bool) -> tuple[str, ...]:
         "trial shared with others."
     )
     return (
-        "Test accuracy in %; MACs of one forward pass; n seeds, mean ± 95 % interval (Student's t)."
-        f"{costs if wide else ''}",
+        f"Test accuracy in %; MACs of one forward pass; n seeds. {INTERVALS}{costs if wide else ''}",
         *([f"All rows: {', '.join(same)}."] if same else []),
     )
 
@@ -147,7 +143,7 @@ def _axis_block(ablation: Ablation, frame: pd.DataFrame, names: Names, axis: str
             *(write(row[head]) for _, head, write in shown),
             str(row["n"]),
             str(row["seeds"]),
-            percent(row["mean"], sign=True),
+            ", ".join(map(points, row["values"])) if len(row["values"]) < FEWEST else points(row["mean"]),
             _interval(row["low"], row["high"]),
             _probability(row["p_value"]),
         )
@@ -158,10 +154,10 @@ def _axis_block(ablation: Ablation, frame: pd.DataFrame, names: Names, axis: str
 
 
 _PAIRS = (
-    "Differences of test accuracy in percentage points. A pair is two runs of one seed that differ in this axis alone; "
-    "n pairs, mean difference, 95 % interval and two-sided p of the paired t test, not corrected for the number of "
-    "rows. Pairs of one seed share data and initialisation: where there are more pairs than seeds, interval and p are "
-    "narrower than new seeds would make them.",
+    "Differences of test accuracy in percentage points. A pair is two runs of one seed that differ in this axis alone. "
+    "Of n pairs a seed counts once, with the mean of its own: mean difference, 95 % interval and "
+    "two-sided p of the paired t test over seeds, not corrected for the number of rows. One or two seeds show their "
+    "differences; they, and seeds that lack pairs which others have, give neither interval nor p.",
 )
 
 
@@ -173,7 +169,7 @@ def reference_text(ablation: Ablation, axis: str) -> str:
 
 
 def _interval(low: Any, high: Any) -> str:
-    return ABSENT if is_absent(low) else f"{percent(low, sign=True)} to {percent(high, sign=True)}"
+    return ABSENT if is_absent(low) else f"{points(low)} to {points(high)}"
 
 
 def _probability(p: Any) -> str:

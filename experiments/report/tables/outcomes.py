@@ -6,8 +6,8 @@ import pandas as pd
 
 from fedloom.experiments.analysis.frames import METRIC
 from fedloom.experiments.report.parts.block import Block
-from fedloom.experiments.report.parts.numbers import ABSENT, Write, mean_over_seeds, percent, seconds, si, size
-from fedloom.experiments.report.parts.words import model_name
+from fedloom.experiments.report.parts.numbers import Write, mean_over_seeds, percent, seconds, si, size
+from fedloom.experiments.report.parts.words import INTERVALS, model_name
 
 Groups = Sequence[tuple[tuple[str, ...], pd.DataFrame]]
 """Settings: their labels, and their rows of `analysis.outcomes`."""
@@ -33,8 +33,8 @@ TEXT = (
     "the worst of them; the mean on validation data; on each client's own test data with its tier's model the mean "
     "and the worst client. A model for all is measured on all clients, also those that could not run it.",
     "Bytes are received and sent by all clients; total MACs are those of forward passes; both, and the simulated time, "
-    "are of all stages of the method. MACs of one forward pass and parameters are means over the models. Means ± "
-    "95 % intervals (Student's t) over seeds.",
+    "are of all stages of the method. MACs of one forward pass and parameters are means over the models. "
+    f"{INTERVALS}",
 )
 
 
@@ -43,7 +43,12 @@ def outcomes_block(groups: Groups, heads: tuple[str, ...]) -> Block:
     known = [(labels, rows) for labels, every in groups if len(rows := evaluated(every))]
     shown = [column for column in COLUMNS if any(rows[column[0]].notna().any() for _, rows in known)]
     cells = [
-        (*labels, _models(own), str(own["seeds"].nunique()), *(_cell(own, column) for column in shown))
+        (
+            *labels,
+            _models(own),
+            str(own["seeds"].nunique()),
+            *(mean_over_seeds(own, measure, write) for measure, _, write in shown),
+        )
         for labels, own in known
     ]
     names = (*heads, "models", "n", *(head for _, head, _ in shown))
@@ -60,14 +65,3 @@ def _models(rows: pd.DataFrame) -> str:
     names = dict.fromkeys(model_name(str(name)) for name in rows["final_model"])
     name, most = " or ".join(names), int(rows["models"].max())
     return name if most == 1 else f"{most} × {name}"
-
-
-def _cell(rows: pd.DataFrame, column: tuple[str, str, Write]) -> str:
-    """The mean with its interval, which values without any spread do not need."""
-    measure, _, write = column
-    values = rows[measure].dropna()
-    if values.empty:
-        return ABSENT
-    if measure != METRIC and float(values.max() - values.min()) <= 1e-9 * abs(float(values.mean())):
-        return write(float(values.iloc[0]))
-    return mean_over_seeds(rows, measure, write)

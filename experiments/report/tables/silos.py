@@ -23,7 +23,7 @@ from fedloom.experiments.report.parts.numbers import (
 from fedloom.experiments.report.parts.words import over_settings
 
 COSTS = ("parameters", "macs", "peak_memory_bytes", "bytes_per_round", "wall_s")
-"""Columns that the terminal shows in a separate table, and without intervals of ± 0."""
+"""Columns that the terminal shows in a separate table."""
 
 
 COLUMNS: tuple[tuple[str, str, Write], ...] = (
@@ -72,7 +72,7 @@ def summary_block(
     rows = tuple(
         (
             *(summary.setting.name, summary.method, dataset)[: len(labels)],
-            *(with_interval(summary.values[key], write, is_cost=key in COSTS) for key, _, write in columns),
+            *(with_interval(summary.values[key], write) for key, _, write in columns),
         )
         for summary, dataset in zip(summaries, datasets, strict=True)
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from fedloom.experiments.analysis.intervals import is_absent
 from fedloom.experiments.analysis.stages import ALONE
-from fedloom.experiments.analysis.subnets import COSTS, SEARCHED, SUPERNET, Predictor, Subnet, SubnetSummary
+from fedloom.experiments.analysis.subnets import SEARCHED, SUPERNET, Predictor, Subnet, SubnetSummary
 from fedloom.experiments.report.parts.block import Block
 from fedloom.experiments.report.parts.numbers import ABSENT, Write, percent, seconds, si, with_interval
 from fedloom.experiments.report.parts.words import over_runs, sentence
@@ -27,7 +27,7 @@ def subnet_block(summary: SubnetSummary, *, wide: bool) -> Block:
 
 
 def _cells(subnet: Subnet, columns: Sequence[tuple[str, str, Write]]) -> list[str]:
-    return [with_interval(subnet.values[key], write, is_cost=key in COSTS) for key, _, write in columns]
+    return [with_interval(subnet.values[key], write) for key, _, write in columns]
 
 
 def _columns() -> list[tuple[str, str, Write]]:

@@ -16,7 +16,6 @@ from fedloom.experiments.report.parts.numbers import ABSENT, Write, percent, poi
 from fedloom.experiments.report.parts.words import model_name, over_runs, sentence
 
 FAIRNESS = ("mean", "std", "worst")
-COSTS = ("upper_bound", "macs", "parameters")
 
 
 @dataclass(frozen=True)
@@ -154,8 +153,8 @@ def _signed(value: Any) -> str:
 
 
 def cell(column: Column, tier: TierSummary) -> str:
-    """The formatted value, with its interval if there are several seeds."""
-    return with_interval(tier.values.get(column.key), column.write, is_cost=column.key in COSTS)
+    """The formatted value over seeds; see `with_interval`."""
+    return with_interval(tier.values.get(column.key), column.write)
 
 
 def tasks_text(setting: Setting) -> tuple[str, ...]:

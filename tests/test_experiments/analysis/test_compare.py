@@ -60,9 +60,10 @@ def test_seeds_that_do_not_pair_are_compared_by_welch(runs: Any) -> None:
     assert analysis.compare(three, WEIGHTING, pair="seeds.training")["test"].tolist()[1] == "paired t"
 
 
-def test_one_seed_gives_neither_interval_nor_test(pairs: Path) -> None:
-    row = analysis.compare(analysis.load(pairs, ["a1", "b1"]), WEIGHTING).to_dict("records")[1]
-    assert (row["n"], row["test"], row["difference"]) == (1, "none", pytest.approx(0.1))
+@pytest.mark.parametrize(("run_ids", "difference"), [(["a1", "b1"], 0.1), (["a1", "a2", "b1", "b2"], 0.15)])
+def test_one_or_two_seeds_give_neither_interval_nor_test(pairs: Path, run_ids: list[str], difference: float) -> None:
+    row = analysis.compare(analysis.load(pairs, run_ids), WEIGHTING).to_dict("records")[1]
+    assert (row["n"], row["test"], row["difference"]) == (len(run_ids) / 2, "none", pytest.approx(difference))
     assert all(math.isnan(row[k]) for k in ("half_width", "difference_low", "difference_high", "p_value"))
 
 
@@ -70,7 +71,7 @@ def test_what_does_not_vary_has_no_p_value(pairs: Path) -> None:
     row = analysis.compare(analysis.load(pairs), WEIGHTING, "total_bytes").to_dict("records")[1]
     assert (row["difference"], row["difference_low"], row["difference_high"]) == (0, 0, 0)
     assert math.isnan(row["p_value"])
-    shifted = difference(np.array([0.3, 0.4]), np.array([0.2, 0.3]), paired=True)
+    shifted = difference(np.array([0.3, 0.4, 0.5]), np.array([0.2, 0.3, 0.4]), paired=True)
     assert (shifted.p_value, shifted.difference) == (None, pytest.approx(0.1))
 
 
@@ -92,14 +93,14 @@ def test_other_keys_make_groups_unless_they_are_ignored(runs: Any) -> None:
 
 
 def test_experiments_are_compared_whatever_they_differ_in(runs: Any) -> None:
-    for seed in (1, 2):
+    for seed in (1, 2, 3):
         runs.write(f"r{seed}", 0.1 * seed, seed, "one", lr=0.1, epochs=2)
         runs.write(f"s{seed}", 0.3 * seed, seed, "two", lr=0.5)
     frame = analysis.compare(analysis.load(runs.root), "experiment", baseline="two")
     assert frame["value"].tolist() == ["two", "one"]
     assert frame["test"].tolist()[1] == "paired t"
-    assert frame["difference"].tolist()[1] == pytest.approx(-0.3)
-    runs.write("s3", 0.1, 3, "two", lr=0.7)
+    assert frame["difference"].tolist()[1] == pytest.approx(-0.4)
+    runs.write("s4", 0.1, 4, "two", lr=0.7)
     with pytest.raises(ValueError, match=r"runs of experiment 'two' differ in method.train.lr"):
         analysis.compare(analysis.load(runs.root), "experiment")
 

@@ -40,7 +40,7 @@ def test_a_few_runs_are_read_without_looking_at_the_others(tmp_path: Path) -> No
 
 
 def test_the_example_runs_on_any_results_folder(tmp_path: Path) -> None:
-    write_results(tmp_path / "results", runs=8, rounds=2, clients=3, candidates=3)
+    write_results(tmp_path / "results", runs=12, rounds=2, clients=3, candidates=3)
     done = subprocess.run([sys.executable, str(EXAMPLE)], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "paired t" in done.stdout

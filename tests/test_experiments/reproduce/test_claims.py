@@ -78,7 +78,7 @@ def test_pairs_are_those_of_equal_seeds() -> None:
 
 def test_one_seed_shows_nothing_and_says_so() -> None:
     found = judged(GREATER, {"a": seen({("s", "t"): [0.9]}), "b": seen({("s", "t"): [0.1]})})
-    assert (found.state, found.reason) == ("not shown", "s, t; one seed has no interval")
+    assert (found.state, found.reason) == ("not shown", "s, t; one or two seeds have no interval")
 
 
 def test_what_was_counted_needs_no_seeds() -> None:
