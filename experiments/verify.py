@@ -1,5 +1,6 @@
 """Checks of everything that a run has stored, for `fedloom verify`."""
 
+import json
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -9,7 +10,6 @@ from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.partition import prepared_for
 from fedloom.platform.data.prepare import prepared_folder
 from fedloom.platform.results.checkpoint import run_checkpoint
-from fedloom.platform.results.files import from_json, read_json
 from fedloom.platform.results.journal import read_journals
 from fedloom.platform.results.manifest import has_sealed_checkpoint, manifest_path, problems
 from fedloom.platform.results.models import list_models, load_model
@@ -102,8 +102,7 @@ def _models(paths: RunPaths) -> list[str]:
 def _names(paths: RunPaths) -> list[str]:
     rows = read_runs([paths], "runs", ["name", "tags"]).to_dict("records")
     name, tags = (rows[0][c] if rows and isinstance(rows[0][c], str) else None for c in ("name", "tags"))
-    listed = from_json(tags or "[]", f"the list of tags of run {paths.run_id}")
-    stored, found = Names(name, tuple(listed)), read_names(paths.artifacts)
+    stored, found = Names(name, tuple(json.loads(tags or "[]"))), read_names(paths.artifacts)
     if stored == found:
         return []
     return [
@@ -118,7 +117,7 @@ def _inputs(paths: RunPaths, unchecked: list[str]) -> list[str]:
     Reads all of the run's prepared data, if its cache is here.
     """
     try:
-        config = read_json(paths.config)
+        config = json.loads(paths.config.read_text())
         data = DataConfig(**config["data"])
     except (OSError, ValueError, KeyError, TypeError):
         return []  # a run of an earlier version, or one whose manifest tells
@@ -128,15 +127,14 @@ def _inputs(paths: RunPaths, unchecked: list[str]) -> list[str]:
     prepared = prepared_for(data, recorded["partition_hash"])
     if prepared is not None:
         Dataset.open(prepared).verify()
-    hashes = input_hashes(config)
+    try:
+        hashes, folder = input_hashes(config), prepared_folder(data)
+    except ValueError as error:  # the originals, or the code that reads them, are elsewhere
+        unchecked.append(f"its data and input files were not compared: {error}")
+        return []
     lines = changed_files(paths, recorded, hashes)
     unchecked += [line for text, line in lines.items() if text not in hashes]
     found = [line for text, line in lines.items() if text in hashes]
-    try:
-        folder = prepared_folder(data)
-    except ValueError as error:  # the originals, or the code that reads them, are elsewhere
-        unchecked.append(f"its data was not compared: {error}")
-        return found
     if prepared is None and (not folder.is_dir() or "dataset_hash" not in recorded):
         unchecked.append("its data was not compared, as it is not prepared on this machine")
     elif folder != prepared and (not folder.is_dir() or Dataset.open(folder).hash != recorded.get("dataset_hash")):

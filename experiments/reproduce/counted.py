@@ -15,6 +15,7 @@ FACTS: Mapping[str, Facts] = Shipped(
     {
         "space": f"{_HERE}.facts:space_facts",
         "family": f"{_HERE}.facts:family_facts",
+        "partition": f"{_HERE}.facts:partition_facts",
         "training": f"{_HERE}.facts:training_facts",
         "work": f"{_HERE}.facts:work_facts",
         "searches": f"{_HERE}.facts:search_facts",
@@ -23,8 +24,8 @@ FACTS: Mapping[str, Facts] = Shipped(
     }
 )
 """The functions that an item's `count: {from: NAME}` may name, imported when they count: that takes seconds."""
-OF_DATA = ("training", "work")
-"""Those that count a federation's rounds, for which text has to be there: images are stood in for."""
+OF_DATA = ("partition", "training", "work")
+"""Those that count a federation, for which text has to be there: images are stood in for."""
 
 SIZES: Mapping[str, tuple[int, int, int]] = {
     "cifar10": (50_000, 10_000, 10),

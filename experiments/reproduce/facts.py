@@ -14,6 +14,7 @@ from fedloom.experiments.reproduce.counted import stood_in
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.describe import describe
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.variation import size_variation
 from fedloom.platform.federation.building import split_into_tiers
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import measure_costs
@@ -63,6 +64,16 @@ def family_facts(overrides: Sequence[str]) -> dict[str, Any]:
     family: Sequence[str] = getattr(config.method, "family", ())
     parsed = {text: space.parse(text) for text in family}
     return {name: {text: table.cost(a) for text, a in parsed.items()} for name, table in tables.items()}
+
+
+def partition_facts(overrides: Sequence[str]) -> dict[str, Any]:
+    """How unequal the clients' training data are: label_variation and size_variation, as in the table `runs`.
+
+    Source: SPIDER, Fig. 4 and 5.
+    """
+    with TemporaryDirectory(prefix="fedloom-counted-") as folder:
+        data = planned_world(compose_config(_without_content(overrides, folder))).data
+        return {"label_variation": data.label_variation(), "size_variation": size_variation(data.sizes("train"))}
 
 
 def training_facts(overrides: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from yaml import MarkedYAMLError, YAMLError
 
 from fedloom.experiments.reproduce.checks import read_checks
 from fedloom.experiments.reproduce.fields import Fields, as_number, check_known
-from fedloom.experiments.reproduce.quantities import read_source
+from fedloom.experiments.reproduce.quantities import COMBINED, read_source
 from fedloom.experiments.reproduce.schema import (
     EXPERIMENT,
     ONLY,
@@ -203,7 +203,7 @@ def _quantities(fields: Fields, settings: list[str]) -> dict[str, Quantity]:
     quantities: dict[str, Quantity] = {}
     for name in found.names:
         own = found.inner(name)
-        own.only("unit", "read", "count", "ratio", "difference", "published")
+        own.only("unit", "read", "count", *COMBINED, "published")
         published = dict(_published(own.inner("published")))
         source = read_source(own, [*quantities], settings)
         if source is None and not published:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
+from scipy.stats import kendalltau
 
 from fedloom.experiments.analysis.convergence import convergence
 from fedloom.experiments.analysis.frames import communication, communication_by_kind, fairness, pareto, per_tier
@@ -195,15 +196,34 @@ def lacking(counted: Counted, scale: Scale, setting: str) -> str:
 # -- two quantities ---------------------------------------------------------------------------------------------------
 
 
+TAU = "tau"
+"""Kendall's rank correlation of two quantities over the places of a setting."""
+
+
 def combined(source: Combined, known: Mapping[str, Measured]) -> Measured:
-    """The ratio or the difference of two quantities, seed by seed."""
+    """The ratio or the difference of two quantities, or their rank correlation over places, seed by seed."""
     first, second = (at(known.get(o.quantity, NOTHING), o) for o in (source.first, source.second))
+    if source.kind == TAU:
+        return _rank_correlation(first, second)
     values: dict[Spot, dict[int, float]] = {}
     for spot in first.values:
         both = paired(first, second, spot)
         by_seed = {seed: _apply(source.kind, *pair) for seed, pair in both.items()}
         if by_seed:
             values[spot] = by_seed
+    return Measured(values, first.is_exact and second.is_exact)
+
+
+def _rank_correlation(first: Measured, second: Measured) -> Measured:
+    """Kendall's tau (tau-b) over the places where both are known; a seed needs at least three of them."""
+    pairs: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for setting, place in first.values:
+        for seed, pair in paired(first, second, (setting, place)).items():
+            pairs.setdefault((setting, seed), []).append(pair)
+    values: dict[Spot, dict[int, float]] = {}
+    for (setting, seed), both in pairs.items():
+        if len(both) >= 3:
+            values.setdefault((setting, ONLY), {})[seed] = float(kendalltau(*zip(*both, strict=True)).statistic)
     return Measured(values, first.is_exact and second.is_exact)
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 from fedloom.experiments.reproduce.counted import FACTS
 from fedloom.experiments.reproduce.fields import Fields, check_known
-from fedloom.experiments.reproduce.measure import CONVERSIONS, FRAMES, REDUCTIONS
+from fedloom.experiments.reproduce.measure import CONVERSIONS, FRAMES, REDUCTIONS, TAU
 from fedloom.experiments.reproduce.schema import Combined, Counted, Operand, Read, Source
 from fedloom.platform.words import shown
 
-COMBINED = ("ratio", "difference")
+COMBINED = ("ratio", "difference", TAU)
 BEST = {"max": ("accuracy", "metric", "test"), "min": ("loss", "perplexity", "test_loss")}
 """Reductions that choose the best of several rows, as early stopping does, by values with such names."""
 OF_VALIDATION = ("candidates", "hypervolume", "rounds", "clients", "communication", "communication_by_kind")

@@ -96,7 +96,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Combined:
-    """A quantity that is the ratio or the difference of two others, seed by seed."""
+    """A quantity that is the ratio, the difference or, over places, Kendall's tau of two others, seed by seed."""
 
     kind: str
     first: Operand

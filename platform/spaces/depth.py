@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.initialisation import blank, on_meta
 from fedloom.platform.spaces.resnet import MULTIPLE, norm_of
-from fedloom.platform.spaces.resnet18 import BasicBlock, Resnet18Size
+from fedloom.platform.spaces.resnet18 import STAGES, BasicBlock, Resnet18Size
 from fedloom.platform.spaces.sliced import SlicedSupernet
 from fedloom.platform.spaces.slices import Architecture
 from fedloom.platform.spaces.space_config import Spaces, from_design
@@ -160,7 +161,7 @@ class CnnDepthDesign:
 
 @dataclass(frozen=True)
 class ResnetDepthDesign(Resnet18Size):
-    """ResNet-18 for small images with an exit after each of its four stages of two blocks, as in DepthFL, Sec. 4.
+    """ResNet-18 for small images with an exit after each of its four stages, as in DepthFL, Sec. 4.
 
     The exits are linear layers on averaged channels; the authors' have attention and separable convolutions besides.
     """
@@ -169,10 +170,11 @@ class ResnetDepthDesign(Resnet18Size):
 
     @property
     def block_channels(self) -> tuple[int, ...]:
-        return tuple(plan.out_channels for plan in self.blocks[1::2])
+        return tuple(multiple * self.stem_channels for multiple, _ in STAGES)
 
     def build_blocks(self) -> list[nn.Module]:
-        parts = [nn.Sequential(*(BasicBlock(self, plan) for plan in self.blocks[i : i + 2])) for i in range(0, 8, 2)]
+        plans = iter(self.block_plans)
+        parts = [nn.Sequential(*(BasicBlock(self, plan) for plan in islice(plans, n))) for n in self.blocks]
         return [nn.Sequential(self.build_stem(), parts[0]), *parts[1:]]
 
 

@@ -38,7 +38,7 @@ class ModularDesign(Resnet18Size):
     @property
     def operator_names(self) -> tuple[tuple[str, ...], ...]:
         """The branches of every block."""
-        return (tuple(f"branch_{option}" for option in range(self.modules)),) * len(self.blocks)
+        return (tuple(f"branch_{option}" for option in range(self.modules)),) * len(self.block_plans)
 
 
 class ModularBlock(nn.Module):
@@ -46,7 +46,7 @@ class ModularBlock(nn.Module):
 
     def __init__(self, design: ModularDesign, block: int, held: Sequence[int]) -> None:
         super().__init__()
-        plan = design.blocks[block]
+        plan = design.block_plans[block]
         self.block = block
         self.shortcut = design.build_shortcut(plan)
         self.branches = nn.ModuleDict({str(option): design.build_branch(plan) for option in held})
@@ -115,15 +115,15 @@ class ModularSpace(KeptSpace):
         return None if match is None else (int(match[1]), int(match[2]))
 
     def _parts(self, decision: int, option: int) -> Sequence[Part]:  # noqa: ARG002  # a block's branches are alike
-        plan = self.design.blocks[decision]
+        plan = self.design.block_plans[decision]
         return [Part((plan,), self._shape(decision), partial(self.design.build_branch, plan))]
 
     def _shape(self, block: int) -> tuple[int, ...]:
         """A block's input shape for one sample."""
         height, width = self.design.input_shape[1:]
-        for plan in self.design.blocks[:block]:
+        for plan in self.design.block_plans[:block]:
             height, width = -(-height // plan.stride), -(-width // plan.stride)
-        return 1, self.design.blocks[block].in_channels, height, width
+        return 1, self.design.block_plans[block].in_channels, height, width
 
 
 _OWNED = re.compile(r"blocks\.(\d+)\.branches\.(\d+)\.")

@@ -1,4 +1,4 @@
-"""ResNet-18 for small images, as a fixed network (He et al. 2016)."""
+"""ResNet-18 and ResNet-34 for small images, as fixed networks (He et al. 2016)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from fedloom.platform.spaces.resnet import MULTIPLE, norm_of
 from fedloom.platform.spaces.space_config import Spaces, from_design
 
 STAGES = ((1, 1), (2, 2), (4, 2), (8, 2))
-"""Width (as a multiple of the stem's) and stride of the four stages of two blocks."""
+"""Width (as a multiple of the stem's) and stride of the four stages."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class Resnet18Size:
-    """The size of a ResNet-18 for small images: stages of 1, 2, 4 and 8 times `stem_channels`.
+    """The size of a ResNet-18 or ResNet-34 for small images: stages of 1, 2, 4 and 8 times `stem_channels`.
 
-    `input_shape` is (C, H, W); `norm` is none, batch or group (groups of eight channels).
+    `input_shape` is (C, H, W); `norm` is none, batch or group (groups of eight channels); `blocks` are those per stage.
 
     Raises:
         ValueError: a size that cannot be built.
@@ -44,6 +44,7 @@ class Resnet18Size:
     stem_channels: int = 64
     norm: str = "batch"
     stem_stride: int = 1
+    blocks: tuple[int, ...] = (2, 2, 2, 2)
 
     def __post_init__(self) -> None:
         norm_of(self.norm)
@@ -52,6 +53,10 @@ class Resnet18Size:
                 raise ValueError(f"space {self.name}: {field} must be at least 1, given {getattr(self, field)}")
         if len(self.input_shape) != 3 or min(self.input_shape) < 1:
             raise ValueError(f"space {self.name} takes images (C, H, W), given {tuple(self.input_shape)}")
+        if len(self.blocks) != len(STAGES):
+            raise ValueError(
+                f"space {self.name}: blocks={list(self.blocks)}: give a number for each of {len(STAGES)} stages"
+            )
         if self.norm == "group" and self.stem_channels % MULTIPLE:
             raise ValueError(
                 f"space {self.name}: with norm=group, stem_channels must be a multiple of {MULTIPLE}, "
@@ -59,13 +64,13 @@ class Resnet18Size:
             )
 
     @property
-    def blocks(self) -> tuple[BlockPlan, ...]:
-        """The eight blocks in order; the first of a stage changes the shape."""
+    def block_plans(self) -> tuple[BlockPlan, ...]:
+        """All blocks in order; the first of a stage changes the shape."""
         plans: list[BlockPlan] = []
         channels = self.stem_channels
-        for multiple, stride in STAGES:
+        for (multiple, stride), blocks in zip(STAGES, self.blocks, strict=True):
             width = multiple * self.stem_channels
-            plans += [BlockPlan(channels, width, stride), BlockPlan(width, width, 1)]
+            plans += [BlockPlan(channels, width, stride), *[BlockPlan(width, width, 1)] * (blocks - 1)]
             channels = width
         return tuple(plans)
 
@@ -87,7 +92,7 @@ class Resnet18Size:
 
     def build_head(self) -> nn.Linear:
         """The classifier of the pooled features."""
-        return nn.Linear(self.blocks[-1].out_channels, self.num_classes)
+        return nn.Linear(self.block_plans[-1].out_channels, self.num_classes)
 
 
 def _conv_norm(in_channels: int, out_channels: int, kernel: int, stride: int, norm: str) -> list[nn.Module]:
@@ -98,7 +103,7 @@ def _conv_norm(in_channels: int, out_channels: int, kernel: int, stride: int, no
 
 @dataclass(frozen=True)
 class Resnet18Design(Resnet18Size):
-    """ResNet-18 for small images: a 3x3 stem instead of a strided 7x7 one and pooling (He et al. 2016, Sec. 4.2).
+    """A network for small images: a 3x3 stem instead of a strided 7x7 one and pooling (He et al. 2016, Sec. 4.2).
 
     As in SPIDER's baselines; He et al.'s own networks for 32x32 images are narrower and have three stages.
     """
@@ -120,12 +125,12 @@ class BasicBlock(nn.Module):
 
 
 class Resnet18(nn.Module):
-    """Stem, eight blocks, global average, classifier: `forward(x_NCHW)` returns logits (N, classes)."""
+    """Stem, residual blocks, global average, classifier: `forward(x_NCHW)` returns logits (N, classes)."""
 
     def __init__(self, size: Resnet18Size) -> None:
         super().__init__()
         self.stem = size.build_stem()
-        self.blocks = nn.Sequential(*(BasicBlock(size, plan) for plan in size.blocks))
+        self.blocks = nn.Sequential(*(BasicBlock(size, plan) for plan in size.block_plans))
         self.head = size.build_head()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,5 +140,6 @@ class Resnet18(nn.Module):
 
 RESNET18 = Resnet18Design("resnet18")
 RESNET18_SMALL = Resnet18Design("resnet18_small", stem_channels=16)
+RESNET34 = Resnet18Design("resnet34", blocks=(3, 4, 6, 3))
 
-SPACES: Spaces = {design.name: partial(from_design, FixedSpace, design) for design in (RESNET18, RESNET18_SMALL)}
+SPACES: Spaces = {d.name: partial(from_design, FixedSpace, d) for d in (RESNET18, RESNET18_SMALL, RESNET34)}

@@ -67,6 +67,12 @@ def test_resnet18_has_the_published_size() -> None:
     assert space_of("resnet18", num_classes=100).num_parameters.supernet == 11_173_962 + 90 * 513
 
 
+def test_resnet34_has_the_size_that_fedoras_publishes_for_35_spoken_words() -> None:
+    space = space_of("resnet34", input_shape=[1, 40, 51], num_classes=35)
+    assert space.num_parameters.supernet == 21_293_795  # Tab. 5: 21.29 M
+    assert space.cost_table("macs").fixed == pytest.approx(2.382e9, rel=0.01)
+
+
 def test_resnet18_counted_by_hand() -> None:
     for name, stem in [("resnet18", 64), ("resnet18_small", 16)]:
         parameters = 27 * stem + 2 * stem

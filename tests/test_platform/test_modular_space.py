@@ -137,7 +137,7 @@ def test_a_network_names_what_it_does_not_hold() -> None:
         ({"modules": 0}, "modules must be at least 1, given 0"),
         ({"stem_channels": 0}, "stem_channels must be at least 1"),
         ({"norm": "layer"}, "allowed are none, batch, group"),
-        ({"cells": 5}, "has no cells; it has .*norm, stem_stride, modules"),
+        ({"cells": 5}, "has no cells; it has .*norm, stem_stride, blocks, modules"),
     ],
 )
 def test_designs_that_cannot_be_built(changes: dict[str, Any], message: str) -> None:

@@ -149,6 +149,17 @@ def test_ratios_and_differences_pair_seeds_and_exact_values() -> None:
     assert combined(against_one, {"a": a}).values == {("s", "t"): {1: 0.0, 2: 0.0}}
 
 
+def test_a_rank_correlation_is_over_the_places_of_a_setting_seed_by_seed() -> None:
+    places = ("t1", "t2", "t3", "t4")
+    a = seen({("s", place): {1: float(i), 2: float(i)} for i, place in enumerate(places)})
+    b = seen({("s", place): {1: v, 3: v} for place, v in zip(places, (1.0, 3.0, 2.0, 4.0), strict=True)})
+    # Of the six pairs five are in order, one is not; the seed that only one of both has is left out.
+    tau = combined(Combined("tau", Operand("a"), Operand("b")), {"a": a, "b": b}).values
+    assert tau == {("s", ""): {1: pytest.approx(4 / 6)}}
+    two = seen({spot: values for spot, values in a.values.items() if spot[1] in ("t1", "t2")})
+    assert combined(Combined("tau", Operand("a"), Operand("a")), {"a": two}).values == {}
+
+
 def test_the_published_numbers_are_judged_as_well() -> None:
     claim = Claim("", read_checks(Fields({"text": "x", **GREATER}, "file")), ("paper",))
     assert in_the_paper(claim, item({"a": {("s", "t"): 2.0}, "b": {("s", "t"): 1.0}})) == "shown"
