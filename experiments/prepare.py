@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedloom.experiments.runs.configuration import compose_config
-from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.dataset import VALIDATION, Dataset
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
@@ -33,6 +33,7 @@ def prepare(overrides: Sequence[str]) -> dict[str, Any]:
         "classes": dataset.num_classes,
         "train_samples": dataset.num_samples("train"),
         "test_samples": dataset.num_samples("test"),
+        **({"validation_samples": dataset.num_samples(VALIDATION)} if dataset.has_validation else {}),
         **({} if whole is None else {"as_published": whole}),
         "partition": str(partition),
         "partition_hash": data.partition_hash,

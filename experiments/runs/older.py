@@ -11,6 +11,10 @@ def completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
     space, method = values.get("space"), values["method"]
     if isinstance(space, Mapping) and _is_without_norms(space) and "bias" not in space:
         values = {**values, "space": {**space, "bias": True, "initialisation": "he"}}
+    data = values.get("data")
+    if isinstance(data, Mapping) and data.get("dataset") == "speech_commands" and "balanced_classes" not in data:
+        options = {"features": "slaney", "silence": None, **data["options"]}
+        values = {**values, "data": {**data, "options": options}}
     search = method.get("search")
     if isinstance(search, Mapping) and method["name"] in SEARCHED_BY_MASKS and "statistics" not in search:
         values = {**values, "method": {**method, "search": {**search, "statistics": "running"}}}

@@ -23,7 +23,7 @@ from fedloom.platform.data.label_sets import LabelSet, read_label_sets
 from fedloom.platform.data.on_device import OnDevice
 
 MANIFEST = "dataset.json"
-PARTS = ("train", "test")
+PARTS, VALIDATION = ("train", "test"), "validation"
 # Manifests of images omit these constant fields, so that the hashes from before token data sets stay valid.
 _IMAGE_FIELDS: Fields = {"kind": "image", "client_names": []}
 _TOKEN_FIELDS: Fields = {"scale": 1, "mean": [], "std": []}
@@ -32,6 +32,8 @@ _TOKEN_FIELDS: Fields = {"scale": 1, "mean": [], "std": []}
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
     """Inputs and labels, or token sequences and their next tokens, in two parts, "train" and "test".
+
+    Some have a third, "validation", of samples that no client has.
 
     Created by `Dataset.open`.
     """
@@ -107,6 +109,11 @@ class Dataset:
         """Like `verify`, in milliseconds: reads small arrays, and blocks of large ones."""
         check_blocks(self.path, self._manifest)
 
+    @property
+    def has_validation(self) -> bool:
+        """Whether the data set was published with validation samples of its own."""
+        return f"{VALIDATION}_x" in self._arrays
+
     def num_samples(self, part: str) -> int:
         """The number of samples of the part ("train" or "test")."""
         return len(self._array(part, "y"))
@@ -176,8 +183,9 @@ class Dataset:
         return torch.from_numpy(self._array(part, kind)[indices].astype(np.int64))
 
     def _array(self, part: str, kind: str) -> AnyArray:
-        if part not in PARTS:
-            raise ValueError(f"part={part}: must be one of {', '.join(PARTS)}")
+        parts = (*PARTS, VALIDATION) if self.has_validation else PARTS
+        if part not in parts:
+            raise ValueError(f"part={part}: must be one of {', '.join(parts)}")
         return self._arrays[f"{part}_{kind}"]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.data.artefact import IntArray
-from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.dataset import VALIDATION, Dataset
 from fedloom.platform.data.guard import TestGuard, TestReadError, check_split
 from fedloom.platform.data.partition import Partition
 from fedloom.platform.data.variation import label_variation
@@ -89,16 +89,24 @@ class FederatedData:
         indices = [np.concatenate([self.indices(client_id, split) for split in splits]) for client_id in client_ids]
         return self.dataset.stored(part, np.concatenate(indices)), [len(own) for own in indices]
 
+    def num_central(self, split: str) -> int:
+        """The number of samples of `central`."""
+        return self.dataset.num_samples(split) if self._is_apart(split) else len(self.partition.all_indices(split))
+
+    def _is_apart(self, split: str) -> bool:
+        return split == VALIDATION and self.dataset.has_validation
+
     def central(self, split: str, share: float = 1.0, rng: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
         """All clients' samples of the split in client order; for "test" the data set's whole test part.
 
-        The test part is in its own order and does not depend on the clients' test samples.
+        The test part is in its own order and does not depend on the clients' test samples. For "validation" it is the
+        data set's validation part, if it has one.
         A `share` below 1 selects a random part of the samples (at least one), drawn from `rng`, in unchanged order.
         Raises ValueError for a share outside (0, 1] or without a generator.
         """
         check_split(split)
-        if split == "test":
-            part, indices = "test", np.arange(self.dataset.num_samples("test"))
+        if split == "test" or self._is_apart(split):
+            part, indices = split, np.arange(self.dataset.num_samples(split))
         else:
             part, indices = "train", self.partition.all_indices(split)
         return self.dataset.tensors(part, _keep(indices, share, rng))

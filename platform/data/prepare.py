@@ -20,7 +20,7 @@ from fedloom.platform.data.artefact import (
 from fedloom.platform.data.blocks import write_blocks
 from fedloom.platform.data.checks import check
 from fedloom.platform.data.config import DataConfig, cache_root, check_cache
-from fedloom.platform.data.dataset import MANIFEST, PARTS, Dataset
+from fedloom.platform.data.dataset import MANIFEST, PARTS, VALIDATION, Dataset
 from fedloom.platform.data.label_sets import write_label_sets
 from fedloom.platform.data.source import Source
 from fedloom.platform.data.sources import FIXED_SEED, find_source
@@ -93,7 +93,7 @@ def _prepare(config: DataConfig, source: Source | TokenSource) -> Path:
 
 def _labelled(config: DataConfig, source: Source) -> Content:
     arrays: dict[str, AnyArray] = {}
-    for part, samples in _parts(config):
+    for part, samples in [*_parts(config), *([(VALIDATION, None)] if source.has_validation else [])]:
         y, clients = source.labels(part), source.clients(part)
         rows = _rows(config.dataset, part, len(y), samples, partial(stratified_rows, y))
         arrays[f"{part}_x"] = np.ascontiguousarray(source.inputs(part, rows))

@@ -8,7 +8,7 @@ from fedloom.platform.data.label_sets import LabelSet
 
 
 class Source(ABC):
-    """A data set with one label per input, as published, in the parts "train" and "test"."""
+    """A data set with one label per input, as published, in the parts "train" and "test", and maybe "validation"."""
 
     kind: str = "image"
     """`image` for pixels (C, H, W) as bytes, `features` for floats of any shape."""
@@ -16,6 +16,9 @@ class Source(ABC):
     """The names of the data set's natural clients, in order; empty if there are none."""
     normalisation: tuple[Sequence[float], Sequence[float]] | None = None
     """Mean and standard deviation per channel of the inputs divided by `scale`; None for those of the training part."""
+
+    has_validation: bool = False
+    """Whether there is a third part, "validation", of which no client has a sample."""
 
     scale: float
     """The input value that is mapped to 1.0."""

@@ -11,6 +11,7 @@ import numpy as np
 from fedloom.platform.data.arrays import Arrays, source_of
 from fedloom.platform.data.artefact import ByteArray, Fields, IntArray
 from fedloom.platform.data.augment import AUGMENTATIONS
+from fedloom.platform.data.augment_sound import FEATURES_OF_SOUND
 from fedloom.platform.data.cifar_pickle import LAYOUTS, PickleSource
 from fedloom.platform.data.cinic import FOLDERS as CINIC_FOLDERS
 from fedloom.platform.data.cinic import find_cinic
@@ -95,10 +96,20 @@ def speech_commands(
     config: DataConfig,
     *,
     classes: Annotated[int, Range(least=12, most=35), "12 (ten words, others, silence) or 35"] = 12,
+    features: FEATURES_OF_SOUND = "htk",
+    silence: Annotated[
+        float | None,
+        Range(least=0, most=1),
+        "speech: clips of silence as a share of a speaker's others; null: the noise's seconds, once each",
+    ] = 0.1,
 ) -> Source:
-    """Speech Commands, one client per speaker, as 40 MFCC of 51 frames; needs fedloom[speech] to be prepared."""
+    """Speech Commands, one client per speaker, as 40 MFCC of 51 frames; needs fedloom[speech] to be prepared.
+
+    Clips of the validation speakers are the validation data if clients give none (`data.validation_share=0`).
+    """
     layout = "speech_commands/ or speech_commands_v0.02/ with WORD/SPEAKER_nohash_N.wav"
-    return SpeechSource.find(data_root(config), classes) or _not_found(config, layout)
+    options = {"features": features, "silence": silence, "has_validation": config.validation_share == 0}
+    return SpeechSource.find(data_root(config), classes, **options) or _not_found(config, layout)
 
 
 def folder(

@@ -1,17 +1,25 @@
 """Speech Commands as published (Warden 2018): one folder per word, one second of sound per file, clients by speaker.
 
     WORD/SPEAKER_nohash_N.wav            the archive of all clips, with validation_list.txt and testing_list.txt
-    _background_noise_/*.wav             from which it takes silence, second by second
+    _background_noise_/*.wav             out of which silence is cut
     _unknown_/WORD_SPEAKER_nohash_N.wav  and _silence_/N.wav: the archive of the test set alone
 
 Features are computed once, when the data are prepared: 40 mel-frequency cepstral coefficients of 51 frames, from sound
-at 8 kHz, windows of 40 ms every 20 ms (FedorAS, App. E.2).
+at 8 kHz, windows of 40 ms every 20 ms (FedorAS, App. E.2). What the paper leaves open is as in the authors' code:
+spectra of 400 samples, 128 bands of the HTK scale, silence as a tenth of a speaker's spoken clips. Theirs cuts another
+second out of the recordings of noise whenever silence is read; here each clip of silence is cut once, and from a
+stretch of the recording that only its part hears.
+
+Speakers meant for validation are the validation data where clients hold none back (`data.validation_share=0`), as are
+those of the test list the test data, as in the paper. It says nothing of tests of single clients on spoken words.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import wave
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +31,7 @@ from numpy.typing import NDArray
 
 from fedloom.platform.data.artefact import AnyArray, Fields, IntArray
 from fedloom.platform.data.source import Source
+from fedloom.platform.seeding import stream
 
 FOLDERS = ("speech_commands", "speech_commands_v0.02", "SpeechCommands/speech_commands_v0.02")
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
@@ -32,9 +41,14 @@ MANY = 35
 """The words of version 0.02, of which a part of the test archive may lack rare ones."""
 LISTS = ("validation_list.txt", "testing_list.txt")
 RATE = 16_000
-FEATURES = {"rate": 8_000, "coefficients": 40, "window": 320, "hop": 160, "mels": 40}
+OF_ALL = {"rate": 8_000, "coefficients": 40, "window": 320, "hop": 160}
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "htk": {**OF_ALL, "fft": 400, "mels": 128, "scale": "htk", "resampler": "windowed sinc"},
+    "slaney": {**OF_ALL, "mels": 40, "resampler": "soxr_hq"},
+}
 """What features are computed with: samples per second, and samples per window and hop at that rate."""
-RESAMPLER = "soxr_hq"
+ZEROS, CUTOFF = 6, 0.99
+"""The zeros of the resampler's sinc on either side, and where it cuts off, as a share of the lower rate's band."""
 FRAMES = 51
 HELD_OUT = 5
 """Every fifth speaker tests if no clip is meant for training."""
@@ -44,7 +58,7 @@ Sound = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Clip:
-    """A second of sound: its place under the folder, its label, who speaks (None: nobody), and its first sample."""
+    """A second of sound: its place under the folder, its label, whose it is (None: nobody's), and its first sample."""
 
     path: str
     label: int
@@ -63,19 +77,32 @@ def word_of(name: str) -> str:
 
 
 def part_of(path: str) -> str:
-    """Where the authors' hash of a speaker puts all of its clips: training, validation or testing (a tenth each)."""
+    """Where the authors' hash of a speaker puts all of its clips: train, or validation or test (a tenth each)."""
     place = _hash(speaker_of(path)) % 2**27 * (100.0 / (2**27 - 1))
-    return "validation" if place < 10 else "testing" if place < 20 else "training"
+    return "validation" if place < 10 else "test" if place < 20 else "train"
 
 
-def mfcc(sound: Sound) -> Sound:
+def mfcc(sound: Sound, features: str = "htk") -> Sound:
     """The features (40, 51) of one second at 16 kHz, in -1 to 1."""
-    librosa, f = _librosa(), FEATURES
-    low = librosa.resample(sound, orig_sr=RATE, target_sr=f["rate"], res_type=RESAMPLER)
-    found: Sound = librosa.feature.mfcc(
-        y=low, sr=f["rate"], n_mfcc=f["coefficients"], n_fft=f["window"], hop_length=f["hop"], n_mels=f["mels"]
-    )
+    librosa, f = _librosa(), FEATURES[features]
+    bands = {"sr": f["rate"], "hop_length": f["hop"], "n_mels": f["mels"]}
+    if features == "htk":
+        of_bands = {**bands, "n_fft": f["fft"], "win_length": f["window"], "htk": True, "norm": None}
+        power = librosa.feature.melspectrogram(y=halved(sound), pad_mode="reflect", **of_bands)
+        found: Sound = librosa.feature.mfcc(S=librosa.power_to_db(power), n_mfcc=f["coefficients"])
+    else:
+        low = librosa.resample(sound, orig_sr=RATE, target_sr=f["rate"], res_type=f["resampler"])
+        found = librosa.feature.mfcc(y=low, n_mfcc=f["coefficients"], n_fft=f["window"], **bands)
     return found.astype(np.float32)
+
+
+def halved(sound: Sound) -> Sound:
+    """The sound at half the rate, by a sinc under a squared cosine: what torchaudio resamples with if not told."""
+    width = math.ceil(ZEROS * 2 / CUTOFF)
+    t = np.arange(-width, width + 2) / 2 * CUTOFF
+    kernel = np.sinc(t) * np.cos(np.clip(t / ZEROS, -1, 1) * np.pi / 2) ** 2 * CUTOFF / 2
+    low: Sound = np.correlate(np.pad(sound, (width, width + 1)), kernel, "valid")[::2]
+    return low.astype(np.float32)
 
 
 def read_second(path: Path, start: int = 0) -> Sound:
@@ -124,16 +151,21 @@ class SpeechSource(Source):
 
     folder: Path
     num_classes: int
+    features: str = "htk"
+    """Which of `FEATURES` the inputs are."""
+    silence: float | None = 0.1
+    """Clips of silence, as a share of a training speaker's or another part's spoken clips; None: every second once."""
+    has_validation: bool = False
     kind = "features"
     scale = 1.0
 
     @classmethod
-    def find(cls, root: Path, classes: int) -> SpeechSource | None:
+    def find(cls, root: Path, classes: int, **options: Any) -> SpeechSource | None:
         """The source in one of `FOLDERS` under `root`; None if there is none. ValueError for another `classes`."""
         if classes not in (12, MANY):
             raise ValueError(f"data.options.classes={classes}: Speech Commands is read with 12 or {MANY} classes")
         folder = next((root / name for name in FOLDERS if (root / name).is_dir()), None)
-        return None if folder is None else cls(folder, classes)
+        return None if folder is None else cls(folder, classes, **options)
 
     @cached_property
     def class_names(self) -> Sequence[str]:
@@ -165,8 +197,9 @@ class SpeechSource(Source):
         return {
             "layout": "speech commands",
             "classes": self.num_classes,
-            "features": {**FEATURES, "resampler": RESAMPLER},
+            "features": dict(FEATURES[self.features]),
             "sha256_of_names_and_sizes": digest.hexdigest(),
+            **({} if self.silence is None else {"silence": self.silence}),
         }
 
     def labels(self, part: str) -> IntArray:
@@ -174,18 +207,18 @@ class SpeechSource(Source):
 
     def inputs(self, part: str, rows: IntArray) -> AnyArray:
         clips = self._clips[part]
-        features = np.empty((len(rows), 1, FEATURES["coefficients"], FRAMES), dtype=np.float32)
+        features = np.empty((len(rows), 1, OF_ALL["coefficients"], FRAMES), dtype=np.float32)
         for place, row in enumerate(rows.tolist()):
-            features[place, 0] = mfcc(read_second(self.folder / clips[row].path, clips[row].start))
+            features[place, 0] = mfcc(read_second(self.folder / clips[row].path, clips[row].start), self.features)
         return features
 
     @cached_property
     def client_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The speakers of both parts."""
+        """The speakers of all parts."""
         return tuple(sorted({c.speaker for part in self._clips.values() for c in part if c.speaker is not None}))
 
     def clients(self, part: str) -> IntArray:
-        """Silence belongs to speakers of the part that a hash chooses."""
+        """Silence that is nobody's belongs to speakers of the part that a hash chooses."""
         clips = self._clips[part]
         speakers = sorted({c.speaker for c in clips if c.speaker is not None})
         number = {name: i for i, name in enumerate(self.client_names)}
@@ -196,21 +229,61 @@ class SpeechSource(Source):
 
     @cached_property
     def _clips(self) -> Mapping[str, tuple[Clip, ...]]:
-        """The clips of "train" and "test", by class, then by name."""
-        parts: dict[str, list[Clip]] = {"training": [], "validation": [], "testing": []}
-        listed = self._listed()
-        for clip in self._spoken():
-            parts[part_of(clip.path) if listed is None else listed.get(clip.path, "training")].append(clip)
-        silent = list(self._silent())
-        for i, clip in enumerate(silent):  # the lists and the hash are of speakers
-            parts[{8: "validation", 9: "testing"}.get(i % 10, "training")].append(clip)
-        if not any(clip.speaker for clip in parts["training"]):  # the archive of the test set alone
-            return _by_speaker([*parts["validation"], *parts["testing"], *parts["training"]], silent)
-        found = {"train": tuple(parts["training"]), "test": tuple(parts["testing"])}
-        for part, clips in found.items():
-            if not clips:
-                raise ValueError(f"{self.folder}: has no clips for the {part} part; unpack the archive again")
-        return found
+        """The clips of every part, by class, then by name."""
+        listed, spoken = self._listed(), list(self._spoken())
+        part = {c.path: part_of(c.path) if listed is None else listed.get(c.path, "train") for c in spoken}
+        alone = "train" not in part.values()  # the archive of the test set alone: its speakers take turns
+        if alone:
+            turns = {name: self._turn(i, alone) for i, name in enumerate(sorted({speaker_of(path) for path in part}))}
+            part = {path: turns[speaker_of(path)] for path in part}
+        parts = {name: [c for c in spoken if part[c.path] == name] for name in ("train", "test", "validation")}
+        for name, clips in parts.items():
+            if not clips and (name != "validation" or self.has_validation):
+                raise ValueError(f"{self.folder}: has no clips for the {name} part; unpack the archive again")
+            clips += self._silence(name, tuple(clips), alone)
+            if alone:
+                clips.sort(key=lambda c: (c.label, c.path, c.start))
+        return {name: tuple(clips) for name, clips in parts.items() if name != "validation" or self.has_validation}
+
+    def _turn(self, i: int, alone: bool) -> str:
+        """The part of the i-th speaker of the archive of the test set, or of the i-th clip of silence."""
+        if not alone:
+            return {8: "validation", 9: "test"}.get(i % 10, "train")
+        if i % HELD_OUT == HELD_OUT - 1:
+            return "test"
+        return "validation" if self.has_validation and i % 10 == HELD_OUT - 2 else "train"
+
+    def _silence(self, part: str, spoken: Sequence[Clip], alone: bool) -> list[Clip]:
+        """The part's silence: drawn with replacement for every training speaker, and for another part as a whole."""
+        if self.num_classes == MANY or self.silence == 0:
+            return []
+        if self.silence is None:
+            return [clip for i, clip in enumerate(self._seconds()) if self._turn(i, alone) == part]
+        owners = Counter(c.speaker if part == "train" else None for c in spoken)
+        places, rng = self._quiet(part, alone), stream(0, "silence", part)
+        drawn = []
+        for owner, count in sorted(owners.items(), key=lambda pair: str(pair[0])):
+            for _ in range(int(count * self.silence)):
+                path, first, last = places[rng.integers(len(places))]
+                drawn.append(Clip(path, len(WORDS) + 1, owner, int(rng.integers(first, last + 1))))
+        return drawn
+
+    def _quiet(self, part: str, alone: bool) -> list[tuple[str, int, int]]:
+        """Where the part's silence is drawn from: files, and the first and last sample at which a second may begin.
+
+        Of a recording of noise the first 80 % are for training, then 10 % for validation, and the last for the test.
+        """
+        if (self.folder / SILENCE).is_dir():
+            return [(c.path, 0, 0) for i, c in enumerate(self._seconds()) if self._turn(i, alone) == part]
+        low, high = {"train": (0, 8), "validation": (8, 9), "test": (9, 10)}[part]
+        frames = {name: _frames(self.folder / name) for name in self._noises()}
+        found = [(name, n * low // 10, n * high // 10 - RATE) for name, n in frames.items()]
+        fitting = [place for place in found if place[1] <= place[2]]
+        if not fitting:
+            raise ValueError(
+                f"{self.folder / NOISE}: has no recording of ten seconds or more; unpack the archive again"
+            )
+        return fitting
 
     def _listed(self) -> dict[str, str] | None:
         """The parts of the clips in the published lists; None without lists. Clips in neither are for training."""
@@ -222,7 +295,7 @@ class SpeechSource(Source):
             raise ValueError(f"{self.folder / missing}: not found beside {there[0]}; unpack the archive again")
         return {
             line.strip(): part
-            for name, part in zip(LISTS, ("validation", "testing"), strict=True)
+            for name, part in zip(LISTS, ("validation", "test"), strict=True)
             for line in _lines(self.folder / name)
         }
 
@@ -240,19 +313,20 @@ class SpeechSource(Source):
                 if label is not None:  # of 35 classes none is for folders of something else
                     yield Clip(f"{folder}/{name}", label, speaker_of(name))
 
-    def _silent(self) -> Iterator[Clip]:
-        """Files of silence, else the seconds of the background noises; none for 35 classes."""
-        if self.num_classes == MANY:
-            return
+    def _seconds(self) -> Iterator[Clip]:
+        """Files of silence, else the seconds of the recordings of noise."""
         label = len(WORDS) + 1
         if (self.folder / SILENCE).is_dir():
             yield from (Clip(f"{SILENCE}/{name}", label, None) for name in _waves(self.folder / SILENCE))
-        elif (self.folder / NOISE).is_dir():
-            for name in _waves(self.folder / NOISE):
-                last = _frames(self.folder / NOISE / name) - RATE
-                yield from (Clip(f"{NOISE}/{name}", label, None, at) for at in range(0, last + 1, RATE))
-        else:
+            return
+        for name in self._noises():
+            last = _frames(self.folder / name) - RATE
+            yield from (Clip(name, label, None, at) for at in range(0, last + 1, RATE))
+
+    def _noises(self) -> list[str]:
+        if not (self.folder / NOISE).is_dir():
             raise ValueError(f"{self.folder}: has neither {NOISE}/ nor {SILENCE}/, of which silence is made; unpack it")
+        return [f"{NOISE}/{name}" for name in _waves(self.folder / NOISE)]
 
 
 def _waves(folder: Path) -> list[str]:
@@ -282,14 +356,3 @@ def _frames(path: Path) -> int:
         raise ValueError(
             f"{path}: cannot be read as sound ({error or 'it ends early'}); expected 16 kHz mono WAV"
         ) from error
-
-
-def _by_speaker(clips: Sequence[Clip], silent: Sequence[Clip]) -> Mapping[str, tuple[Clip, ...]]:
-    """A fifth of the speakers, and of the silent clips, for the test part."""
-    clips = sorted(clips, key=lambda c: (c.label, c.path, c.start))
-    speakers = sorted({c.speaker for c in clips if c.speaker is not None})
-    held = set(speakers[HELD_OUT - 1 :: HELD_OUT])
-    held_silent = set(silent[HELD_OUT - 1 :: HELD_OUT])
-    is_test = [clip in held_silent if clip.speaker is None else clip.speaker in held for clip in clips]
-    pairs = list(zip(clips, is_test, strict=True))
-    return {"train": tuple(c for c, test in pairs if not test), "test": tuple(c for c, test in pairs if test)}

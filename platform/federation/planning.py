@@ -112,8 +112,8 @@ def expected_macs(world: World, table: CostTable | None = None, lower: float = 0
 
 
 def num_samples(world: World, split: str) -> int:
-    """All clients' samples of a split together."""
-    return len(world.data.partition.all_indices(split))
+    """All clients' samples of a split together, or the data set's own validation samples."""
+    return world.data.num_central(split)
 
 
 def evaluation_macs(world: World, models: int) -> float:

@@ -129,6 +129,11 @@ def test_a_configuration_from_before_a_key_means_what_it_meant() -> None:
     stored = asdict(compose_config(["experiment=fedoras_digits"]))
     assert stored["method"]["search"].pop("objectives") == "metric"
     assert config_from_dict(stored).method.search.objectives == "metric_and_cost"
+    stored = asdict(compose_config(["data.dataset=speech_commands"]))
+    stored["data"]["options"] = {"classes": 12}
+    assert config_from_dict(stored).data.options == {"classes": 12}
+    del stored["data"]["balanced_classes"]  # which came with other features of sounds
+    assert config_from_dict(stored).data.options == {"classes": 12, "features": "slaney", "silence": None}
 
 
 def test_a_resumed_run_may_change_where_it_runs() -> None:

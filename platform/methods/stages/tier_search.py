@@ -66,9 +66,9 @@ def winner_of(state: RunState, tier: str) -> Architecture | None:
     return None if name is None else parse_architecture(name)
 
 
-def check_validation_data(world: World) -> None:
-    """Raises ValueError if there is no validation data for a search."""
-    if not world.data.sizes("validation").any():
+def check_validation_data(world: World, *, federated: bool = False) -> None:
+    """Raises ValueError if there is no validation data for a search, or none of clients for a federated one."""
+    if not (world.data.sizes("validation").sum() if federated else num_samples(world, "validation")):
         raise ValueError(
             f"data.validation_share={world.config.data.validation_share:g} leaves no validation samples to search "
             "with: raise it, or give each client more samples"
@@ -106,7 +106,7 @@ class TierSearchStage(Stage):
     """Per round, asks the searcher for a generation of candidates, scores them, and tells it the scores."""
 
     def __init__(self, world: World, config: TierSearchConfig, goal: "Goal", genome: Genome | None = None) -> None:
-        check_validation_data(world)
+        check_validation_data(world, federated=config.scoring == "federated")
         self.world, self.config, self.goal, self.genome = world, config, goal, genome
         self.name = f"search/{goal.name}"
         self.federated = config.scoring == "federated"
