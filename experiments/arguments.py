@@ -20,7 +20,7 @@ DESCRIPTION = """Federated architecture search across unequal devices.
   fedloom run experiment=fedoras_digits          a complete run: the demo, about two minutes on two cores
   fedloom run experiment=fedoras_digits seed=2   change one thing: any configuration value, key=value
   fedloom ablate ablation=alpha experiment=fedoras_digits     the same over values and seeds
-  fedloom report                                 tables, plots and an HTML page of the latest run
+  fedloom report                                 tables, plots and a page of what was started last
 """
 
 
@@ -283,7 +283,7 @@ def _add_tables(tables: argparse.ArgumentParser) -> None:
 
 def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument(
-        "runs", nargs="*", metavar="RUN", help="ids, names or tags; or an ablation (default: the latest run)"
+        "runs", nargs="*", metavar="RUN", help="ids, names or tags; or an ablation (default: what was started last)"
     )
     report.add_argument("--out", type=_path, help="folder for the files (default: RESULTS/reports/RUN)")
     report.add_argument(

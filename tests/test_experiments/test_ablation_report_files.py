@@ -25,6 +25,7 @@ from fedloom.experiments.report.pages.latex import LONG, escaped, latex_table, l
 from fedloom.experiments.report.parts.block import Block
 from fedloom.experiments.store.ablations import FIGURES, Ablation
 from fedloom.platform.results.sealed import sealed_json, unsealed
+from fedloom.platform.results.writer import RunWriter
 
 BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]
 BUDGET = ["ablation=comm_budget", "experiment=fedoras_digits", "ablation.axes.averaging.values=[opa,fedavg,plain]"]
@@ -140,6 +141,15 @@ def test_before_any_trial_has_begun_there_is_a_report(tmp_path: Path) -> None:
     assert ablation_json(tmp_path, ablation.ablation_id)["settings"] == []
 
 
+@pytest.mark.parametrize(("run_id", "is_later"), [("20200101-000000-demo", False), ("29990101-000000-demo", True)])
+def test_the_report_is_about_what_was_started_last(tmp_path: Path, run_id: str, is_later: bool) -> None:
+    assert chosen_ablation(tmp_path, []) is None
+    ablation = written(tmp_path, [*BUDGET, "ablation.seeds=[1]"], Fates(waiting=range(1, 9)))
+    assert chosen_ablation(tmp_path, []) == ablation.ablation_id  # not its trial
+    RunWriter.create(tmp_path, "demo", run_id).close()
+    assert chosen_ablation(tmp_path, []) == (None if is_later else ablation.ablation_id)
+
+
 def test_the_numbers_are_json(budget: tuple[Path, Ablation, ReportFiles]) -> None:
     root, ablation, _ = budget
     found = json.loads(json.dumps(ablation_json(root, ablation.ablation_id), allow_nan=False))
@@ -184,7 +194,6 @@ def test_several_or_mixed_ids_are_refused_in_one_line(
     root, ablation, _ = budget
     run_id = ablation.trials[0].run_id
     assert chosen_ablation(root, [run_id]) is None
-    assert chosen_ablation(root, []) is None
     for given in ([ablation.ablation_id, run_id], [ablation.ablation_id, ablation.ablation_id]):
         with pytest.raises(SystemExit) as ended:
             main(["report", *given, "--results", str(root)])

@@ -32,10 +32,11 @@ from fedloom.experiments.report.parts.words import BARS
 from fedloom.experiments.report.tables.ablation import axis_blocks, points_block, subnet_names, trials_block
 from fedloom.experiments.report.tables.failures import failures_block
 from fedloom.experiments.report.tables.outcomes import outcomes_block
-from fedloom.experiments.store.ablations import FIGURES, Ablation, meant_ablation, short
+from fedloom.experiments.store.ablations import FIGURES, Ablation, ablation_ids, meant_ablation, short
 from fedloom.experiments.store.trials import FINAL, TrialState, trial_states
 from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.outputs import output_folder
+from fedloom.platform.results.paths import list_runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,8 +51,11 @@ UNFINISHED = ("waiting", "running", "stalled")
 def chosen_ablation(results: Path, given: Sequence[str]) -> str | None:
     """The id of the ablation that the report is about; None if it is about runs.
 
-    Raises ValueError for several ablations, for an ablation together with runs, and for what may mean either.
+    Without `given` it is about what was started last: an ablation rather than the last of its trials. Raises ValueError
+    for several ablations, for an ablation together with runs, and for what may mean either.
     """
+    if not given:
+        return _latest_ablation(results)
     own = [found for name in given if (found := meant_ablation(results, name)) is not None]
     if not own:
         return None
@@ -61,6 +65,17 @@ def chosen_ablation(results: Path, given: Sequence[str]) -> str | None:
             "the ablation's id alone"
         )
     return own[0].ablation_id
+
+
+def _latest_ablation(results: Path) -> str | None:
+    """The ablation that was started last, if no run was after it.
+
+    Ids begin with the time of the start, and those of trials with their ablation's.
+    """
+    ablations, runs = ablation_ids(results), list_runs(results)
+    if not ablations or (runs and runs[-1].run_id > ablations[-1] and not runs[-1].run_id.startswith(ablations[-1])):
+        return None
+    return ablations[-1]
 
 
 def write_ablation_report(results: Path, ablation_id: str, out: Path | None = None) -> ReportFiles:
