@@ -22,12 +22,19 @@ LIGHTEST, HEAVIEST = 1e-20, 1e20
 
 @dataclass(frozen=True)
 class Update:
-    """One client's update: tensors by their name in the subnet, their slices of the supernet, and a weight per tensor.
+    """One client's update: what it sends, where that belongs in the shared weights, and how much it counts.
 
-    A tensor of weight zero was not trained by the client and does not contribute. `unheld` is the weight with which the
-    old value of everything that the client did not hold counts; 0 in means over those who hold a scalar. `factors` are
-    numbers per tensor (1 by default) whose weighted mean is known to the server rule (FedNova's local steps). With
-    `masked` the tensors are residues modulo 2^32, which are added as they are, those of weight 0 as well.
+    Attributes:
+        tensors: new values (not changes) by their name in the client's network, parameters and buffers.
+        slices: per name the shared tensor and the region of it that the values are for; `Slice(name)` is the whole
+            tensor of the same name.
+        weights: per name the weight in the mean, such as the client's samples; of weight 0 was not trained and does not
+            contribute. A shared tensor that no client sends keeps its value.
+        unheld: the weight with which the old value of everything that the client did not hold counts; 0 in means over
+            those who hold a scalar.
+        factors: numbers per tensor (1 by default) whose weighted mean is known to the server rule (FedNova's local
+            steps).
+        masked: whether the tensors are residues modulo 2^32, which are added as they are, those of weight 0 as well.
     """
 
     tensors: Weights

@@ -64,7 +64,27 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A task's result inside the worker, before its update is added to the chunk's sums."""
+    """A task's result inside the worker, before its update is added to the chunk's sums.
+
+    What is left out is null or 0 in the client's row of the table `clients`.
+
+    Attributes:
+        update: what the client sends to be averaged; None if it sends nothing, as in a final score.
+        samples, steps: the client's samples, each counted once, and its optimiser steps.
+        macs: multiply-accumulate operations of all forward passes.
+        bytes_down, bytes_up: what was sent to the client, and back; the simulated clock takes them from here.
+        loss, metric: means over the samples trained on, of the model that the row is about.
+        architecture, subspace, parameters: what was trained, in the tables' words, and its number of trained scalars.
+        measurements: rows of `evaluations`, such as scores on validation or (in final scores) test data.
+        state: the client's tensors by name for `Assignment.state` of its next task in this stage, and of the final
+            score of silos; None leaves them as they are. They stay with the run, are part of the checkpoint, and are
+            neither averaged nor counted in bytes.
+        clock_factor: simulated cost of one counted MAC: forward MACs are counted, and training also runs backward
+            passes.
+        forward_macs: the part of `macs` in passes without a backward pass (such as a search's scores during training).
+        loss_norm: root mean square of the samples' losses, if client selection needs it.
+        wall_s, peak_memory_bytes: of the work, if it was not done when the task was run.
+    """
 
     update: Update | None = None
     samples: int = 0
@@ -80,15 +100,10 @@ class Outcome:
     measurements: tuple[Measurement, ...] = ()
     state: ClientState | None = None
     clock_factor: float = TRAINING_FACTOR
-    """Simulated cost of one counted MAC: forward MACs are counted, and training also runs backward passes."""
     forward_macs: float = 0.0
-    """The part of `macs` in passes without a backward pass (such as a search's scores during training)."""
     loss_norm: float | None = None
-    """Root mean square of the samples' losses, if client selection needs it."""
     wall_s: float | None = None
-    """Seconds of the work, if it was not done when the task was run."""
     peak_memory_bytes: int | None = None
-    """Peak memory of the work, likewise."""
 
 
 class Task(Protocol):

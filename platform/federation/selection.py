@@ -26,13 +26,18 @@ DRAWS_PER_CLIENT = 50
 
 @dataclass(frozen=True)
 class Cohort:
-    """The selected clients in ascending order, with their selection probability and reason.
+    """What a selection rule returns: who takes part in a round, and what it asks of single ones.
 
-    The probability is NaN (null in the tables) if it is unknown: with limited availability it depends on which other
-    clients are available, and not every registered client is checked. `reasons` overrides `reason` for single clients.
-
-    A rule may also ask single clients for another number of `epochs`, or to send only a share of their changes
-    (`sends`), and leave JSON values to itself for the next round (`memory`).
+    Attributes:
+        client_ids: the selected clients, ascending.
+        probability: with which each was selected; NaN (null in the tables) if it is unknown: with limited availability
+            it depends on which other clients are available, and not every registered client is checked.
+        reason, reasons: why, for the table `clients`; `reasons` overrides `reason` for single clients.
+        memory: JSON values for the rule itself, which finds them in the next round's `Choice.memory`; they are part of
+            the checkpoint. What is not returned again is forgotten.
+        epochs: for single clients another number of passes over their data than `method.train.epochs`.
+        sends: for single clients the share, above 0 and at most 1, of their parameters' changes that they send, the
+            largest ones. It and `epochs` are for clients that do the task `Train`; others are refused.
     """
 
     client_ids: tuple[int, ...]

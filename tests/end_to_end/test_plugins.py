@@ -41,6 +41,7 @@ LINES = {
     "rotated": 30,
     "mixers": 60,
     "head_first": 70,
+    "fedper": 75,
 }
 
 Changes = Mapping[str, Any]
@@ -100,6 +101,7 @@ RUNS: Mapping[str, Changes] = {
         f"{OPTION}mu": 2.0,
     },
     "head_first": {"method": "head_first:METHOD", **SMALL, **WRITERS, "method.train.local_rule": "prox:prox"},
+    "fedper": {"method": "fedper:METHOD", **SMALL, "data.num_clients": 10},
     "scaffold": {"method": "fedavg", **SMALL, **HUNDRED, **LION},
     "fedoras": {"method": "fedoras", **HUNDRED, "tiers.count": 2, "space.name": "mixers:mixers", **TWO_STAGES},
     "superfednas": {"method": "superfednas", **HUNDRED, "tiers.count": 2, **ELASTIC},
@@ -108,6 +110,7 @@ RUNS: Mapping[str, Changes] = {
 USED = {
     "prox": {"mixers", "rotated", "power_of_choice", "lion", "prox"},
     "head_first": {"mixers", "head_first", "rotated", "power_of_choice", "prox"},
+    "fedper": {"mixers", "fedper"},
     "scaffold": {"mixers", "scaffold", "lion"},
     "fedoras": {"scaffold", "mixers"},
     "superfednas": {"scaffold"},
@@ -240,6 +243,23 @@ def test_the_methods_stages_are_in_the_tables_and_the_first_leaves_the_body_as_i
     assert sorted(trained) == ["fixed.classifier.bias", "fixed.classifier.weight"]
     assert all(not torch.equal(whole[n], head[n]) for n in whole if n in world.space.parameter_names)
     assert set(table("evaluations", run_id)["model"]) == {"whole"}
+
+
+def test_silos_keep_their_last_layer_to_themselves(run: Run) -> None:
+    run_id, world = run(RUNS["fedper"]), world_of(run, "fedper")
+    fresh, checkpoint = weights_of_fresh(world, "supernet"), load_checkpoint(find_run(RESULTS, run_id).checkpoint)
+    state = restored_state(checkpoint.data, checkpoint.bags)
+    shared, networks = state.weights("supernet"), [state.client_state(client_id) for client_id in range(10)]
+    assert shared is not None
+    unchanged = {name for name in world.space.parameter_names & set(fresh) if torch.equal(shared[name], fresh[name])}
+    assert unchanged == {"fixed.classifier.bias", "fixed.classifier.weight"}, "the server never learns them"
+    own = torch.stack([network["weights/fixed.classifier.bias"] for network in networks if network is not None])
+    assert own.shape == (10, 10)
+    assert own.unique(dim=0).shape == (10, 10), "each silo has its own"
+    sent = sum(t.numel() * t.element_size() for n, t in shared.items() if "classifier" not in n)
+    clients = table("clients", run_id).query("stage != 'evaluation'")
+    assert set(clients["bytes_up"]) == set(clients["bytes_down"]) == {sent}
+    assert set(table("evaluations", run_id)["model"]) == {"personal"}
 
 
 def test_a_dry_run_counts_the_stage_that_begins_with_fresh_weights(run: Run) -> None:

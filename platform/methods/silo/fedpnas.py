@@ -13,7 +13,6 @@ from typing import Annotated, cast
 
 from torch import Tensor
 
-from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import Assignment, Outcome, client_of
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.scoring import PERSONAL, own_test_data, score_network
@@ -37,7 +36,7 @@ from fedloom.platform.methods.silo.scoring import final_measurements, scored_out
 from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, check_target, only_by, searched_space
 from fedloom.platform.methods.silo.searchers import searcher_of
 from fedloom.platform.methods.silo.silo_stages import silo_stages
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, participation
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, only, participation
 from fedloom.platform.settings import UP_TO_A_THOUSAND
 from fedloom.platform.spaces.darts_network import CELL_TYPES
 from fedloom.platform.spaces.offers import HasCells, HasSubspaces, with_cells
@@ -98,7 +97,7 @@ class TrainSplit:
         scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
         trained = trained.copied()
         kept = Personal(without(trained.tensors, base), without(trained.momentum, base), silo.kept)
-        update = _only(update_of(trained, len(data[1]), self.rules.weighting), base)
+        update = only(update_of(trained, len(data[1]), self.rules.weighting), base)
         return replace(
             trained_outcome(trained, len(data[1]), update),
             macs=trained.macs + before.macs,
@@ -131,16 +130,6 @@ def own_part(space: HasSubspaces, assignment: Assignment, weights: Weights, base
 def without(tensors: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
     """The tensors whose names are not in `names`."""
     return {name: tensor for name, tensor in tensors.items() if name not in names}
-
-
-def _only(update: Update, names: frozenset[str]) -> Update:
-    sent = [name for name in update.tensors if name in names]
-    return replace(
-        update,
-        tensors={name: update.tensors[name] for name in sent},
-        slices={name: update.slices[name] for name in sent},
-        weights={name: update.weights[name] for name in sent},
-    )
 
 
 def _joined(weights: Weights, silo: Personal, base: frozenset[str]) -> Weights:

@@ -5,9 +5,11 @@ every round.
 """
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import Outcome
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train, TrainedNetwork, trained_outcome, update_of
@@ -118,6 +120,17 @@ def pair_outcome(
         state={**silo.packed(), **shared.state},
         architecture=own.network.architecture,
         subspace=own.network.subspace,
+    )
+
+
+def only(update: Update, names: Collection[str]) -> Update:
+    """The update with these of its tensors alone, for what a silo keeps to itself is neither sent nor counted."""
+    sent = [name for name in update.tensors if name in names]
+    return replace(
+        update,
+        tensors={name: update.tensors[name] for name in sent},
+        slices={name: update.slices[name] for name in sent},
+        weights={name: update.weights[name] for name in sent},
     )
 
 

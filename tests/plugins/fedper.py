@@ -1,0 +1,73 @@
+"""FedPer (Arivazhagan et al. 2019): silos share all layers but the last one, which each silo keeps to itself.
+
+in every round a silo  trains the shared layers with its own last layer, sends the former and keeps the latter
+the server             averages what is sent
+in the end             every silo's network is scored on the silo's own test data
+"""
+
+from dataclasses import dataclass, field, replace
+
+from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.trainer import client_samples, train_network, trained_outcome, update_of
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.training import Round, Slots, to_all
+from fedloom.platform.federation.training_config import Rules
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.method import Method
+from fedloom.platform.methods.silo.personal import Personal, begun
+from fedloom.platform.methods.silo.scoring import ScoreOwn
+from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, fresh_subnet, only
+from fedloom.platform.spaces.slices import Weights
+
+
+@dataclass
+class FedPerConfig:
+    """The keys `method.*`."""
+
+    name: str = "fedper"
+    train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
+
+
+def is_own(name: str) -> bool:
+    """Whether a tensor belongs to the last layer, by the names that the spaces give it."""
+    return bool({"classifier", "head"} & {*name.split(".")})
+
+
+@dataclass(frozen=True)
+class TrainFedPer:
+    """One round of a silo: plain data, which travels to the worker that does it."""
+
+    subnet: Subnet
+    local: LocalSGD
+    rules: Rules
+    joined: bool
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """The update holds the shared layers; the state is the silo's whole network, for the next round."""
+        silo = begun(assignment.state, weights)  # in a silo's first round the shared weights
+        start = {name: silo.weights[name] if is_own(name) else tensor for name, tensor in weights.items()}
+        data = client_samples(worker, assignment, joined=self.joined)
+        network, rule = self.subnet.on(worker), self.rules.local
+        trained = train_network(worker, assignment, network, start, data, self.local, rule=rule).copied()
+        update = update_of(trained, len(data[1]), self.rules.weighting)
+        outcome = trained_outcome(trained, len(data[1]), only(update, {n for n in update.tensors if not is_own(n)}))
+        return replace(outcome, state={**Personal(trained.tensors, {}).packed(), **trained.state})
+
+
+def stages(config: FedPerConfig, world: World) -> list[Stage]:
+    """Training, and the evaluation of every silo's network."""
+    train, rules = config.train, checked_silos(world, config.train)
+    subnet = Subnet(world.space.largest, stand_alone=True)
+
+    def client(round_: Round) -> TrainFedPer:
+        return TrainFedPer(subnet, round_.local, rules, train.use_validation)
+
+    slots = Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))
+    return silo_stages(world, train, rules, slots, config.name, lambda _state: ScoreOwn(subnet))
+
+
+METHOD = Method(FedPerConfig, stages, kind="silos", own="model", lacks=("candidates", "models"))
