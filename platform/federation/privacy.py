@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,9 @@ EXPECTED_FROM = 64
 """Simulated cohorts from which the expected coverage of scalars is found."""
 LOCAL_RULES, WEIGHTED_ALIKE = ("sgd", "fedprox"), ("plain",)
 SAMPLINGS = ("uniform", "poisson", "all")
+
+LEAST_NOISE = 0.1
+"""Of accountant pld: below it an interval of 1e-4 takes more than a gigabyte of memory, for an epsilon above 100."""
 
 
 def check_privacy(config: TrainingConfig, rules: Rules) -> None:
@@ -71,6 +75,14 @@ def check_privacy(config: TrainingConfig, rules: Rules) -> None:
         )
     if privacy.accountant == "pld" and rules.selection.name == "uniform":
         raise ValueError(f"{key}.privacy.accountant=pld knows selection=poisson and all, not uniform: use rdp")
+    # With everybody in every round, all rounds together are one round of less noise.
+    together = privacy.noise / math.sqrt(config.rounds or 1) if rules.selection.name == "all" else privacy.noise
+    if privacy.accountant == "pld" and 0 < together < LEAST_NOISE:
+        raise ValueError(
+            f"{key}.privacy.noise={privacy.noise:g}: for accountant pld it must be at least "
+            f"{LEAST_NOISE * privacy.noise / together:.3g} here, as distributions of losses with less noise do not fit "
+            "into memory; raise it, or use rdp"
+        )
     if config.min_contributors > 1:
         raise ValueError(
             f"{key}.min_contributors={config.min_contributors}: to look at who covers a scalar would tell who took "

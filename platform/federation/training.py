@@ -63,7 +63,7 @@ MEMORY = "selection"
 """The JSON value that holds what the current stage's selection rule has left to itself."""
 
 UNANSWERED = "unanswered"
-"""The JSON value that counts the rounds of the current stage in which no client answered."""
+"""The JSON value that counts the rounds of the current stage in which no update arrived."""
 
 WITHOUT_HISTORY = ("uniform", "all", "round_robin", "tier_quota")
 """Selection rules that do not use the history, so that none is kept for them."""
@@ -353,12 +353,12 @@ class TrainingStage(Stage):
         return Merged(after, rows, review=self._review(after))
 
     def _unanswered(self, after: RunState, result: RoundResult) -> RunState:
-        """Warns of a round in which no client answered, and counts it."""
+        """Warns of a round in which no update arrived, and counts it."""
         fates = Counter(report.status for report in result.reports if report.client_id is not None)
         why = ", ".join(f"{count} {fate}" for fate, count in sorted(fates.items())) or "none was available"
         rounds = after.data.get(UNANSWERED, 0) + 1
         logger.warning(
-            "%s, round %d: no client answered (%s), so nothing was trained; %d such rounds so far",
+            "%s, round %d: no update arrived (%s), so nothing was trained; %d such rounds so far",
             *(self.name, after.round + 1, why, rounds),
         )
         return after.with_data(UNANSWERED, rounds)
@@ -402,15 +402,16 @@ class TrainingStage(Stage):
     def end(self, state: RunState) -> Merged:
         """Removes everything of the stage but its weights, and returns the models to be stored.
 
-        Raises ValueError if no client has ever answered and no stage has trained before: all weights are the initial
+        Raises ValueError if no update has ever arrived and no stage has trained before: all weights are the initial
         ones. After others, whose results are worth having, it is a warning.
         """
         if self.bag not in state.bags:
             return Merged(state)
         if 0 < state.round == state.data.get(UNANSWERED, 0):
             untrained = (
-                f"no client answered in any of the {state.round} rounds of {self.name}, so that it trained nothing: "
-                "lower devices.dropout, or raise devices.availability or devices.deadline_s"
+                f"no update arrived in any of the {state.round} rounds of {self.name}, so that it trained nothing: the "
+                "column error of the table clients says why; against lost or late devices lower devices.dropout, or "
+                "raise devices.availability or devices.deadline_s"
             )
             if state.stage == 0:
                 raise ValueError(untrained)

@@ -41,8 +41,10 @@ EPOCHS = Range(least=1, most=100_000)
 class PrivacyConfig:
     """Client-level differential privacy, which needs `pip install fedloom[privacy]`, and secure aggregation."""
 
-    clip: Annotated[float | None, POSITIVE, "S, the largest norm of a client's change; null: no privacy"] = None
-    noise: Annotated[float, ZERO_OR_MORE, "z, the noise of the sums as a multiple of S"] = 0.0
+    clip: Annotated[
+        float | None, Range(above=0, most=1e12), "S, the largest norm of a client's change; null: no privacy"
+    ] = None
+    noise: Annotated[float, Range(least=0, most=1000), "z, the noise of the sums as a multiple of S"] = 0.0
     delta: Annotated[float, Range(above=0, below=1), "the delta for which epsilon is given"] = 1e-5
     weight_cap: Annotated[
         float | None, POSITIVE, "weights are divided by this and limited to 1: for weighting by samples"

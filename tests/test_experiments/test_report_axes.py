@@ -67,6 +67,12 @@ def test_curves_of_both_directions_are_seen_where_they_coincide() -> None:
     assert (down.is_dashed(), up.is_dashed()) == (False, True)
 
 
+def test_a_run_that_trained_for_no_round_has_bytes_of_other_stages_and_a_figure() -> None:
+    rounds = pd.DataFrame(columns=["run_id", "kind", "stage", "bytes_down", "bytes_up"])
+    kinds = pd.DataFrame({"run_id": ["r1"], "kind": ["evaluation"], "bytes_down": [10], "bytes_up": [0]})
+    assert communication_figure(kinds.assign(**{SEEDS: "1"}), rounds, [setting("r1")]) is not None
+
+
 def centre(artist: Artist) -> float:
     box = artist.get_window_extent()
     return float(box.x0 + box.x1) / 2

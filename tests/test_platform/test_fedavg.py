@@ -124,13 +124,13 @@ def test_a_run_whose_clients_never_answer_warns_and_fails(
     config = fedavg(tiny_config)
     config.devices.dropout = 1.0
     world = build_world(config)
-    with pytest.raises(RunFailedError, match=r"fedavg, at its end: no client answered in any of the 2 rounds of fed"):
+    with pytest.raises(RunFailedError, match=r"fedavg, at its end: no update arrived in any of the 2 rounds of fed"):
         run_stages(world, build_stages(world), RunState())
-    assert "fedavg, round 2: no client answered (3 dropped), so nothing was trained; 2 such rounds" in caplog.text
+    assert "fedavg, round 2: no update arrived (3 dropped), so nothing was trained; 2 such rounds" in caplog.text
     stage, trained = build_stages(world)[0], replace(RunState(), stage=1, round=2)
     ended = stage.end(replace(stage.begin(trained).with_data("unanswered", 2), round=2))
     assert "unanswered" not in ended.state.data, "after a stage that has trained it is a warning"
-    assert "no client answered in any of the 2 rounds" in caplog.messages[-1]
+    assert "no update arrived in any of the 2 rounds" in caplog.messages[-1]
 
 
 # -- what a round makes of the clients' work --------------------------------------------------------------------------

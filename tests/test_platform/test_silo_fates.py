@@ -239,7 +239,7 @@ def test_silos_that_are_never_heard_have_their_rows_and_leave_the_others_alone(
 
 def test_a_run_whose_silos_all_drop_out_fails_with_what_it_began_with(spider_config: Make) -> None:
     config = spider_config(devices=DevicesConfig(dropout=1.0))
-    with pytest.raises(RunFailedError, match="no client answered in any of the 3 rounds of spider"):
+    with pytest.raises(RunFailedError, match="no update arrived in any of the 3 rounds of spider"):
         start_run(config, serial)
     assert set(rows_of(config, "clients", stage="spider")["status"]) == {"dropped"}
     assert len(rows_of(config, "clients", stage="spider")) == 9

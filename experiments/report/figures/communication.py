@@ -1,6 +1,7 @@
 """Figure of the bytes per stage and over the rounds."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ def _stage_marks(axes: Axes, own: pd.DataFrame) -> None:
     for start in starts:
         if start:
             axes.axvline(start, color="#B5B5B5", linewidth=0.9, linestyle=":")
-    for start, end in zip(starts, [*starts[1:], len(kinds)], strict=True):
+    for start, end in pairwise([*starts, len(kinds)]):
         text = stage_name(str(kinds[start])).removesuffix(" training")
         if end - start >= 0.017 * len(text) * len(kinds):  # the text's share of the axes' width
             place = ((start + end) / 2, 1.02)

@@ -58,7 +58,7 @@ from fedloom.platform.methods.stages.evaluation import (
     kept_model,
 )
 from fedloom.platform.methods.stages.target_search import search_stages, targets_of
-from fedloom.platform.methods.stages.tier_search import WINNERS
+from fedloom.platform.methods.stages.tier_search import WINNERS, check_statistics
 from fedloom.platform.plugins import Slot
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.seeding import stream
@@ -219,6 +219,8 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         return state.with_data(SERVED, count_served(state.data[SERVED], given_in(plan), space))
 
     evaluated = [Subnet(world.architecture(text, "method.train.evaluate")) for text in config.evaluate]
+    if evaluated and config.evaluate_every:
+        check_statistics(world)
     slots = Slots(
         initial=fresh_supernet(world),
         assign=give if slices else to_all(whole),

@@ -75,6 +75,15 @@ def check_validation_data(world: World, *, federated: bool = False) -> None:
         )
 
 
+def check_statistics(world: World) -> None:
+    """Raises ValueError if slices are to be scored whose running statistics cannot be estimated without such data."""
+    if world.space.keeps_statistics and not world.data.sizes("validation").any():
+        raise ValueError(
+            f"data.validation_share={world.config.data.validation_share:g} leaves no validation samples to estimate "
+            "the running statistics of batch norms from: raise it, or choose a space without them, as by space.norm"
+        )
+
+
 @dataclass(frozen=True)
 class Goal:
     """The goal of a search: models in a cost interval, and the clients that may score them.

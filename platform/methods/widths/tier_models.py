@@ -20,6 +20,7 @@ from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Stage
 from fedloom.platform.federation.training import SUPERNET, Round, Slots, Tasks, TrainingStage, fresh_supernet
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
+from fedloom.platform.methods.stages.tier_search import check_statistics
 from fedloom.platform.methods.tiered.fedoras import bag_name
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import ONE_OR_MORE
@@ -89,6 +90,8 @@ def tier_stages(
         raise ValueError(
             f"method.train.privacy: {model}'s clients measure batch norms in the end without noise; use space.norm=none"
         )
+    if train.evaluate_every:
+        check_statistics(world)
     check_training(train, "method.train", world.num_clients)
     rules, shown = rules_of(train, "method.train"), tuple(dict.fromkeys(largest_of_tiers(world)))
 

@@ -108,3 +108,38 @@ def test_every_folder_of_the_results_is_known() -> None:
 )
 def test_a_number_of_search_is_named_as_it_was_typed(words: Sequence[str], said: str, refusal: Refuse) -> None:
     assert said in refusal("search", "baseline", *words)
+
+
+@pytest.mark.parametrize(
+    ("preset", "given", "line"),
+    [
+        (
+            "fedavg_digits",
+            ["method.train.privacy.clip=1e30"],
+            "method.train.privacy.clip=1e+30: must be above 0 and at",
+        ),
+        ("fedavg_digits", ["method.train.privacy.noise=1e30"], "privacy.noise=1e+30: must be between 0 and 1000"),
+        (
+            "fedavg_digits",
+            [
+                *(
+                    "method.train.privacy.clip=1",
+                    "method.train.privacy.noise=0.5",
+                    "method.train.privacy.accountant=pld",
+                ),
+                *("method.train.selection=all", "method.train.clients_per_round=null", "method.train.weighting=plain"),
+            ],
+            # Sixty rounds of everybody are one of noise / sqrt(60).
+            "method.train.privacy.noise=0.5: for accountant pld it must be at least 0.775 here",
+        ),
+        (
+            "fjord_digits",
+            ["space.norm=batch", "data.validation_share=0"],
+            "data.validation_share=0 leaves no validation samples to estimate the running statistics of batch norms",
+        ),
+    ],
+)
+def test_what_would_fail_in_the_first_round_is_refused_before(
+    refused: Refuse, preset: str, given: list[str], line: str
+) -> None:
+    assert line in refused(*given, preset=[f"experiment={preset}", "executor.kind=serial"])
