@@ -17,10 +17,11 @@ from fedloom.experiments.export.comparison import check_agreement, compare
 from fedloom.experiments.export.formats import FORMATS, Forward, check_formats, encode
 from fedloom.experiments.export.selection import Chosen, Wanted, check_wanted, choose
 from fedloom.experiments.runs.configuration import stored_config
-from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.networks import ESTIMATED, Subnet
 from fedloom.platform.clients.scoring import scored_subnet
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods.tiered.fedoras import FedorASConfig
 from fedloom.platform.results.files import content_hash, sync_file, sync_folder
 from fedloom.platform.results.outputs import output_folder
 from fedloom.platform.results.paths import RunPaths, find_run
@@ -78,7 +79,9 @@ def export(
 
 def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats: Sequence[str]) -> Exported:
     worker = Worker(world.spec)
-    module = scored_subnet(worker, Subnet(chosen.architecture, chosen.stand_alone), chosen.weights)
+    method = world.config.method
+    statistics = method.search.statistics if isinstance(method, FedorASConfig) else ESTIMATED
+    module = scored_subnet(worker, Subnet(chosen.architecture, chosen.stand_alone, statistics), chosen.weights)
     data = worker.in_task(_validation(worker), chosen.architecture)
     sample = data[0][:2]
     encoded = encode(module, sample, formats)

@@ -18,8 +18,9 @@ def completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
     search = method.get("search")
     if isinstance(search, Mapping) and method["name"] in SEARCHED_BY_MASKS and "statistics" not in search:
         values = {**values, "method": {**method, "search": {**search, "statistics": "running"}}}
-    if isinstance(search, Mapping) and "searcher" in search and "objectives" not in search:
-        values = {**values, "method": {**method, "search": {**search, "objectives": "metric_and_cost"}}}
+    if isinstance(search, Mapping) and "searcher" in search:
+        before = {"objectives": "metric_and_cost", "statistics": "averaged"}
+        values = {**values, "method": {**method, "search": {**before, **search}}}
     return values
 
 

@@ -21,6 +21,9 @@ from fedloom.platform.spaces.slices import (
     parse_subspace,
 )
 
+STATISTICS = ESTIMATED, AVERAGED = "estimated", "averaged"
+"""Running statistics of a supernet's slice: measured for it on unlabelled samples, or the mean of what clients sent."""
+
 if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import Assignment
     from fedloom.platform.clients.training import Loss, Samples, Trained
@@ -126,10 +129,14 @@ class Countable(Described, Protocol):
 
 @dataclass(frozen=True)
 class Subnet:
-    """A subnet, trained in its slices of the supernet or, if `stand_alone`, with tensors of its own."""
+    """A subnet, trained in its slices of the supernet or, if `stand_alone`, with tensors of its own.
+
+    `statistics` says whether a slice is scored with running statistics `estimated` for it, or with the `averaged` ones.
+    """
 
     architecture: Architecture
     stand_alone: bool = False
+    statistics: str = ESTIMATED
 
     def on(self, worker: Worker, assignment: Assignment | None = None) -> Network:
         """The network; it does not depend on the assignment."""

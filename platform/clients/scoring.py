@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import (
     Assignment,
     Measurement,
@@ -17,10 +19,10 @@ from fedloom.platform.clients.assignments import (
     client_of,
     places_of,
 )
-from fedloom.platform.clients.networks import Network, Subnet, in_task
-from fedloom.platform.clients.training import Samples, Score, estimate_statistics, evaluate, evaluate_all
+from fedloom.platform.clients.networks import ESTIMATED, Network, Subnet, in_task
+from fedloom.platform.clients.training import BatchNorm, Samples, Score, estimate_statistics, evaluate, evaluate_all
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, bytes_of
+from fedloom.platform.spaces.slices import Architecture, Slice, Weights, architecture_id, bytes_of
 from fedloom.tiers.clock import EVALUATION_FACTOR
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ PERSONAL, GLOBAL = "personal", "global"
 """The names of a client's own model and the shared model in the tables."""
 
 CALIBRATION_SAMPLES = 512
-"""Number of unlabelled validation samples for estimating a subnet's running statistics before it is scored."""
+"""Number of unlabelled samples for estimating a subnet's running statistics before it is scored."""
 
 LARGEST_EXPONENT = 700.0
 """Bound of the exponent of e, so that a diverged model's perplexity stays finite."""
@@ -67,9 +69,14 @@ def calibration_samples(worker: Worker) -> Tensor:
             raise ValueError(
                 "running statistics need validation data to be estimated from: raise data.validation_share"
             )
-        places = torch.linspace(0, len(x) - 1, min(CALIBRATION_SAMPLES, len(x))).round().long()
-        worker.calibration = x[places.to(x.device)]
+        worker.calibration = _spread(x)
     return worker.calibration
+
+
+def _spread(x: Tensor) -> Tensor:
+    """Evenly spaced samples, as many as statistics are estimated from."""
+    places = torch.linspace(0, len(x) - 1, min(CALIBRATION_SAMPLES, len(x))).round().long()
+    return x[places.to(x.device)]
 
 
 def loaded_subnet(worker: Worker, subnet: Subnet, weights: Weights) -> nn.Module:
@@ -87,7 +94,7 @@ def scored_subnet(worker: Worker, subnet: Subnet, weights: Weights, version: str
     They are estimated once for each subnet of weights with a `version`, for all data that it is scored on.
     """
     module = loaded_subnet(worker, subnet, weights)
-    if not subnet.stand_alone and worker.space.keeps_statistics:
+    if not subnet.stand_alone and subnet.statistics == ESTIMATED and worker.space.keeps_statistics:
         known = {} if version is None else worker.statistics_of(version)
         if subnet.architecture not in known:
             estimate_statistics(module, calibration_samples(worker))
@@ -97,13 +104,46 @@ def scored_subnet(worker: Worker, subnet: Subnet, weights: Weights, version: str
     return module
 
 
+Buffers = list[tuple[Tensor, Tensor]]
+"""Buffers of a module, and their values."""
+
+
+@contextmanager
+def _estimated_for(
+    worker: Worker, module: nn.Module, paths: Sequence[Architecture], unlabelled: Tensor
+) -> Iterator[list[Buffers]]:
+    """The statistics of each path of the supernet module, which has afterwards those that it had before."""
+    norms = {f"{n}.running_mean": part for n, part in module.named_modules() if isinstance(part, BatchNorm)}
+    before = [(buffer, buffer.clone()) for norm in norms.values() for buffer in norm.buffers()]
+
+    def of(path: Architecture) -> Buffers:
+        own = [norms[name] for name in worker.space.slices(path) if name in norms]
+        estimate_statistics(module, unlabelled, forward=lambda x_B: module(x_B, path), norms=own)
+        return [(buffer, buffer.clone()) for norm in own for buffer in norm.buffers()]
+
+    try:
+        yield [of(path) for path in paths]
+    finally:
+        _put(before)
+
+
+def _put(values: Buffers) -> None:
+    for buffer, value in values:
+        buffer.copy_(value)
+
+
 def score_subnets(
-    worker: Worker, architectures: Sequence[Architecture], weights: Weights, version: str, data: Samples
+    worker: Worker,
+    architectures: Sequence[Architecture],
+    weights: Weights,
+    version: str,
+    data: Samples,
+    unlabelled: Tensor | None = None,
 ) -> list[Score]:
     """The scores of subnets of the shared supernet, in the given order.
 
-    The supernet module computes them if subnets hold whole tensors, otherwise each subnet's own module. All are for the
-    same task.
+    The supernet module computes them if subnets hold whole tensors, with statistics that are estimated for each from
+    `unlabelled` samples, if given; otherwise each subnet's own module. All are for the same task.
     """
     data = worker.in_task(data, architectures[0]) if architectures else data
     if worker.space.slices_tensors:
@@ -114,14 +154,18 @@ def score_subnets(
     beginnings = getattr(module, "beginnings", None)
     # In the order in which most of the paths begin as the last one did.
     order = sorted(range(len(architectures)), key=lambda i: architecture_id(architectures[i]))
+    paths = [architectures[i] for i in order]
+    averaged = nullcontext[list[Buffers]]([[] for _ in paths])
+    with averaged if unlabelled is None else _estimated_for(worker, module, paths, unlabelled) as statistics:
 
-    def outputs_of(x_B: Tensor) -> Iterator[Tensor]:
-        known = () if beginnings is None else (beginnings(),)
-        x_B = worker.kernels.laid_out(x_B)
-        for i in order:
-            yield module(x_B, architectures[i], *known)
+        def outputs_of(x_B: Tensor) -> Iterator[Tensor]:
+            known = () if beginnings is None else (beginnings(),)
+            x_B = worker.kernels.laid_out(x_B)
+            for path, of_path in zip(paths, statistics, strict=True):
+                _put(of_path)
+                yield module(x_B, path, *known)
 
-    scores = evaluate_all(outputs_of, len(architectures), data, worker.objective)
+        scores = evaluate_all(outputs_of, len(paths), data, worker.objective)
     return [score for _, score in sorted(zip(order, scores, strict=True), key=lambda pair: pair[0])]
 
 
@@ -129,7 +173,8 @@ def score_subnets(
 class ScoreSubnets:
     """Scores subnets of the shared supernet on a split of the server's or of one client's data.
 
-    `sent_bytes` is the size of the download (in federated search, of the union of the candidates).
+    `sent_bytes` is the size of the download (in federated search, of the union of the candidates). `statistics` are as
+    in `Subnet`; on a client they are estimated from its own training data.
     """
 
     architectures: tuple[Architecture, ...]
@@ -137,6 +182,7 @@ class ScoreSubnets:
     split: str = "validation"
     share: float = 1.0
     sent_bytes: int = 0
+    statistics: str = ESTIMATED
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """Scores every architecture, with one measurement per metric."""
@@ -145,22 +191,62 @@ class ScoreSubnets:
         else:
             data = worker.client_data(assignment.client_id, self.split)
         measurements: list[Measurement] = []
-        scores = score_subnets(worker, self.architectures, weights, self.version, data)
+        unlabelled = self._unlabelled(worker, assignment.client_id)
+        scores = score_subnets(worker, self.architectures, weights, self.version, data, unlabelled)
         for architecture, score in zip(self.architectures, scores, strict=True):
             measurements += measurements_of("supernet", architecture_id(architecture), self.split, score)
-        return replace(self._costs(worker, len(data[1]), len(measurements)), measurements=tuple(measurements))
+        passes = len(data[1]) + (0 if unlabelled is None else len(unlabelled))
+        costs = self._costs(worker, len(data[1]), passes, len(measurements))
+        return replace(costs, measurements=tuple(measurements))
 
     def account(self, worker: Worker, assignment: Assignment) -> Outcome:
         """The costs of a client's scores of a loss and a metric, counted without scoring."""
-        return self._costs(worker, worker.data.size(client_of(assignment), self.split), 2 * len(self.architectures))
+        client_id = client_of(assignment)
+        samples, own = (worker.data.size(client_id, split) for split in (self.split, "train"))
+        passes = samples + (min(own, CALIBRATION_SAMPLES) if own > 1 and self._is_estimated(worker) else 0)
+        return self._costs(worker, samples, passes, 2 * len(self.architectures))
 
-    def _costs(self, worker: Worker, samples: int, values: int) -> Outcome:
+    def _is_estimated(self, worker: Worker) -> bool:
+        """Whether paths of the supernet module get statistics; subnets with slices of tensors always have their own."""
+        space = worker.space
+        return self.statistics == ESTIMATED and space.keeps_statistics and not space.slices_tensors
+
+    def _unlabelled(self, worker: Worker, client_id: int | None) -> Tensor | None:
+        """The samples from which paths' statistics are estimated; a single one has no variance."""
+        if not self._is_estimated(worker):
+            return None
+        if client_id is None:
+            return calibration_samples(worker)
+        x, _ = worker.client_data(client_id, "train")
+        return _spread(x) if len(x) > 1 else None
+
+    def _costs(self, worker: Worker, samples: int, passes: int, values: int) -> Outcome:
         return Outcome(
             samples=samples,
-            macs=sum(worker.spec.macs_table.cost(a) for a in self.architectures) * samples,
+            macs=sum(worker.spec.macs_table.cost(a) for a in self.architectures) * passes,
             bytes_down=self.sent_bytes,
             # Each client sends a loss and a metric per candidate, 8 bytes each.
             bytes_up=8 * values if self.sent_bytes else 0,
+            clock_factor=EVALUATION_FACTOR,
+        )
+
+
+@dataclass(frozen=True)
+class EstimateStatistics:
+    """The server's estimate of a slice's running statistics, as an update of the slice."""
+
+    subnet: Subnet
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+        """Estimates them from the samples from which a search does."""
+        del assignment
+        module = scored_subnet(worker, self.subnet, weights)
+        found = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+        samples = len(calibration_samples(worker))
+        return Outcome(
+            update=Update(found, {name: Slice(name) for name in found}, dict.fromkeys(found, 1.0)),
+            samples=samples,
+            macs=worker.spec.macs_table.cost(self.subnet.architecture) * samples,
             clock_factor=EVALUATION_FACTOR,
         )
 

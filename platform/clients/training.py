@@ -364,14 +364,25 @@ def evaluate_all(
     return [of_network.score(y) for of_network in sums]
 
 
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
 @torch.no_grad()
-def estimate_statistics(module: nn.Module, x: Tensor, batch_size: int = 128) -> None:
+def estimate_statistics(
+    module: nn.Module,
+    x: Tensor,
+    batch_size: int = 128,
+    *,
+    forward: Callable[[Tensor], object] | None = None,
+    norms: Iterable[BatchNorm] | None = None,
+) -> None:
     """Replaces the running statistics of the module's batch norms by those of the inputs `x` (n, ...).
 
-    Every batch has the same weight, as in the cumulative mean of once-for-all's calibration (Cai et al. 2020). Only for
-    stand-alone modules: evaluating a subnet must not change the supernet's statistics.
+    `forward` runs a path of a supernet, and `norms` are the path's; by default all of a stand-alone module's. Every
+    batch has the same weight, as in the cumulative mean of once-for-all's calibration (Cai et al. 2020).
     """
-    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    forward = module if forward is None else forward
+    norms = [part for part in module.modules() if isinstance(part, BatchNorm)] if norms is None else [*norms]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
@@ -383,7 +394,7 @@ def estimate_statistics(module: nn.Module, x: Tensor, batch_size: int = 128) -> 
         for norm in norms:
             # What torch computes for a momentum of None, but from its own count, which is on the device.
             norm.momentum = 1.0 / (first + 1)
-        module(x[first::batches])
+        forward(x[first::batches])
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
         norm.eval()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from fedloom.platform.clients.networks import ESTIMATED, STATISTICS
 from fedloom.platform.plugins import PluginError, Slot, is_import_path
 from fedloom.platform.search.base import Interval, Searcher
 from fedloom.platform.search.criterion import METRIC_TEXT, METRICS
@@ -31,6 +32,11 @@ class SearchConfig:
     objectives: Annotated[
         str, OneOf(OBJECTIVES), "nsga2: ranks by the metric (cost is a constraint), or by metric and cost"
     ] = METRIC
+    statistics: Annotated[
+        str,
+        OneOf(STATISTICS),
+        "batch norms of a path: estimated for it on unlabelled samples, or averaged over clients",
+    ] = ESTIMATED
     validation_share: Annotated[float, SHARE, "share of the validation data used for scoring (App. K.1)"] = 1.0
     options: Annotated[dict[str, Any], "options of a user's own searcher, by name"] = field(default_factory=dict)
 

@@ -178,6 +178,11 @@ class OperatorChoiceSpace(NamedOperatorSpace):
     def _layers(self, kept: Subspace) -> list[SearchableLayer]:
         return [SearchableLayer(i, *pair) for i, pair in enumerate(zip(self.candidates, kept, strict=True))]
 
+    @cached_property
+    def keeps_statistics(self) -> bool:
+        """Whether it has batch norms: what reaches them depends on the path, so that averages over paths fit none."""
+        return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self._meta_supernet.modules())
+
     def _network(self, kept: Subspace) -> nn.Module:
         return PathNetwork(self.build_fixed(), self._layers(kept))
 

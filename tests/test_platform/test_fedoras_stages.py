@@ -221,6 +221,15 @@ def test_the_kept_model_scores_what_was_recorded(finished: Any, name: str) -> No
     assert accuracy(world, architecture, tensors) == pytest.approx(value)
 
 
+def test_a_reported_slice_scores_as_it_did_in_the_search(finished: Any) -> None:
+    """With the statistics that were estimated for it; averaged ones would give another score."""
+    slices = finished["evaluations"].query("model == 'supernet_init' and split == 'validation' and metric == 'loss'")
+    searched = finished["candidates"].set_index(["tier", "architecture"])["loss"]
+    assert len(slices) == 2
+    for row in slices.itertuples():
+        assert row.value == pytest.approx(searched[row.tier, row.architecture], rel=1e-6)
+
+
 def accuracy(world: World, architecture: Architecture, tensors: dict[str, Tensor]) -> float:
     """On the whole test set, without what a worker does."""
     module = world.space.build_subnet(architecture)
@@ -257,7 +266,8 @@ def test_no_rounds_of_rand_init_leave_it_out(tiny_config: Make, results_of: Any)
     assert set(results["evaluations"].query("stage == 'evaluation'")["model"]) == {"supernet_init", "fine_tuned"}
     assert len(results["models"]) == 4
     bags = load_checkpoint(results.paths.checkpoint).bags
-    assert sorted(bags) == ["supernet", "tier1-fine_tuned", "tier2-fine_tuned"]
+    slices = ["tier1-supernet_init", "tier2-supernet_init"]
+    assert sorted(bags) == sorted(["supernet", "tier1-fine_tuned", "tier2-fine_tuned", *slices])
 
 
 def test_no_rounds_of_supernet_training_search_the_fresh_weights(tiny_config: Make, results_of: Any) -> None:

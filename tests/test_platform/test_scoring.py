@@ -9,10 +9,11 @@ import torch
 
 from fedloom.platform.clients import scoring
 from fedloom.platform.clients.assignments import Assignment, Outcome, Task
-from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.networks import AVERAGED, Subnet
+from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.training import LocalSGD, estimate_statistics, evaluate
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.guard import TestReadError
 from fedloom.platform.federation.building import build_world
@@ -21,6 +22,9 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.tiered.fedoras import Paths
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.spaces.operator_choice import Beginnings, OperatorChoiceSpace, PathNetwork
+from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.spaces.slices import extract
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 LOCAL = LocalSGD(epochs=2, batch_size=16, lr=0.05, momentum=0.9)
 
@@ -73,12 +77,16 @@ def test_a_path_scores_as_its_stand_alone_subnet(setting: Setting) -> None:
 
 def test_paths_that_begin_alike_score_as_alone_and_compute_their_beginning_once(setting: Setting) -> None:
     paths = ((2, 0, 1), (0, 1, 2), (2, 0, 3), (0, 1, 3), (2, 0, 1))
-    alone = [value for path in paths for value in values(setting.do(ScoreSubnets((path,), "v0"), client_id=None))]
+    alone = [
+        value
+        for path in paths
+        for value in values(setting.do(ScoreSubnets((path,), "v0", statistics=AVERAGED), client_id=None))
+    ]
     calls: list[int] = []
     supernet = cast(PathNetwork, setting.worker.supernet)
     for place, layer in enumerate(supernet.layers):
         layer.register_forward_hook(lambda _layer, _inputs, _y, place=place: calls.append(place))
-    assert values(setting.do(ScoreSubnets(paths, "v0"), client_id=None)) == alone
+    assert values(setting.do(ScoreSubnets(paths, "v0", statistics=AVERAGED), client_id=None)) == alone
     batches = calls.count(0) // 2
     assert [calls.count(place) for place in range(3)] == [2 * batches, 2 * batches, 4 * batches]
 
@@ -141,3 +149,61 @@ def test_a_share_of_the_validation_set_is_the_same_for_all_candidates(setting: S
     assert values(half[0]) == values(half[1])
     other = setting.do(ScoreSubnets(((0, 1, 2),), "v0", share=0.5), client_id=None, worker=Worker(setting.world.spec))
     assert values(other) == values(half[0])
+
+
+# -- statistics of paths ----------------------------------------------------------------------------------------------
+
+
+def trained_apart(setting: Setting) -> None:
+    """Shared statistics as of other paths: they fit none."""
+    generator = torch_stream(3, "test")
+    for name, tensor in setting.weights.items():
+        if "running" in name:
+            tensor.add_(torch.rand(tensor.shape, generator=generator))
+
+
+def test_a_path_is_scored_with_statistics_of_its_own_on_any_data_and_the_supernet_keeps_its(setting: Setting) -> None:
+    """Those of a stand-alone module on the same inputs, bit for bit, whatever is scored beside it."""
+    trained_apart(setting)
+    paths = ((2, 0, 1), (0, 1, 2), (2, 0, 3))
+    module = setting.worker.load_whole(setting.weights, "v0")
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    together = values(setting.do(ScoreSubnets(paths, "v0"), client_id=None))
+    assert together == [v for a in paths for v in values(setting.do(ScoreSubnets((a,), "v0"), client_id=None))]
+    slices = [setting.do(ScoreSubnet(Subnet(a), "m", "validation"), client_id=None) for a in paths]
+    assert together == [value for of_slice in slices for value in values(of_slice)]
+    averaged = values(setting.do(ScoreSubnets(paths, "v0", statistics=AVERAGED), client_id=None))
+    assert averaged != together
+    kept = setting.do(ScoreSubnet(Subnet(paths[0], statistics=AVERAGED), "m", "validation"), client_id=None)
+    assert values(kept) == pytest.approx(averaged[:2], rel=1e-5)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
+
+
+def test_a_client_estimates_from_its_own_training_data_and_the_passes_are_counted(setting: Setting) -> None:
+    trained_apart(setting)
+    path = (2, 0, 1)
+    task = ScoreSubnets((path,), "v0", sent_bytes=1)
+    outcome = setting.do(task, client_id=3)
+    module = setting.space.build_subnet(path).eval()
+    module.load_state_dict(extract(setting.weights, setting.space.slices(path)))
+    own, data = (setting.worker.client_data(3, split) for split in ("train", "validation"))
+    estimate_statistics(module, own[0])
+    assert outcome.measurements[0].value == pytest.approx(evaluate(module, data, Objective()).loss, rel=1e-5)
+    cost = setting.worker.spec.macs_table.cost(path)
+    assert outcome.macs == cost * (len(own[1]) + len(data[1]))
+    counted = task.account(setting.worker, Assignment("search", 0, 3, "tier1", task))
+    assert (counted.macs, counted.bytes_up) == (outcome.macs, outcome.bytes_up)
+
+
+def test_a_diverged_path_leaves_the_others_scores_alone(setting: Setting) -> None:
+    paths = ((0, 1, 2), (2, 0, 1))
+    sound = values(setting.do(ScoreSubnets(paths[1:], "v0"), client_id=None))
+    for name, tensor in setting.weights.items():
+        if name.startswith("layers.0.ops.0.") and tensor.is_floating_point():
+            tensor.fill_(math.inf)
+    assert values(setting.do(ScoreSubnets(paths, "v1"), client_id=None))[2:] == sound
+
+
+@pytest.mark.parametrize(("name", "keeps"), [("cnn_digits", True), ("rnn_shakespeare", False)])
+def test_a_space_says_whether_paths_have_statistics(name: str, keeps: bool) -> None:
+    assert build_space(SpaceConfig(name)).keeps_statistics == keeps

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import numpy as np
 
 from fedloom.platform.clients.assignments import Assignment, Measurement, Report
-from fedloom.platform.clients.scoring import ScoreSubnets
+from fedloom.platform.clients.networks import ESTIMATED
+from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, ScoreSubnets
 from fedloom.platform.federation.planning import (
     assign,
     choose_cohort,
@@ -163,7 +164,9 @@ class TierSearchStage(Stage):
         """Those of the models that are still to be scored."""
         scored = len(self._searcher(state).history) if self.name in state.data else 0
         everything = num_samples(self.world, "validation")
+        is_estimated = self.config.statistics == ESTIMATED and self.world.space.keeps_statistics
         samples = self.config.validation_share * everything
+        samples += min(CALIBRATION_SAMPLES, everything) if is_estimated else 0
         if self.federated:
             clients = self.config.scoring_rounds * self.config.clients_per_round
             own = clients * everything / self.world.num_clients
@@ -191,13 +194,15 @@ class TierSearchStage(Stage):
         size, version = self.config.candidates_per_task, state.version(SUPERNET)
         alike = sorted(candidates, key=architecture_id)  # those of a task compute once what they begin with
         groups = [tuple(alike[i : i + size]) for i in range(0, len(alike), size)]
-        tasks = [ScoreSubnets(group, version, share=self.config.validation_share) for group in groups]
+        share, statistics = self.config.validation_share, self.config.statistics
+        tasks = [ScoreSubnets(group, version, share=share, statistics=statistics) for group in groups]
         return [for_server(self.name, state.round, task) for task in tasks]
 
     def _clients(self, state: RunState, candidates: Sequence[Architecture], part: int) -> list[Assignment]:
         cohort = self._cohort(state.round - part, part)
         sent_bytes = bytes_of(extract(state.weights(SUPERNET), self._union(candidates)))
-        task = ScoreSubnets(tuple(candidates), state.version(SUPERNET), sent_bytes=sent_bytes)
+        version, statistics = state.version(SUPERNET), self.config.statistics
+        task = ScoreSubnets(tuple(candidates), version, sent_bytes=sent_bytes, statistics=statistics)
         ordered = in_plan_order(self.world, cohort.client_ids)
         return [assign(self.world, self.name, state.round, cohort, c, task) for c in ordered]
 

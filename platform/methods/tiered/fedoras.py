@@ -3,6 +3,7 @@
 1. train    the supernet: each client receives a random subspace within its communication budget and trains one random
             path per batch within its tier's budget; operators are averaged by the samples that went through them (OPA)
 2. search   per tier: the supernet's paths within the tier's bounds, scored with its weights
+   slices   each winner is cut from the supernet, with running statistics that are estimated for it, if it has any
 3. finetune per tier: FedAvg of the winner, from the supernet's weights, on the clients of that tier and above
 (rand_init) the same from fresh weights, as a baseline
 4. evaluate every tier's models
@@ -18,15 +19,15 @@ from torch import Tensor
 
 from fedloom.platform.clients.assignments import Assignment, places_of
 from fedloom.platform.clients.local_rules import local_rule
-from fedloom.platform.clients.networks import Account, DrawingNetwork, Network, Subnet
+from fedloom.platform.clients.networks import AVERAGED, ESTIMATED, Account, DrawingNetwork, Network, Subnet
 from fedloom.platform.clients.path_samplers import SAMPLERS, PathSampler, path_sampler
-from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
+from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, EstimateStatistics, ScoreSubnet, ScoreSubnets
 from fedloom.platform.clients.subspace import UNITS, CommunicationBudget, sample_subspace
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import Trained
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.planning import expected_macs, training_budget
-from fedloom.platform.federation.stage import Stage
+from fedloom.platform.federation.planning import expected_macs, for_server, training_budget
+from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import (
     SUPERNET,
@@ -256,7 +257,11 @@ def tier_stage(
         if model == "rand_init" or given is not None:
             draw = from_generator(world, lambda g: space.initial_subnet_weights(architecture, g), model, name)
             return draw(state)
-        cut = extract(state.weights(SUPERNET), space.slices(architecture))
+        kept = bag_name(name, FROM_SUPERNET)
+        if kept in state.bags:
+            cut = state.weights(kept)
+        else:
+            cut = extract(state.weights(SUPERNET), space.slices(architecture))
         return {tensor_name: tensor.clone() for tensor_name, tensor in cut.items()}
 
     def client(round_: Round) -> Train:
@@ -279,6 +284,39 @@ def tier_stage(
     return TrainingStage(world, config, rules, slots, name=f"{model}/{name}", bag=bag_name(name, model))
 
 
+class SliceStage(Stage):
+    """Cuts every tier's winner from the supernet; the server estimates its running statistics. One round per tier."""
+
+    name = "slices"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def _won(self, state: RunState) -> list[tuple[str, Architecture]]:
+        found = [(tier.name, winner_of(state, tier.name)) for tier in self.world.tiers]
+        return [(name, architecture) for name, architecture in found if architecture is not None]
+
+    def rounds_left(self, state: RunState) -> int:
+        """One per tier with a winner."""
+        return len(self._won(state)) - state.round
+
+    def macs_left(self, state: RunState) -> float:
+        """Those of the passes that statistics are estimated in."""
+        left = len(self.world.tiers) - state.round
+        return max(0, left) * CALIBRATION_SAMPLES * expected_macs(self.world)
+
+    def plan(self, state: RunState) -> Plan:
+        """The server's estimate of one slice."""
+        _, architecture = self._won(state)[state.round]
+        return Plan([for_server(self.name, state.round, EstimateStatistics(Subnet(architecture)))], SUPERNET)
+
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+        """The slice with its statistics, as a bag of its own."""
+        tier, architecture = self._won(state)[state.round]
+        cut = extract(state.weights(SUPERNET), self.world.space.slices(architecture))
+        return Merged(state.with_bag(bag_name(tier, FROM_SUPERNET), result.sums.finish(cut).weights))
+
+
 def bag_name(tier: str, model: str) -> str:
     """The bag of a tier's model."""
     return f"{tier}-{model}"
@@ -293,10 +331,12 @@ def tier_jobs(world: World, state: RunState, models: Sequence[str]) -> list[Eval
             continue
         own = np.flatnonzero(world.tier_of_client == index)
         for model in models:
-            cut = model == FROM_SUPERNET
-            bag = SUPERNET if cut else bag_name(tier.name, model)
-            subnet = Subnet(architecture, stand_alone=not cut)
-            jobs.append(EvaluationJob(tier.name, model, subnet, bag, own, f"{tier.name}-{model}"))
+            bag = bag_name(tier.name, model)
+            stands_alone = bag in state.bags  # a slice without statistics of its own has those of the supernet
+            subnet = Subnet(architecture, stands_alone, AVERAGED)
+            jobs.append(
+                EvaluationJob(tier.name, model, subnet, bag if stands_alone else SUPERNET, own, f"{tier.name}-{model}")
+            )
     return jobs
 
 
@@ -307,6 +347,8 @@ def stages(config: FedorASConfig, world: World) -> list[Stage]:
     tiers = range(len(world.tiers))
     sequence: list[Stage] = [supernet_stage(world, config.train)]
     sequence += [TierSearchStage(world, config.search, goal) for goal in tier_goals(world, config.search)]
+    if config.search.statistics == ESTIMATED and world.space.keeps_statistics:
+        sequence.append(SliceStage(world))
     sequence += [tier_stage(world, config.finetune, tier, "fine_tuned", "method.finetune") for tier in tiers]
     models = [FROM_SUPERNET, "fine_tuned"]
     if config.rand_init.rounds:

@@ -95,7 +95,7 @@ def source_of(config: TransferConfig, world: World) -> Source:
             f"method.architecture={config.architecture}: model {model} of run {paths.run_id} is {space.label(own)}; "
             "only supernets can be cut; leave it out (null)"
         )
-    if model == SUPERNET and space.keeps_statistics and not config.from_scratch:
+    if model == SUPERNET and space.slices_tensors and space.keeps_statistics and not config.from_scratch:
         raise ValueError(
             f"method.model={model}: a subnet of {space.name} needs running statistics of its own, which no client has "
             "measured; take a run of space.norm=none or group, or a model of a tier"
