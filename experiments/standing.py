@@ -37,7 +37,8 @@ def _show_named(results: Path, given: Sequence[str], as_json: bool) -> None:
     meant = {word: meant_ablation(results, word) for word in given}
     ablations = [ablation for ablation in meant.values() if ablation is not None]
     runs = [paths for word, ablation in meant.items() if ablation is None for paths in find_runs(results, word)]
-    found = [_listed(paths, read_status(paths.status)) for paths in dict.fromkeys(runs)]
+    alone = len(given) == 1 and len(runs) == 1
+    found = [_listed(each, read_status(each.status)) if alone else _known(each) for each in dict.fromkeys(runs)]
     if as_json:
         values = [_ablation_as_dict(results, ablation) for ablation in ablations]
         write_json({"runs": [run.as_dict() for run in found], "ablations": values})

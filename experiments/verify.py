@@ -1,6 +1,5 @@
 """Checks of everything that a run has stored, for `fedloom verify`."""
 
-import json
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -10,6 +9,7 @@ from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.partition import prepared_for
 from fedloom.platform.data.prepare import prepared_folder
 from fedloom.platform.results.checkpoint import run_checkpoint
+from fedloom.platform.results.files import from_json, read_json
 from fedloom.platform.results.journal import read_journals
 from fedloom.platform.results.manifest import has_sealed_checkpoint, manifest_path, problems
 from fedloom.platform.results.models import list_models, load_model
@@ -102,7 +102,8 @@ def _models(paths: RunPaths) -> list[str]:
 def _names(paths: RunPaths) -> list[str]:
     rows = read_runs([paths], "runs", ["name", "tags"]).to_dict("records")
     name, tags = (rows[0][c] if rows and isinstance(rows[0][c], str) else None for c in ("name", "tags"))
-    stored, found = Names(name, tuple(json.loads(tags or "[]"))), read_names(paths.artifacts)
+    listed = from_json(tags or "[]", f"the list of tags of run {paths.run_id}")
+    stored, found = Names(name, tuple(listed)), read_names(paths.artifacts)
     if stored == found:
         return []
     return [
@@ -117,7 +118,7 @@ def _inputs(paths: RunPaths, unchecked: list[str]) -> list[str]:
     Reads all of the run's prepared data, if its cache is here.
     """
     try:
-        config = json.loads(paths.config.read_text())
+        config = read_json(paths.config)
         data = DataConfig(**config["data"])
     except (OSError, ValueError, KeyError, TypeError):
         return []  # a run of an earlier version, or one whose manifest tells

@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -21,17 +22,23 @@ from fedloom.experiments.ablation.plan import plan_ablation, planned_ablation
 from fedloom.experiments.cli import main
 from fedloom.experiments.export.export import export
 from fedloom.experiments.export.selection import Wanted
+from fedloom.experiments.report.pages.runs import write_report
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.experiments.runs.search import load_trained
 from fedloom.experiments.store.ablations import write_ablation
+from fedloom.experiments.verify import verified
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.results.manifest import Manifest
-from fedloom.platform.results.models import save_model
-from fedloom.platform.results.parts import TableParts
-from fedloom.platform.results.paths import RunPaths, find_run, run_paths
+from fedloom.platform.results.bag import Bag
+from fedloom.platform.results.checkpoint import load_checkpoint, save_checkpoint
+from fedloom.platform.results.files import MOST_TEXT_BYTES, opened, read_file, within, write_atomically
+from fedloom.platform.results.manifest import Manifest, check_files
+from fedloom.platform.results.models import load_model, save_model
+from fedloom.platform.results.parts import TableParts, read_part
+from fedloom.platform.results.paths import STATE_FILE, RunPaths, find_run, run_paths
+from fedloom.platform.results.sealed import sealed_json, unsealed
 from fedloom.platform.results.tables import TABLES
 from fedloom.platform.runs.code_places import check_code_places
-from fedloom.platform.runs.run import Label, start_run
+from fedloom.platform.runs.run import Label, resume_run, start_run
 from fedloom.platform.runs.serial import make_serial
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -229,6 +236,113 @@ def test_names_cannot_leave_their_folder(
     with pytest.raises(ValueError, match="cannot be a file name"):
         start_run(config, make_serial, label=Label(run_id=name or "/"))
     assert sorted(tmp_path.rglob("*")) == before
+
+
+NO_NAMES = [
+    "../x",
+    "a/../../x",
+    "/etc/passwd",
+    "../../../../../dev/zero",
+    "..",
+    ".",
+    "",
+    "a//b",
+    "a\0b",
+    7,
+    None,
+    ["a"],
+]
+
+
+@pytest.mark.parametrize("name", NO_NAMES, ids=repr)
+def test_what_results_name_is_looked_for_in_its_folder_alone(name: object, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no name of a file in"):
+        within(tmp_path, name)
+    paths = run_paths(tmp_path, "demo", "r1")
+    save_model(paths, "m", {}, {})
+    card = paths.models / "m.json"
+    card.write_text(json.dumps({**json.loads(card.read_text()), "file": name}))
+    with pytest.raises(ValueError, match=r"m\.json is damaged"):
+        load_model(paths, "m")
+    if isinstance(name, str):
+        put(paths.artifacts, "manifest.json", sealed_json({"version": 1, "files": {name: []}}).decode())
+        with pytest.raises(ValueError, match="is not the manifest of a run"):
+            check_files(paths)
+    save_checkpoint(paths.checkpoint, {"b": Bag({}, 1)}, {})
+    state = unsealed((paths.checkpoint / STATE_FILE).read_bytes(), Path())
+    state["bags"]["b"]["file"] = name
+    (paths.checkpoint / STATE_FILE).write_bytes(sealed_json(state))
+    with pytest.raises(ValueError, match=r"is no name of a file|is not the state of a checkpoint"):
+        load_checkpoint(paths.checkpoint)
+
+
+def place(kind: str, path: Path, elsewhere: Path) -> None:
+    """Something at this path that is no regular file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else elsewhere)
+
+
+KINDS = ("pipe", "socket", "folder", "device", "link")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_regular_files_are_opened_and_none_is_waited_for(kind: str, tmp_path: Path) -> None:
+    other = put(tmp_path, "other", "untouched")
+    path = tmp_path / "r" / "x"
+    place(kind, path, other)
+    for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC):
+        with pytest.raises(ValueError, match="nothing in results is followed"):
+            opened(path, flags)
+    with pytest.raises(ValueError, match="nothing in results is followed"):
+        read_part(path)
+    (tmp_path / "r" / ".y.tmp").symlink_to(other)  # where the next content of a file is written first
+    with pytest.raises(ValueError, match="nothing in results is followed"):
+        write_atomically(tmp_path / "r" / "y", b"new")
+    assert other.read_text() == "untouched"
+
+
+def test_a_file_is_read_up_to_its_greatest_size(tmp_path: Path) -> None:
+    path = put(tmp_path, "x", "1234")
+    assert read_file(path, 4) == b"1234"
+    with pytest.raises(ValueError, match="x has 4 bytes, of which at most 3 are read"):
+        read_file(path, 3)
+    os.truncate(path, MOST_TEXT_BYTES + 1)  # takes no room on the disk
+    with pytest.raises(ValueError, match=r"of which at most 268435456 are read"):
+        read_file(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "link"])
+@pytest.mark.parametrize(
+    "file", [".owner", "logs/console.log", "models/.x.json.tmp", "plugins/a/evil.py", "checkpoint"]
+)
+def test_a_run_with_links_or_pipes_is_used_by_no_command(
+    file: str, kind: str, beside: Path, tiny_config: Callable[..., RunConfig]
+) -> None:
+    config = tiny_config()
+    paths = forge(config, {})
+    place(kind, paths.artifacts / file, put(beside, "mine/precious", "untouched").parent)
+    before = sorted(beside.rglob("*"))
+    uses: list[Callable[[], object]] = [
+        lambda: stored_config(paths.root, RUN),
+        lambda: load_trained(paths.root, RUN),
+        lambda: export(paths.root, RUN, Wanted(tier="tier1")),
+        lambda: resume_run(config, RUN, make_serial),
+        lambda: write_report(paths.root, [RUN]),
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match="nothing in results is followed") as refused:
+            use()
+        assert "\n" not in str(refused.value)
+    assert any("nothing in results is followed" in line for line in verified(paths).problems)
+    assert sorted(beside.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Composes `experiment=NAME key=value ...` to a checked RunConfig with Hydra, which only the driver uses."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -33,7 +32,7 @@ from fedloom.platform.federation.training_config import check_rule_names
 from fedloom.platform.methods.registry import METHODS, find_method
 from fedloom.platform.plugins import PluginError, is_import_path
 from fedloom.platform.results.checkpoint import check_same_config
-from fedloom.platform.results.files import check_name
+from fedloom.platform.results.files import check_name, from_json, read_json
 from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.names import check_names, read_names
 from fedloom.platform.results.paths import find_run
@@ -110,13 +109,13 @@ def stored_config(results: str | Path, run_id: str) -> tuple[str, RunConfig]:
     paths = find_run(root, run_id)
     check_files(paths)
     try:
-        values = json.loads(paths.config.read_text())
+        values = read_json(paths.config)
     except (OSError, ValueError) as error:
         raise ValueError(f"{paths.config} cannot be read: restore it from a copy, or start a new run") from error
     # The checkpoint belongs to the configuration that is recorded in the table `runs`.
     recorded = read_table(root, "runs", run_id=paths.run_id)["config"]
     if len(recorded) and recorded.notna().all():
-        check_same_config(json.loads(recorded.iloc[-1]), values)
+        check_same_config(from_json(recorded.iloc[-1], f"the configuration of run {paths.run_id}"), values)
     check_code_places([values], root)
     config = config_from_dict(values)
     config.results = str(results)

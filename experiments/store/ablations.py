@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.experiments.store.differences import differences, with_differences
-from fedloom.platform.results.files import check_name, write_atomically
+from fedloom.platform.results.files import check_name, read_file, write_atomically
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.sealed import is_sealed, sealed_json, unsealed_if_sealed
 
@@ -53,7 +53,7 @@ class Trial:
     @property
     def experiment(self) -> str:
         """The experiment to which the run's rows belong."""
-        return str(self.config["experiment"])
+        return check_name("experiment", str(self.config["experiment"]))
 
     def label(self) -> str:
         """The setting and seed as short text."""
@@ -132,25 +132,35 @@ def read_ablation(folder: Path) -> Ablation:
     """Reads the plan in a folder; ValueError if it is missing, damaged or changed, or has a newer format."""
     path = folder / PLAN
     try:
-        values = unsealed_if_sealed(path.read_bytes(), path)
+        values = unsealed_if_sealed(read_file(path), path)
         version = values.pop("version")
         if version > VERSION:
             raise ValueError(f"{path} was written by a newer version of fedloom: read it with that version")
         if version >= FIRST_SEALED and not is_sealed(path):
             raise ValueError(f"{path} has lost its hash: restore it from a copy")
         base = values.pop("base", {})
-        trials = tuple(_read(trial, base) for trial in values.pop("trials"))
+        trials = tuple(_read(folder.name, trial, base) for trial in values.pop("trials"))
         axes = {name: tuple(found) for name, found in values.pop("axes").items()}
         lists: dict[str, Any] = {name: tuple(values.pop(name)) for name in ("seeds", "figures", "overrides")}
+        _check(folder.name, values)
         return Ablation(**values, **lists, axes=axes, trials=trials)
-    except (OSError, LookupError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not the plan of an ablation: restore it from a copy") from error
 
 
-def _read(stored: Mapping[str, Any], base: Mapping[str, Any]) -> Trial:
+def _read(ablation_id: str, stored: Mapping[str, Any], base: Mapping[str, Any]) -> Trial:
     values = {"config": base, **stored, "overrides": tuple(stored["overrides"])}
     values["config"] = with_differences(values["config"], values.pop("differences", ()))
-    return Trial(**values)
+    trial = Trial(**values)
+    if trial.run_id != trial_id(ablation_id, trial.index):
+        raise TypeError(f"{trial.run_id} is no trial of {ablation_id}")
+    return trial
+
+
+def _check(folder: str, values: Mapping[str, Any]) -> None:
+    """Raises TypeError for a plan of another ablation, whose files would be looked for elsewhere."""
+    if values["ablation_id"] != folder or not isinstance(values["attempts"], int):
+        raise TypeError(f"the plan of {values['ablation_id']}")
 
 
 def ablation_ids(root: Path, beginning: str = "") -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fedloom.experiments.store.ablations import Ablation, Trial
-from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.files import read_json, typed, write_atomically
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import Status, read_status
 from fedloom.platform.results.tables import is_done
@@ -56,8 +56,8 @@ class End:
 def read_ends(root: Path, ablation: Ablation) -> dict[int, End]:
     """The recorded ends of trials, by index; ValueError for a damaged file."""
     try:
-        values = json.loads((ablation.folder(root) / ENDS).read_bytes())
-        return {int(index): End(**end) for index, end in values.items()}
+        values = read_json(ablation.folder(root) / ENDS)
+        return {int(index): typed(End, end) for index, end in values.items()}
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError, AttributeError) as error:

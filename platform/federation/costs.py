@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.platform.federation.config import TiersConfig
-from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.files import read_json, write_atomically
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.named_operators import NamedOperatorSpace
 from fedloom.tiers.costs import CostTable, combine, with_unsupported
@@ -54,9 +54,9 @@ def store_costs(path: Path, costs: RunCosts) -> None:
 def load_costs(path: Path) -> RunCosts:
     """Reads the tables from a JSON file; ValueError if it is damaged."""
     try:
-        values = json.loads(path.read_text())
+        values = read_json(path)
         return RunCosts(_table(values["budget"]), _table(values["macs"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{path} does not hold the run's cost tables: restore it, or start a new run") from error
 
 

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.platform.results.bag import Bag
-from fedloom.platform.results.files import check_name, content_hash, remove_temporaries, write_atomically
+from fedloom.platform.results.files import (
+    check_name,
+    content_hash,
+    read_file,
+    remove_temporaries,
+    typed,
+    within,
+    write_atomically,
+)
 from fedloom.platform.results.paths import STATE_FILE, RunPaths
 from fedloom.platform.results.sealed import sealed_text, unsealed
 from fedloom.platform.results.tensor_files import damaged, from_bytes, read_checked, to_bytes
@@ -83,7 +91,7 @@ def stored_bags(folder: Path) -> dict[str, StoredBag]:
     """The files of the checkpoint in the folder, `previous` of the first save after a resume."""
     path = folder / STATE_FILE
     try:
-        return {name: StoredBag(**reference) for name, reference in _read_state(path)["bags"].items()}
+        return {name: typed(StoredBag, reference) for name, reference in _read_state(path)["bags"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(damaged(path, "it is not the state of a checkpoint")) from error
 
@@ -147,7 +155,7 @@ def _remove_unreferenced(folder: Path, saved: Saved) -> None:
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except FileNotFoundError as error:
         raise ValueError(f"there is no checkpoint in {path.parent}: the run stopped before its first one") from error
     except OSError as error:
@@ -160,6 +168,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _load_bag(folder: Path, reference: Mapping[str, Any]) -> Bag:
-    path = folder / reference["file"]
-    return Bag(from_bytes(read_checked(path, reference["sha256"]), path), reference["version"])
+def _load_bag(folder: Path, reference: Any) -> Bag:
+    stored = typed(StoredBag, reference)
+    path = within(folder, stored.file)
+    return Bag(from_bytes(read_checked(path, stored.sha256), path), stored.version)

@@ -5,12 +5,12 @@ plan. Of two at the same place it is the one that was taken up or, by one owner,
 grows as the run goes on; the clocks of the machines are never asked.
 """
 
-import json
 import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from fedloom.platform.results.files import from_json, read_file
 from fedloom.platform.results.paths import STATE_FILE
 from fedloom.platform.results.sealed import unsealed
 from fedloom.platform.results.status import read_status
@@ -62,8 +62,8 @@ def _is_at_work(path: Path) -> bool:
 
 def _content(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
-    except FileNotFoundError:
+        return read_file(path)
+    except (FileNotFoundError, ValueError):
         return None
 
 
@@ -80,10 +80,10 @@ def standing_of(status: bytes | None, state: bytes | None) -> Standing:
     """How far a copy with these files is."""
     place = _place(state)
     try:
-        values = json.loads(status or b"")
+        values = from_json(status or b"", "status.json")
         ended = {"running": 0, "done": 2}.get(values["state"], 1)
         return Standing(*place, int(values.get("taken", 0)), int(values.get("written", 0)), ended)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return NOT_BEGUN._replace(stage=place[0], round=place[1])
 
 
@@ -92,7 +92,7 @@ def _place(state: bytes | None) -> tuple[int, int]:
     try:
         data = unsealed(state or b"", Path(STATE_FILE))["data"]
         return int(data["stage"]), int(data["round"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return NOT_BEGUN.stage, NOT_BEGUN.round
 
 

@@ -1,13 +1,32 @@
-"""Atomic file writes: readers, also after a crash, find either the old or the new content."""
+"""Reading files that strangers may have made, and atomic writes: readers find the old or the new content.
 
+Results are handed on. Whatever a file of them names stays in its folder, no link in them is followed, and no pipe or
+device among them is waited for.
+"""
+
+import errno
 import hashlib
+import json
 import os
 import re
+import stat
 import tempfile
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
-from fedloom.platform.words import naming, shown
+from fedloom.platform.words import naming, said, shown
+
+MOST_BYTES = 1 << 36
+"""Size of the largest file of tensors or rows that is opened, 64 GiB."""
+MOST_NOTE_BYTES = 1 << 20
+"""Size of the largest file that only holds a few words, 1 MiB."""
+MOST_TEXT_BYTES = 1 << 28
+"""Size of the largest text or JSON that is read, 256 MiB: a checkpoint's state holds about 100 bytes per client."""
+
+_MOST_BITS = 63
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]*|[0-9]+[A-Za-z_.+-][A-Za-z0-9_.+-]*")
 
@@ -17,12 +36,87 @@ def check_name(kind: str, name: str, longest: int = 100) -> str:
 
     Names of digits only are invalid, because partition discovery would turn them into an integer column.
     """
-    if not _NAME.fullmatch(name) or len(name) > longest:
+    if not is_name(name, longest):
         raise ValueError(
             f"{kind} {shown(name, repr)} cannot be a file name here: use 1 to {longest} letters, digits and any of "
             "_ . + -, starting with a letter or digit and not digits alone"
         )
     return name
+
+
+def is_name(name: str, longest: int = 100) -> bool:
+    """Whether `check_name` returns the name."""
+    return len(name) <= longest and _NAME.fullmatch(name) is not None
+
+
+def within(folder: Path, name: object) -> Path:
+    """The path in a folder that a file of the results names; ValueError for a name that leads elsewhere."""
+    parts = name.split("/") if isinstance(name, str) else [""]
+    if any(part in ("", ".", "..") or "\0" in part for part in parts):
+        raise ValueError(f"{shown(name, repr)} is no name of a file in {folder}")
+    return folder.joinpath(*parts)
+
+
+def opened(path: Path, flags: int = os.O_RDONLY, most_bytes: int = MOST_BYTES) -> int:
+    """The descriptor of a regular file in results; never waits.
+
+    Raises a one-line ValueError for a link, a pipe, a device, a folder, and a file of more than `most_bytes`; OSError
+    like `os.open`.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):  # a link; a pipe without a reader or a socket
+            raise
+        raise ValueError(irregular(path)) from error
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_size <= most_bytes:
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path} has {found.st_size} bytes, of which at most {most_bytes} are read: move it away")
+    raise ValueError(irregular(path))
+
+
+def irregular(path: Path) -> str:
+    """The one-line error for what is neither a regular file nor, where one belongs, a folder."""
+    return f"{path} is a link, a pipe or the like: nothing in results is followed; put the file itself in its place"
+
+
+def read_file(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
+    """The content of a file in results; raises like `opened`."""
+    with os.fdopen(opened(path, most_bytes=most_bytes), "rb") as file:
+        return file.read()
+
+
+def read_json(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> Any:
+    """The value in a JSON file of results; ValueError naming it if it is none, and like `opened`."""
+    return from_json(read_file(path, most_bytes), path)
+
+
+def from_json(content: str | bytes, origin: object) -> Any:
+    """The value of a JSON text; a one-line ValueError naming the origin for one that is none or nested too deeply."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{origin} is not readable JSON ({said(error)}): restore it from a copy") from error
+
+
+def typed(kind: type[T], values: Any) -> T:
+    """The dataclass of numbers and texts with the values of a JSON object, whose other names are left out.
+
+    Fields with a default may be missing. Raises TypeError or KeyError for values that are not of the fields' types.
+    """
+    if not isinstance(values, dict):
+        raise TypeError(f"{shown(values)} is no object")
+    given = {f.name: values[f.name] for f in fields(kind) if f.name in values or f.default is MISSING}  # type: ignore[arg-type]  # dataclasses only
+    for field in fields(kind):  # type: ignore[arg-type]
+        wanted, value = field.type if field.type in (int, float, bool) else str, given.get(field.name)
+        allowed = (int, float) if wanted is float else (wanted,)
+        too_long = isinstance(value, int) and value.bit_length() > _MOST_BITS
+        if field.name in given and (type(value) not in allowed or too_long):
+            raise TypeError(f"{field.name}={shown(value, repr)}")
+    return kind(**given)
 
 
 def content_hash(content: bytes) -> str:
@@ -72,7 +166,8 @@ def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> Non
     may restore an older one.
     """
     temporary = temporary_path(path)
-    with naming(path), open(temporary, "wb") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with naming(path), os.fdopen(opened(temporary, flags), "wb") as file:
         file.write(content)
         if durable:
             file.flush()

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from fedloom.platform.results.files import content_hash, sync_folder
+from fedloom.platform.results.files import MOST_BYTES, content_hash, from_json, read_file, sync_folder
 from fedloom.platform.results.sealed import ADVICE
+from fedloom.platform.words import shown
 
 JournalledRows = dict[str, dict[int, dict[str, Any]]]
 """For each table, its rows by their running index."""
@@ -116,9 +117,9 @@ def read_journals(folder: Path, run_id: str) -> JournalledRows:
 
 def _rows(path: Path, run_id: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
     link: str | None = None
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(read_file(path, MOST_BYTES).split(b"\n")[:-1], 1):
         try:
-            *values, checksum = json.loads(line)
+            *values, checksum = from_json(line, path)
             content = line[1 : line.rindex(b",")]
         except (ValueError, TypeError):
             return
@@ -138,7 +139,8 @@ def _rows(path: Path, run_id: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 
 def _check_head(path: Path, run_id: str, table: str, number: int, head: Mapping[str, Any]) -> None:
-    if table != HEAD:
+    if table != HEAD or type(number) is not int or not isinstance(head, dict):
         raise ValueError(f"{path} lacks its first line: {ADVICE}")
-    if (head["run_id"], _name(number)) != (run_id, path.name):
-        raise ValueError(f"{path} is {_name(number)} of run {head['run_id']}: {ADVICE}")
+    named = head.get("run_id")
+    if (named, _name(number)) != (run_id, path.name):
+        raise ValueError(f"{path} is {shown(_name(number))} of run {shown(named)}: {ADVICE}")

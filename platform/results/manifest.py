@@ -16,9 +16,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from fedloom.platform.results.files import content_hash, write_atomically
-from fedloom.platform.results.paths import STATE_FILE, RunPaths
+from fedloom.platform.results.files import content_hash, irregular, opened, read_file, within, write_atomically
+from fedloom.platform.results.paths import STATE_FILE, RunPaths, leading_elsewhere
 from fedloom.platform.results.sealed import ADVICE, is_sealed, sealed_json, unsealed
+from fedloom.platform.words import said
 
 FILE = "manifest.json"
 _TRIES = 20
@@ -47,7 +48,7 @@ Replacing = Callable[[Path, Seal], AbstractContextManager[None]]
 
 def seal_of(path: Path) -> Seal:
     """The seal of a file."""
-    with open(path, "rb") as file:
+    with os.fdopen(opened(path), "rb") as file:
         return Seal(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
@@ -67,13 +68,20 @@ def encoded(files: Mapping[str, Seals]) -> bytes:
 
 
 def decoded(content: bytes, path: Path) -> dict[str, Seals]:
-    """The files of a manifest; ValueError naming `path` for one that is damaged, or newer than this version."""
+    """The files of a manifest; ValueError naming `path` for one that is damaged, or newer than this version.
+
+    All of them lie in the results.
+    """
     values = unsealed(content, path)
     if values.get("version") != 1:
         raise ValueError(f"{path} was written by a newer version of fedloom: use that version")
-    return {
-        name: tuple(None if seal is None else Seal(*seal) for seal in seals) for name, seals in values["files"].items()
-    }
+    try:
+        files = {n: tuple(None if s is None else Seal(*s) for s in seals) for n, seals in values["files"].items()}
+        for name in files:
+            within(path.parent, name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not the manifest of a run ({said(error)}): {ADVICE}") from error
+    return files
 
 
 def either(one: Mapping[str, Seals], other: Mapping[str, Seals]) -> dict[str, Seals]:
@@ -95,7 +103,7 @@ class Manifest:
         """The manifest of a run to go on with; of one that an earlier version wrote, all of its files are sealed."""
         path = manifest_path(paths)
         if path.exists():
-            return cls(paths, decoded(path.read_bytes(), path))
+            return cls(paths, decoded(read_file(path), path))
         manifest = cls(paths, {})
         manifest.add(sealed_files(paths))
         return manifest
@@ -160,11 +168,13 @@ def problems(paths: RunPaths) -> list[str]:
 
     Nothing for a run without a manifest, if an earlier version wrote it or it ended before its first checkpoint.
     """
+    if elsewhere := leading_elsewhere(paths):
+        return [irregular(path) for path in elsewhere]
     path = manifest_path(paths)
     last: tuple[bytes, list[str]] | None = None
     for _ in range(_TRIES):
         try:
-            content = path.read_bytes()
+            content = read_file(path)
         except FileNotFoundError:
             return [f"{path} is missing: {ADVICE}"] if has_sealed_checkpoint(paths) else []
         listed = decoded(content, path)
@@ -180,6 +190,12 @@ def problems(paths: RunPaths) -> list[str]:
 def has_sealed_checkpoint(paths: RunPaths) -> bool:
     """Whether a run has a checkpoint with a hash of its own: all versions that write these write manifests, too."""
     return is_sealed(paths.checkpoint / STATE_FILE)
+
+
+def check_leads_nowhere(paths: RunPaths) -> None:
+    """Raises ValueError, in one line, for a link, a pipe or a device in a run's folders."""
+    for path in leading_elsewhere(paths):
+        raise ValueError(irregular(path))
 
 
 def check_files(paths: RunPaths) -> None:
@@ -213,6 +229,8 @@ def _mismatch(path: Path, seals: Sequence[Seal | None]) -> str:
         found = None
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
+    except ValueError as error:
+        return str(error)
     if found in seals or (found is not None and ANY in seals):
         return ""
     expected = " or ".join("its content" if seal == ANY else str(seal) for seal in seals if seal is not None)

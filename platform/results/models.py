@@ -8,7 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from fedloom.platform.results.files import check_name, content_hash, remove_temporaries, write_atomically
+from fedloom.platform.results.files import (
+    check_name,
+    content_hash,
+    read_json,
+    remove_temporaries,
+    within,
+    write_atomically,
+)
 from fedloom.platform.results.manifest import Replacing, seal_of_bytes
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tensor_files import damaged, from_bytes, read_checked, to_bytes
@@ -57,12 +64,12 @@ def save_model(
 def load_model(paths: RunPaths, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the card of a model; ValueError listing the models if it is unknown, or naming a damaged file."""
     path = paths.models / f"{name}.json"
-    if not path.is_file():
+    if name not in list_models(paths):
         known = ", ".join(list_models(paths)) or "none"
         raise ValueError(f"run {paths.run_id!r} has no model {name!r}; its models: {known}")
     try:
-        content = json.loads(path.read_bytes())
-        file, sha256, card = paths.artifacts / content["file"], content["hash"], content["card"]
+        content = read_json(path)
+        file, sha256, card = within(paths.artifacts, content["file"]), content["hash"], content["card"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(damaged(path, "it is not the card of a model")) from error
     return from_bytes(read_checked(file, sha256), file), card

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fedloom.platform.results.files import check_name, write_atomically
+from fedloom.platform.results.files import MOST_NOTE_BYTES, check_name, from_json, read_file, write_atomically
 
 ARTIFACTS = "artifacts"
 """The folder of all runs' artefacts under a results folder."""
@@ -59,15 +59,15 @@ def write_names(artifacts: Path, names: Names) -> None:
 def read_names(artifacts: Path) -> Names:
     """The names of the run with this folder of artefacts; a damaged file counts as none."""
     try:
-        return parse_names((artifacts / NAMES).read_bytes())
-    except OSError:
+        return parse_names(read_file(artifacts / NAMES, MOST_NOTE_BYTES))
+    except (OSError, ValueError):
         return NO_NAMES
 
 
 def parse_names(content: bytes) -> Names:
     """The names in the content of a file; damaged content counts as none, because names only help to find a run."""
     try:
-        values = json.loads(content)
+        values = from_json(content, NAMES)
         name, tags = values["name"], tuple(values["tags"])
     except (ValueError, KeyError, TypeError):
         return NO_NAMES

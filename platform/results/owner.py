@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
+from fedloom.platform.results.files import from_json, opened, typed
 from fedloom.platform.results.processes import is_process, this_place, this_process
 from fedloom.platform.results.target import Target, is_remote, open_target
 
@@ -115,7 +116,7 @@ class LeaseFile:
 
     def __init__(self, folder: Path) -> None:
         self.beat_s, self.patience_s = BEAT_S, PATIENCE_S
-        self._descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor = opened(folder / FILE, os.O_RDWR | os.O_CREAT)
 
     def lock(self) -> bool:
         """Takes the lock, if the file system has locks."""
@@ -303,7 +304,7 @@ def _locked(descriptor: int) -> bool:
 
 def _decoded(content: bytes) -> Lease:
     try:
-        return Lease(**json.loads(content))
+        return typed(Lease, from_json(content, FILE))
     except (ValueError, TypeError) as error:
         raise DamagedLeaseError("the lease is damaged") from error
 

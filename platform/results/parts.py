@@ -1,5 +1,7 @@
 """The Parquet files of one table of one run, appended to and cut atomically for concurrent readers."""
 
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -7,10 +9,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedloom.platform.results.files import publish, remove_temporaries, sync_file, temporary_path
+from fedloom.platform.results.files import opened, publish, remove_temporaries, sync_file, temporary_path
 from fedloom.platform.results.manifest import Manifest, Replacing, Seal, seal_of
 
 SCHEMA_VERSION_KEY = b"fedloom_schema_version"
+
+MOST_ROWS = 10_000_000
+"""Rows of the largest file that is read, of which fedloom writes at most 250 000."""
 
 _ArrowErrors = (pa.lib.ArrowException, OSError)
 
@@ -20,25 +25,28 @@ def read_part(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
     With `columns`, only those of them that the file has are read.
     """
-    try:
-        # One open handle for footer and rows, because the file may be replaced in between.
-        with pq.ParquetFile(path) as file:
-            table = file.read(None if columns is None else [c for c in columns if c in file.schema_arrow.names])
-    except _ArrowErrors as error:
-        raise _unreadable(path, error) from error
-    _check_origin(path, table.schema)
-    return table
+    # One open handle for footer and rows, because the file may be replaced in between.
+    with _parquet(path) as file:
+        return file.read(None if columns is None else [c for c in columns if c in file.schema_arrow.names])
 
 
 def count_rows(path: Path) -> int:
     """The number of rows according to the file's footer; raises ValueError like `read_part`."""
+    with _parquet(path) as file:
+        return int(file.metadata.num_rows)
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
+    """A file of rows that fedloom wrote; a small one that claims to hold very many rows is not read."""
     try:
-        with pq.ParquetFile(path) as file:
-            schema, rows = file.schema_arrow, file.metadata.num_rows
+        with os.fdopen(opened(path), "rb") as source, pq.ParquetFile(source) as file:
+            if file.metadata.num_rows > MOST_ROWS:
+                raise ValueError(f"{path} has {file.metadata.num_rows} rows, of which at most {MOST_ROWS} are read")
+            _version(path, file.schema_arrow)
+            yield file
     except _ArrowErrors as error:
         raise _unreadable(path, error) from error
-    _check_origin(path, schema)
-    return int(rows)
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
@@ -46,9 +54,11 @@ def _unreadable(path: Path, error: Exception) -> ValueError:
     return ValueError(f"{path} is not a readable Parquet file ({reason}): move it away or restore it from a copy")
 
 
-def _check_origin(path: Path, schema: pa.Schema) -> None:
-    if SCHEMA_VERSION_KEY not in (schema.metadata or {}):
+def _version(path: Path, schema: pa.Schema) -> int:
+    version = (schema.metadata or {}).get(SCHEMA_VERSION_KEY, b"")
+    if not re.fullmatch(rb"[0-9]{1,9}", version):
         raise ValueError(f"{path} was not written by fedloom (no schema version in it): move it out of the results")
+    return int(version)
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -163,6 +173,7 @@ class TableParts:
 
     def _check_version(self) -> None:
         for index in range(len(self._counts)):
-            stored = pq.read_schema(self._path(index))
-            if int(stored.metadata[SCHEMA_VERSION_KEY]) > int(self._schema.metadata[SCHEMA_VERSION_KEY]):
+            with _parquet(self._path(index)) as file:
+                stored = _version(self._path(index), file.schema_arrow)
+            if stored > int(self._schema.metadata[SCHEMA_VERSION_KEY]):
                 raise ValueError(f"{self._path(index)} was written by a newer version: resume with that version")

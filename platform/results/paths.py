@@ -2,12 +2,13 @@
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fedloom.platform.results.files import check_name
+from fedloom.platform.results.files import check_name, is_name
 from fedloom.platform.results.names import ARTIFACTS, NO_NAMES, named_runs
 
 LONGEST_RUN_ID = 140
@@ -84,6 +85,30 @@ def is_used(root: Path, run_id: str) -> bool:
     return (root / ARTIFACTS / run_id).exists() or bool(runs_called(root, run_id))
 
 
+def leading_elsewhere(paths: RunPaths) -> list[Path]:
+    """What in a run's folders is neither a folder nor a regular file, and which of these folders are links.
+
+    Reading it could wait for ever, and whoever writes through it would change files outside the results.
+    """
+    tops = (paths.artifacts, *paths.tables())
+    above = {folder for top in tops for folder in (top, *top.parents) if folder.is_relative_to(paths.root)}
+    found = sorted(folder for folder in above - {paths.root} if folder.is_symlink())
+    for top in tops:
+        for parent, folders, names in os.walk(top):
+            each = [Path(parent, name) for name in sorted((*folders, *names))]
+            found += [path for path in each if not is_plain(path)]
+    return found
+
+
+def is_plain(path: Path) -> bool:
+    """Whether it is a folder or a regular file, itself and not by a link; also of what has just been removed."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return True
+    return stat.S_ISDIR(mode) or stat.S_ISREG(mode)
+
+
 def remove_run(paths: RunPaths) -> None:
     """Deletes all files of a run, of its tables, too."""
     for folder in (paths.artifacts, *paths.tables()):
@@ -96,15 +121,15 @@ def list_runs(root: Path) -> list[RunPaths]:
         RunPaths(Path(root), experiment, name.removeprefix(_RUN))
         for experiment, folder in _experiments(Path(root))
         for name in _names(folder)
-        if name.startswith(_RUN)
+        if name.startswith(_RUN) and is_name(name.removeprefix(_RUN), LONGEST_RUN_ID)
     }
     return sorted(runs, key=lambda run: run.run_id)
 
 
 def runs_called(root: Path, run_id: str) -> list[RunPaths]:
     """The runs with exactly this id, one per experiment that has rows of it; looks at no other run."""
-    if not 0 < len(run_id) <= LONGEST_RUN_ID or os.sep in run_id or "\0" in run_id:
-        return []  # no name of a folder
+    if not is_name(run_id, LONGEST_RUN_ID):
+        return []
     found = [experiment for experiment, folder in _experiments(Path(root)) if (folder / f"{_RUN}{run_id}").exists()]
     return [RunPaths(Path(root), experiment, run_id) for experiment in dict.fromkeys(found)]
 
@@ -154,7 +179,7 @@ def _experiments(root: Path) -> Iterator[tuple[str, Path]]:
     """The folders of experiments in all tables, each with the experiment's name."""
     for table in _names(root):
         for name in _names(root / table) if table != ARTIFACTS else ():
-            if name.startswith(_EXPERIMENT):
+            if name.startswith(_EXPERIMENT) and is_name(name.removeprefix(_EXPERIMENT)):
                 yield name.removeprefix(_EXPERIMENT), root / table / name
 
 

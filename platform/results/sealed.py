@@ -1,11 +1,12 @@
 """JSON files that carry the hash of their own content, so that a changed byte is noticed."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedloom.platform.results.files import content_hash
+from fedloom.platform.results.files import content_hash, from_json, opened
 
 HASH = "sha256"
 _HEAD = b'{"%s": "' % HASH.encode()
@@ -25,7 +26,7 @@ def sealed_text(text: str) -> bytes:
 def unsealed(content: bytes, path: Path) -> dict[str, Any]:
     """The values of a JSON object; ValueError naming `path` if it is not whole, or not what was written."""
     try:
-        values = json.loads(content)
+        values = from_json(content, path)
         found = values.pop(HASH)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged (it is not a whole sealed file): {ADVICE}") from error
@@ -40,7 +41,7 @@ def unsealed_if_sealed(content: bytes, path: Path) -> dict[str, Any]:
     """Like `unsealed`, also of a JSON object that an earlier version wrote without a hash; ValueError if it is none."""
     if content.startswith(_HEAD):
         return unsealed(content, path)
-    values = json.loads(content)
+    values = from_json(content, path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} is damaged (it is not a JSON object): {ADVICE}")
     return values
@@ -49,9 +50,9 @@ def unsealed_if_sealed(content: bytes, path: Path) -> dict[str, Any]:
 def is_sealed(path: Path) -> bool:
     """Whether there is such a file, whole or damaged."""
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(opened(path), "rb") as file:
             return file.read(len(_HEAD)) == _HEAD
-    except OSError:
+    except (OSError, ValueError):
         return False
 
 

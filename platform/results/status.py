@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.files import MOST_NOTE_BYTES, read_json, typed, write_atomically
 from fedloom.platform.results.owner import OwnershipLostError
 from fedloom.platform.results.processes import is_process, started_ticks, this_place, this_process
 
@@ -24,8 +24,6 @@ WrittenState = Literal["running", "done", "failed", "interrupted"]
 State = Literal["running", "done", "failed", "interrupted", "stalled", "dead"]
 
 BEAT_INTERVAL_S = 1.0
-LATER = ("started", "place", "taken", "written")
-"""Fields that status files of earlier versions do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class Status:
     A run whose file says running is "dead" if its process no longer exists on this machine, and "stalled" if its
     heartbeat (seconds since 1970) is old. `started` and `place` identify the process (see `processes`). `taken` counts
     the processes that have taken the run up, `written` how often any of them wrote its status: of two copies of a run
-    they tell the later one without a clock.
+    they tell the later one without a clock. Status files of earlier versions have none of these.
     """
 
     state: State
@@ -143,9 +141,7 @@ def read_status(path: Path, stalled_after_s: float = 60.0) -> Status:
     Raises ValueError if there is no status file or it is damaged.
     """
     try:
-        content = json.loads(path.read_bytes())
-        status = Status(**{field.name: content[field.name] for field in fields(Status) if field.name not in LATER})
-        status = replace(status, **{name: content[name] for name in LATER if name in content})
+        status = typed(Status, read_json(path, MOST_NOTE_BYTES))
     except FileNotFoundError as error:
         raise ValueError(f"there is no status file {path}: the run has not started, or its folder was moved") from error
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from fedloom.platform.results.files import is_name
 from fedloom.platform.results.parts import SCHEMA_VERSION_KEY, conform, read_part
-from fedloom.platform.results.paths import RunPaths, runs_called
+from fedloom.platform.results.paths import LONGEST_RUN_ID, RunPaths, runs_called
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -217,9 +218,10 @@ def _files(folder: Path) -> list[tuple[Path, tuple[str, str]]]:
         if file.name.startswith((".", "_")):
             continue
         experiment, _, run_id = file.parent.relative_to(folder).as_posix().partition("/run_id=")
-        if not experiment.startswith("experiment=") or not run_id or "/" in run_id:
+        name = experiment.removeprefix("experiment=")
+        if name == experiment or not is_name(name) or not is_name(run_id, LONGEST_RUN_ID):
             raise ValueError(f"{file} does not belong to a run: move it out of {folder}")
-        found.append((file, (experiment.removeprefix("experiment="), run_id)))
+        found.append((file, (name, run_id)))
     return found
 
 

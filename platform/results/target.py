@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from fedloom.platform.data.config import DataConfig, cache_root
-from fedloom.platform.results.files import content_hash
+from fedloom.platform.results.files import content_hash, within
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SECRETS = ("secret", "token", "key", "sas", "sig", "password", "passwd", "pwd", "credential")
@@ -106,14 +106,19 @@ class Target:
     url: str
 
     def list(self, under: Sequence[str] = ("",)) -> dict[str, RemoteFile]:
-        """All files below these folders by name, without hidden ones; a missing folder is empty."""
+        """All files below these folders by name, without hidden ones; a missing folder is empty.
+
+        Raises ValueError for a name that a file here could not have, such as one that leads out of the results.
+        """
         found: dict[str, RemoteFile] = {}
         with _told():
             for folder in under:
                 selector = pafs.FileSelector(self._path(folder), recursive=True, allow_not_found=True)
                 for info in self.filesystem.get_file_info(selector):
                     if info.type == pafs.FileType.File and not info.base_name.startswith("."):
-                        found[self._name(info.path)] = RemoteFile(info.size, info.mtime_ns or 0)
+                        name = self._name(info.path)
+                        within(Path(self.url), name)
+                        found[name] = RemoteFile(info.size, info.mtime_ns or 0)
         return found
 
     def folders(self, under: str) -> Sequence[str]:

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedloom.platform.results.files import content_hash
+from fedloom.platform.results.files import MOST_BYTES, content_hash, from_json, read_file
 
 _ORDER = "order"
 
@@ -32,17 +32,17 @@ def from_bytes(content: bytes, origin: Path) -> dict[str, Tensor]:
     """The tensors in their original order; ValueError naming `origin` for content that is no safetensors file."""
     try:
         tensors = safetensors.torch.load(content)
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    except (SafetensorError, ValueError) as error:
+        header = from_json(content[8 : 8 + int.from_bytes(content[:8], "little")], origin)
+        order = from_json(header.get("__metadata__", {}).get(_ORDER, json.dumps(sorted(tensors))), origin)
+        return {name: tensors[name] for name in order}
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ValueError(damaged(origin, "it is not a whole safetensors file")) from error
-    order = json.loads(header.get("__metadata__", {}).get(_ORDER, json.dumps(sorted(tensors))))
-    return {name: tensors[name] for name in order}
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
     """The file's content; ValueError if it is missing or has another hash."""
     try:
-        content = path.read_bytes()
+        content = read_file(path, MOST_BYTES)
     except OSError as error:
         raise ValueError(damaged(path, error.strerror or "it cannot be read")) from error
     if content_hash(content) != sha256:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.platform.plugins import is_fedlooms, is_installed, is_own
-from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.files import read_file, write_atomically
 
 FOLDER = "plugins"
 """The folder of the copies in a run's artefacts."""
@@ -53,7 +53,7 @@ class PluginSources:
     def changed_since(self, folder: Path) -> list[str]:
         """The modules that differ from the copies of `copy_to`, or exist only in one of the two."""
         now = {place_of(module, file).as_posix(): (module, file.read_bytes()) for module, file in self.files.items()}
-        then = {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*.py")}
+        then = {f.relative_to(folder).as_posix(): read_file(f) for f in folder.rglob("*.py")}
         names = {place: module for place, (module, _) in now.items()}
         unlike = [p for p in sorted({*now, *then}) if p not in now or p not in then or now[p][1] != then[p]]
         return [names.get(place, place) for place in unlike]

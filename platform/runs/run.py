@@ -22,7 +22,7 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages, check_space, shared_training
 from fedloom.platform.results.checkpoint import Saved, check_same_config, run_checkpoint, stored_bags
-from fedloom.platform.results.manifest import check_files
+from fedloom.platform.results.manifest import check_files, check_leads_nowhere
 from fedloom.platform.results.mirror import mirrored
 from fedloom.platform.results.names import write_names
 from fedloom.platform.results.outputs import SUPERNETS
@@ -192,6 +192,7 @@ def resume_run(
         paths.artifacts.mkdir(parents=True, exist_ok=True)
     elif not paths.artifacts.is_dir():
         raise ValueError(f"there is no run {run_id!r} of experiment {config.experiment!r} under {paths.root} to resume")
+    check_leads_nowhere(paths)  # before its owner's file is opened
     with owned_run(config, paths) as check:
         fetch(config.results, [run_id], owned=run_id)
         check_files(paths)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -73,8 +74,9 @@ def write_new_run(paths: RunPaths, config: RunConfig, world: World, sources: Plu
 
 def latest_copies(paths: RunPaths) -> Path:
     """The folder of the plug-ins last used: `plugins`, or `plugins-2` and so on after resumes with changed ones."""
-    folders = [f for f in paths.artifacts.glob(f"{PLUGINS}*") if f.is_dir()]
-    return max(folders, key=lambda f: int(f.name.partition("-")[2] or 1), default=paths.artifacts / PLUGINS)
+    numbers = {f: f.name.removeprefix(PLUGINS).removeprefix("-") or "1" for f in paths.artifacts.glob(f"{PLUGINS}*")}
+    folders = {f: int(number) for f, number in numbers.items() if re.fullmatch("[0-9]{1,9}", number) and f.is_dir()}
+    return max(folders, key=lambda f: folders[f], default=paths.artifacts / PLUGINS)
 
 
 def what_changed(paths: RunPaths, changed: Sequence[str]) -> str:

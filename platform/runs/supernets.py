@@ -22,7 +22,7 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import shared_training
 from fedloom.platform.results.checkpoint import differences, load_checkpoint
-from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.files import read_file, write_atomically
 from fedloom.platform.results.outputs import SUPERNETS
 from fedloom.platform.results.owner import one_at_a_time
 from fedloom.platform.results.paths import STATE_FILE
@@ -147,7 +147,7 @@ def load_supernet(root: Path, key: str, config: RunConfig) -> StoredSupernet | N
 
 
 def _origin(path: Path) -> dict[str, Any]:
-    return unsealed_if_sealed(path.read_bytes(), path)
+    return unsealed_if_sealed(read_file(path), path)
 
 
 def _load(root: Path, key: str, config: RunConfig) -> StoredSupernet:

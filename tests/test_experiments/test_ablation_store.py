@@ -116,8 +116,10 @@ def test_a_plan_of_the_second_version_had_no_hash(tmp_path: Path) -> None:
 def test_a_plan_of_the_first_version_is_read(tmp_path: Path) -> None:
     ablation = make_ablation()
     text = json.dumps({"version": 1, **asdict(ablation)}, indent=1)
-    (tmp_path / PLAN).write_text(text)
-    assert read_ablation(tmp_path) == ablation
+    folder = tmp_path / ID
+    folder.mkdir()
+    (folder / PLAN).write_text(text)
+    assert read_ablation(folder) == ablation
 
 
 def test_a_results_folder_may_be_moved(tmp_path: Path) -> None:
@@ -161,7 +163,9 @@ def test_a_damaged_plan_is_named(tmp_path: Path, case: str) -> None:
         "unknown": changed(path, more=1),
     }[case]
     damage(path, content)
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))} is not the plan of an ablation: restore it"):
+    with pytest.raises(
+        ValueError, match=f"{re.escape(str(path))} is not (the plan of an ablation|readable JSON .*): restore it"
+    ):
         read_ablation(path.parent)
 
 
@@ -187,8 +191,20 @@ def test_a_plan_that_was_changed_is_refused(tmp_path: Path, case: str) -> None:
 def test_a_plan_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "ablation.json"
     path.write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ValueError, match="is not the plan of an ablation"):
+    with pytest.raises(ValueError, match="is not readable JSON"):
         read_ablation(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"ablation_id": "../x"}, {"trials": "run_id"}], ids=str)
+def test_a_plan_names_no_files_of_others(tmp_path: Path, change: dict[str, str]) -> None:
+    ablation = make_ablation()
+    trials = tuple(replace(trial, run_id=f"../{trial.run_id}") for trial in ablation.trials)
+    write_ablation(tmp_path, ablation)
+    path = ablation.folder(tmp_path) / PLAN
+    stored = {"trials": [{**asdict(trial)} for trial in trials]} if "trials" in change else change
+    path.write_text(changed(path, **stored))
+    with pytest.raises(ValueError, match="is not the plan of an ablation"):
+        read_ablation(path.parent)
 
 
 def test_a_plan_of_a_newer_version_is_refused(tmp_path: Path) -> None:

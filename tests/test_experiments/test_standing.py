@@ -1,6 +1,7 @@
 """`fedloom status`, and that commands about one run do not look at the others."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -228,6 +229,29 @@ def test_a_run_whose_status_cannot_be_read_does_not_hide_the_others(
     with pytest.raises(SystemExit) as end:
         main(["status", "a1", "--results", str(tmp_path)])
     assert end.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "content", ["x" * 20, '{"round": "x"}', f'{{"round": {10**400}}}', "[" * 200_000, "fifo", "link"]
+)
+def test_no_status_file_hides_the_others_or_is_waited_for(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a stranger's, whose values are of other types than fedloom writes."""
+    write_status(tmp_path, "a1")
+    write_status(tmp_path, "a2")
+    path = RunPaths(tmp_path, "tiny", "a1").status
+    known = json.loads(path.read_text())
+    path.unlink()
+    if content == "fifo":
+        os.mkfifo(path)
+    elif content == "link":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text(json.dumps({**known, **json.loads(content)}) if content[0] == "{" else content)
+    shown = said(capsys, "--results", str(tmp_path))
+    assert [line.split()[:2] for line in shown.splitlines()[1:]] == [["a1", "unknown"], ["a2", "done"]]
+    assert len(said(capsys, "a1", "a2", "--results", str(tmp_path)).splitlines()) == 3
 
 
 def test_what_only_reads_does_not_wait_for_what_trains() -> None:
