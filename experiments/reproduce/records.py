@@ -18,7 +18,7 @@ from fedloom.experiments.reproduce.settings import overrides_of
 from fedloom.experiments.reproduce.starts import START_FROM
 
 FOLDER = "recorded"
-LATER = ("label_sets", "balanced_classes")
+LATER = ("label_sets", "balanced_classes", "idle_momentum")
 """Keys that came after the first records, which are of runs without them."""
 
 

@@ -70,6 +70,9 @@ class TrainingConfig:
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a client's SGD"] = 32
     lr: Annotated[float, POSITIVE, "learning rate of the clients' SGD"] = 0.1
     momentum: Annotated[float, BELOW_ONE, "momentum of the clients' SGD"] = 0.9
+    idle_momentum: Annotated[
+        bool, "momentum also moves operators that a batch's path leaves out, as in torch before 2.0; false: they rest"
+    ] = False
     weight_decay: Annotated[float, ZERO_OR_MORE, "weight decay of the clients' SGD"] = 0.0
     clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the gradient's norm, 0 for none"] = 0.0
     schedule: Annotated[
@@ -265,6 +268,7 @@ def local_sgd(config: TrainingConfig, round_: int, augment: Chosen, *, balanced:
         batch_size=config.batch_size,
         lr=learning_rate(config, round_),
         momentum=config.momentum,
+        idle_momentum=config.idle_momentum,
         weight_decay=config.weight_decay,
         clip_norm=config.clip_norm,
         augment=augment,

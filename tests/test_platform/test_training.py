@@ -162,6 +162,21 @@ def test_what_a_path_does_not_touch_stays_bit_for_bit() -> None:
     assert not any(torch.equal(p, q) for p, q in zip(after_first, start, strict=True))
 
 
+@pytest.mark.parametrize(("idle_momentum", "expected"), [(False, [-0.75, -0.5]), (True, [-0.8125, -0.75])])
+def test_what_momentum_does_to_an_operator_that_a_step_leaves_out(idle_momentum: bool, expected: list[float]) -> None:
+    """The steps use a, b, a, with gradients 1, 2 and 1.5; the rate is .25, momentum .5.
+
+    They rest:     a: v 1, -, .5 + 1.5 = 2;  x 0 - .25 - .5 = -.75.     b: v -, 2, -;  x -.5
+    They move on:  a: v 1, .5, .25 + 1.5 = 1.75; x -.25 - .125 - .4375.  b: v -, 2, 1;  x -.5 - .25
+    """
+    a, b = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    sgd = SGD(LocalSGD(1, 1, lr=0.25, momentum=0.5, idle_momentum=idle_momentum), {"a": a, "b": b})
+    for loss in (a * 1.0, b * 2.0, a * 1.5):
+        loss.backward()
+        sgd.step()
+    assert [a.item(), b.item()] == expected
+
+
 def test_batches_cover_every_epoch_once_and_depend_on_the_generator_alone() -> None:
     batches = list(batch_indices(10, 4, 3, torch_stream(1, "x")))
     assert [len(b) for b in batches] == [4, 4, 2] * 3

@@ -24,6 +24,7 @@ FITTING = {  # empty where the settings have experiments of their own
     "comm_budget": "fedoras_digits",
     "distribution_averaging": "superfednas_digits",
     "fedoras_alpha": "fedoras_digits",
+    "idle_momentum": "fedoras_digits",
     "init": "fedoras_digits",
     "methods": "",
     "methods_cifar10": "",
@@ -47,7 +48,14 @@ SEEDS = {
     **dict.fromkeys(("optimisers_tuning", "methods_tuning", "methods_cifar10_tuning"), (11,)),
     **dict.fromkeys(
         (
-            *("superfed_alpha", "superfed_participation", "optimisers", "supernet_optimisers", "selection"),
+            *(
+                "idle_momentum",
+                "superfed_alpha",
+                "superfed_participation",
+                "optimisers",
+                "supernet_optimisers",
+                "selection",
+            ),
             *("methods", "methods_cifar10"),
         ),
         (1, 2, 3),
@@ -76,6 +84,7 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
         {"heuristic": "MaxNet"},
     ),
     "fedoras_alpha": ({"alpha": (1000.0, 1.0, 0.1)}, {"alpha": 1.0}),
+    "idle_momentum": ({"idle": ("rest", "move on")}, {"idle": "rest"}),
     "init": ({"rounds": ("5 rounds", "15 rounds", "30 rounds", "30 rounds each")}, {"rounds": "30 rounds"}),
     "methods": ({"method": METHODS}, {}),
     "methods_cifar10": ({"method": METHODS}, {}),
@@ -167,6 +176,7 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
         "comm_budget": 24,
         "distribution_averaging": 8,
         "fedoras_alpha": 12,
+        "idle_momentum": 6,
         "init": 8,
         "methods": 33,
         "methods_cifar10": 33,
@@ -250,6 +260,7 @@ def test_the_others_vary_one_thing(ready_made: Mapping[str, Ablation]) -> None:
     assert settings_of(ready_made["init"]) == [
         tuple(f"{key}={n}" for key, n in zip(rounds, pair, strict=True)) for pair in numbers
     ]
+    assert settings_of(ready_made["idle_momentum"]) == [(f"method.train.idle_momentum={v}",) for v in ("false", "true")]
     assert settings_of(ready_made["spider_lambda"]) == [
         (f"method.train.pull={v}",) for v in ("0.0", "0.01", "0.1", "1.0")
     ]
