@@ -128,14 +128,15 @@ def _inputs(paths: RunPaths, unchecked: list[str]) -> list[str]:
     prepared = prepared_for(data, recorded["partition_hash"])
     if prepared is not None:
         Dataset.open(prepared).verify()
-    try:
-        hashes, folder = input_hashes(config), prepared_folder(data)
-    except ValueError as error:  # the originals, or the code that reads them, are elsewhere
-        unchecked.append(f"its data and input files were not compared: {error}")
-        return []
+    hashes = input_hashes(config)
     lines = changed_files(paths, recorded, hashes)
     unchecked += [line for text, line in lines.items() if text not in hashes]
     found = [line for text, line in lines.items() if text in hashes]
+    try:
+        folder = prepared_folder(data)
+    except ValueError as error:  # the originals, or the code that reads them, are elsewhere
+        unchecked.append(f"its data was not compared: {error}")
+        return found
     if prepared is None and (not folder.is_dir() or "dataset_hash" not in recorded):
         unchecked.append("its data was not compared, as it is not prepared on this machine")
     elif folder != prepared and (not folder.is_dir() or Dataset.open(folder).hash != recorded.get("dataset_hash")):

@@ -78,7 +78,7 @@ def subjects(folder: Path) -> dict[str, Subject]:
     found = [
         run_on(executor),
         Subject("ablate", _ablate, _ablate_again, _trials, _same, _with_axes),
-        trained.subject("search", ["--macs", "103000", "--macs", "230000", "--json"], _said),
+        trained.subject("search", ["--macs", "103000", "--macs", "230000", "--json"], said),
         trained.subject("export", ["--tier", "tier1", "--out", OUT], _models),
         trained.subject("report", ["--out", OUT], _files),
     ]
@@ -88,13 +88,13 @@ def subjects(folder: Path) -> dict[str, Subject]:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-def run_on(executor: Sequence[str]) -> Subject:
-    """A run with these keys of the executor; its outcome is its tables."""
-    return Subject("run", lambda f: _run(f, executor), lambda f: _run_again(f, executor), _rows, _same)
+def run_on(executor: Sequence[str], tiny: Sequence[str] = TINY) -> Subject:
+    """A tiny run with these keys of the executor; its outcome is its tables."""
+    return Subject("run", lambda f: _run(f, executor, tiny), lambda f: _run_again(f, executor), _rows, _same)
 
 
-def _run(folder: Path, executor: Sequence[str]) -> list[str]:
-    return ["run", *TINY, *executor, f"results={folder / 'results'}"]
+def _run(folder: Path, executor: Sequence[str], tiny: Sequence[str] = TINY) -> list[str]:
+    return ["run", *tiny, *executor, f"results={folder / 'results'}"]
 
 
 def _run_again(folder: Path, executor: Sequence[str]) -> list[str]:
@@ -176,7 +176,8 @@ class Trained:
         shutil.copytree(self.folder / "results", folder / "results")
 
 
-def _said(_: Path, ends: Sequence[Ended]) -> Any:
+def said(_: Path, ends: Sequence[Ended]) -> Any:
+    """What a search has found."""
     found = json.loads(ends[-1].out)
     return [found["found"], found["not_found"]]
 

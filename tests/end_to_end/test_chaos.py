@@ -100,6 +100,11 @@ def test_rounds_that_are_computed_again_are_counted(
     assert safe_again(template.root) == safe
 
 
+def test_changed_inputs(tmp_path: Path) -> None:
+    figures = attack("inputs", tmp_path, "--times", "3")
+    assert figures["refused"] + figures["identical"] == 3
+
+
 def test_killed_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of Ray are killed in test_bitwise.py and test_failures.py; `make chaos` also kills the other commands."""
     monkeypatch.setenv("CHAOS_EXECUTOR", "serial")

@@ -79,6 +79,10 @@ def test_a_run_is_not_resumed_on_other_data(how: str, tiny_config: Make, tmp_pat
         other = replace(config, data=replace(config.data, root=str(tmp_path / "elsewhere")))
     assert f"the data of npz is not what run {paths.run_id} was trained on" in refused(other, paths)
     assert verified(paths).whole == (how == "another root"), "verify looks where the run looked"
+    if how == "rewritten":
+        (tmp_path / "data" / "digits.npz").unlink()
+        (remark,) = verified(paths).remarks
+        assert remark == "its data was not compared: data set 'npz': digits.npz not found; set data.options.path"
     write_data(tmp_path / "elsewhere" / "digits.npz")  # the same data at another place
     resume_run(replace(config, data=replace(config.data, root=str(tmp_path / "elsewhere"))), paths.run_id, make_serial)
 
