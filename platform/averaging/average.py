@@ -35,6 +35,7 @@ class Update:
         factors: numbers per tensor (1 by default) whose weighted mean is known to the server rule (FedNova's local
             steps).
         masked: whether the tensors are residues modulo 2^32, which are added as they are, those of weight 0 as well.
+        rows: per name the ranges of the first dimension that count, of tensors that are sent whole but count in part.
     """
 
     tensors: Weights
@@ -43,6 +44,18 @@ class Update:
     unheld: float = 0.0
     factors: Mapping[str, float] = field(default_factory=dict)
     masked: bool = False
+    rows: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+
+    def parts(self, name: str) -> Iterator[tuple[Region, Tensor]]:
+        """What counts of a tensor, and where it lies in the supernet's."""
+        tensor, piece = self.tensors[name], self.slices[name]
+        region = piece.region if piece.region is not None else tuple((0, n) for n in tensor.shape)
+        if name not in self.rows:
+            yield region, tensor
+            return
+        first = region[0][0]
+        for start, stop in self.rows[name]:
+            yield ((first + start, first + stop), *region[1:]), tensor[start:stop]
 
 
 @dataclass
@@ -216,19 +229,18 @@ class WeightedSums:
         _check_weights(update)
         self.updates += 1
         self.whole_weight += update.unheld
-        for name, tensor in update.tensors.items():
+        for name in update.tensors:
             weight = update.weights[name]
             if weight == 0.0 and not update.masked:
                 continue
-            if tensor.dtype == MASKED and not update.masked:
-                tensor = tensor.long()  # a counter, of which the largest counts
-            piece = update.slices[name]
-            region = piece.region if piece.region is not None else tuple((0, n) for n in tensor.shape)
-            factor = update.factors.get(name, 1.0)
-            if piece.source in self.tensors:
-                self.tensors[piece.source].add(region, tensor, weight, factor)
-            else:
-                self.tensors[piece.source] = TensorSum.of(region, tensor, weight, factor)
+            source, factor = update.slices[name].source, update.factors.get(name, 1.0)
+            for region, part in update.parts(name):
+                if part.dtype == MASKED and not update.masked:
+                    part = part.long()  # a counter, of which the largest counts
+                if source in self.tensors:
+                    self.tensors[source].add(region, part, weight, factor)
+                else:
+                    self.tensors[source] = TensorSum.of(region, part, weight, factor)
 
     @torch.no_grad()
     def merge(self, other: "WeightedSums") -> None:

@@ -26,6 +26,11 @@ class Objective:
         del targets
         return self
 
+    @property
+    def counted_classes(self) -> Tensor | None:
+        """The classes whose rows of the classifier this client's update counts in, ascending; None for all."""
+        return None
+
     def targets(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs and targets that loss and metrics are computed on; targets equal to `IGNORED` do not count."""
         return outputs, targets
@@ -98,14 +103,25 @@ class LaterPositions(Objective):
 class MaskedClasses(Objective):
     """A client's loss ignores the logits of the classes that are absent from its data (HeteroFL).
 
-    Evaluation uses all classes. Source: Diao et al. 2021, Sec. 3 (masking trick).
+    Their rows of the classifier, which only weight decay changes, are left out of the mean over clients: they are sent,
+    so that bytes are the same, and the server ignores them. Evaluation uses all classes.
+    Source: Diao et al. 2021, Sec. 3 (masking trick); the rows: the authors' code.
     """
 
-    def __init__(self, present: Tensor | None = None) -> None:
-        self.present = present
+    def __init__(
+        self,
+        present: Tensor | None = None,
+        *,
+        in_mean: Annotated[bool, "masked_classes: whether absent classes are masked in the mean, too"] = True,
+    ) -> None:
+        self.present, self.in_mean = present, in_mean
 
     def for_client(self, targets: Tensor) -> Objective:
-        return MaskedClasses(torch.unique(targets[targets != IGNORED]))
+        return MaskedClasses(torch.unique(targets[targets != IGNORED]), in_mean=self.in_mean)
+
+    @property
+    def counted_classes(self) -> Tensor | None:
+        return self.present if self.in_mean else None
 
     def targets(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if self.present is None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedloom.platform.averaging.average import Update, first_not_finite
 from fedloom.platform.averaging.weighting import FEDAVG, Work, weighting_rule, weights_of
@@ -72,6 +72,7 @@ class TrainedNetwork:
         parameters: the number of trained scalars.
         sent, state: what the local rule sends with the model, and its state for the client.
         rule_macs: forward MACs of the local rule's own passes.
+        rows: the ranges of rows that count of a tensor, where not all do.
     """
 
     network: Network
@@ -82,6 +83,7 @@ class TrainedNetwork:
     sent: Sent = Sent()
     state: ClientState = field(default_factory=dict)
     rule_macs: float = 0.0
+    rows: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     @property
     def macs(self) -> float:
@@ -161,9 +163,28 @@ def train_network(
         figures = _locally(network, step(sgd), data, local, generator, objective)
     size = sum(t.numel() for t in parameters.values())
     rule_macs = chosen_rule.extra_passes * network.macs * len(data[1])
+    classes = objective.counted_classes
+    rows = {} if classes is None else _rows_of_classes(worker, network.module, tensors, classes)
     return TrainedNetwork(
-        network, tensors, sgd.momentum, figures, size, *ended(chosen_rule, client, sends, by), rule_macs
+        network, tensors, sgd.momentum, figures, size, *ended(chosen_rule, client, sends, by), rule_macs, rows
     )
+
+
+def _rows_of_classes(
+    worker: Worker, module: nn.Module, tensors: Mapping[str, Tensor], classes: Tensor
+) -> dict[str, tuple[tuple[int, int], ...]]:
+    """The rows of these classes, in ranges, of the classifier: the last layer with as many as there are classes."""
+    outputs = [len(task.names) for task in worker.spec.label_sets] or [worker.spec.space.num_classes]
+    names, layers = {id(tensor): name for name, tensor in tensors.items()}, list[list[str]]()
+    for part in module.modules():
+        own = [parameter for parameter in part.parameters(recurse=False) if id(parameter) in names]
+        if own and all(len(parameter) in outputs for parameter in own):
+            layers.append([names[id(parameter)] for parameter in own])
+    if not layers:
+        raise TaskError("no layer has as many rows as there are classes: set objective.options.in_mean=false")
+    present = set(classes.tolist())
+    starts, ends = sorted(present - {c + 1 for c in present}), sorted({c + 1 for c in present} - present)
+    return dict.fromkeys(layers[-1], tuple(zip(starts, ends, strict=True)))
 
 
 def _locally(
@@ -238,7 +259,7 @@ def update_of(trained: TrainedNetwork, num_samples: int, weighting: Chosen = FED
     figures = trained.figures
     work = Work(num_samples, figures.seen_samples, trained.network.seen(figures), share)
     weights, unheld = weights_of(weighting_rule(weighting), work)
-    update = Update(trained.tensors, trained.network.slices, weights, unheld, trained.sent.factors)
+    update = Update(trained.tensors, trained.network.slices, weights, unheld, trained.sent.factors, rows=trained.rows)
     return with_more(update, trained.sent.tensors, trained.sent.slices, trained.sent.weights)
 
 

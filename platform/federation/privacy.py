@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.averaging.privacy import expected_weights, privatised
 from fedloom.platform.averaging.secure import needed_of
+from fedloom.platform.clients.objectives import OBJECTIVES, MaskedClasses
 from fedloom.platform.clients.sealing import SecurePlan
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.accounting import accounting, epsilon, mechanism, with_round
@@ -130,6 +131,12 @@ class PrivateRounds:
     def __init__(self, world: World, config: TrainingConfig, rules: Rules, stage: str, eligible: np.ndarray) -> None:
         """Raises ValueError for what has no privacy; so do devices that are away: nobody's probability is known."""
         check_privacy(config, rules)
+        objective = OBJECTIVES.make(world.spec.objective)
+        if isinstance(objective, MaskedClasses) and objective.in_mean:
+            raise ValueError(
+                f"{rules.key}.privacy: which rows of a classifier count tells which classes a client has: set "
+                "objective.options.in_mean=false"
+            )
         self.clips = config.privacy.clip is not None
         if self.clips and (world.devices is not None or any(profile.availability < 1 for profile in world.profiles)):
             raise ValueError(f"{stage}, privacy: with devices that may be away no client's probability is known")

@@ -135,6 +135,8 @@ def test_a_configuration_from_before_a_key_means_what_it_meant() -> None:
     assert config_from_dict(stored).data.options == {"classes": 12}
     del stored["data"]["balanced_classes"]  # which came with other features of sounds
     assert config_from_dict(stored).data.options == {"classes": 12, "features": "slaney", "silence": None}
+    stored["objective"]["name"] = "masked_classes"
+    assert config_from_dict(stored).objective.options == {"in_mean": False}
 
 
 def test_a_resumed_run_may_change_where_it_runs() -> None:

@@ -50,6 +50,16 @@ def test_fedavg_by_hand() -> None:
     assert averaged(fedavg) == pytest.approx({"fixed": 3.7, "a": 2.2, "b": 3.8})
 
 
+def test_rows_that_do_not_count_by_hand() -> None:
+    # The first client, of weight 1, counts in rows 0 and 2; the second, narrower and of weight 3, in rows 2 and 3.
+    first = Update({"w": torch.full((5, 2), 4.0)}, {"w": Slice("w")}, {"w": 1.0}, rows={"w": ((0, 1), (2, 3))})
+    second = Update(
+        {"w": torch.full((5, 1), 8.0)}, {"w": Slice("w", ((0, 5), (0, 1)))}, {"w": 3.0}, rows={"w": ((2, 4),)}
+    )
+    found = average({"w": torch.zeros(5, 2)}, [first, second])["w"]
+    assert found.tolist() == [[4, 4], [0, 0], [(4 + 3 * 8) / 4, 4], [8, 0], [0, 0]]
+
+
 def test_plain_by_hand() -> None:
     assert averaged(plain) == pytest.approx({"fixed": 8 / 3, "a": 11 / 3, "b": 5 / 3})
 

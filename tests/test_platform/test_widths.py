@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.distillation import Taught
 from fedloom.platform.clients.networks import Subnet
@@ -19,7 +21,8 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD, estimate_statistics
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
-from fedloom.platform.federation.config import RunConfig, TiersConfig
+from fedloom.platform.federation.config import ObjectiveConfig, RunConfig, TiersConfig
+from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages, check_space
@@ -51,6 +54,51 @@ def width_config(tiny_config: Make) -> Make:
         return tiny_config(method=config, space=space, tiers=tiers)
 
     return make
+
+
+# -- absent classes ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_absent_classes_are_sent_and_left_out_of_the_mean(width_config: Make) -> None:
+    config = width_config(HeteroFLConfig)
+    config = replace(config, data=replace(config.data, partition="lda", alpha=0.05))
+    worlds = {
+        in_mean: build_world(replace(config, objective=ObjectiveConfig("masked_classes", {"in_mean": in_mean})))
+        for in_mean in (True, False)
+    }
+    after, moved, bytes_up = {}, {}, {}
+    for in_mean, world in worlds.items():
+        stage, worker = build_stages(world)[0], Worker(world.spec)
+        state = stage.begin(RunState())
+        plan, before = stage.plan(state), state.weights("supernet")
+        sums, held = WeightedSums(), list[tuple[dict[str, Tensor], set[int]]]()
+        reports = []
+        for assignment in (a for a in plan.assignments if a.client_id is not None):
+            outcome = assignment.task.run(worker, assignment, before)
+            assert outcome.update is not None
+            tensors = {name: tensor.clone() for name, tensor in outcome.update.tensors.items()}
+            labels = world.data.client(assignment.client_id, "train")[1]
+            held.append((tensors, set(labels.tolist())))
+            sums.add(outcome.update)
+            reports.append(outcome.bytes_up)
+        after[in_mean], bytes_up[in_mean] = sums.finish(before).weights, reports
+        name = next(n for n, t in before.items() if t.shape == (10, 8))
+        moved[in_mean] = float((after[in_mean][name] - before[name]).norm())
+        for label, unit in product(range(10), range(8)):
+            there = [
+                t[name][label, unit] for t, own in held if unit < t[name].shape[1] and (label in own or not in_mean)
+            ]
+            expected = torch.stack(there).mean() if there else before[name][label, unit]
+            torch.testing.assert_close(after[in_mean][name][label, unit], expected, rtol=1e-5, atol=1e-6)
+    assert any(len(own) < 10 for _, own in held)
+    assert bytes_up[True] == bytes_up[False], "all rows travel"
+    assert moved[True] > 1.2 * moved[False]
+
+
+def test_masked_rows_do_not_go_with_privacy(width_config: Make, refused: Callable[[RunConfig], str]) -> None:
+    config = width_config(HeteroFLConfig, train={"privacy": PrivacyConfig(clip=1.0, noise=1.0)}, space={"norm": "none"})
+    message = "tells which classes a client has: set objective.options.in_mean=false"
+    assert message in refused(replace(config, objective=ObjectiveConfig("masked_classes")))
 
 
 # -- who trains what --------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@
     in the end:     batch norms, which keep no statistics in training, get the clients' (norm=static);
                     each tier's model is the leading part of the global network
 
-The papers' clients mask absent classes: objective.name=masked_classes. One width for all is FedAvg.
+The paper's clients mask absent classes, whose rows of the classifier the authors' code leaves out of the mean:
+objective.name=masked_classes does both. One width for all is FedAvg.
 """
 
 from __future__ import annotations
