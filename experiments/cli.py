@@ -131,7 +131,7 @@ def _resume(args: argparse.Namespace) -> int:
     _tell(args, "looking up the run")
     from fedloom.experiments.runs.configuration import change_stored, stored_config
 
-    run_id, stored = stored_config(args.results, args.run)
+    run_id, stored = stored_config(args.results, args.run, args.overrides)
     config = change_stored(stored, args.overrides)
     from fedloom.experiments.runs.finished import is_finished, leave_finished
 

@@ -19,7 +19,9 @@ from fedloom.platform.results.paths import STATE_FILE, RunPaths
 from fedloom.platform.results.status import says_done
 from fedloom.platform.results.tables import is_done, read_runs
 from fedloom.platform.results.writer import ROW_TABLES
+from fedloom.platform.runs.code_places import check_code_places
 from fedloom.platform.runs.inputs import changed_files, input_hashes, other_data, recorded_inputs
+from fedloom.platform.runs.run import placed_here
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,11 @@ def _inputs(paths: RunPaths, unchecked: list[str]) -> list[str]:
     Reads all of the run's prepared data, if its cache is here.
     """
     try:
-        config = read_json(paths.config)
+        config = placed_here(read_json(paths.config))
         data = DataConfig(**config["data"])
     except (OSError, ValueError, KeyError, TypeError):
         return []  # a run of an earlier version, or one whose manifest tells
+    check_code_places([config], paths.root)
     recorded = recorded_inputs(paths)
     if "partition_hash" not in recorded:
         return []  # it was killed before its first round

@@ -23,11 +23,11 @@ from fedloom.experiments.cli import main
 from fedloom.experiments.export.export import export
 from fedloom.experiments.export.selection import Wanted
 from fedloom.experiments.report.pages.runs import write_report
-from fedloom.experiments.runs.configuration import stored_config
+from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict, stored_config
 from fedloom.experiments.runs.search import load_trained
 from fedloom.experiments.store.ablations import write_ablation
 from fedloom.experiments.verify import verified
-from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.config import RayConfig, RunConfig
 from fedloom.platform.results.bag import Bag
 from fedloom.platform.results.checkpoint import load_checkpoint, save_checkpoint
 from fedloom.platform.results.files import MOST_TEXT_BYTES, opened, read_file, within, write_atomically
@@ -123,11 +123,12 @@ def executed(folder: Path) -> list[Path]:
     return [*folder.rglob("executed")]
 
 
-def forge(config: RunConfig, changes: Mapping[str, Any]) -> RunPaths:
-    """A run whose every seal fits, as whoever hands on a results folder can make it, with other code in its method."""
+def forge(config: RunConfig, changes: Mapping[str, Any], **sections: Mapping[str, Any]) -> RunPaths:
+    """A run whose every seal fits, as whoever hands on a results folder can make it, with changes of its method."""
     paths = run_paths(Path(config.results), config.experiment, RUN)
     values = asdict(config)
-    values["method"] |= changes
+    for section, changed in {"method": changes, **sections}.items():
+        values[section] |= changed
     put(paths.artifacts, "config.json", json.dumps(values))
     manifest = Manifest(paths)
     TableParts(paths.table("runs"), TABLES["runs"], 1, manifest).replace([{"config": json.dumps(values)}])
@@ -151,16 +152,12 @@ def test_no_command_executes_code_that_lies_in_the_results(
     evil = put(beside, file)
     (beside / "linked").symlink_to(evil.parent)
     paths = forge(tiny_config(), {"name": name})
-    plan = plan_ablation(
-        ["ablation=beta_schedule", "experiment=superfednas_digits", "ablation.seeds=[0]", f"results={paths.root}"]
-    )
-    last = replace(plan.trials[-1], config=json.loads(paths.config.read_text()))
-    write_ablation(paths.root, replace(plan, trials=(*plan.trials[:-1], last)))
+    ablation = forged_ablation(paths)
     uses: list[Callable[[], object]] = [
         lambda: stored_config(paths.root, RUN),
         lambda: load_trained(paths.root, RUN),
         lambda: export(paths.root, RUN, Wanted(tier="tier1")),
-        lambda: planned_ablation(paths.root, plan.ablation_id, []),
+        lambda: planned_ablation(paths.root, ablation, []),
     ]
     for use in uses:
         with pytest.raises(ValueError, match="lies in the results: nothing in results is executed") as refused:
@@ -189,11 +186,72 @@ def test_every_text_of_a_stored_configuration_counts(where: dict[str, Any], besi
     assert not executed(beside)
 
 
+def forged_ablation(paths: RunPaths) -> str:
+    """The id of an ablation whose last trial has the configuration of a forged run."""
+    plan = plan_ablation(
+        ["ablation=beta_schedule", "experiment=superfednas_digits", "ablation.seeds=[0]", f"results={paths.root}"]
+    )
+    last = replace(plan.trials[-1], config=json.loads(paths.config.read_text()))
+    write_ablation(paths.root, replace(plan, trials=(*plan.trials[:-1], last)))
+    return plan.ablation_id
+
+
+def test_what_is_stored_is_never_resolved(
+    beside: Path, tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resolved value, such as one of the environment, would be written into the next checkpoint."""
+    monkeypatch.setenv("SECRET", SECRET)
+    paths = forge(tiny_config(), {}, objective={"options": {"x": ["${oc.env:SECRET}"]}})
+    ablation = forged_ablation(paths)
+    uses: list[Callable[[], object]] = [
+        lambda: stored_config(paths.root, RUN),
+        lambda: load_trained(paths.root, RUN),
+        lambda: export(paths.root, RUN, Wanted(tier="tier1")),
+        lambda: [config_from_dict(t.config) for t in planned_ablation(paths.root, ablation, []).trials],
+        lambda: compose_config([*TINY, r"objective.options.x='\${oc.env:SECRET}'"]),  # could not be resumed
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match=r"'\$\{oc.env:SECRET\}' is no value that can be stored") as refused:
+            use()
+        assert SECRET not in str(refused.value)
+    assert not [f for f in beside.rglob("*") if f.is_file() and SECRET.encode() in f.read_bytes()]
+
+
+def test_addresses_and_folders_are_this_machines_and_those_stored_are_said(
+    beside: Path, tiny_config: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = {"root": str(beside / "root"), "cache": str(beside / "cache"), "download": True}
+    paths = forge(tiny_config(), {}, data=theirs, ray={"address": "10.9.8.7:6379", "dashboard": True, "num_gpus": 4})
+    config = stored_config(paths.root, RUN, ["data.root=mine"])[1]
+    ablation = planned_ablation(paths.root, forged_ablation(paths), [])
+    for each in (config, config_from_dict(ablation.trials[-1].config)):
+        assert each.ray == RayConfig()
+        assert (each.data.root, each.data.cache, each.data.download) == (None, None, False)
+    assert change_stored(config, ["ray.address=local", "data.cache=here"]).ray.address == "local"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"run {RUN} was made with data.cache=/")
+    assert line.endswith(" ray.address=10.9.8.7:6379: if you want that here, give it again")
+    assert verified(paths).run_id == RUN
+    assert not (beside / "cache").exists()
+
+
+@pytest.mark.parametrize("name", ["antigravity:fly", "os.path:join", "subprocess:run"])
+def test_pythons_own_modules_are_no_plug_ins(name: str, tiny_config: Callable[..., RunConfig], beside: Path) -> None:
+    """Importing some of them does things: antigravity opens a browser."""
+    paths = forge(tiny_config(), {"name": name})
+    assert not {"antigravity"} & {*sys.modules}
+    with pytest.raises(ValueError, match="which is Python's own"):
+        stored_config(paths.root, RUN)
+    assert any("which is Python's own" in line for line in verified(paths).problems)
+    assert not {"antigravity"} & {*sys.modules}
+    assert not executed(beside)
+
+
 def test_code_outside_the_results_is_found_without_executing_it(beside: Path) -> None:
     put(beside, "mine.py")
     put(beside, "around/__init__.py")
     put(beside, "around/inner.py")
-    names = ["mine:f", "around.inner:f", "around.none:f", "nobody:f", "torch.nn:Linear", "__main__:f", "sys:exit"]
+    names = ["mine:f", "around.inner:f", "around.none:f", "nobody:f", "torch.nn:Linear", "__main__:f"]
     texts = [*names, ":f", "s3://bucket/x", "head:6379", "..:f", "a b:c", "results:f"]
     (beside / "results").mkdir()
     check_code_places([dict.fromkeys(texts, 1)], beside / "results")

@@ -12,13 +12,14 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from fedloom.experiments.ablation.config import NOT_AXES, PREFIX, AblationConfig, AxisConfig, load_ablation_config
-from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict
+from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict, tell_left_out
 from fedloom.experiments.runs.override_texts import override_text
 from fedloom.experiments.runs.variants import GROUPS, Variants
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, new_ablation_id, trial_id
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.target import local_root
 from fedloom.platform.runs.code_places import check_code_places
+from fedloom.platform.runs.run import placed_here
 from fedloom.platform.seeding import stream
 
 MOST_TRIALS = 10_000
@@ -111,14 +112,18 @@ def _base(given: str, variants: Variants, common: Sequence[str]) -> RunConfig:
 def planned_ablation(root: Path, given: str, overrides: Sequence[str]) -> Ablation:
     """Loads a stored ablation and applies overrides that do not change results (`ray.*`, `executor.actors`, ...).
 
+    Its addresses and folders are this machine's, as those of a run that is resumed (see `placed_here`).
+
     Raises ValueError for an unknown or damaged plan, and for one that names code in the results folder.
     """
     ablation = find_ablation(root, given)
     check_code_places((trial.config for trial in ablation.trials), root)
-    if not overrides:
-        return ablation
-    changed = _Changed(overrides)
-    trials = [replace(trial, config=changed.of(trial.config)) for trial in ablation.trials]
+    for trial in ablation.trials[:1]:
+        tell_left_out(f"ablation {ablation.ablation_id}", trial.config, overrides)
+    trials = [replace(trial, config=placed_here(trial.config)) for trial in ablation.trials]
+    if overrides:
+        changed = _Changed(overrides)
+        trials = [replace(trial, config=changed.of(trial.config)) for trial in trials]
     return replace(ablation, trials=tuple(trials))
 
 

@@ -1,7 +1,9 @@
 """Composes `experiment=NAME key=value ...` to a checked RunConfig with Hydra, which only the driver uses."""
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -40,9 +42,12 @@ from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.target import without_secrets
 from fedloom.platform.runs.code_places import check_code_places
-from fedloom.platform.runs.run import FREE_ON_RESUME, free_on_resume
+from fedloom.platform.runs.plugin_sources import texts_of
+from fedloom.platform.runs.run import FREE_ON_RESUME, free_on_resume, placed_here
 from fedloom.platform.settings import check_settings
 from fedloom.platform.words import MOST_SAID, said, shown
+
+logger = logging.getLogger(__name__)
 
 NO_LIST = "is not a ListConfig"
 """What OmegaConf says of a single value where a list belongs."""
@@ -82,8 +87,11 @@ def composed_tree(overrides: Sequence[str]) -> DictConfig:
 
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     """Restores the configuration that a run stored in `config.json`; ValueError if it does not fit this version."""
+    check_resolved(values)
     try:
-        method = find_method(values["method"]["name"])
+        method = find_method(str(values["method"]["name"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError("the run's stored configuration names no method: restore it from a copy") from error
     except PluginError as error:
         raise ValueError(f"the run's method cannot be used: {error}") from error
     values = completed(values)
@@ -94,12 +102,21 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     schema.method = OmegaConf.structured(method.config)
     try:
         return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(schema, dict(values))))
-    except (OmegaConfBaseException, OverflowError) as error:
+    except (OmegaConfBaseException, OverflowError, RecursionError) as error:
         raise ValueError(f"the run's stored configuration does not fit this version: {_first_line(error)}") from error
 
 
-def stored_config(results: str | Path, run_id: str) -> tuple[str, RunConfig]:
+def check_resolved(values: Any) -> None:
+    """Raises ValueError for a text that OmegaConf would resolve, such as ${oc.env:NAME}: stored values never are."""
+    if text := next((text for text in texts_of(values) if "${" in text), ""):
+        raise ValueError(f"{shown(text, repr)} is no value that can be stored: what is stored is never resolved")
+
+
+def stored_config(results: str | Path, run_id: str, overrides: Sequence[str] = ()) -> tuple[str, RunConfig]:
     """A run's full id and its stored configuration, with `results` as given; downloads a run at a URL first.
+
+    Its addresses and folders are this machine's (see `placed_here`); those of the run that `overrides` do not give
+    again are named in a warning.
 
     `run_id` is an id, its beginning, a name or a tag of one run.
 
@@ -117,11 +134,25 @@ def stored_config(results: str | Path, run_id: str) -> tuple[str, RunConfig]:
     if len(recorded) and recorded.notna().all():
         check_same_config(from_json(recorded.iloc[-1], f"the configuration of run {paths.run_id}"), values)
     check_code_places([values], root)
-    config = config_from_dict(values)
+    config = config_from_dict(placed_here(values))
+    tell_left_out(f"run {paths.run_id}", values, overrides)
     config.results = str(results)
     names = read_names(paths.artifacts)  # may have changed since the run started
     config.name, config.tags = names.name, list(names.tags)
     return paths.run_id, config
+
+
+def tell_left_out(what: str, stored: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
+    """Warns of stored addresses and folders that are not used, and that no override gives again."""
+    if not all(isinstance(stored.get(section), Mapping) for section in ("data", "ray")):
+        return
+    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    here = placed_here(stored)
+    places = [(f"data.{name}", stored["data"].get(name), here["data"][name]) for name in ("root", "cache")]
+    places.append(("ray.address", stored["ray"].get("address"), here["ray"]["address"]))
+    left = [f"{key}={shown(then)}" for key, then, now in places if then not in (None, now) and key not in given]
+    if left:
+        logger.warning("%s was made with %s: if you want that here, give it again", what, " ".join(left))
 
 
 def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
@@ -228,6 +259,7 @@ def _store_method(name: str, config_class: type) -> None:
 def check_config(config: RunConfig) -> None:
     """Raises ValueError for invalid values and combinations of values."""
     check_settings(config)
+    check_resolved(asdict(config))
     name = config.method.name
     known = name in METHODS or is_import_path(name)
     if not known or not isinstance(config.method, find_method(name).config):

@@ -6,19 +6,25 @@ and with the working directory among the places of modules it could choose a fil
 
 import importlib.util
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedloom.platform.runs.plugin_sources import IMPORT_PATH
+
 
 def check_code_places(configs: Iterable[Mapping[str, Any]], root: Path) -> None:
-    """Raises ValueError, in one line, if a text of a configuration names code that lies in the results folder.
+    """Raises ValueError, in one line, if a text of a configuration names code in the results folder, or Python's own.
 
-    What is installed is none of the results, also where they are a folder above it. Every text of the form of an import
-    path counts, because a plug-in may be named anywhere in the options of another.
+    Modules of Python's library may do things when they are imported, and none of them is a plug-in. What is installed
+    is none of the results, also where they are a folder above it. Every text of the form of an import path counts,
+    because a plug-in may be named anywhere in the options of another.
     """
     for path in sorted({text for config in configs for text in _texts(config) if ":" in text}):
+        if IMPORT_PATH.fullmatch(path) and re.split("[.:]", path)[0] in sys.stdlib_module_names:
+            raise ValueError(f"the configuration names {path!r}, which is Python's own: give code made for fedloom")
         if (file := _below(path.partition(":")[0], root)) is not None:
             raise ValueError(
                 f"the configuration names {path!r}, whose code {file} lies in the results: nothing in results "

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.platform.data.artefact import hash_of_file
 from fedloom.platform.data.augment import AUGMENTATIONS
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.manifest import seal_of
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.runs.plugin_sources import texts_of
@@ -55,7 +55,7 @@ def _of_augmentation(data: Mapping[str, Any]) -> list[Any]:
 
 def input_hashes(config: Mapping[str, Any]) -> dict[str, str]:
     """SHA-256 (hex) of the files of `input_files`."""
-    return {text: hash_of_file(file) for text, file in input_files(config).items()}
+    return {text: seal_of(file.resolve()).sha256 for text, file in input_files(config).items()}
 
 
 def input_columns(config: Mapping[str, Any], data: FederatedData) -> dict[str, str]:
@@ -70,8 +70,9 @@ def input_columns(config: Mapping[str, Any], data: FederatedData) -> dict[str, s
 def keep_inputs(artifacts: Path, config: Mapping[str, Any]) -> None:
     """Copies the files of `input_files` into a run's folder."""
     for file in input_files(config).values():
-        if file.stat().st_size <= MOST_KEPT_BYTES:
-            copy = _copy_of(artifacts, file.name, hash_of_file(file))
+        seal = seal_of(file.resolve())
+        if seal.size_bytes <= MOST_KEPT_BYTES:
+            copy = _copy_of(artifacts, file.name, seal.sha256)
             copy.parent.mkdir(exist_ok=True)
             write_atomically(copy, file.read_bytes())
 

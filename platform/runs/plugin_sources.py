@@ -20,7 +20,7 @@ from fedloom.platform.results.files import read_file, write_atomically
 FOLDER = "plugins"
 """The folder of the copies in a run's artefacts."""
 
-_IMPORT_PATH = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
+IMPORT_PATH = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
 class UnknownSourceError(ValueError):
@@ -75,7 +75,7 @@ def plugin_sources(config: Any) -> PluginSources:
 
 def named_modules(config: Any) -> list[str]:
     """The existing modules that a configuration names by import paths; unknown ones are rejected elsewhere."""
-    found = {match[1] for match in filter(None, map(_IMPORT_PATH.fullmatch, texts_of(config)))}
+    found = {match[1] for match in filter(None, map(IMPORT_PATH.fullmatch, texts_of(config)))}
     return sorted(module for module in found if _origin(module) is not None)
 
 

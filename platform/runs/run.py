@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 from fedloom.platform.clients.execution import Executor
+from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.building import build_world
-from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.config import RayConfig, RunConfig
 from fedloom.platform.federation.costs import RunCosts, load_costs
 from fedloom.platform.federation.event_files import FOLDER as EVENTS
 from fedloom.platform.federation.event_files import EventFiles, Events, NoEvents, check_event_files
@@ -237,7 +238,6 @@ def _resume(
         beginning = _going_on(world, writer, state, saved)
     else:  # killed before its row was written, and so before its first round: it starts again
         beginning = _beginning(world, writer)
-        inputs.keep_inputs(paths.artifacts, asdict(config))
         row = {**run_row(config, world, sources), **label.row()}
         writer.update_run(**row, started=datetime.now(UTC))
     if changed:
@@ -288,6 +288,22 @@ FREE_ON_RESUME = (
     "tags",
 )
 """The keys that may change when a run is resumed, because they do not affect its results."""
+
+
+OF_THE_MACHINE = ("ray", "data.root", "data.cache", "data.download")
+"""The keys that say where a run is at work; their values are those of whoever goes on with it, never those stored."""
+
+
+def placed_here(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored configuration with this machine's addresses and folders: the defaults, whatever the run's were.
+
+    Results may come from strangers, whose address would be connected to, and whose folder be written to.
+    """
+    here = asdict(DataConfig())
+    data = stored.get("data")
+    if isinstance(data, Mapping):
+        data = {**data, **{name: here[name] for name in ("root", "cache", "download")}}
+    return {**stored, "data": data, "ray": asdict(RayConfig())}
 
 
 def free_on_resume(key: str) -> bool:

@@ -27,6 +27,12 @@ from fedloom.tiers.devices import generate_device_table
 Make = Callable[..., RunConfig]
 
 
+@pytest.fixture(autouse=True)
+def originals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a stored run's data is looked for, wherever it was when the run began."""
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "data"))
+
+
 def write_data(file: Path, add: int = 0) -> None:
     """Some digits as an .npz file; `add` changes their pixels."""
     digits = load_digits()

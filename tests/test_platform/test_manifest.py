@@ -318,9 +318,12 @@ def test_a_run_that_adds_parts_is_whole_at_every_moment(tmp_path: Path) -> None:
         assert found.result() == []
 
 
-def test_changed_prepared_data_is_noticed(tmp_path: Path, elastic_config_in: Callable[..., RunConfig]) -> None:
+def test_changed_prepared_data_is_noticed(
+    tmp_path: Path, elastic_config_in: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = elastic_config_in(tmp_path / "results", train={"rounds": 1})
-    config.data.cache = str(tmp_path / "cache")
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
+    config.data.cache = None
     run_id = start_run(config, make_serial)
     (paths,) = list_runs(Path(config.results))
     assert verified(paths) == Verified(run_id, ())
