@@ -275,7 +275,9 @@ def test_the_rounds_rate_reaches_the_client() -> None:
     crop_flip = Chosen("crop_flip")
     local = local_sgd(config, 3, crop_flip, balanced=True)
     assert local.lr == pytest.approx(0.02)
-    assert replace(local, lr=0.0) == LocalSGD(3, 7, 0.0, 0.5, 0.25, 5.0, crop_flip, balanced=True, loss_norm=True)
+    assert replace(local, lr=0.0) == LocalSGD(
+        3, 7, 0.0, 0.5, 0.25, 5.0, augment=crop_flip, balanced=True, loss_norm=True
+    )
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------
