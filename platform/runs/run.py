@@ -20,6 +20,7 @@ from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, Loop,
 from fedloom.platform.federation.recorder import Recorder, restored_state, save_state
 from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.state import RunState
+from fedloom.platform.federation.without_effect import keys_without_effect
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages, check_space, shared_training
 from fedloom.platform.results.checkpoint import Saved, check_same_config, run_checkpoint, stored_bags
@@ -337,6 +338,8 @@ def _go(
     heartbeat = Heartbeat(status)
     log = log_to(writer.paths.logs)
     CONSOLE.info("run %s", writer.paths.run_id)
+    for line in keys_without_effect(config):
+        logger.warning("%s", line)
     recorder = Recorder(writer, asdict(config), beginning.saved, _events(config, writer), check)
     try:
         with _nothing_of_others(recorder, log), _end_written(recorder, status):

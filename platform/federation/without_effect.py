@@ -1,0 +1,102 @@
+"""Keys that were changed and have no effect beside the other keys of a run, which is said at its start."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from fedloom.platform.data.config import BY_LABEL, DataConfig
+from fedloom.platform.federation.config import FailuresConfig, RunConfig, TiersConfig
+from fedloom.platform.federation.selection import SELECTION_RULES
+from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
+from fedloom.platform.words import shown
+
+
+class _Needs(NamedTuple):
+    """Keys, separated by spaces, that have an effect only if another key `has` certain values, which are `called`."""
+
+    keys: str
+    other: str
+    has: Callable[[Any], bool]
+    called: str
+
+
+def _is_given(value: Any) -> bool:
+    return bool(value)
+
+
+def _is_missing(value: Any) -> bool:
+    return not value
+
+
+NEEDS: dict[type, tuple[_Needs, ...]] = {
+    DataConfig: (_Needs("alpha", "partition", BY_LABEL.__contains__, ", ".join(BY_LABEL)),),
+    TiersConfig: (
+        _Needs("max_step_s step_batch_size", "device_table", _is_given, "a device table"),
+        _Needs("shares clients", "device_table", _is_missing, "runs without a device table"),
+        _Needs("shares", "clients", _is_missing, "runs without it"),
+        _Needs("rho_low rho_high paths", "upper_bounds", _is_missing, "runs without given bounds"),
+    ),
+    RunConfig: (
+        _Needs(
+            "devices.macs_per_s devices.down_bytes_per_s devices.up_bytes_per_s devices.availability devices.dropout",
+            "tiers.device_table",
+            _is_missing,
+            "runs without a device table, which has these columns",
+        ),
+    ),
+    FailuresConfig: (
+        _Needs("attempts", "policy", "retry".__eq__, "retry"),
+        _Needs("max_share", "policy", "tolerate".__eq__, "tolerate"),
+    ),
+    TrainingConfig: (
+        _Needs("final_lr_share", "schedule", "cosine".__eq__, "cosine"),
+        _Needs("step_rounds", "schedule", "steps".__eq__, "steps"),
+    ),
+    PrivacyConfig: (
+        _Needs("delta accountant", "noise", _is_given, "noise above 0"),
+        _Needs("weight_cap least_coverage", "clip", _is_given, "changes that are clipped"),
+        _Needs("fraction_bits survivors", "secure", _is_given, "secure aggregation"),
+    ),
+}
+"""By the configuration that the keys are in."""
+
+
+def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
+    """One line for every key of a configuration that differs from its default and has no effect.
+
+    `key` is the configuration's own key, with a dot at its end.
+    """
+    for kind, needs in NEEDS.items():
+        for need in needs if isinstance(config, kind) else ():
+            other = attrgetter(need.other)(config)
+            for name in need.keys.split() if not need.has(other) else ():
+                value = attrgetter(name)(config)
+                if value != _default(config, name):
+                    given = "null" if other is None else shown(other)
+                    yield (
+                        f"{key}{name}={shown(value)} has no effect with {key}{need.other}={given}: it is for "
+                        f"{need.called}"
+                    )
+    if isinstance(config, TrainingConfig) and config.selection == "power_of_choice":
+        yield from _without_choice(config, key)
+    for field in fields(config):
+        if is_dataclass(getattr(config, field.name)):
+            yield from keys_without_effect(getattr(config, field.name), f"{key}{field.name}.")
+
+
+def _default(config: Any, name: str) -> Any:
+    *path, last = name.split(".")
+    owner = attrgetter(".".join(path))(config) if path else config
+    field: Field[Any] = next(field for field in fields(owner) if field.name == last)
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _without_choice(config: TrainingConfig, key: str) -> Iterator[str]:
+    default = SELECTION_RULES.options_of("power_of_choice")["candidates"].default
+    candidates, size = config.options.get("candidates", default), config.clients_per_round
+    if size is None or (isinstance(candidates, int) and candidates <= size):
+        yield (
+            f"{key}selection=power_of_choice has no effect with {key}options.candidates={shown(candidates)}: a round "
+            f"has {'all clients' if size is None else f'{size} clients'}, so that there is no choice among the candidates"
+        )

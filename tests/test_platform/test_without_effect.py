@@ -1,0 +1,70 @@
+"""Keys that have no effect beside others are said once, at the start of the run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedloom.experiments.runs.configuration import compose_config
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.federation.without_effect import keys_without_effect
+from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
+from fedloom.platform.runs.run import start_run
+from fedloom.platform.runs.serial import make_serial
+
+CHOICE = ["method.train.selection=power_of_choice"]
+
+
+@pytest.mark.parametrize(
+    ("given", "lines"),
+    [
+        ([], []),
+        (["data.alpha=0.1"], []),
+        (
+            ["data.partition=iid", "data.alpha=0.1"],
+            ["data.alpha=0.1 has no effect with data.partition=iid: it is for lda, lda_sequential, dirichlet_classes"],
+        ),
+        (
+            ["tiers.max_step_s=5"],
+            ["tiers.max_step_s=5.0 has no effect with tiers.device_table=null: it is for a device table"],
+        ),
+        (
+            ["tiers.device_table=generated", "tiers.max_step_s=5", "devices.dropout=0.5"],
+            [
+                "devices.dropout=0.5 has no effect with tiers.device_table=generated: it is for runs without a device "
+                "table, which has these columns"
+            ],
+        ),
+        (
+            ["method.train.step_rounds=3", "method.train.privacy.delta=1e-6"],
+            [
+                "method.train.step_rounds=3 has no effect with method.train.schedule=fixed: it is for steps",
+                "method.train.privacy.delta=1e-06 has no effect with method.train.privacy.noise=0.0: it is for noise "
+                "above 0",
+            ],
+        ),
+        ([*CHOICE, "method.train.options.candidates=11"], []),
+        (
+            [*CHOICE, "method.train.options.candidates=10"],
+            [
+                "method.train.selection=power_of_choice has no effect with method.train.options.candidates=10: a round "
+                "has 10 clients, so that there is no choice among the candidates"
+            ],
+        ),
+    ],
+)
+def test_what_has_no_effect_is_named_with_the_key_that_says_so(given: list[str], lines: list[str]) -> None:
+    assert [*keys_without_effect(compose_config(["experiment=fedavg_digits", *given]))] == lines
+
+
+def test_it_is_said_once_at_the_start_and_is_in_the_log(
+    tiny_config: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    train = TrainingConfig(rounds=2, clients_per_round=3, final_lr_share=0.5)
+    config = tiny_config(method=FedAvgConfig(architecture="0-1-2", train=train, evaluate=False))
+    start_run(config, make_serial)
+    line = "method.train.final_lr_share=0.5 has no effect with method.train.schedule=fixed: it is for cosine"
+    assert caplog.messages.count(line) == 1
+    (log,) = Path(config.results).rglob("server.log")
+    assert line in log.read_text()
