@@ -18,7 +18,7 @@ from fedloom.experiments.reproduce.settings import overrides_of
 from fedloom.experiments.reproduce.starts import START_FROM
 
 FOLDER = "recorded"
-LATER = ("label_sets", "balanced_classes", "idle_momentum")
+LATER = ("label_sets", "balanced_classes", "idle_momentum", "one_per_round", "keep_momentum", "own_start")
 """Keys that came after the first records, which are of runs without them."""
 
 

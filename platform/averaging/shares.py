@@ -1,4 +1,9 @@
-"""Shares: factors by which the server scales the clients' weights in a round (overlap, MaxNet)."""
+"""Shares: factors by which the server scales the clients' weights in a round (overlap, MaxNet).
+
+MaxNet gives beta_t to the client with the largest subnet. SuperFed (Sec. 2.4) and the authors' code share 1 - beta_t
+among the other clients, as here; SuperFedNAS' supplement gives 1 - beta_t to *each* of them, so that beta_t = .9 would
+weigh the largest subnet 9 times instead of 9 (|S| - 1) times as much as another.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -74,7 +79,7 @@ def overlap(sharing: Sharing) -> Shares:
 
 
 def maxnet(sharing: Sharing) -> Shares:
-    """beta_t for the client with the largest subnet, (1 - beta_t) / (|S| - 1) for each of the others.
+    """beta_t for the client with the largest subnet; the others share 1 - beta_t: (1 - beta_t) / (|S| - 1) for each.
 
     If several clients hold the largest subnet, the first in plan order gets beta_t. If none does, or the round has one
     client, all shares are equal.

@@ -27,7 +27,7 @@ from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.models import load_model
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
-from fedloom.platform.spaces.slices import Architecture, parse_architecture
+from fedloom.platform.spaces.slices import Architecture, Subspace, parse_architecture
 
 Make = Callable[..., RunConfig]
 
@@ -136,6 +136,20 @@ def test_no_path_ever_exceeds_the_rounds_budget(
     uppers = {t.upper for t in world.tiers}
     assert limits & uppers
     assert min(limits) < min(uppers) or min(limits) == world.cost_table.smallest
+
+
+def test_a_round_has_a_subspace_per_client_or_one(tiny_config: Make) -> None:
+    def subspaces(one_per_round: bool, rounds: int = 2) -> list[set[Subspace]]:
+        config = tiny_config(tiers=TiersConfig(count=1, paths=100))
+        config.method.train.communication.one_per_round = one_per_round
+        stage = stage_of(build_world(config), "supernet")
+        plans = [stage.plan(replace(stage.begin(RunState()), round=r)) for r in range(rounds)]
+        return [{a.task.network.subspace for a in plan.assignments if a.client_id is not None} for plan in plans]
+
+    assert all(len(found) > 1 for found in subspaces(False))
+    first, second = subspaces(True)
+    assert len(first) == len(second) == 1
+    assert first != second
 
 
 def test_the_top_tier_may_train_what_the_lower_tier_may_not(tiny_config: Make) -> None:

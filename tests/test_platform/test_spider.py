@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.clients.assignments import Assignment
+from fedloom.platform.clients.assignments import Assignment, own_copy
 from fedloom.platform.clients.local_rules import pull_towards
+from fedloom.platform.clients.mixed import MixedNetwork
+from fedloom.platform.clients.trainer import client_samples, train_network
 from fedloom.platform.clients.training import SGD, LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
@@ -21,7 +23,13 @@ from fedloom.platform.methods.silo.gains import GainConfig
 from fedloom.platform.methods.silo.masking import Perturbation
 from fedloom.platform.methods.silo.personal import Personal, is_decided, undecided, unpacked, with_row
 from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig
-from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider, stages
+from fedloom.platform.methods.silo.spider import (
+    SHARED_MOMENTUM,
+    SpiderConfig,
+    SpiderTrainingConfig,
+    TrainSpider,
+    stages,
+)
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
@@ -29,7 +37,7 @@ from fedloom.platform.runs.run import start_run
 from fedloom.platform.runs.serial import make_serial
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace
-from fedloom.platform.spaces.slices import subspace_id
+from fedloom.platform.spaces.slices import Weights, subspace_id
 from fedloom.platform.spaces.space_config import SpaceConfig
 
 Make = Callable[..., RunConfig]
@@ -73,6 +81,55 @@ def one_round(
     outcome = task.run(Worker(world.spec), Assignment("spider", 0, 0, "tier1", task, state=state), weights)
     assert outcome.state is not None
     return unpacked(outcome.state)
+
+
+# -- what Alg. 1 leaves open -------------------------------------------------------------------------------------------
+
+
+def test_the_supernets_momentum_is_fresh_or_stays_with_the_silo(spider_config: Make) -> None:
+    world = build_world(spider_config())
+    weights, worker = shared_weights(world), Worker(world.spec)
+
+    def second_round(keep: bool) -> tuple[Weights, Weights]:
+        task = TrainSpider(LOCAL, 0.0, Perturbation(turns=0), RULES, keep_momentum=keep)
+        first = task.run(worker, Assignment("spider", 0, 0, "tier1", task), weights)
+        assert first.state is not None
+        state = own_copy(first.state)
+        second = task.run(worker, Assignment("spider", 1, 0, "tier1", task, state=own_copy(state)), weights)
+        assert second.update is not None
+        return second.update.tensors, {n.removeprefix(SHARED_MOMENTUM): state[n] for n in state if SHARED_MOMENTUM in n}
+
+    def by_hand(momentum: Weights) -> Weights:
+        given = Assignment("spider", 1, 0, "tier1", TrainSpider(LOCAL, 0.0, Perturbation(turns=0), RULES))
+        network, data = MixedNetwork().on(worker), client_samples(worker, given)
+        return train_network(worker, given, network, weights, data, LOCAL, momentum=own_copy(momentum)).copied().tensors
+
+    (fresh, nothing), (kept, momentum) = second_round(False), second_round(True)
+    assert (len(nothing), len(momentum)) == (0, len(world.space.parameter_names))
+    expected = by_hand({}), by_hand(momentum)
+    assert all(torch.equal(fresh[name], expected[0][name]) for name in weights)
+    assert all(torch.equal(kept[name], expected[1][name]) for name in weights)
+    assert any(not torch.equal(kept[name], fresh[name]) for name in weights)
+
+
+def test_a_silos_own_network_starts_from_the_shared_weights_or_from_its_own(spider_config: Make) -> None:
+    world = build_world(spider_config())
+    weights = shared_weights(world)
+    first = next(name for name in sorted(world.space.parameter_names) if weights[name].dim() > 1)
+
+    def started(silo: int, own_start: bool) -> Tensor:
+        task = TrainSpider(replace(LOCAL, lr=1e-9), 0.0, Perturbation(turns=0), RULES, own_start=own_start)
+        outcome = task.run(Worker(world.spec), Assignment("spider", 0, silo, "tier1", task), weights)
+        assert outcome.update is not None
+        assert outcome.state is not None
+        assert torch.allclose(outcome.update.tensors[first], weights[first], atol=1e-5)
+        return unpacked(outcome.state).weights[first]
+
+    assert torch.allclose(started(0, own_start=False), weights[first], atol=1e-5)
+    own = [started(silo, own_start=True) for silo in (0, 1, 0)]
+    assert torch.equal(own[0], own[2])
+    assert not torch.allclose(own[0], own[1], atol=1e-3)
+    assert not torch.allclose(own[0], weights[first], atol=1e-3)
 
 
 # -- the pull ---------------------------------------------------------------------------------------------------------

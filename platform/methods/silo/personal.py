@@ -45,7 +45,7 @@ class Personal:
 def unpacked(state: Weights) -> Personal:
     """The inverse of `Personal.packed`."""
     kept = tuple(tuple(row.nonzero().flatten().tolist()) for row in state[KEPT])
-    return Personal(_under(state, WEIGHTS), _under(state, MOMENTUM), kept, state.get(ALPHAS))
+    return Personal(under(state, WEIGHTS), under(state, MOMENTUM), kept, state.get(ALPHAS))
 
 
 def begun(state: Weights | None, weights: Weights, kept: Subspace = ()) -> Personal:
@@ -53,7 +53,8 @@ def begun(state: Weights | None, weights: Weights, kept: Subspace = ()) -> Perso
     return Personal(dict(weights), {}, kept) if state is None else unpacked(state)
 
 
-def _under(state: Weights, prefix: str) -> dict[str, Tensor]:
+def under(state: Weights, prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with the prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 

@@ -6,12 +6,16 @@ in every round a silo
     trains its personal network on the same batches, pulled towards the shared weights of its operators (Alg. 1)
 the server averages the shared supernet; a silo's personal network stays in its state
 in the end every silo's network is scored on the silo's own test data, and optionally on all other silos' data (gains)
+
+What Alg. 1 leaves open: a silo trains the shared supernet with fresh momentum in every round (`keep_momentum`: with
+what it had, which belongs to the weights before averaging), its own network with the momentum that it had; and its own
+network starts from the first shared weights (`own_start`: from weights of its own).
 """
 
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.assignments import Assignment, Outcome, client_of
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.scoring import PERSONAL
@@ -24,15 +28,19 @@ from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.gains import GainConfig, GainStage, check_gains
-from fedloom.platform.methods.silo.personal import begun
+from fedloom.platform.methods.silo.personal import begun, under
 from fedloom.platform.methods.silo.scoring import ScoreOwn
 from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, check_target, searched_space
 from fedloom.platform.methods.silo.searchers import Searcher, own_network, searcher_of
 from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, pair_outcome, participation
+from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.offers import with_cells
 from fedloom.platform.spaces.slices import Weights
+
+SHARED_MOMENTUM = "shared_momentum/"
+"""The shared supernet's momentum buffers in a silo's state, with `keep_momentum`."""
 
 
 @dataclass
@@ -40,6 +48,12 @@ class SpiderTrainingConfig(SiloTrainingConfig):
     """Training of the silos."""
 
     pull: Annotated[float, ZERO_OR_MORE, "lambda: the pull towards the shared weights; 0: local training only"] = 0.01
+    keep_momentum: Annotated[
+        bool, "the shared supernet's momentum stays with each silo between rounds, as its own network's does"
+    ] = False
+    own_start: Annotated[
+        bool, "a silo's own network starts from fresh weights of its own; false: from the first shared ones"
+    ] = False
 
 
 @dataclass
@@ -63,6 +77,7 @@ class TrainSpider:
         pull: lambda; 0 trains the personal model without the shared one.
         scored: whether the personal model is scored on the silo's validation data after training.
         use_validation: whether to train also on the validation data once the search has ended.
+        keep_momentum, own_start: as in `SpiderTrainingConfig`.
     """
 
     local: LocalSGD
@@ -71,17 +86,27 @@ class TrainSpider:
     rules: Rules
     scored: bool = False
     use_validation: bool = True
+    keep_momentum: bool = False
+    own_start: bool = False
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
         """The update holds only the shared model; the personal one stays in the silo's state."""
         space = with_cells(worker.space, "spider")
-        searched = self.search.before(worker, assignment, begun(assignment.state, weights, space.largest_subspace))
+        state, start = assignment.state or {}, weights
+        if self.own_start and not state:
+            generator = torch_stream(worker.spec.training_seed, "own_start", assignment.stage, client_of(assignment))
+            start = worker.space.initial_weights(generator)
+        searched = self.search.before(worker, assignment, begun(assignment.state, start, space.largest_subspace))
         silo = searched.silo
         joined = self.use_validation and self.search.is_over(space, silo.kept)
         data = client_samples(worker, assignment, joined=joined)
 
         supernet = MixedNetwork().on(worker)
-        shared = train_network(worker, assignment, supernet, weights, data, self.local, rule=self.rules.local).copied()
+        before = under(state, SHARED_MOMENTUM) if self.keep_momentum else {}
+        rule = self.rules.local
+        shared = train_network(
+            worker, assignment, supernet, weights, data, self.local, rule=rule, momentum=before
+        ).copied()
         network = own_network(worker, silo)
         own = train_network(
             worker,
@@ -102,7 +127,9 @@ class TrainSpider:
         passes = 1 if self.search.is_over(space, silo.kept) else self.search.passes
         macs = shared.macs + passes * own.macs + searched.macs
         outcome = pair_outcome(shared, own, data, self.rules.weighting, silo)
-        return replace(outcome, macs=macs, forward_macs=searched.macs, measurements=scores)
+        kept = {f"{SHARED_MOMENTUM}{n}": t for n, t in shared.momentum.items()} if self.keep_momentum else {}
+        after = {**(outcome.state or {}), **kept}
+        return replace(outcome, macs=macs, forward_macs=searched.macs, measurements=scores, state=after)
 
 
 def stages(config: SpiderConfig, world: World) -> list[Stage]:
@@ -114,7 +141,16 @@ def stages(config: SpiderConfig, world: World) -> list[Stage]:
 
     def client(round_: Round) -> TrainSpider:
         searcher = searcher_of(config.search, round_.index, train.batch_size)
-        return TrainSpider(round_.local, train.pull, searcher, rules, round_.scored, train.use_validation)
+        return TrainSpider(
+            round_.local,
+            train.pull,
+            searcher,
+            rules,
+            round_.scored,
+            train.use_validation,
+            train.keep_momentum,
+            train.own_start,
+        )
 
     slots = Slots(initial=fresh_supernet(world), assign=to_all(client))
     sequence = silo_stages(world, train, rules, slots, config.name, lambda _state: ScoreOwn())

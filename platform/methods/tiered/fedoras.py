@@ -7,6 +7,12 @@
 3. finetune per tier: FedAvg of the winner, from the supernet's weights, on the clients of that tier and above
 (rand_init) the same from fresh weights, as a baseline
 4. evaluate every tier's models
+
+Where paper and code leave a choice: "different, but possibly overlapping, subspaces can be selected for each client in
+a round" (Sec. 3.1), so that each client has one of its own; `communication.one_per_round` draws one per round.
+Operators that a batch's path leaves out rest; `idle_momentum` moves them on, as the authors' torch did. Perplexity is
+the exponential of the mean loss over all targets of a test set, not the mean of the batches' exponentials, which is
+larger; over clients it is the mean of the clients' own perplexities.
 """
 
 from collections import Counter
@@ -63,6 +69,10 @@ class CommunicationConfig:
 
     unit: Annotated[str, OneOf(UNITS), "fraction (of the supernet's parameters), parameters or bytes"] = "fraction"
     value: Annotated[float, POSITIVE, "the budget in this unit"] = 0.5
+    one_per_round: Annotated[
+        bool,
+        "all clients of a round get one subspace, and what a tier needs for a path in its budget; false: each its own",
+    ] = False
 
 
 @dataclass
@@ -200,7 +210,8 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
         return Tasks([client(round_, c) for c in round_.client_ids])
 
     def client(round_: Round, client_id: int) -> Train:
-        rng = stream(world.config.seed_for("training"), "subspace", round_.stage, round_.index, client_id)
+        whose = () if config.communication.one_per_round else (client_id,)
+        rng = stream(world.config.seed_for("training"), "subspace", round_.stage, round_.index, *whose)
         tier = int(world.tier_of_client[client_id])
         train_budget = training_budget(world, client_id, round_.stage, round_.index)
         subspace = sample_subspace(sizes_by_tier[tier], limit, rng, world.costs_by_tier[tier], train_budget)
