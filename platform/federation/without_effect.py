@@ -96,7 +96,8 @@ def _without_choice(config: TrainingConfig, key: str) -> Iterator[str]:
     default = SELECTION_RULES.options_of("power_of_choice")["candidates"].default
     candidates, size = config.options.get("candidates", default), config.clients_per_round
     if size is None or (isinstance(candidates, int) and candidates <= size):
+        cohort = "all clients" if size is None else f"{size} clients"
         yield (
             f"{key}selection=power_of_choice has no effect with {key}options.candidates={shown(candidates)}: a round "
-            f"has {'all clients' if size is None else f'{size} clients'}, so that there is no choice among the candidates"
+            f"has {cohort}, so that there is no choice among the candidates"
         )
