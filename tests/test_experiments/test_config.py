@@ -52,6 +52,18 @@ def test_every_preset_composes_under_its_own_name(preset: str) -> None:
     assert head[1].startswith("# "), "says what it is"
 
 
+def test_fedoras_settings_are_those_of_its_tables_and_its_authors_code() -> None:
+    """RandAugment and Cutout are the supernet's alone; 500 rounds are Tab. 9's, 750 those behind Tab. 5 and 6."""
+    presets = ("fedoras_cifar10", "fedoras_cifar100", "fedoras_cifar100_750")
+    methods = [compose_config([f"experiment={preset}"]) for preset in presets]
+    assert [(c.data.augment, c.method.train.augment) for c in methods] == [
+        ("crop_flip", "crop_flip_randaugment_cutout")
+    ] * 3
+    assert [(c.method.finetune.augment, c.method.rand_init.augment) for c in methods] == [(None, None)] * 3
+    assert [c.method.train.rounds for c in methods] == [500, 500, 750]
+    assert compose_config(["experiment=random_nas_cifar10"]).data.augment == "crop_flip"
+
+
 def test_another_method_takes_its_own_keys() -> None:
     config = compose_config(["method=fedavg", "method.train.rounds=3", "method.evaluate=false"])
     assert config.method.name == "fedavg"
