@@ -18,7 +18,7 @@ from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.history import ClientRecord
-from fedloom.platform.federation.selection import Choice, select
+from fedloom.platform.federation.selection import Choice, Cohort, select
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.selection.oort import oort, utilities_of
@@ -54,8 +54,8 @@ def test_oorts_utilities_by_hand() -> None:
         1: record(1.0, 10, 4.0, last_round=1),  # 10, slow
         2: record(3.0, 10, 1.0),  # 30, the most
     }
-    # Round 2 counts as 3.  T is the smallest duration: the quantile 0 of (1, 1, 4).
-    found = utilities_of(choice(history, round_=2), dict(history), history, 0.0, 2.0, 1.0)
+    # Round 2 counts as 3.  T is one second.
+    found = utilities_of(choice(history, round_=2), dict(history), 1.0, 2.0, 1.0)
     bonus = math.sqrt(0.1 * math.log(3))
     assert found == {
         0: pytest.approx(0.5 + bonus),  # (20 - 10) / (30 - 10)
@@ -66,7 +66,7 @@ def test_oorts_utilities_by_hand() -> None:
 
 def test_oort_clips_utilities_at_the_quantile() -> None:
     history = {i: record(1.0 + i, last_round=1) for i in range(9)} | {9: record(1000.0, last_round=1)}
-    found = utilities_of(choice(history), dict(history), history, 1.0, 2.0, 0.8)
+    found = utilities_of(choice(history), dict(history), math.inf, 2.0, 0.8)
     assert found[9] == found[8] == max(found.values())
     assert found[8] - found[7] == pytest.approx(1 / 8)
 
@@ -131,6 +131,61 @@ def test_oorts_pacer_allows_slower_clients_when_utility_falls() -> None:
     assert quantile([5.0, 5.0, 4.0, 3.0]) == pytest.approx(0.35)
     assert quantile([5.0, 5.0, 6.0, 5.0]) == 0.3
     assert quantile([5.0, 5.0, 4.0]) == 0.3, "no whole window"
+
+
+def released(history: Mapping[int, ClientRecord], **more: Any) -> Cohort:
+    greedy = {"exploration": 0.0, "least_exploration": 0.0, "variant": "released"}
+    options = {name: more.pop(name) for name in [*more] if name in ("cutoff", "clip", "preferred", "window", "pacer")}
+    return oort(choice(history, **more), **{**greedy, **options})
+
+
+def test_oorts_released_utilities_by_hand() -> None:
+    history = {
+        i: record(v, 10, last_round=1, answered=1) for i, v in enumerate((2.0, 4.0, 6.0, 10.0))
+    }  # 20, 40, 60, 100
+    # Clients 4 and 5 are not explored; their 5 and 10 samples are utilities.  Of 5, 10, 20, 40, 60, 100 the quantile .7
+    # is 60: the largest utility is cut there, but still divides.
+    given_ = choice(history, clients=6, sizes_of=lambda ids: np.where(ids == 4, 5.0, 10.0), round_=3)
+    found = utilities_of(given_, dict(history), math.inf, 2.0, 0.7, released=True)
+    least, bonus = 0.999 * 5, math.sqrt(0.1 * math.log(4) / 2)
+    assert found == {
+        c: pytest.approx((value - least) / (100 - least) + bonus) for c, value in enumerate((20, 40, 60, 60))
+    }
+
+
+def test_oorts_released_cutoff_is_of_the_rank_below() -> None:
+    history = {i: record(v, 1, last_round=0, answered=0) for i, v in enumerate((100.0, 90.0, 50.0, 45.0, 10.0))}
+    drawn = Counter[int]()
+    for seed in range(200):
+        drawn.update(released(history, clients=5, size=1, seed=seed, cutoff=0.95).client_ids)
+    assert set(drawn) == {0, 1}, "90 is the second's; the paper's rule takes .95 of the first's: it alone"
+
+
+def test_oorts_released_exploration_is_by_samples_and_ends_for_good() -> None:
+    samples = np.arange(1.0, 41.0)
+    drawn = Counter[int]()
+    for seed in range(300):
+        given_ = choice({}, clients=40, size=2, round_=0, seed=seed, sizes_of=lambda ids: samples[ids])
+        drawn.update(oort(given_, variant="released", exploration=1.0, exploration_decay=1.0).client_ids)
+    assert min(drawn) == 30, "five times two, with most samples"
+    history = {i: record(last_round=1, answered=1) for i in range(10)}
+    cohort = oort(choice(history, size=10, memory={"exploited": []}), variant="released")
+    assert (len(cohort.client_ids), cohort.memory["all_explored"]) == (10, True)
+    later = oort(choice({}, size=4, round_=9, memory=cohort.memory), variant="released")
+    assert later.memory["all_explored"], "also if there are new clients"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "quantile"),
+    [(100.0, 109.0, 0.35), (100.0, 91.0, 0.35), (100.0, 120.0, 0.3), (100.0, 60.0, 0.3), (100.0, 700.0, 0.25)],
+)
+def test_oorts_released_pacer(before: float, now: float, quantile: float) -> None:
+    # Windows of two rounds. The last round's mean is that of client 0, which answered; client 1 did not.
+    history = {0: record(now / 20, 10, last_round=2, answered=2), 1: record(9.0, 10, last_round=2, answered=1)}
+    memory = {"means": [before / 2, before / 2, now / 2], "exploited": [0, 1], "quantile": 0.3}
+    cohort = released(history, clients=2, round_=3, memory=memory, window=2, pacer=0.05)
+    assert cohort.memory["means"][3] == pytest.approx(now / 2, rel=1e-3)
+    assert cohort.memory["quantile"] == pytest.approx(quantile)
 
 
 # -- PyramidFL ---------------------------------------------------------------------------------------------------------
@@ -219,18 +274,26 @@ def test_quotas_of_tiers() -> None:
         tier_quota(given_, quota=[4, 4, 4])
 
 
-@pytest.mark.parametrize("rule", ["oort", "pyramidfl", "power_of_choice", "round_robin", "tier_quota"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Chosen("oort"),
+        Chosen("oort", (("variant", "released"),)),
+        *map(Chosen, ("pyramidfl", "power_of_choice", "round_robin", "tier_quota")),
+    ],
+    ids=lambda rule: "-".join([rule.name, *(str(value) for _, value in rule.options)]),
+)
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 15), st.sets(st.integers(0, 11)), st.integers(0, 99))
 def test_cohorts_are_distinct_ascending_available_and_full(
-    rule: str, clients: int, size: int, known: set[int], seed: int
+    rule: Chosen, clients: int, size: int, known: set[int], seed: int
 ) -> None:
     def available(client_id: int) -> bool:
         return client_id % 4 != 3
 
     history = {c: record(1.0 + c, last_round=1, macs=1e9, bytes_down=1000) for c in known if c < clients}
     for always in (True, False):
-        cohort = select(choice(history, clients, size, 3, seed, always=always, available=available), Chosen(rule))
+        cohort = select(choice(history, clients, size, 3, seed, always=always, available=available), rule)
         ready = [c for c in range(clients) if always or available(c)]
         assert list(cohort.client_ids) == sorted(set(cohort.client_ids))
         assert set(cohort.client_ids) <= set(ready)
