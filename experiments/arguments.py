@@ -303,7 +303,7 @@ def _add_reproduce(reproduce: argparse.ArgumentParser) -> None:
         "--recorded", action="store_true", help="values kept from earlier runs where nothing is run here"
     )
     reproduce.add_argument("--record", action="store_true", help="keep the values of the item's runs beside the item")
-    reproduce.add_argument("--out", type=_path, help="folder for the page (default: RESULTS/reports/scoreboard)")
+    reproduce.add_argument("--out", type=_path, help="with --scoreboard: a page with figures in this folder")
 
 
 def _add_search(search: argparse.ArgumentParser) -> None:

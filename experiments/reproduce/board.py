@@ -7,11 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fedloom.experiments.report.parts.block import Block
 from fedloom.experiments.report.parts.numbers import ABSENT, si
 from fedloom.experiments.reproduce.claims import NOT_RUN, STATES, Verdict, in_the_paper
+from fedloom.experiments.reproduce.fields import read_yaml
 from fedloom.experiments.reproduce.files import ITEMS, item_names, load_item
 from fedloom.experiments.reproduce.outcome import outcome_of
 from fedloom.experiments.reproduce.plan import Asked, parts_of
@@ -99,7 +98,7 @@ UNKNOWN = Need(None, (), ())
 @cache
 def counted_work() -> Mapping[str, Mapping[str, float]]:
     """The MACs by item and scale of the runs that are the item's own."""
-    known: Mapping[str, Mapping[str, float]] = yaml.safe_load(WORK.read_text()) if WORK.exists() else {}
+    known: Mapping[str, Mapping[str, float]] = read_yaml(WORK) if WORK.exists() else {}
     return known
 
 

@@ -41,12 +41,12 @@ def run_command(args: Namespace) -> int:
     overrides = [word for word in args.overrides if "=" in word]
     if args.record and (args.list or args.scoreboard or args.recorded):
         raise ValueError("--record keeps the values of one item's runs here: give it alone, or with --show")
+    if args.out is not None and not args.scoreboard:
+        raise ValueError(f"--out {args.out} is the folder of the page: give --scoreboard with it")
     if args.list or args.scoreboard:
         if overrides:
             raise ValueError(f"{' '.join(overrides)}: the overview is of the items' own runs: leave it out")
         return _overview([load_given(name) for name in names] or all_items(), args)
-    if args.out is not None:
-        raise ValueError(f"--out {args.out} is the folder of the page: give --scoreboard with it")
     if args.recorded and not args.show:
         raise ValueError("--recorded is for what runs nothing: give --show, --list or --scoreboard with it")
     if len(names) != 1:
@@ -67,23 +67,25 @@ def run_command(args: Namespace) -> int:
 
 
 def _overview(items: Sequence[Item], args: Namespace) -> int:
-    """Shows items with what they need, or their claims, which are written as a page, too."""
+    """Shows items with what they need, or their claims, with `--out` also as a page, whose figures take a minute."""
     tell = _silent if args.json or args.list else tell_at_once
     found = entries(args.results, items, tell, counting=args.scoreboard, recorded=args.recorded)
-    files = _page(found, args) if args.scoreboard else None
+    files = _page(found, args.results, args.out) if args.out is not None else None
     if args.json:
         places = {} if files is None else {"html": str(files.html), "markdown": str(files.markdown)}
         write_json({**board_json(found), **places})
         return OK
     screen = console()
     shown = [list_block(found)]
-    if files is not None:
+    if args.scoreboard:
         shown = [summary_block(found), *(claims_block(found, paper) for paper in papers(found))]
     for block in shown:
         screen.print(rich_block(block, stacked=False))
         screen.print()
     for sentence in missing_sentences(found):
         screen.print(Text(sentence, style="yellow"))
+    if args.scoreboard and files is None:
+        screen.print("as a page with figures: --out FOLDER")
     for file in () if files is None else (files.html, files.markdown, files.latex):
         screen.print(str(file))
     return OK
@@ -93,10 +95,10 @@ def _silent(_text: str) -> None:
     """Tells nothing."""
 
 
-def _page(found: Sequence[Entry], args: Namespace) -> ReportFiles:
+def _page(found: Sequence[Entry], results: Path, out: Path) -> ReportFiles:
     from fedloom.experiments.reproduce.page import write_page  # imports matplotlib
 
-    return write_page(found, args.results, args.out)
+    return write_page(found, results, out)
 
 
 def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> str:

@@ -1,12 +1,20 @@
 """Reads mappings of YAML strictly: a key that is unknown, missing or of another type is one line that says where."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from fedloom.platform.plugins import nearest
 from fedloom.platform.words import shown
 
 NUMBER = (int, float)
+
+
+def read_yaml(file: Path) -> Any:
+    """The content of a YAML file, by libyaml's parser where it is installed: eight times as fast, for many items."""
+    return yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 class Fields:

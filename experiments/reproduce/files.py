@@ -5,11 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from yaml import MarkedYAMLError, YAMLError
 
 from fedloom.experiments.reproduce.checks import read_checks
-from fedloom.experiments.reproduce.fields import Fields, as_number, check_known
+from fedloom.experiments.reproduce.fields import Fields, as_number, check_known, read_yaml
 from fedloom.experiments.reproduce.quantities import COMBINED, read_source
 from fedloom.experiments.reproduce.schema import (
     EXPERIMENT,
@@ -97,7 +96,7 @@ def _check_runs(item: Item) -> None:
 def _fields(name: str, folder: Path) -> Fields:
     path = folder / f"{name}{ENDING}"
     try:
-        return Fields(yaml.safe_load(path.read_text()), f"paper/{name}{ENDING}")
+        return Fields(read_yaml(path), f"paper/{name}{ENDING}")
     except MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
         raise ValueError(f"{path}: cannot be read as YAML: {error.problem}{line}") from error

@@ -7,7 +7,7 @@ REPRODUCE_HELP = """Runs what a paper's table or figure needs, and says which of
   fedloom reproduce fedoras/tab6                      at the small scale: a laptop, less than an hour
   fedloom reproduce fedoras/tab6 scale=paper          what the paper ran; it goes on after Ctrl-C, kill or crash
   fedloom reproduce fedoras/tab6 seeds=[1,2,3,4,5] method.train.rounds=100     changed: not on the scoreboard
-  fedloom reproduce --scoreboard                      all claims of all papers, as a page
+  fedloom reproduce --scoreboard --out board          all claims of all papers, also as a page with figures
   fedloom reproduce --scoreboard --recorded           with values kept from earlier runs where nothing is run here
   fedloom reproduce fedoras/tab6 --record             runs it, and keeps the values beside the item
 

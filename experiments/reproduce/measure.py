@@ -90,14 +90,14 @@ def measured(
 ) -> dict[str, Measured]:
     """Every quantity of an item that can be measured, by name; those without a value are empty.
 
-    `kept` are values that were read from runs before; these are not read again.
+    `kept` are values that were read from runs, or counted, before; these are neither read nor counted again.
     """
     sources, frames, facts = list(runs), _Frames(), _CountedFacts(scale)
     found: dict[str, Measured] = {}
     for quantity in item.quantities.values():
         source = quantity.source
-        if isinstance(source, Read) and quantity.name in kept:
-            found[quantity.name] = Measured(kept[quantity.name])
+        if quantity.name in kept:
+            found[quantity.name] = Measured(kept[quantity.name], is_exact=isinstance(source, Counted))
         elif isinstance(source, Read):
             found[quantity.name] = _of_runs(item, quantity, source, sources, frames)
         elif isinstance(source, Counted):

@@ -8,7 +8,7 @@ from fedloom.experiments.analysis.tables import only
 from fedloom.experiments.reproduce.claims import verdict
 from fedloom.experiments.reproduce.measure import Runs, lacking, measured
 from fedloom.experiments.reproduce.plan import AXIS, Asked, Part, parts_of
-from fedloom.experiments.reproduce.records import Record, record_file, record_of
+from fedloom.experiments.reproduce.records import Record, record_file, record_of, recorded_counts
 from fedloom.experiments.reproduce.schema import Counted, Item, Scale
 from fedloom.experiments.reproduce.settings import missing_data
 from fedloom.experiments.reproduce.table import Outcome, rows_of
@@ -20,6 +20,7 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
     """Measures an item from what its runs have left so far, and judges its claims.
 
     With `recorded`, the item's record stands for runs of which none is here; one of other runs is named as missing.
+    What was counted is recorded, too, and not counted anew.
     """
     scale = asked.of(item.scales[asked.scale])
     parts = parts_of(item, asked) if item.needs_runs else []
@@ -30,7 +31,8 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
     planned = sum(part.num_runs for part in parts)
     if record is not None:
         parts = _not_in(record, parts)
-    values = measured(item, scale, runs, {} if record is None else record.values)
+    kept = {**recorded_counts(item, scale, asked)} if recorded else {}
+    values = measured(item, scale, runs, kept if record is None else {**kept, **record.values})
     claims = [claim for claim in item.claims if asked.scale in claim.scales]
     return Outcome(
         item=item,

@@ -21,8 +21,8 @@ from fedloom.experiments.reproduce.table import Outcome, number_blocks
 from fedloom.platform.results.outputs import output_folder
 
 
-def write_page(found: Sequence[Entry], results: Path, out: Path | None) -> ReportFiles:
-    """Writes report.html, report.md, tables.tex and the figures into the folder, by default reports/scoreboard."""
+def write_page(found: Sequence[Entry], results: Path, out: Path) -> ReportFiles:
+    """Writes report.html, report.md, tables.tex and the figures into the folder."""
     folder = output_folder(results, out, "reports/scoreboard")
     return write_content(content(found), folder, ())
 

@@ -6,10 +6,12 @@ A file per item and scale in the paper's folder `recorded`: JSON with values by 
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from fedloom.experiments.reproduce.fields import read_yaml
 from fedloom.experiments.reproduce.files import ITEMS
 from fedloom.experiments.reproduce.measure import Values
 from fedloom.experiments.reproduce.plan import Asked, parts_of
@@ -18,6 +20,8 @@ from fedloom.experiments.reproduce.settings import overrides_of
 from fedloom.experiments.reproduce.starts import START_FROM
 
 FOLDER = "recorded"
+COUNTED = ITEMS / "counted.yaml"
+"""What is counted without training, by item, scale, quantity, setting and place; a test keeps the file up to date."""
 LATER = ("label_sets", "balanced_classes", "idle_momentum", "one_per_round", "keep_momentum", "own_start")
 """Keys that came after the first records, which are of runs without them."""
 
@@ -89,6 +93,40 @@ def record_of(item: Item, asked: Asked) -> Record | None:
         is_same = found.computed == computed(recorded_scale(item, asked, found.ablations, found.earlier))
     planned = sum(part.num_runs for part in parts)
     return replace(found, runs=(found.runs[0], planned)) if is_same else None
+
+
+@cache
+def counted_before() -> Mapping[str, Any]:
+    """The content of `COUNTED`."""
+    known: Mapping[str, Any] = read_yaml(COUNTED) if COUNTED.exists() else {}
+    return known
+
+
+def recorded_counts(item: Item, scale: Scale, asked: Asked) -> dict[str, Values]:
+    """The counted quantities of one of fedloom's own items, as exact values of the first seed.
+
+    Without those that are counted otherwise now, and those that came later.
+    """
+    if not asked.is_own or not item.file.is_relative_to(ITEMS):
+        return {}
+    known = counted_before().get(item.name, {}).get(asked.scale, {})
+    return {
+        quantity: {
+            (setting, place): {scale.seeds[0]: float(value)}
+            for setting, places in settings.items()
+            for place, value in places.items()
+        }
+        for quantity, entry in known.items()
+        if entry["of"] == counted_of(item, scale, quantity)
+        for settings in [entry["values"]]
+    }
+
+
+def counted_of(item: Item, scale: Scale, quantity: str) -> str:
+    """A hash of what is counted: the quantity's source in the configuration of every setting."""
+    source = item.quantities[quantity].source if quantity in item.quantities else None
+    content = repr([source, {setting: overrides_of(scale, setting) for setting in scale.settings}])
+    return sha256(content.encode()).hexdigest()[:16]
 
 
 def recorded_scale(

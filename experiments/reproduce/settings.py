@@ -5,8 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from fedloom.experiments.reproduce.fields import read_yaml
 from fedloom.experiments.reproduce.schema import EXPERIMENT, Scale
 from fedloom.experiments.runs.override_texts import override_text
 from fedloom.experiments.runs.presets import CONF, PRESET
@@ -41,7 +40,7 @@ def part_of(scale: Scale, setting: str) -> tuple[str, str, str]:
 def dataset_in(preset: str) -> str:
     """The data set that a preset chooses, itself or through the preset that it begins with."""
     file = Path(preset) if preset.endswith(ENDINGS) else CONF / "experiment" / f"{preset}.yaml"
-    values: Any = yaml.safe_load(file.read_text())
+    values: Any = read_yaml(file)
     own = values.get("data", {}).get("dataset")
     if own is not None:
         return str(own)

@@ -1,16 +1,24 @@
-"""The work of every item, which `fedloom reproduce --list` tells: recorded, because to count all takes minutes.
+"""The work of every item, and what else is counted without training: recorded, because to count all takes minutes.
 
 FEDLOOM_RECORD=1 python -m pytest tests/test_experiments/reproduce/test_work.py
 """
 
 import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from fedloom.experiments.cli import main
 from fedloom.experiments.reproduce.board import WORK, all_items, counted_work, need_of
 from fedloom.experiments.reproduce.counted import facts_of, stood_in
-from fedloom.experiments.reproduce.schema import Item, Scale
+from fedloom.experiments.reproduce.files import load_item
+from fedloom.experiments.reproduce.measure import measured
+from fedloom.experiments.reproduce.plan import Asked
+from fedloom.experiments.reproduce.records import COUNTED, counted_before, counted_of, recorded_counts
+from fedloom.experiments.reproduce.schema import Counted, Item, Scale
 from fedloom.experiments.reproduce.settings import dataset_of, missing_data, overrides_of
 from fedloom.experiments.runs.configuration import compose_config
 
@@ -74,3 +82,66 @@ def test_the_recorded_work_is_what_is_counted(own: list[Item]) -> None:
         for name, scale in own_scales(item).items():
             if (macs := counted(scale)) is not None:
                 assert counted_work()[item.name][name] == pytest.approx(macs, rel=0.01), (item.name, name)
+
+
+# -- quantities that are counted --------------------------------------------------------------------------------------
+
+
+def counts(item: Item) -> dict[str, Any]:
+    """The counted quantities of an item by scale and name, as far as their data is here: what of, and the values."""
+    found: dict[str, Any] = {}
+    for name, scale in item.scales.items():
+        for quantity, values in measured(counted_alone(item), scale, []).items():
+            entry = {"of": counted_of(item, scale, quantity), "values": (by_setting := {})}
+            for (setting, place), by_seed in values.values.items():
+                by_setting.setdefault(setting, {})[place] = next(iter(by_seed.values()))
+            found.setdefault(name, {})[quantity] = entry
+    return found
+
+
+def counted_alone(item: Item) -> Item:
+    own = {name: q for name, q in item.quantities.items() if isinstance(q.source, Counted)}
+    return replace(item, quantities=own)
+
+
+@pytest.mark.slow
+def test_what_is_counted_is_recorded() -> None:
+    found = {item.name: counts(item) for item in all_items() if counted_alone(item).quantities}
+    if os.environ.get("FEDLOOM_RECORD"):
+        head = "# What is counted without training, for --recorded. A test counts and records it.\n"
+        COUNTED.write_text(head + yaml.safe_dump(found, sort_keys=True))
+        counted_before.cache_clear()
+    assert found == counted_before()
+
+
+def test_what_is_counted_otherwise_now_is_counted_anew() -> None:
+    item = load_item("fedoras/tab8")
+    scale = item.scales["paper"]
+    known = recorded_counts(item, scale, Asked("paper"))
+    assert {*known} == {*counted_alone(item).quantities}
+    other = replace(scale, overrides=(*scale.overrides, "tiers.rho_low=0.1"))
+    assert recorded_counts(item, other, Asked("paper")) == {}
+    assert recorded_counts(item, scale, Asked("paper", ("tiers.rho_low=0.1",))) == {}
+
+
+def test_a_board_of_what_is_recorded_counts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("counted, or drawn")
+
+    monkeypatch.setattr("fedloom.experiments.reproduce.measure.facts_of", refuse)
+    monkeypatch.setattr("fedloom.experiments.reproduce.command._page", refuse)
+    with pytest.raises(SystemExit) as ended:
+        main(
+            [
+                "reproduce",
+                "--scoreboard",
+                "--recorded",
+                "fedoras/tab8",
+                "fedoras/tab6",
+                "--json",
+                "--results",
+                str(tmp_path),
+            ]
+        )
+    assert ended.value.code == 0
+    assert not any(tmp_path.iterdir())
