@@ -66,12 +66,15 @@ def kind_of(stage: Stage) -> str:
 class Forecast:
     """Estimates the time left from finished rounds: the MACs left times the seconds per MAC of that kind of stage.
 
-    A kind that has not run yet is expected to run at the rate of all others together. MACs are those that a stage
+    A kind that has not run yet is expected to run at the rate of those that train, or score, as it does, which differ
+    by more than the passes of a step; without such at the rate of all others together. MACs are those that a stage
     expects, of a middling network where clients will draw theirs: the error cancels where the kind was measured.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
+        # A user's stage need not derive from Stage.
+        self._trains = {kind_of(stage): bool(getattr(stage, "trains", False)) for stage in stages}
         self._of_kind: dict[str, Measured] = {}
         self._of_stage: dict[int, Measured] = {}
         self._warm_up: str | None = None
@@ -126,8 +129,11 @@ class Forecast:
         return rounds_left * own.seconds / own.rounds
 
     def _seconds(self, stage: Stage, macs: float | None) -> float | None:
-        own = self._of_kind.get(kind_of(stage), NOTHING)
-        measured = own if own.macs > 0 else sum(self._of_kind.values(), start=NOTHING)
+        kind = kind_of(stage)
+        alike = [m for other, m in self._of_kind.items() if self._trains[other] == self._trains[kind]]
+        sums = (sum(each, start=NOTHING) for each in (alike, self._of_kind.values()))
+        candidates = (self._of_kind.get(kind, NOTHING), *sums)
+        measured = next((m for m in candidates if m.macs > 0), NOTHING)
         if macs is None or measured.macs == 0:
             return None
         return macs * measured.seconds / measured.macs

@@ -86,6 +86,11 @@ class Stage(Protocol):
         return False
 
     @property
+    def trains(self) -> bool:
+        """Whether clients train in it; otherwise networks are scored."""
+        return False
+
+    @property
     def counted(self) -> str:
         """What its rounds are to people, in the plural."""
         return "rounds"

@@ -229,6 +229,10 @@ class TrainingStage(Stage):
     def _keeps_history(self) -> bool:
         return self.rules.selection.name not in WITHOUT_HISTORY
 
+    @property
+    def trains(self) -> bool:
+        return True
+
     def rounds_left(self, state: RunState) -> int:
         """The remaining rounds; 0 without weights or without an eligible client."""
         possible = self.bag in state.bags and len(self.eligible) > 0

@@ -96,6 +96,11 @@ class Told(Stage):
 
     name: str
     macs: tuple[float | None, ...]
+    training: bool = False
+
+    @property
+    def trains(self) -> bool:
+        return self.training
 
     def macs_left(self, state: RunState) -> float | None:
         return self.macs[state.round]
@@ -127,6 +132,16 @@ def test_a_kind_runs_at_its_own_rate_and_an_unknown_one_at_that_of_all() -> None
     assert after(forecast, 0, 1, 20.0, 1) == Left(20.0, 20.0 + 100.0 + 80.0), "the first round started the workers"
     assert after(forecast, 0, 2, 40.0, 0) == Left(0.0, 150.0 + 120.0), "3 s per MAC"
     assert after(forecast, 1, 0, 50.0, 0) == Left(0.0, 120.0), "b took 1 s per MAC, which is not a's"
+
+
+def test_training_to_come_takes_as_long_as_training_and_scores_as_scores() -> None:
+    train, search = Told("train", (30.0, 20.0, 0.0), training=True), Told("search", (50.0, 0.0))
+    tune, evaluation = Told("tune", (40.0, 0.0), training=True), Told("evaluation", (10.0, 0.0))
+    forecast = Forecast([train, search, tune, evaluation])
+    after(forecast, 0, 0, 99.0, 1)
+    assert after(forecast, 0, 1, 60.0, 0) == Left(0.0, 3.0 * (50 + 40 + 10)), "nothing was scored so far"
+    # The search took .1 s per MAC; at the rate of all so far, 65 s for 70 MACs, training would seem far too fast.
+    assert after(forecast, 1, 0, 5.0, 0) == Left(0.0, pytest.approx(3.0 * 40 + 0.1 * 10))
 
 
 def test_a_stage_that_does_not_tell_leaves_the_whole_unknown() -> None:

@@ -72,6 +72,10 @@ class GainStage(ClientEvaluation):
         local = local_sgd(train, 0, augmentation_of(world, train), balanced=world.config.data.balanced_classes)
         self.local = replace(local, lr=config.lr, epochs=config.epochs)
 
+    @property
+    def trains(self) -> bool:
+        return True
+
     def rounds_left(self, state: RunState) -> int:
         """One round per silo's architecture."""
         return len(self.silos) - state.round
