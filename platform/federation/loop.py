@@ -59,7 +59,8 @@ class Validated:
 class RoundProgress:
     """A finished round as reported to `watch`, after it is safely on disk.
 
-    `metric` is the clients' accuracy on the split `metric_of` of their data, in training stages the training data.
+    `metric` is the clients' accuracy on the split `metric_of` of their data, in training stages that of their own
+    networks on their training batches while they train, which says little about the averaged model.
     `validated` is None unless the stage was scored on validation data. `left_s` estimates the seconds that the run will
     still take, `stage_left_s` those of the stage; None if that is not known. `counted` is what the stage's rounds are.
     """

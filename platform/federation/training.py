@@ -65,6 +65,9 @@ MEMORY = "selection"
 UNANSWERED = "unanswered"
 """The JSON value that counts the rounds of the current stage in which no update arrived."""
 
+SETTLED, CHANCES, FAR = 5, 1.5, 0.4
+"""Rounds after which a model is expected to know more than 1.5 times chance, if its clients' are better by .4."""
+
 WITHOUT_HISTORY = ("uniform", "all", "round_robin", "tier_quota")
 """Selection rules that do not use the history, so that none is kept for them."""
 
@@ -189,6 +192,7 @@ class TrainingStage(Stage):
         self.augment = checked_augmentation(world, config)
         self.local_rule = local_rule(self.rules.local)
         self.eligible = world.everyone if slots.eligible is None else slots.eligible
+        self._has_compared = False
         self.private = self._privacy()
         if self.rules.selection.name not in WITHOUT_OPTIONS and len(self.eligible):
             self._cohort(RunState(data={HISTORY: {}}))  # its options are wrong now, or never
@@ -350,11 +354,37 @@ class TrainingStage(Stage):
             after = after.with_data(HISTORY, packed(history))
         if plan.memory is not None:
             after = after.with_data(MEMORY, dict(plan.memory))
+        self._compare_statistics(state.round, result)
         if not any(report.status == "ok" for report in result.reports if report.client_id is not None):
             after = self._unanswered(after, result)
         rows = evaluation_rows(result.reports, self.slots.tier)
         after = self.slots.after(after, plan, result)
         return Merged(after, rows, review=self._review(after))
+
+    def _compare_statistics(self, index: int, result: RoundResult) -> None:
+        """Warns once if the model is at chance with running statistics while its clients are not with their batches'.
+
+        Clients' data are their own, and theirs alone would explain some of it, but not a model that predicts nothing
+        after several rounds.
+        """
+        if self._has_compared or index < SETTLED or not self.world.space.keeps_statistics:
+            return
+        own = [(r.metric, r.samples) for r in result.reports if r.client_id is not None and r.metric is not None]
+        scores = [m for r in result.reports if r.client_id is None for m in r.measurements if m.metric == "accuracy"]
+        samples = sum(n for _, n in own)
+        if not scores or not samples:
+            return
+        training = sum(accuracy * n for accuracy, n in own) / samples
+        validation = sum(m.value for m in scores) / len(scores)
+        if validation < CHANCES / self.world.config.space.num_classes and training > validation + FAR:
+            self._has_compared = True
+            logger.warning(
+                "%s, round %d: the clients' accuracy is %.2f, of their own networks on their own batches and with "
+                "their statistics, that of the model with running statistics on validation data %.2f: the running "
+                "statistics of its batch norms do not fit the clients' data; use a space without them, such as by "
+                "space.norm, or less skewed data",
+                *(self.name, index + 1, training, validation),
+            )
 
     def _unanswered(self, after: RunState, result: RoundResult) -> RunState:
         """Warns of a round in which no update arrived, and counts it."""

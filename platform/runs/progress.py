@@ -33,7 +33,7 @@ def round_line(p: "RoundProgress") -> str:
     if p.loss is not None:
         parts.append(f"loss {p.loss:.4f}")
     if p.metric is not None:
-        parts.append(f"{p.metric_of} accuracy {p.metric:.4f}")
+        parts.append(f"clients' {p.metric_of} accuracy {p.metric:.4f}")
     if p.validated is not None:
         after = "" if p.validated.rounds is None else f" after {p.validated.rounds}"
         parts.append(f"validation {p.validated.accuracy:.4f}{after}")

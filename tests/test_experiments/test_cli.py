@@ -205,9 +205,8 @@ def test_every_command_prints_json_on_request() -> None:
 
 def test_a_round_is_one_line() -> None:
     progress = RoundProgress("supernet", 1, 4, 0.5, 0.25, 9, 10, 3_200_000, 12, 65.0)
-    expected = (
-        "supernet              2/4  clients 9/10  loss 0.5000  train accuracy 0.2500  down 3.2 MB up 12 B  65.00 s"
-    )
+    accuracies = "loss 0.5000  clients' train accuracy 0.2500"
+    expected = f"supernet              2/4  clients 9/10  {accuracies}  down 3.2 MB up 12 B  65.00 s"
     assert round_line(progress) == expected
     assert round_line(replace(progress, left_s=754.0, stage_left_s=130.0)) == f"{expected}  left 12:34"
     assert round_line(replace(progress, stage_left_s=130.0)) == f"{expected}  left 2:10 in this stage"
@@ -220,7 +219,7 @@ def test_a_line_says_of_what_its_accuracies_are() -> None:
     progress = RoundProgress("evaluation", 0, 1, 0.5, 0.25, 9, 9, 0, 0, 1.0, metric_of="test")
     assert "loss 0.5000  test accuracy 0.2500  1.00 s" in round_line(progress)
     scored = RoundProgress("spider", 3, 4, None, 0.9968, 9, 9, 0, 0, 1.0, validated=Validated(0.875, 4))
-    assert "train accuracy 0.9968  validation 0.8750 after 4  1.00 s" in round_line(scored)
+    assert "clients' train accuracy 0.9968  validation 0.8750 after 4  1.00 s" in round_line(scored)
     untrained = replace(progress, validated=Validated(0.875, None))
     assert "test accuracy 0.2500  validation 0.8750  1.00 s" in round_line(untrained)
 

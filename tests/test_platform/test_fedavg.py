@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform.averaging.average import Update, average
+from fedloom.platform.averaging.average import Update, WeightedSums, average
+from fedloom.platform.clients.assignments import Measurement, Report
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.history import unpacked
 from fedloom.platform.federation.loop import RunFailedError
 from fedloom.platform.federation.selection import Choice
-from fedloom.platform.federation.stage import Plan
+from fedloom.platform.federation.stage import Plan, RoundResult
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import TrainingStage
 from fedloom.platform.federation.training_config import TrainingConfig
@@ -131,6 +132,29 @@ def test_a_run_whose_clients_never_answer_warns_and_fails(
     ended = stage.end(replace(stage.begin(trained).with_data("unanswered", 2), round=2))
     assert "unanswered" not in ended.state.data, "after a stage that has trained it is a warning"
     assert "no update arrived in any of the 2 rounds" in caplog.messages[-1]
+
+
+def test_a_model_at_chance_whose_clients_are_not_is_warned_of_once(
+    tiny_config: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, stage = training(fedavg(tiny_config, rounds=20))
+    assert world.space.keeps_statistics
+
+    def compared(index: int, clients: float, model: float) -> int:
+        """The number of warnings so far."""
+        score = Measurement("fedavg", "0-1-2", "validation", "accuracy", model, 32)
+        reports = [Report(0, "tier1", "ok", metric=clients, samples=10), Report(None, "server", "ok")]
+        result = RoundResult(WeightedSums(), [reports[0], replace(reports[1], measurements=(score,))])
+        stage._compare_statistics(index, result)
+        return len(caplog.messages)
+
+    assert compared(4, 0.82, 0.10) == 0, "the first rounds say nothing"
+    assert compared(6, 0.82, 0.16) == 0, "data of ten classes: chance is .1"
+    assert compared(6, 0.45, 0.10) == 0
+    assert compared(6, 0.82, 0.10) == 1
+    assert "fedavg, round 7: the clients' accuracy is 0.82, of their own networks" in caplog.text
+    assert "with running statistics on validation data 0.10: the running statistics of its batch" in caplog.text
+    assert compared(7, 0.82, 0.10) == 1
 
 
 # -- what a round makes of the clients' work --------------------------------------------------------------------------

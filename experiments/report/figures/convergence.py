@@ -127,7 +127,7 @@ def _convergence_legend(figure: Figure, tiers: Sequence[str], convergence: pd.Da
     if (convergence["tier"] == "").any():
         handles.append(Line2D([], [], color=INK, marker="o", markersize=4.5, label="supernet"))
     handles += [Line2D([], [], color=colours[t], marker=markers[t], markersize=4.5, label=t) for t in tiers]
-    handles.append(Line2D([], [], color=GREY, linewidth=1.1, label="training clients"))
+    handles.append(Line2D([], [], color=GREY, linewidth=1.1, label="training clients, on own batches"))
     if (convergence["series"] == "validation").any():
         handles.append(Line2D([], [], color=GREY, linestyle=DASHED, label="server's validation data"))
     columns = 7 if all(len(t) <= LONGEST_SHORT_NAME for t in tiers) else 3
