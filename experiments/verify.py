@@ -9,12 +9,13 @@ from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.partition import prepared_for
 from fedloom.platform.data.prepare import prepared_folder
 from fedloom.platform.results.checkpoint import run_checkpoint
+from fedloom.platform.results.fence import newest, number_of
 from fedloom.platform.results.files import from_json, read_json
 from fedloom.platform.results.journal import read_journals
 from fedloom.platform.results.manifest import has_sealed_checkpoint, manifest_path, problems
 from fedloom.platform.results.models import list_models, load_model
 from fedloom.platform.results.names import NAMES, Names, read_names
-from fedloom.platform.results.parts import count_rows
+from fedloom.platform.results.parts import count_rows, stored_parts
 from fedloom.platform.results.paths import STATE_FILE, RunPaths
 from fedloom.platform.results.status import says_done
 from fedloom.platform.results.tables import is_done, read_runs
@@ -53,7 +54,7 @@ def verified(paths: RunPaths) -> Verified:
 def _remarks(paths: RunPaths) -> tuple[str, ...]:
     if manifest_path(paths).exists() or has_sealed_checkpoint(paths):
         return ()
-    if (paths.checkpoint / STATE_FILE).exists():
+    if newest(paths.checkpoint / STATE_FILE).exists():
         return ("no manifest: an earlier version of fedloom wrote this run",)
     return ("no manifest: an earlier version of fedloom wrote this run, or it ended before its first checkpoint",)
 
@@ -63,10 +64,11 @@ def _manifest(paths: RunPaths) -> list[str]:
 
 
 def _checkpoint(paths: RunPaths) -> list[str]:
-    if not (paths.checkpoint / STATE_FILE).exists():
+    state = newest(paths.checkpoint / STATE_FILE)
+    if not state.exists():
         return []
     position = run_checkpoint(paths).data["position"]
-    journalled = read_journals(paths.artifacts, paths.run_id)
+    journalled = read_journals(paths.artifacts, paths.run_id, number_of(state.name))
     return [
         line
         for table in ROW_TABLES
@@ -75,7 +77,7 @@ def _checkpoint(paths: RunPaths) -> list[str]:
 
 
 def _short(paths: RunPaths, table: str, counted: int, journalled: set[int]) -> str:
-    stored = sum(count_rows(path) for path in sorted(paths.table(table).glob("part-*.parquet")))
+    stored = sum(count_rows(path) for path in stored_parts(paths.table(table)))
     lacking = set(range(stored, counted)) - journalled
     if not lacking:
         return ""

@@ -68,12 +68,15 @@ class Ended:
         return any(word in self.out + self.err for word in ("Traceback (most", "*** SIG", "Fatal Python"))
 
 
-def start(command: Sequence[str], folder: Path, name: str) -> subprocess.Popen[bytes]:
-    """Starts `fedloom COMMAND` in a session of its own, with its output in files of the folder."""
+FEDLOOM = "fedloom.experiments.cli"
+
+
+def start(command: Sequence[str], folder: Path, name: str, module: str = FEDLOOM) -> subprocess.Popen[bytes]:
+    """Starts `fedloom COMMAND`, or another module, in a session of its own, with its output in files of the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{name}.out", "wb") as out, open(folder / f"{name}.err", "wb") as err:
         return subprocess.Popen(
-            [sys.executable, "-m", "fedloom.experiments.cli", *command],
+            [sys.executable, "-m", module, *command],
             stdout=out,
             stderr=err,
             start_new_session=True,
@@ -92,9 +95,9 @@ def ended(process: subprocess.Popen[bytes], folder: Path, name: str, most_s: flo
     return Ended(code, *((folder / f"{name}.{kind}").read_text(errors="replace") for kind in ("out", "err")))
 
 
-def called(command: Sequence[str], folder: Path, name: str, most_s: float = 300.0) -> Ended:
-    """Runs `fedloom COMMAND` to its end."""
-    return ended(start(command, folder, name), folder, name, most_s)
+def called(command: Sequence[str], folder: Path, name: str, most_s: float = 300.0, module: str = FEDLOOM) -> Ended:
+    """Runs `fedloom COMMAND`, or another module, to its end."""
+    return ended(start(command, folder, name, module), folder, name, most_s)
 
 
 def frames(root: Path, run_id: str) -> dict[str, pd.DataFrame]:

@@ -1,6 +1,7 @@
 """Resuming a run that is done: nothing is computed, and at most its name and tags change."""
 
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.results.fence import Fence
 from fedloom.platform.results.manifest import Manifest
 from fedloom.platform.results.mirror import mirror_run
 from fedloom.platform.results.names import Names, read_names, write_names
@@ -24,18 +25,18 @@ def leave_finished(config: RunConfig, run_id: str) -> Names | None:
     Raises OwnedError if another process does so at this moment.
     """
     paths = _paths(config, run_id)
-    with owned_run(config, paths):
+    with owned_run(config, paths) as check:
         is_renamed = config.names != read_names(paths.artifacts)
         if is_renamed:
-            _rename(paths, config.names)
+            _rename(paths, config.names, check.fence)
         if not says_done(paths.status):  # its process was killed before it wrote so, or the file was damaged since
-            StatusFile(paths.status).write("done")
+            StatusFile(paths.status, check).write("done")
         mirror_run(config.results, paths)
     return config.names if is_renamed else None
 
 
-def _rename(paths: RunPaths, names: Names) -> None:
-    manifest = Manifest.of_run(paths)
+def _rename(paths: RunPaths, names: Names, fence: Fence) -> None:
+    manifest = Manifest.of_run(paths, fence)
     rows = TableParts(paths.table("runs"), TABLES["runs"], 1, manifest)
     rows.replace([{**rows.read_last().to_pylist()[0], **names.columns()}])
     manifest.settle()

@@ -15,6 +15,7 @@ from fedloom.platform.federation.event_files import Events, NoEvents
 from fedloom.platform.federation.stage import KeptModel, Row
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.results.checkpoint import Saved, save_checkpoint
+from fedloom.platform.results.fence import Fence
 from fedloom.platform.results.models import save_model
 from fedloom.platform.results.paths import STATE_FILE
 from fedloom.platform.results.writer import RunWriter
@@ -117,12 +118,14 @@ class Recorder:
             "macs": int(model.macs),
             "parameters": model.parameters,
         }
-        file = save_model(self.writer.paths, model.name, model.tensors, card, self.writer.manifest.replacing)
+        file = save_model(
+            self.writer.paths, model.name, model.tensors, card, self.writer.manifest.replacing, self.writer.fence
+        )
         return {**card, "file": file.file, "hash": file.hash}
 
     def _checkpoint(self, state: RunState, position: Mapping[str, int]) -> None:
         folder, run_id = self.writer.paths.checkpoint, self.writer.paths.run_id
-        self.saved = save_state(folder, state, position, self.config, run_id, self.saved)
+        self.saved = save_state(folder, state, position, self.config, run_id, self.saved, self.writer.fence)
         self.writer.manifest.require(folder / STATE_FILE)
 
 
@@ -133,6 +136,7 @@ def save_state(
     config: Mapping[str, Any],
     run_id: str,
     previous: Saved | None = None,
+    fence: Fence | None = None,
 ) -> Saved:
     """Saves a state as the checkpoint of a run in the folder, with its configuration and the position in its tables."""
     data = {
@@ -144,7 +148,7 @@ def save_state(
         "position": dict(position),
         "config": config,
     }
-    return save_checkpoint(folder, state.bags, data, previous)
+    return save_checkpoint(folder, state.bags, data, previous, fence)
 
 
 def restored_state(checkpoint_data: dict[str, Any], bags: dict[str, Any]) -> RunState:

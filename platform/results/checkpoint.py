@@ -7,15 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.platform.results.bag import Bag
-from fedloom.platform.results.files import (
-    check_name,
-    content_hash,
-    read_file,
-    remove_temporaries,
-    typed,
-    within,
-    write_atomically,
-)
+from fedloom.platform.results.fence import Fence, newest
+from fedloom.platform.results.files import check_name, content_hash, read_file, typed, within
 from fedloom.platform.results.paths import STATE_FILE, RunPaths
 from fedloom.platform.results.sealed import sealed_text, unsealed
 from fedloom.platform.results.tensor_files import damaged, from_bytes, read_checked, to_bytes
@@ -45,28 +38,33 @@ Saved = Mapping[str, StoredBag]
 
 
 def save_checkpoint(
-    folder: Path, bags: Mapping[str, Bag], data: Mapping[str, Any], previous: Saved | None = None
+    folder: Path,
+    bags: Mapping[str, Bag],
+    data: Mapping[str, Any],
+    previous: Saved | None = None,
+    fence: Fence | None = None,
 ) -> dict[str, StoredBag]:
     """Replaces the checkpoint in the folder atomically: a crash leaves either the old or the new one.
 
     `previous` is the return value of the last call for this folder: bags of an unchanged version are not written again
-    (without it, all are). `data` is a JSON value; note that JSON turns tuples into lists and all keys into strings.
+    (without it, all are); an owner's first call has none, so that all files of its checkpoint are its own. `data` is a
+    JSON value; note that JSON turns tuples into lists and all keys into strings.
     Raises ValueError for data or tensors that cannot be stored, OSError for disk errors.
     """
-    state = _state_json(data)
+    state, fence = _state_json(data), fence or Fence()
     folder.mkdir(parents=True, exist_ok=True)
-    saved = {name: _store(folder, name, bag, (previous or {}).get(name)) for name, bag in bags.items()}
+    saved = {name: _store(folder, name, bag, (previous or {}).get(name), fence) for name, bag in bags.items()}
     references = {name: {"file": bag.file, "sha256": bag.sha256, "version": bag.version} for name, bag in saved.items()}
     head = json.dumps({"checkpoint_version": CHECKPOINT_VERSION, "bags": references})
     # The data is already encoded, so it is inserted as text instead of being encoded twice.
-    write_atomically(folder / STATE_FILE, sealed_text(f'{head[:-1]}, "data": {state}}}'))
-    _remove_unreferenced(folder, saved)
+    fence.replace(folder / STATE_FILE, sealed_text(f'{head[:-1]}, "data": {state}}}'))
+    _remove_unreferenced(folder, saved, fence)
     return saved
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Loads the checkpoint in the folder; one-line ValueError if there is none or a file is damaged."""
-    path = folder / STATE_FILE
+    path = newest(folder / STATE_FILE)
     state = _read_state(path)
     try:
         bags = {name: _load_bag(folder, reference) for name, reference in state["bags"].items()}
@@ -85,15 +83,6 @@ def run_checkpoint(paths: RunPaths) -> Checkpoint:
             "copy, or start a new run"
         )
     return checkpoint
-
-
-def stored_bags(folder: Path) -> dict[str, StoredBag]:
-    """The files of the checkpoint in the folder, `previous` of the first save after a resume."""
-    path = folder / STATE_FILE
-    try:
-        return {name: typed(StoredBag, reference) for name, reference in _read_state(path)["bags"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(damaged(path, "it is not the state of a checkpoint")) from error
 
 
 def check_same_config(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -133,24 +122,24 @@ def _state_json(data: Mapping[str, Any]) -> str:
         raise ValueError(f"the data of a checkpoint cannot be written as JSON: {error}") from error
 
 
-def _store(folder: Path, name: str, bag: Bag, previous: StoredBag | None) -> StoredBag:
+def _store(folder: Path, name: str, bag: Bag, previous: StoredBag | None, fence: Fence) -> StoredBag:
     if previous is not None and previous.version == bag.version:
         return previous
     check_name("bag", name)
     content = to_bytes(bag.tensors)
     sha256 = content_hash(content)
     # The hash in the name prevents overwriting a file that the current state.json refers to.
-    path = folder / f"{name}-v{bag.version}-{sha256[:16]}.safetensors"
-    write_atomically(path, content)
+    path = fence.named(folder / f"{name}-v{bag.version}-{sha256[:16]}.safetensors")
+    fence.write(path, content)
     return StoredBag(path.name, sha256, bag.version)
 
 
-def _remove_unreferenced(folder: Path, saved: Saved) -> None:
+def _remove_unreferenced(folder: Path, saved: Saved, fence: Fence) -> None:
     needed = {bag.file for bag in saved.values()}
     for path in folder.glob("*.safetensors"):
         if path.name not in needed:
-            path.unlink()
-    remove_temporaries(folder)
+            fence.remove(path)
+    fence.remove_temporaries(folder)
 
 
 def _read_state(path: Path) -> dict[str, Any]:

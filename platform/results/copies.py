@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from fedloom.platform.results.fence import newest, number_of, plain
 from fedloom.platform.results.files import from_json, read_file
 from fedloom.platform.results.paths import STATE_FILE
 from fedloom.platform.results.sealed import unsealed
@@ -41,15 +42,16 @@ def stays(target: Target, root: Path, run_id: str, files: Mapping[str, RemoteFil
     counts as the oldest, since the checkpoint is what a resumed run starts from.
     """
     status, state = (f"artifacts/{run_id}/{name}" for name in ("status.json", f"checkpoint/{STATE_FILE}"))
-    path = root / status
-    if not path.exists() and not (root / state).exists():
+    path, saved = root / status, newest(root / state)
+    if not path.exists() and not saved.exists():
         return False
     if not owned and _is_at_work(path):
         return True
     if status in files and is_same(path, files[status]):
         return False
-    here = standing_of(_content(path), _content(root / state))
-    return here >= standing_of(_read(target, status, files), _read(target, state, files))
+    there = max((name for name in files if plain(name) == state), key=number_of, default=state)
+    here = standing_of(_content(path), _content(saved))
+    return here >= standing_of(_read(target, status, files), _read(target, there, files))
 
 
 def _is_at_work(path: Path) -> bool:

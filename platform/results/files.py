@@ -11,6 +11,7 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
@@ -129,10 +130,11 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def remove_temporaries(folder: Path) -> None:
-    """Deletes the temporary files of killed writers in this folder."""
+def remove_temporaries(folder: Path, may_go: Callable[[str], bool] = lambda _: True) -> None:
+    """Deletes the temporary files of killed writers in this folder whose names `may_go` allows."""
     for leftover in folder.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
+        if may_go(leftover.name):
+            leftover.unlink(missing_ok=True)
 
 
 def sync_file(path: Path) -> None:
@@ -159,12 +161,15 @@ def publish(temporary: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
-def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> None:
+def write_atomically(
+    path: Path, content: bytes, *, durable: bool = True, check: Callable[[], None] = lambda: None
+) -> None:
     """Replaces the file's content atomically.
 
     Without `durable` it does not wait for the disk: readers still see the old or the new content, but a power failure
-    may restore an older one.
+    may restore an older one. `check` is called before and directly before the replacement, and may refuse it.
     """
+    check()
     temporary = temporary_path(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     with naming(path), os.fdopen(opened(temporary, flags), "wb") as file:
@@ -172,6 +177,11 @@ def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> Non
         if durable:
             file.flush()
             os.fsync(file.fileno())
+    try:
+        check()
+    except Exception:
+        temporary.unlink(missing_ok=True)
+        raise
     if durable:
         publish(temporary, path)
     else:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from fedloom.platform.results.fence import Fence, number_of, plain
 from fedloom.platform.results.files import MOST_BYTES, content_hash, from_json, read_file, sync_folder
 from fedloom.platform.results.sealed import ADVICE
 from fedloom.platform.words import shown
@@ -26,8 +27,8 @@ _LINK_LENGTH = 16
 class Journal:
     """Appends lines to the run's current journal file; the first commit after a rotation starts a new one."""
 
-    def __init__(self, folder: Path, run_id: str) -> None:
-        self._folder, self._run_id = folder, run_id
+    def __init__(self, folder: Path, run_id: str, fence: Fence | None = None) -> None:
+        self._folder, self._run_id, self._fence = folder, run_id, fence or Fence()
         self._number = 0
         self._descriptor: int | None = None
         self._length_bytes, self._link = 0, ""
@@ -59,7 +60,7 @@ class Journal:
         """Deletes the current file; to be called when all its rows are stored elsewhere."""
         if self._descriptor is not None:
             os.close(self._descriptor)
-            self._path().unlink()
+            self._fence.remove(self._path())
             self._descriptor = None
 
     def _open(self) -> int:
@@ -72,7 +73,7 @@ class Journal:
         return self._descriptor
 
     def _path(self) -> Path:
-        return self._folder / _name(self._number)
+        return self._fence.named(self._folder / _name(self._number))
 
 
 def _name(number: int) -> str:
@@ -101,8 +102,8 @@ def journal_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("journal-*.jsonl"))
 
 
-def read_journals(folder: Path, run_id: str) -> JournalledRows:
-    """All rows in the run's journal files.
+def read_journals(folder: Path, run_id: str, owner: int = 0) -> JournalledRows:
+    """All rows in the journal files of the run's owner with this number, that of its checkpoint.
 
     Reading a file stops at its first incomplete or damaged line, left by a killed writer: nothing from there on was
     committed. The caller checks by the indices that all needed rows exist. Raises ValueError for a journal of another
@@ -110,6 +111,8 @@ def read_journals(folder: Path, run_id: str) -> JournalledRows:
     """
     rows: JournalledRows = {}
     for path in journal_files(folder):
+        if number_of(path.name) != owner:  # replaced before it could save a checkpoint, or after another one has
+            continue
         for table, index, row in _rows(path, run_id):
             rows.setdefault(table, {})[index] = row
     return rows
@@ -142,5 +145,5 @@ def _check_head(path: Path, run_id: str, table: str, number: int, head: Mapping[
     if table != HEAD or type(number) is not int or not isinstance(head, dict):
         raise ValueError(f"{path} lacks its first line: {ADVICE}")
     named = head.get("run_id")
-    if (named, _name(number)) != (run_id, path.name):
+    if (named, _name(number)) != (run_id, plain(path.name)):
         raise ValueError(f"{path} is {shown(_name(number))} of run {shown(named)}: {ADVICE}")

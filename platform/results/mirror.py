@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from fedloom.platform.results.fence import number_of, plain
 from fedloom.platform.results.files import Stamp
 from fedloom.platform.results.manifest import Seals, decoded, either, encoded, manifest_path
 from fedloom.platform.results.order import is_rows, rank
@@ -43,7 +44,7 @@ class Mirror:
         interval_s: float = INTERVAL_S,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check` is called before every pass; it raises an error if the run is no longer ours to write."""
+        """`check` is called before every change there; it raises an error if the run is no longer ours to write."""
         self._target, self._paths, self._interval_s, self._check = target, paths, interval_s, check
         self._sent: dict[str, Stamp] = {}
         self._there: set[str] | None = None
@@ -107,7 +108,9 @@ class Mirror:
             return
         assert self._there is not None
         here = decoded(files[name].content(), manifest_path(self._paths))
-        there = self._listed_there(name) if name in self._there else {}
+        listed = max((n for n in self._there if plain(n) == plain(name)), key=number_of, default="")
+        there = self._listed_there(listed) if listed else {}
+        self._check()
         self._target.write(name, encoded(either(there, here)))
 
     def _listed_there(self, name: str) -> dict[str, Seals]:
@@ -162,6 +165,7 @@ class Mirror:
         for name in names:
             stamp, file = files[name]
             assert file is not None
+            self._check()
             self._target.upload(name, file, stamp.size_bytes)
             self._sent[name] = stamp
             self._there.add(name)
@@ -169,6 +173,7 @@ class Mirror:
     def _forget(self, names: list[str]) -> None:
         assert self._there is not None
         for name in sorted(names, key=rank):
+            self._check()
             self._target.delete(name)
             self._sent.pop(name, None)
             self._there.discard(name)

@@ -3,6 +3,8 @@
 import re
 from typing import NamedTuple
 
+from fedloom.platform.results.fence import plain
+
 _JOURNAL = re.compile(r"artifacts/[^/]+/journal-[0-9]+\.jsonl")
 
 
@@ -23,6 +25,7 @@ def rank(name: str) -> Rank:
 
 
 def _stage(name: str) -> int:
+    name = plain(name)
     if is_tensors(name):
         return TENSORS
     if name.endswith(".parquet"):
@@ -42,7 +45,7 @@ def _stage(name: str) -> int:
 
 def is_rows(name: str) -> bool:
     """Whether the file holds rows: a part of a table, or a journal."""
-    return name.endswith(".parquet") or _JOURNAL.fullmatch(name) is not None
+    return name.endswith(".parquet") or _JOURNAL.fullmatch(plain(name)) is not None
 
 
 def is_tensors(name: str) -> bool:

@@ -5,6 +5,9 @@ that it raises every few seconds. The operating system frees the lock when the p
 system has no locks, and at URLs, the lease decides: on this machine by the process that it names, of another machine
 by whether its count rises while it is watched. Clocks are never compared, so that setting one changes nothing.
 
+Every owner has a higher number than all before it, kept with the folder by the name of a file that one process alone
+can make, `.owner~2.claim`, and by those of the files that it writes (see `fence`). Who finds a higher one is replaced.
+
 A lease that cannot be read says nothing about who has it: one failed request to a URL ends no run. The owner raises its
 count only over its own lease, so that it never takes back what another has taken over.
 """
@@ -16,13 +19,14 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
+from fedloom.platform.results.fence import Fence, number_of
 from fedloom.platform.results.files import from_json, opened, typed
 from fedloom.platform.results.processes import is_process, this_place, this_process
 from fedloom.platform.results.target import Target, is_remote, open_target
@@ -54,17 +58,6 @@ class DamagedLeaseError(OSError):
     """There is a lease, but it is not a whole one: it is just being renewed, or its owner was killed meanwhile."""
 
 
-class Check(Protocol):
-    """Asks whether the process still is the owner, to be called before writing."""
-
-    def __call__(self, *, surely: bool = False) -> None:
-        """Raises OwnershipLostError once another process has taken over.
-
-        `surely` raises OSError where that cannot be known, for what can be tried again later.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Lease:
     """Who owns a folder; `place` is that of `this_place`."""
@@ -75,6 +68,7 @@ class Lease:
     pid: int
     started: int
     count: int = 0
+    number: int = 0
 
     @property
     def is_here(self) -> bool:
@@ -104,6 +98,18 @@ class Kept(Protocol):
         """Replaces the lease; None removes it."""
         ...
 
+    def numbers(self) -> list[int]:
+        """The numbers of all owners that the folder has had, as far as its files tell; 0 is the first one's."""
+        ...
+
+    def claim(self, number: int, /) -> bool:
+        """Takes a number for this process; whether no other process has taken it."""
+        ...
+
+    def claimed(self) -> int | None:
+        """The highest number that any process has taken; None where that cannot be told."""
+        ...
+
     def close(self) -> None:
         """Frees the lock."""
         ...
@@ -115,7 +121,7 @@ class LeaseFile:
     settle_s = 0.0
 
     def __init__(self, folder: Path) -> None:
-        self.beat_s, self.patience_s = BEAT_S, PATIENCE_S
+        self.beat_s, self.patience_s, self._folder = BEAT_S, PATIENCE_S, folder
         self._descriptor = opened(folder / FILE, os.O_RDWR | os.O_CREAT)
 
     def lock(self) -> bool:
@@ -132,6 +138,25 @@ class LeaseFile:
         content = b"" if lease is None else json.dumps(asdict(lease)).encode()
         os.pwrite(self._descriptor, content.ljust(_SIZE_BYTES), 0)
 
+    def numbers(self) -> list[int]:
+        """The numbers in the names of the folder's files, also of those that take a number."""
+        return [0, *(number_of(name) for _, _, names in os.walk(self._folder) for name in names)]
+
+    def claim(self, number: int, /) -> bool:
+        """Takes a number by a file that only one process can make; removes those of lower numbers."""
+        try:
+            os.close(os.open(self._folder / _claim_name(number), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        for name in os.listdir(self._folder):
+            if _is_claim(name) and number_of(name) < number:
+                (self._folder / name).unlink(missing_ok=True)
+        return True
+
+    def claimed(self) -> int:
+        """The highest number that has been taken by such a file."""
+        return max((number_of(name) for name in os.listdir(self._folder) if _is_claim(name)), default=0)
+
     def close(self) -> None:
         """Frees the lock; the file stays."""
         os.close(self._descriptor)
@@ -142,7 +167,7 @@ class LeaseObject:
 
     def __init__(self, target: Target, folder: str) -> None:
         self.beat_s, self.patience_s, self.settle_s = FAR_FACTOR * BEAT_S, FAR_FACTOR * PATIENCE_S, SETTLE_S
-        self._target, self._name = target, f"{folder}/{FILE}"
+        self._target, self._folder, self._name = target, folder, f"{folder}/{FILE}"
 
     def lock(self) -> bool:
         """True."""
@@ -162,6 +187,17 @@ class LeaseObject:
         else:
             self._target.write(self._name, json.dumps(asdict(lease)).encode())
 
+    def numbers(self) -> list[int]:
+        """The numbers in the names of the folder's files."""
+        return [0, *(number_of(name.rpartition("/")[2]) for name in self._target.list([self._folder]))]
+
+    def claim(self, _number: int, /) -> bool:
+        """True: at a URL two processes cannot be kept from one number, but one of them finds the other's lease."""
+        return True
+
+    def claimed(self) -> None:
+        """None."""
+
     def close(self) -> None:
         """Does nothing."""
 
@@ -169,12 +205,15 @@ class LeaseObject:
 class Owner:
     """The ownership of one folder by this process; `owned` makes it."""
 
-    def __init__(self, kept: Kept, what: str, *, fresh: bool = False) -> None:
-        """Raises OwnedError, naming the owner, if another process has it; nobody else can know a `fresh` folder."""
+    def __init__(self, kept: Kept, what: str, *, fresh: bool = False, least: int = 0) -> None:
+        """Raises OwnedError, naming the owner, if another process has it; nobody else can know a `fresh` folder.
+
+        The owner's number is at least `least`; that of a fresh folder is 0.
+        """
         self._kept, self._what, self._fresh, self._released = kept, what, fresh, False
         self._lost, self._ask_again_s = "", 0.0
         self._lease = Lease(uuid4().hex, platform.node()[:64], this_place(), *this_process())
-        self._claim()
+        self._claim(least)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beats, name="owner", daemon=True)
         self._thread.start()
@@ -189,7 +228,7 @@ class Owner:
         if not surely and time.monotonic() < self._ask_again_s:
             return
         try:
-            there = self._lease if self._lost else self._read()
+            there, claimed = (self._lease, None) if self._lost else (self._read(), self._kept.claimed())
         except OSError:
             # Whoever asks before each write must not wait for the network each time that it is out of reach.
             self._ask_again_s = time.monotonic() + self._kept.beat_s
@@ -197,11 +236,25 @@ class Owner:
                 raise
             return
         # Once lost it stays so: the new owner's lease may be out of reach later, or gone.
-        if there is None or there.token != self._lease.token:
-            by = there or "another process, which has ended since,"
+        if not self._lost and self._is_lost(there, claimed):
+            other = "another process" if there is not None else "another process, which has ended since,"
+            by = there if there is not None and there.token != self._lease.token else other
             self._lost = f"{self._what} was taken over by {by} while this process did not answer"
         if self._lost:
             raise OwnershipLostError(self._lost)
+
+    @property
+    def number(self) -> int:
+        """Higher than that of every process that owned the folder before."""
+        return self._lease.number
+
+    def _is_lost(self, there: Lease | None, claimed: int | None) -> bool:
+        if claimed is not None and claimed > self.number:
+            return True
+        if there is None:
+            return claimed is None
+        # A lease with a lower number is one that a replaced owner was just about to write.
+        return there.token != self._lease.token and there.number >= self.number
 
     def _read(self) -> Lease | None:
         if (there := self._kept.read()) is None:
@@ -218,17 +271,23 @@ class Owner:
             self._kept.write(None)
         self._released = True
 
-    def _claim(self) -> None:
+    def _claim(self, least: int) -> None:
         if not self._kept.lock():
             raise OwnedError(_refusal(self._what, _whole(self._kept)))
         found = _whole(self._kept)
         if found is not None and _lives(self._what, self._kept, found):
             raise OwnedError(_refusal(self._what, found))
+        if not self._fresh:
+            number = max(least, 1 + max(*self._kept.numbers(), 0 if found is None else found.number))
+            while not self._kept.claim(number):
+                number += 1
+            self._lease = replace(self._lease, number=number)
         self._kept.write(self._lease)
         if not self._fresh:
             time.sleep(self._kept.settle_s)
-        # Where there are no locks, two processes can come this far at once: the one that wrote last has it.
-        if (there := _whole(self._kept)) is None or there.token != self._lease.token:
+        # Where there are no locks, two processes can come this far at once: the one with the higher number has it, or
+        # at a URL the one that wrote last.
+        if self._is_lost(there := _whole(self._kept), self._kept.claimed()):
             raise OwnedError(_refusal(self._what, there))
 
     def _beats(self) -> None:
@@ -240,30 +299,45 @@ class Owner:
                 self._kept.write(self._lease)
 
 
+class Ownership:
+    """The ownership of a folder of the results by this process, and of its copy at their URL."""
+
+    def __init__(self, owners: Sequence[Owner]) -> None:
+        """The first one owns the folder on this machine."""
+        self._owners = owners
+        self.fence = Fence(owners[0].number, owners[0].check)
+
+    def __call__(self, *, surely: bool = False) -> None:
+        """Asks whether the process still is the owner: raises OwnershipLostError once another one has taken over.
+
+        `surely` raises OSError where that cannot be known, for what can be tried again later.
+        """
+        for owner in self._owners:
+            owner.check(surely=surely)
+
+
 @contextmanager
-def owned(folder: Path, what: str, results: str | Path, root: Path, *, fresh: bool = False) -> Iterator[Check]:
+def owned(folder: Path, what: str, results: str | Path, root: Path, *, fresh: bool = False) -> Iterator[Ownership]:
     """Owns a folder of the results in `root`, and its copy at their URL, for the duration of the block.
 
-    Gives a function that raises OwnershipLostError once another process has taken over, to be called before writing.
+    Gives the ownership, to be asked before writing, which the fence of its files does itself.
     Raises OwnedError, a one-line ValueError that says who has it; an owner on another machine that ended without saying
     so is watched for up to a minute. `fresh` is a folder that was made just now.
     """
     with ExitStack() as held:
         near = LeaseFile(folder)
         held.callback(near.close)
-        with one_at_a_time(folder):  # not while a fetch replaces its files
-            owners = [Owner(near, what, fresh=fresh)]
-        held.callback(owners[0].release)
+        far = None
         if is_remote(results):
             far = LeaseObject(open_target(str(results)), folder.relative_to(root).as_posix())
-            owners.append(Owner(far, what, fresh=fresh))
+        least = 0 if far is None or fresh else 1 + max(far.numbers())
+        with one_at_a_time(folder):  # not while a fetch replaces its files
+            owners = [Owner(near, what, fresh=fresh, least=least)]
+        held.callback(owners[0].release)
+        if far is not None:
+            owners.append(Owner(far, what, fresh=fresh, least=owners[0].number))
             held.callback(owners[1].release)
-
-        def check(*, surely: bool = False) -> None:
-            for owner in owners:
-                owner.check(surely=surely)
-
-        yield check
+        yield Ownership(owners)
 
 
 def check_unowned(folder: Path, what: str) -> None:
@@ -290,6 +364,14 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _claim_name(number: int) -> str:
+    return f"{FILE}~{number}.claim"
+
+
+def _is_claim(name: str) -> bool:
+    return name.startswith(f"{FILE}~")
 
 
 def _locked(descriptor: int) -> bool:

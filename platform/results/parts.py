@@ -9,7 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedloom.platform.results.files import opened, publish, remove_temporaries, sync_file, temporary_path
+from fedloom.platform.results.fence import Fence, current, plain
+from fedloom.platform.results.files import opened, sync_file, temporary_path
 from fedloom.platform.results.manifest import Manifest, Replacing, Seal, seal_of
 
 SCHEMA_VERSION_KEY = b"fedloom_schema_version"
@@ -78,7 +79,7 @@ def _unlisted(_path: Path, _new: Seal) -> Iterator[None]:
     yield
 
 
-def write_part(path: Path, table: pa.Table, replacing: Replacing = _unlisted) -> None:
+def write_part(path: Path, table: pa.Table, replacing: Replacing = _unlisted, fence: Fence | None = None) -> None:
     """Writes the file atomically: to a temporary file that is synced, checked and renamed."""
     temporary = temporary_path(path)
     pq.write_table(table, temporary, compression="zstd")
@@ -86,7 +87,16 @@ def write_part(path: Path, table: pa.Table, replacing: Replacing = _unlisted) ->
     if count_rows(temporary) != table.num_rows:
         raise OSError(f"{temporary} does not hold the {table.num_rows} rows that were written to it")
     with replacing(path, seal_of(temporary)):
-        publish(temporary, path)
+        (fence or Fence()).publish(temporary, path)
+
+
+def stored_parts(folder: Path) -> list[Path]:
+    """The files of one table of one run, in the order of their rows."""
+    return current(folder.glob("part-*.parquet"))
+
+
+def _part_name(index: int) -> str:
+    return f"part-{index:05d}.parquet"
 
 
 class TableParts:
@@ -100,16 +110,18 @@ class TableParts:
         """`manifest` lists the files."""
         self._folder, self._manifest = folder, manifest
         self._replacing = _unlisted if manifest is None else manifest.replacing
+        self._fence = Fence() if manifest is None else manifest.fence
         self._schema = schema
         self._rows_per_file = rows_per_file
         folder.mkdir(parents=True, exist_ok=True)
-        remove_temporaries(folder)
-        self._counts = [count_rows(path) for path in self._existing()]
+        self._fence.remove_temporaries(folder)
+        self._paths = self._existing()
+        self._counts = [count_rows(path) for path in self._paths]
         if self._counts:
             self._check_version()
         else:
-            write_part(self._path(0), schema.empty_table(), self._replacing)
             self._counts = [0]
+            self._write(0, schema.empty_table())
 
     @property
     def rows(self) -> int:
@@ -146,10 +158,20 @@ class TableParts:
             before = sum(self._counts[:-1])
             if before >= num_rows and last > 0:
                 with nullcontext() if self._manifest is None else self._manifest.deleting(self._path(last)):
-                    self._path(last).unlink()
+                    self._fence.remove(self._path(last))
                 self._counts.pop()
+                del self._paths[last:]
             else:
                 self._write(last, self.read_last().slice(0, num_rows - before))
+
+    def claim(self) -> None:
+        """Renames the last file to the owner's number, if it is an earlier owner's, who could still replace it."""
+        last = len(self._counts) - 1
+        path, claimed = self._path(last), self._fence.named(self._path(last))
+        if path != claimed:
+            with self._replacing(claimed, seal_of(path)):
+                self._fence.publish(path, claimed)
+            self._paths[last] = claimed
 
     def _extend_last(self, new: pa.Table) -> None:
         if self._counts[-1]:
@@ -157,17 +179,21 @@ class TableParts:
         self._write(len(self._counts) - 1, new)
 
     def _write(self, index: int, table: pa.Table) -> None:
-        write_part(self._path(index), table, self._replacing)
+        if index < len(self._paths):
+            self.claim()  # first, so that no reader finds its rows in two files
+        write_part(self._path(index), table, self._replacing, self._fence)
+        self._paths[index:] = [self._path(index)]
         self._counts[index] = table.num_rows
 
     def _path(self, index: int) -> Path:
-        return self._folder / f"part-{index:05d}.parquet"
+        return self._paths[index] if index < len(self._paths) else self._fence.named(self._folder / _part_name(index))
 
     def _existing(self) -> list[Path]:
-        found = sorted(self._folder.glob("part-*.parquet"))
-        expected = [self._path(i) for i in range(len(found))]
-        if found != expected:
-            missing = next(path for path in expected if path not in found)
+        found = stored_parts(self._folder)
+        names = [plain(path.name) for path in found]
+        expected = [_part_name(index) for index in range(len(found))]
+        if names != expected:
+            missing = self._folder / next(name for name in expected if name not in names)
             raise ValueError(f"{missing} is missing: restore it from a copy, or start a new run")
         return found
 

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from uuid import uuid4
 
 from fedloom.platform.results.copies import is_same, stays
+from fedloom.platform.results.fence import newest
 from fedloom.platform.results.files import Stamp, check_writable, stamp_of
 from fedloom.platform.results.manifest import FILE as MANIFEST
 from fedloom.platform.results.names import ARTIFACTS, NAMES, NO_NAMES, Names, parse_names
@@ -252,7 +253,7 @@ def _gone(root: Path, run_id: str, files: Mapping[str, RemoteFile]) -> list[Path
 def _stamps(root: Path, run_id: str) -> list[Stamp | None]:
     """Identifies the local state of a run: every owner and every fetch replaces one of these files."""
     folder = root / ARTIFACTS / run_id
-    return [stamp_of(folder / name) for name in ("status.json", MANIFEST, f"checkpoint/{STATE_FILE}")]
+    return [stamp_of(newest(folder / name)) for name in ("status.json", MANIFEST, f"checkpoint/{STATE_FILE}")]
 
 
 def _nobody_taking(root: Path, run_id: str) -> AbstractContextManager[None]:

@@ -98,12 +98,11 @@ class StatusFile:
                 self._write()
 
     def _write(self) -> None:
-        self._check()
         self._next_beat_s = time.monotonic() + BEAT_INTERVAL_S
         self._status = replace(self._status, heartbeat=time.time(), written=self._status.written + 1)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Not durable, because the process does not survive a power failure either.
-        write_atomically(self._path, json.dumps(asdict(self._status)).encode(), durable=False)
+        write_atomically(self._path, json.dumps(asdict(self._status)).encode(), durable=False, check=self._check)
 
 
 class Heartbeat:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from fedloom.platform.results.fence import current
 from fedloom.platform.results.files import is_name
 from fedloom.platform.results.parts import SCHEMA_VERSION_KEY, conform, read_part
 from fedloom.platform.results.paths import LONGEST_RUN_ID, RunPaths, runs_called
@@ -181,7 +182,7 @@ def read_runs(runs: Sequence[RunPaths], table: str, columns: Sequence[str] | Non
     files = [
         (file, run.experiment, run.run_id)
         for run in runs
-        for file in sorted(run.table(table).glob("*.parquet"))
+        for file in current(run.table(table).glob("*.parquet"))
         if not file.name.startswith((".", "_"))
     ]
     return _frame(table, files, columns)
@@ -214,7 +215,7 @@ def _frame(table: str, files: Sequence[tuple[Path, str, str]], columns: Sequence
 def _files(folder: Path) -> list[tuple[Path, tuple[str, str]]]:
     """The table's files, without hidden ones, each with its (experiment, run_id)."""
     found = []
-    for file in sorted(folder.rglob("*.parquet")):
+    for file in current(folder.rglob("*.parquet")):
         if file.name.startswith((".", "_")):
             continue
         experiment, _, run_id = file.parent.relative_to(folder).as_posix().partition("/run_id=")

@@ -2,15 +2,16 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
+from fedloom.platform.results.fence import Fence, newest, number_of
 from fedloom.platform.results.files import check_writable, sync_folder
 from fedloom.platform.results.journal import Journal, JournalledRows, journal_files, read_journals
 from fedloom.platform.results.manifest import Manifest
 from fedloom.platform.results.parts import TableParts
-from fedloom.platform.results.paths import RunPaths, is_used, remove_run, run_paths
+from fedloom.platform.results.paths import STATE_FILE, RunPaths, is_used, remove_run, run_paths
 from fedloom.platform.results.tables import TABLES, Row, check_row, row_json
 
 Position = Mapping[str, int]
@@ -39,7 +40,7 @@ class RunWriter:
         self._parts = {
             table: TableParts(paths.table(table), TABLES[table], rows_per_file, manifest) for table in TABLES
         }
-        self._journal = Journal(paths.artifacts, paths.run_id)
+        self._journal = Journal(paths.artifacts, paths.run_id, manifest.fence)
         self._added: dict[str, list[Row]] = {table: [] for table in ROW_TABLES}
         self._committed: dict[str, list[Row]] = {table: [] for table in ROW_TABLES}
         self._run: Row = next(iter(self._parts["runs"].read_last().to_pylist()), {})
@@ -68,19 +69,33 @@ class RunWriter:
         position: Position,
         flush_interval_s: float = 5.0,
         rows_per_file: int = 250_000,
+        fence: Fence | None = None,
+        restored: Callable[[], None] = lambda: None,
     ) -> Self:
         """Continues a run with exactly the first `position[table]` rows of each table.
 
-        Later rows are cut; rows that are not in Parquet are read from the journal. The run's former writer must have
-        ended. Raises ValueError, before anything is changed, if a row is missing.
+        Later rows are cut; rows that are not in Parquet are read from the journal. What the run's former writer still
+        writes is not read, once `restored` has saved the state under the number of `fence`; it is called when all rows
+        are in Parquet. Raises ValueError, before anything is changed, if a row is missing.
         """
         paths = run_paths(root, experiment, run_id)
         if not paths.artifacts.is_dir():
             raise ValueError(f"there is no run {run_id!r} of experiment {experiment!r} under {root} to resume")
         check_writable(paths.artifacts)
-        writer = cls(paths, Manifest.of_run(paths), flush_interval_s, rows_per_file)
-        writer._restore(position, read_journals(paths.artifacts, run_id))
+        writer = cls(paths, Manifest.of_run(paths, fence), flush_interval_s, rows_per_file)
+        owner = number_of(newest(paths.checkpoint / STATE_FILE).name)
+        writer._restore(position, read_journals(paths.artifacts, run_id, owner))
+        restored()
+        # Journals are deleted last, so that after a crash before this line the restoration can be repeated.
+        for path in journal_files(paths.artifacts):
+            writer.fence.remove(path)
+        sync_folder(paths.artifacts)
         return writer
+
+    @property
+    def fence(self) -> Fence:
+        """How this run's files are written."""
+        return self.manifest.fence
 
     @property
     def position(self) -> dict[str, int]:
@@ -166,10 +181,8 @@ class RunWriter:
         for table, rows in missing.items():
             self._parts[table].cut(position.get(table, 0))
             self._parts[table].append(rows)
-        # Journals are deleted last, so that after a crash before this line the restoration can be repeated.
-        for path in journal_files(self.paths.artifacts):
-            path.unlink()
-        sync_folder(self.paths.artifacts)
+        for parts in self._parts.values():
+            parts.claim()
 
     def _missing(self, table: str, num_rows: int, journalled: JournalledRows) -> list[Row]:
         """The rows up to the position that are not in Parquet, from the journal."""

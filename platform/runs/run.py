@@ -23,13 +23,14 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.without_effect import keys_without_effect
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages, check_space, shared_training
-from fedloom.platform.results.checkpoint import Saved, check_same_config, run_checkpoint, stored_bags
+from fedloom.platform.results.checkpoint import Saved, check_same_config, run_checkpoint
+from fedloom.platform.results.fence import newest
 from fedloom.platform.results.manifest import check_files, check_leads_nowhere
 from fedloom.platform.results.mirror import mirrored
 from fedloom.platform.results.names import write_names
 from fedloom.platform.results.outputs import SUPERNETS
-from fedloom.platform.results.owner import Check, OwnershipLostError, check_unowned, owned
-from fedloom.platform.results.paths import RunPaths, new_run_id, run_paths
+from fedloom.platform.results.owner import Ownership, OwnershipLostError, check_unowned, owned
+from fedloom.platform.results.paths import STATE_FILE, RunPaths, new_run_id, run_paths
 from fedloom.platform.results.remote import check_results, fetch, fetch_folder, is_remote, local_root, mirror_folder
 from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState
 from fedloom.platform.results.writer import RunWriter
@@ -107,6 +108,7 @@ def start_run(
     with ExitStack() as held:
         with whole_or_nothing(writer.paths):
             check = held.enter_context(owned_run(config, writer.paths, fresh=True))
+            writer.fence.check = check.fence.check
             sources = sources_of(config)
             write_new_run(writer.paths, config, world, sources)
             writer.manifest.begin()  # before the checkpoint of a supernet that is used again: a checkpoint tells of it
@@ -143,11 +145,11 @@ def _beginning(world: World, writer: RunWriter) -> _Beginning:
         row = {"supernet": key, "supernet_run_id": paths.run_id}
         return _Beginning(RunState(), None, row, _leaver(config, paths, key))
     # Saved before the row is written, so that a resumed run never trains a supernet that its row attributes to another.
-    saved = save_state(paths.checkpoint, found.state, writer.position, asdict(config), paths.run_id)
+    saved = save_state(paths.checkpoint, found.state, writer.position, asdict(config), paths.run_id, fence=writer.fence)
     return _Beginning(found.state, saved, {"supernet": key, "supernet_run_id": found.run_id})
 
 
-def _going_on(world: World, writer: RunWriter, state: RunState, saved: Saved | None) -> _Beginning:
+def _going_on(world: World, writer: RunWriter, state: RunState, saved: Saved) -> _Beginning:
     """Continues from a checkpoint; the supernet is shared only if the run trains all of it with the same key."""
     config, run_id, recorded = world.config, writer.paths.run_id, writer.run_row
     training = shared_training(config.method)
@@ -202,7 +204,7 @@ def resume_run(
     return run_id
 
 
-def owned_run(config: RunConfig, paths: RunPaths, *, fresh: bool = False) -> AbstractContextManager[Check]:
+def owned_run(config: RunConfig, paths: RunPaths, *, fresh: bool = False) -> AbstractContextManager[Ownership]:
     """Owns a run, and its copy at the results' URL, for the duration of the block (see `owned`)."""
     return owned(paths.artifacts, f"run {paths.run_id}", config.results, paths.root, fresh=fresh)
 
@@ -218,7 +220,7 @@ def _resume(
     make_executor: MakeExecutor,
     watcher: Watcher,
     label: Label,
-    check: Check,
+    check: Ownership,
     changed_plugins: bool,
 ) -> None:
     world = stored_world(paths, config)
@@ -227,16 +229,23 @@ def _resume(
     changed = sources.changed_since(latest_copies(paths))
     if changed and not changed_plugins:
         raise ValueError(what_changed(paths, changed))
-    state, position, saved = RunState(), {}, None
-    if (paths.checkpoint / "state.json").exists():
+    state, position = RunState(), dict[str, int]()
+    if newest(paths.checkpoint / STATE_FILE).exists():
         checkpoint = run_checkpoint(paths)
         check_same_config(what_is_computed(checkpoint.data["config"]), what_is_computed(asdict(config)))
         state, position = restored_state(checkpoint.data, checkpoint.bags), checkpoint.data["position"]
-        saved = stored_bags(paths.checkpoint)
     check()  # the world may have taken long to build
-    writer = RunWriter.resume(paths.root, config.experiment, paths.run_id, position)
+    saved: list[Saved] = []
+
+    def save() -> None:
+        """Writes the checkpoint once more, under the own number: what an earlier owner still writes is never read."""
+        values = asdict(config)
+        saved.append(save_state(paths.checkpoint, state, position, values, paths.run_id, fence=check.fence))
+
+    writer = RunWriter.resume(paths.root, config.experiment, paths.run_id, position, fence=check.fence, restored=save)
+    writer.manifest.require(paths.checkpoint / STATE_FILE)
     if "config" in writer.run_row:
-        beginning = _going_on(world, writer, state, saved)
+        beginning = _going_on(world, writer, state, saved[-1])
     else:  # killed before its row was written, and so before its first round: it starts again
         beginning = _beginning(world, writer)
         row = {**run_row(config, world, sources), **label.row()}
@@ -328,7 +337,7 @@ def _go(
     beginning: _Beginning,
     make_executor: MakeExecutor,
     watcher: Watcher,
-    check: Check,
+    check: Ownership,
 ) -> None:
     config = world.config
     status = StatusFile(writer.paths.status, check)

@@ -60,6 +60,11 @@ def test_two_resumes_at_once(shared: Path) -> None:
     assert figures["one went on"] >= 1
 
 
+def test_suspended_owners(shared: Path) -> None:
+    figures = attack("suspended", shared, "--times", "1")
+    assert figures["suspended"] == 1
+
+
 def test_damaged_files(shared: Path) -> None:
     figures = attack("corrupt", shared, "--times", "4")
     assert figures["refused"] >= 1

@@ -3,24 +3,30 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
+from fedloom.experiments.verify import Verified, verified
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import Loop, RoundProgress
+from fedloom.platform.results.checkpoint import run_checkpoint
 from fedloom.platform.results.mirror import MirrorError
 from fedloom.platform.results.owner import FILE, OwnershipLostError
+from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.remote import local_root
-from fedloom.platform.results.tables import read_table
+from fedloom.platform.results.tables import is_done, read_table
 from fedloom.platform.results.target import Target
 from fedloom.platform.runs.ending import run_to_end
-from fedloom.platform.runs.run import Watcher, start_run
+from fedloom.platform.runs.run import Watcher, resume_run, start_run
 from fedloom.platform.runs.serial import make_serial
 
-OTHER = {"token": "t", "host": "far", "place": "elsewhere", "pid": 7, "started": 1, "count": 3}
+OTHER = {"token": "t", "host": "far", "place": "elsewhere", "pid": 7, "started": 1, "count": 3, "number": 1}
 
 
 def contents(root: Path) -> dict[str, str]:
@@ -85,6 +91,63 @@ def test_who_is_taken_over_at_work_stops_there(elastic_config: Callable[..., Run
     changed = {name for name, found in contents(root).items() if before.get(name) != found}
     # The round before may have been on its way to the disk when it was taken over; no later one is.
     assert not {name for name in changed if name.startswith(("runs/", "clients/")) or name.endswith("status.json")}
+
+
+LAST_CHANGES = [
+    ("replace", r"checkpoint/state\.json", 2),
+    ("unlink", r"checkpoint/supernet-.*\.safetensors", 1),
+    ("replace", r"artifacts/[^/]*/manifest\.json", 3),
+    ("replace", r"clients/.*/part-00000\.parquet", 2),
+    ("replace", r"runs/.*/part-00000\.parquet", 3),
+    ("unlink", r"journal-000001\.jsonl", 1),
+    ("replace", r"models/[^/]*\.json", 1),
+    ("replace", r"models/[^/]*\.safetensors", 1),
+]
+"""The function, the file's path, and the how manieth call of such is the last that an owner makes."""
+
+
+@pytest.mark.parametrize(("function", "file", "times"), LAST_CHANGES)
+def test_what_a_suspended_owner_was_about_to_change_stays_as_its_successor_wrote_it(
+    elastic_config: Callable[..., RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    function: str,
+    file: str,
+    times: int,
+) -> None:
+    """It was suspended after it had asked; another process has taken the run over and ended it before it goes on."""
+    config = elastic_config()
+    root, change, seen = Path(config.results), getattr(os, function), list[str]()
+
+    def suspended(*paths: Any, **more: Any) -> Any:
+        if re.search(file, str(paths[-1])):
+            seen.append(str(paths[-1]))
+            if len(seen) == times:
+                (run,) = list_runs(root)
+                resume_run(config, run.run_id, make_serial)
+        return change(*paths, **more)
+
+    monkeypatch.setattr("fedloom.platform.results.owner._locked", lambda _: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, function, suspended)
+        with pytest.raises(OwnershipLostError, match="was taken over by another process, which has ended since,"):
+            start_run(config, make_serial)
+    (run,) = list_runs(root)
+    assert verified(run) == Verified(run.run_id, ())
+    assert is_done(run)
+    assert len(pd.read_parquet(root / "rounds")) == len(read_table(root, "rounds")), "no row is read twice"
+    start_run(replace(config, results=str(tmp_path / "undisturbed")), make_serial)
+    for table, columns in {"rounds": ["stage", "round", "loss"], "evaluations": ["model", "value"]}.items():
+        expected = read_table(tmp_path / "undisturbed", table)[columns]
+        assert read_table(root, table)[columns].equals(expected)
+    again = resumed_checkpoint(run)
+    assert again == resumed_checkpoint(list_runs(tmp_path / "undisturbed")[0])
+
+
+def resumed_checkpoint(run: RunPaths) -> dict[str, Any]:
+    checkpoint = run_checkpoint(run)
+    sums = {name: [float(t.double().sum()) for t in bag.tensors.values()] for name, bag in checkpoint.bags.items()}
+    return {"stage": checkpoint.data["stage"], "round": checkpoint.data["round"], "sums": sums}
 
 
 def break_reading(monkeypatch: pytest.MonkeyPatch, failures: list[int]) -> None:

@@ -63,7 +63,7 @@ def take(folder: Path, results: str | None = None) -> Any:
 def lease(folder: Path, **changes: Any) -> None:
     """Leaves a lease of a process of another machine, or changes the one there."""
     path = folder / FILE
-    other = {"token": "t", "host": "far", "place": "elsewhere", "pid": 7, "started": 1, "count": 0}
+    other = {"token": "t", "host": "far", "place": "elsewhere", "pid": 7, "started": 1, "count": 0, "number": 99}
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)  # in place, as an owner does
     os.pwrite(descriptor, json.dumps({**other, **changes}).encode().ljust(512), 0)
     os.close(descriptor)
