@@ -27,6 +27,7 @@ from fedloom.experiments.analysis.frames import (
 )
 from fedloom.experiments.analysis.fronts import hypervolume
 from fedloom.experiments.analysis.intervals import Estimate, estimate
+from fedloom.experiments.analysis.labels import decoded
 from fedloom.experiments.analysis.outcomes import OUTCOMES, outcomes
 from fedloom.experiments.analysis.reused import with_training
 from fedloom.experiments.analysis.summary import MEASURES, per_model, summary
@@ -47,6 +48,7 @@ __all__ = [
     "compare",
     "confusions",
     "convergence",
+    "decoded",
     "estimate",
     "failures",
     "fairness",

@@ -1,8 +1,8 @@
-"""Compares the values of one configuration key, or experiments, over seeds and tests them against a baseline."""
+"""Compares the values of one configuration key, experiments or names, and tests them against a baseline."""
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,16 @@ import pandas as pd
 from fedloom.experiments.analysis.frames import METRIC
 from fedloom.experiments.analysis.intervals import CONFIDENCE, FEWEST, estimate
 from fedloom.experiments.analysis.outcomes import OUTCOMES, outcomes
-from fedloom.experiments.analysis.seeds import by_seed
+from fedloom.experiments.analysis.paired import UNITS, Difference, paired, unit_values
+from fedloom.experiments.analysis.seeds import by_seed, seeds_of
 from fedloom.experiments.analysis.settings import NOT_SET, alike, differing, essential, flat, names_apart
 from fedloom.experiments.analysis.summary import MEASURES, MODEL_KEY, by_model, per_model
-from fedloom.experiments.analysis.tables import Tables, configuration
+from fedloom.experiments.analysis.tables import Tables, configuration, name_of
 
-EXPERIMENT, SEED = "experiment", "seed"
+EXPERIMENT, NAME, SEED = "experiment", "name", "seed"
+WHOLE = (EXPERIMENT, NAME)
+"""Values of `by` that stand for whole configurations instead of one key."""
+SEEDS = "seeds"
 _ROUNDING = 1e-12
 _KEYS_SHOWN = 8
 _EACH: Mapping[str, tuple[Sequence[str], Callable[[Tables], pd.DataFrame]]] = {
@@ -28,23 +32,18 @@ _EACH: Mapping[str, tuple[Sequence[str], Callable[[Tables], pd.DataFrame]]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run in a comparison: its value of the key, and the rest of its configuration without seeds."""
+    """A run in a comparison.
+
+    Attributes:
+        value: its value of the key.
+        rest: the configuration, without seeds, that it shares with those it is compared with.
+        beside: the keys in which it may differ from them besides the value.
+    """
 
     run_id: str
     value: str
     rest: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The mean of a value minus that of the baseline, with its 95 % interval; None where it is undefined."""
-
-    test: str
-    compared: int
-    difference: float
-    low: float | None = None
-    high: float | None = None
-    p_value: float | None = None
+    beside: Mapping[str, Any]
 
 
 def compare(
@@ -53,20 +52,27 @@ def compare(
     metric: str = METRIC,
     *,
     each: str = "model",
+    over: str = SEEDS,
     baseline: Any = None,
     pair: str | None = SEED,
     ignore: Iterable[str] = (),
 ) -> pd.DataFrame:
-    """One row per value of `by` (a configuration key, or "experiment"), model and tier: the metric over seeds.
+    """One row per value of `by` (a configuration key, "experiment" or "name"), model and tier: the metric over seeds.
 
-    A run is compared with runs that differ from it only in `by`, in seeds and in the keys of `ignore` (or below them).
-    If there are several such groups, `within` names them. Columns: within, model, tier, subnet, value, n (seeds), mean
-    and half_width (95 %, Student's t; null for one seed), baseline; and for the comparison with the baseline: test
-    ("paired t" for equal seeds, "Welch t" for different seeds, "none" if one of the two has a single seed), compared
-    (number of pairs, or of values of both), difference (of the means), difference_low and difference_high (95 %),
-    p_value (two-sided, not corrected for the number of rows; null if the values do not vary).
+    A run is compared with runs that differ from it only in `by`, in seeds and in the keys of `ignore` (or below them);
+    experiments, and runs with names, may differ in anything. If there are several such groups, `within` names them.
+    Columns: within, model, tier, subnet, value, n (seeds), mean and half_width (95 %, Student's t; null below three
+    seeds), values (a list, by seed), baseline; and for the comparison with the baseline: differs_in (all keys besides
+    `by`), test ("paired t" for equal seeds, "Welch t" for different seeds, "none" if one of the two has fewer than
+    three, and where something that is not under test differs: an ignored key, or the runs of one name), over (what the
+    test is over), compared (number of pairs, or of values of both), difference (of the means), difference_low and
+    difference_high (95 %), p_value (two-sided, not corrected for the number of rows; null if the values do not vary).
 
     `each="run"` compares what runs end with (see `outcomes`), so that methods whose models differ can be compared.
+
+    `over="clients"` and `over="samples"` compare runs of equal seeds one by one, with a row for each seed (see
+    `paired`): by Wilcoxon's signed-rank test over the clients' own test data, and by McNemar's test over the test set,
+    for which the kept models are run again. They speak of these models, not of what other seeds would give.
 
     `metric` is one of `MEASURES`, or with `each="run"` of `OUTCOMES`; `baseline` is a value of `by`, by default that of
     the oldest run. `pair` is "seed" (pairs of runs with all seeds equal), the key of one seed such as
@@ -76,24 +82,32 @@ def compare(
     measures, measured = measured_by(each)
     if metric not in measures:
         raise ValueError(f"there is no metric {metric!r}: {_nearest(metric, measures)}")
+    if over not in (SEEDS, *UNITS):
+        raise ValueError(f"over={over!r}: there are {', '.join((SEEDS, *UNITS))}")
     configs = {p.run_id: configuration(tables, p.run_id) for p in tables.paths}
-    experiments = {p.run_id: p.experiment for p in tables.paths}
-    runs = _runs(experiments, configs, by, tuple(ignore))
+    runs = _runs(tables, configs, by, tuple(ignore))
     first = _baseline(runs, by, baseline)
     _check_comparable(runs, by)
-    frame = measured(tables).dropna(subset=[metric])
+    frame = (measured(tables) if over == SEEDS else unit_values(tables, metric, over, each)).dropna(subset=[metric])
     if frame.empty:
         raise ValueError(f"no run has a value of {metric} yet: wait for the final evaluation, or compare total_bytes")
-    frame["pair"] = [_pair_of(s, configs[r], pair, by) for r, s in zip(frame["run_id"], frame["seeds"], strict=True)]
+    pairs = {run_id: _pair_of(seeds_of(tables, run_id), configs[run_id], pair, by) for run_id in frame["run_id"]}
+    frame["pair"] = frame["run_id"].map(pairs)
     found = []
     for within, group in _groups(runs):
         rows = frame.merge(pd.DataFrame([(r.run_id, r.value) for r in group], columns=["run_id", "value"]), on="run_id")
+        beside = {run.run_id: run.beside for run in group}
         found += [
             {"within": within, **place, **row}
             for place, of_model in by_model(rows)
-            for row in _values(of_model, metric, first)
+            for row in (
+                _values(of_model, metric, first, beside, by in WHOLE)
+                if over == SEEDS
+                else _over_units(of_model, metric, first, beside, by in WHOLE, over)
+            )
         ]
-    columns = ["within", *MODEL_KEY, "value", "n", "mean", "half_width", "baseline", "test", "compared"]
+    columns = ["within", *MODEL_KEY, "value", "n", "mean", "half_width", "values", "baseline"]
+    columns += ["differs_in", "test", "over", "compared"]
     numbers = ["difference", "difference_low", "difference_high", "p_value"]
     kinds = {**dict.fromkeys(["mean", "half_width", *numbers], "float64"), "n": "int64", "compared": "Int64"}
     return pd.DataFrame(found, columns=[*columns, *numbers]).astype(kinds)
@@ -118,32 +132,35 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _runs(
-    experiments: Mapping[str, str], configs: Mapping[str, Mapping[str, Any]], by: str, ignore: Sequence[str]
-) -> list[Run]:
+def _runs(tables: Tables, configs: Mapping[str, Mapping[str, Any]], by: str, ignore: Sequence[str]) -> list[Run]:
     keys = {run_id: dict(flat(config)) for run_id, config in configs.items()}
     known = {key for values in keys.values() for key in values}
-    if by != EXPERIMENT and by not in known:
+    if by not in (*known, *WHOLE):
         raise ValueError(f"no run has the configuration key {by!r}: {_nearest(by, sorted(known))}")
-    free = (by, EXPERIMENT, *ignore)
     runs = []
-    for run_id, values in keys.items():
-        value = experiments[run_id] if by == EXPERIMENT else _text(values[by]) if by in values else NOT_SET
-        runs.append(Run(run_id, value, essential(configs[run_id], free)))
-    return _one_setting_each(runs) if by == EXPERIMENT else runs
+    for paths in tables.paths:
+        values = keys[paths.run_id]
+        named = {EXPERIMENT: paths.experiment, NAME: name_of(tables, paths.run_id)}
+        value = named[by] if by in WHOLE else _text(values[by]) if by in values else NOT_SET
+        every, rest = (essential(configs[paths.run_id], (by, EXPERIMENT, *free)) for free in ((), ignore))
+        if value is not None:
+            runs.append(Run(paths.run_id, value, rest, {k: v for k, v in every.items() if k not in rest}))
+    if not runs:
+        raise ValueError("no run has a name: start runs with name=..., or compare by='experiment'")
+    return _one_setting_each(runs, by) if by in WHOLE else runs
 
 
-def _one_setting_each(runs: list[Run]) -> list[Run]:
-    """The runs without their configurations; ValueError if the runs of one experiment differ in more than seeds."""
+def _one_setting_each(runs: list[Run], by: str) -> list[Run]:
+    """The runs without what they share; ValueError if those of one experiment or name differ in more than seeds."""
     rests = {run.value: run.rest for run in runs}
     for run in runs:
         keys = differing([run.rest, rests[run.value]])
         if keys:
             raise ValueError(
-                f"the runs of experiment {run.value!r} differ in {_some(keys)}: load some of them, compare by it, "
+                f"the runs of {by} {run.value!r} differ in {_some(keys)}: load some of them, compare by it, "
                 "or name it in ignore="
             )
-    return [Run(run.run_id, run.value, {}) for run in runs]
+    return [Run(run.run_id, run.value, {}, {**run.rest, **run.beside}) for run in runs]
 
 
 def _some(keys: Sequence[str]) -> str:
@@ -193,7 +210,57 @@ def _pair_of(seeds: str, config: Mapping[str, Any], pair: str | None, by: str) -
     return _text(known[pair])
 
 
-def _values(rows: pd.DataFrame, metric: str, baseline: str) -> list[dict[str, Any]]:
+def _beside(
+    rows: pd.DataFrame, baseline: pd.DataFrame, beside: Mapping[str, Mapping[str, Any]], is_whole: bool
+) -> tuple[str, bool]:
+    """The keys in which two values' runs differ besides, and whether all that differs is under test.
+
+    Whole configurations are under test as such, if the runs of each side have the same one.
+    """
+    sides = [[beside[run_id] for run_id in side["run_id"].unique()] for side in (rows, baseline)]
+    both = [*sides[0], *sides[1]]
+    keys = differing(both)
+    shared = [key for key in keys if all(key in values for values in both)]
+    others = len(keys) - len(shared)
+    more = [f"{others} key{'s' if others > 1 else ''} that some do not have"] if others else []
+    is_under_test = not any(differing(side) for side in sides) if is_whole else not keys
+    return ", ".join([*shared, *more]), is_under_test
+
+
+def _over_units(
+    rows: pd.DataFrame,
+    metric: str,
+    baseline: str,
+    beside: Mapping[str, Mapping[str, Any]],
+    is_whole: bool,
+    over: str,
+) -> Iterator[dict[str, Any]]:
+    """One row per value and seed that the baseline has, too, over clients or samples; the baseline's comes first."""
+    first = rows[rows["value"] == baseline]
+    names = sorted(rows["value"].unique(), key=lambda name: name != baseline)
+    for name in names:
+        pairs = sorted(set(rows.loc[rows["value"] == name, "pair"].dropna()) & set(first["pair"].dropna()))
+        for pair in pairs:
+            seed = "one seed" if len(pairs) == 1 else f"one seed, {pair}"
+            own, other = (side[side["pair"] == pair] for side in (rows[rows["value"] == name], first))
+            row = {"value": name, "n": own["unit"].nunique(), "mean": own.groupby("unit")[metric].mean().mean()}
+            row |= {"values": [], "baseline": baseline, "over": seed}
+            if name != baseline:
+                found, text = paired(own, other, metric, over)
+                row["differs_in"], is_under_test = _beside(own, other, beside, is_whole)
+                row |= _told(found if is_under_test else Difference("none", found.compared, found.difference))
+                row["over"] = f"paired over {found.compared} {text}, {seed}"
+            yield row
+
+
+def _told(found: Difference) -> dict[str, Any]:
+    values = {"test": found.test, "compared": found.compared, "difference": found.difference, "p_value": found.p_value}
+    return {**values, "difference_low": found.low, "difference_high": found.high}
+
+
+def _values(
+    rows: pd.DataFrame, metric: str, baseline: str, beside: Mapping[str, Mapping[str, Any]], is_whole: bool
+) -> list[dict[str, Any]]:
     """One row per value; the baseline's comes first."""
     groups = {str(value): group for value, group in rows.groupby("value", sort=False)}
     names = sorted(groups, key=lambda name: name != baseline)
@@ -201,22 +268,24 @@ def _values(rows: pd.DataFrame, metric: str, baseline: str) -> list[dict[str, An
     for name in names:
         known = estimate(by_seed(groups[name], [metric])[metric])
         assert known is not None, "rows without the metric were dropped"
-        row = {"value": name, "n": known.runs, "mean": known.mean, "half_width": known.half_width, "baseline": baseline}
-        if name != baseline:
-            row |= _against(groups[name], groups.get(baseline), metric)
+        row = {"value": name, "n": known.runs, "mean": known.mean, "half_width": known.half_width}
+        row |= {"values": list(known.values), "baseline": baseline}
+        if name != baseline and baseline in groups:
+            row["differs_in"], is_under_test = _beside(groups[name], groups[baseline], beside, is_whole)
+            row |= _against(groups[name], groups[baseline], metric, is_under_test)
+        elif name != baseline:
+            row["test"] = "none"
         found.append(row)
     return found
 
 
-def _against(rows: pd.DataFrame, baseline: pd.DataFrame | None, metric: str) -> dict[str, Any]:
-    if baseline is None:
-        return {"test": "none"}
-    paired = _paired(rows, baseline, metric)
-    found = difference(*paired, paired=True) if paired else difference(*(
-        by_seed(r, [metric])[metric].to_numpy() for r in (rows, baseline)
-    ), paired=False)  # fmt: skip
-    values = {"test": found.test, "compared": found.compared, "difference": found.difference, "p_value": found.p_value}
-    return {**values, "difference_low": found.low, "difference_high": found.high}
+def _against(rows: pd.DataFrame, baseline: pd.DataFrame, metric: str, is_under_test: bool) -> dict[str, Any]:
+    pairs = _paired(rows, baseline, metric)
+    sides = pairs or tuple(by_seed(r, [metric])[metric].to_numpy() for r in (rows, baseline))
+    found = difference(*sides, paired=pairs is not None)
+    counts = list(dict.fromkeys(str(len(side)) for side in sides))
+    over = f"{'paired over ' if pairs else ''}{' and '.join(counts)} seed{'' if counts == ['1'] else 's'}"
+    return {**_told(found if is_under_test else Difference("none", found.compared, found.difference)), "over": over}
 
 
 def _paired(rows: pd.DataFrame, baseline: pd.DataFrame, metric: str) -> tuple[np.ndarray, np.ndarray] | None:

@@ -1,7 +1,8 @@
-"""Readable labels of subnets: `d=1,0,2,1 e=.14` instead of the choices `11-1-154-6`."""
+"""Readable architectures: `d=1,0,2,1 e=.14` instead of the choices `11-1-154-6`, operators instead of `8-8-2`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from fedloom.experiments.analysis.kinds import elastic_run_ids
@@ -49,6 +50,29 @@ def _elastic(config: Mapping[str, Any]) -> "ElasticSpace | None":
 
     space = space_of(config)
     return space if isinstance(space, ElasticSpace) else None
+
+
+def decoded(tables: Tables, run_id: str, architecture: str) -> str:
+    """What an architecture such as "8-8-2" is: its label, or the operators in order, such as "2× conv(3), identity".
+
+    The id itself if the space has no names for its options, is the user's own (reading results runs no code that they
+    name), or is not known to this version.
+    """
+    from fedloom.platform.plugins import is_import_path
+
+    config = configuration(tables, run_id)
+    if is_import_path(str(config.get("space", {}).get("name", ""))):
+        return architecture
+    space = space_of(config)
+    if space is None:
+        return architecture
+    try:
+        options = space.parse(architecture)
+    except ValueError:
+        return architecture  # written with another version of the space
+    operators = [(name, len([*same])) for name, same in groupby(space.meaning(options).get("operators", ()))]
+    named = ", ".join(name if count == 1 else f"{count}× {name}" for name, count in operators)
+    return named or space.label(options)
 
 
 def space_of(config: Mapping[str, Any]) -> "SearchSpace | None":

@@ -97,20 +97,24 @@ def _validation(tables: Tables) -> pd.DataFrame:
     return last.groupby(place, sort=False)["value"].mean().rename("validation_accuracy").reset_index()
 
 
-def _of_clients(tables: Tables) -> pd.DataFrame:
-    """Mean and minimum over the clients of the accuracy on their own test data, per (run, model)."""
-    key = [*RUN_KEY, "model"]
-    rows = client_metrics(tables)
+def client_values(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
+    """One row per (run, model, client) with test data of its own: experiment, run_id, model, client_id, value."""
+    key = [*RUN_KEY, "model", "client_id"]
+    rows = client_metrics(tables, metric)
     # Members of a family are told apart by their architecture, which stands behind the name.
     family = rows["run_id"].isin(elastic_run_ids(tables))
     plain = rows["model"].where(~family, rows["model"].astype(str).str.split(" ").str[0])
     silos = per_silo(tables)
     both = [
         rows[rows["counts"]].assign(model=plain)[[*key, "value"]],
-        silos[[*key, METRIC]].rename(columns={METRIC: "value"}),
+        silos[[*key, metric]].rename(columns={metric: "value"}),
     ]
-    every = pd.concat([part.astype({**dict.fromkeys(key, object), "value": "float64"}) for part in both])
-    found = every.groupby(key, sort=False)["value"].agg(["mean", "min"]).reset_index()
+    return pd.concat([part.astype({**dict.fromkeys(key, object), "value": "float64"}) for part in both])
+
+
+def _of_clients(tables: Tables) -> pd.DataFrame:
+    """Mean and minimum over the clients of the accuracy on their own test data, per (run, model)."""
+    found = client_values(tables).groupby([*RUN_KEY, "model"], sort=False)["value"].agg(["mean", "min"]).reset_index()
     return found.rename(columns={"mean": "client_accuracy", "min": "worst_client"})
 
 

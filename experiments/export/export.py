@@ -9,20 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedloom.experiments.export.card import Card, model_card, with_files
-from fedloom.experiments.export.comparison import check_agreement, compare
+from fedloom.experiments.export.comparison import BATCH_SIZE, check_agreement, compare
 from fedloom.experiments.export.formats import FORMATS, Forward, check_formats, encode
 from fedloom.experiments.export.selection import Chosen, Wanted, check_wanted, choose
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.clients.networks import ESTIMATED, Subnet
 from fedloom.platform.clients.scoring import scored_subnet
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.tiered.fedoras import FedorASConfig
 from fedloom.platform.results.files import content_hash, sync_file, sync_folder
+from fedloom.platform.results.models import list_models
 from fedloom.platform.results.outputs import output_folder
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.runs.run import stored_world
@@ -75,6 +79,33 @@ def export(
     with _threads(config.executor.threads):
         chosen = choose(paths, world, wanted)
         return _export(paths, world, chosen, folder, formats)
+
+
+def correct_by_sample(paths: RunPaths) -> dict[tuple[str, str, str], tuple[NDArray[np.bool_], str]]:
+    """Runs the models that a run kept on its whole test set: which samples each classifies correctly.
+
+    By (model, tier, subnet) as in the table `evaluations`, with a hash of the samples' labels; a supernet is no model.
+    Raises ValueError if the run's data is not there, and for texts, whose samples have many labels.
+    """
+    _, config = stored_config(paths.root, paths.run_id)
+    world = stored_world(paths, config)
+    worker = Worker(world.spec)
+    found = {}
+    with _threads(config.executor.threads), torch.no_grad():
+        for name in list_models(paths):
+            if name == SUPERNET:
+                continue
+            chosen = choose(paths, world, Wanted(model=name))
+            module = scored_subnet(worker, Subnet(chosen.architecture, chosen.stand_alone), chosen.weights)
+            with worker.data.reading_test():
+                x, y = worker.in_task(worker.central_data("test"), chosen.architecture)
+            if y.dim() != 1:
+                raise ValueError(f"run {paths.run_id}: samples of texts have many labels each; compare over clients")
+            predicted = torch.cat([module(x_B).argmax(dim=1) for x_B in torch.split(x, BATCH_SIZE)])
+            model = chosen.models[0] if len(chosen.models) == 1 else name
+            place = (model, chosen.tier or "server", "")
+            found[place] = ((predicted == y).numpy(), content_hash(y.numpy().tobytes()))
+    return found
 
 
 def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats: Sequence[str]) -> Exported:
@@ -163,4 +194,4 @@ def _write_files(folder: Path, name: str, files: Mapping[str, Path], contents: M
     sync_folder(folder)
 
 
-__all__ = ["Exported", "export"]
+__all__ = ["Exported", "correct_by_sample", "export"]

@@ -25,7 +25,7 @@ CUT = (SUPERNET, "supernet_init", SEARCHED)
 
 @dataclass(frozen=True)
 class Wanted:
-    """The requested model: exactly one of tier, target and architecture, or `model`, alone or with a tier.
+    """The requested model: one of tier, target and architecture, or `model`, alone or with a tier; else the only one.
 
     `target` has the form "macs=1e9"; `architecture` is parsed by the space (`smallest`, "d=1,0,2,1 e=.14", "3-1-8-0").
     """
@@ -58,16 +58,14 @@ class Chosen:
 
 
 def check_wanted(wanted: Wanted) -> None:
-    """Raises ValueError unless exactly one model is requested."""
+    """Raises ValueError if more than one model is requested."""
     places = [wanted.tier, wanted.target, wanted.architecture]
     given = sum(place is not None for place in places)
-    if given == 1 and (wanted.model is None or wanted.tier is not None):
-        return
-    if given == 0 and wanted.model is not None:
+    if given == 0 or (given == 1 and (wanted.model is None or wanted.tier is not None)):
         return
     raise ValueError(
-        "give one of --tier TIER, --target macs=1e9, --architecture TEXT and --model NAME (--tier and --model together "
-        "choose among a tier's models)"
+        "give at most one of --tier TIER, --target macs=1e9, --architecture TEXT and --model NAME (--tier and --model "
+        "together choose among a tier's models)"
     )
 
 
@@ -87,6 +85,8 @@ def choose(paths: RunPaths, world: World, wanted: Wanted) -> Chosen:
         return _of_architecture(paths, world, world.space.parse(wanted.architecture))
     if wanted.tier is not None and not _is_searched(paths, world):
         return _of_tier(paths, world, wanted.tier)
+    if wanted == Wanted():
+        return _only(paths, world)
     label = wanted.tier if wanted.tier is not None else target_label(wanted.target or "")
     return _cut(paths, _searched(paths, world, label), label.replace("=", "-"))
 
@@ -140,6 +140,18 @@ def _of_tier(paths: RunPaths, world: World, tier: str) -> Chosen:
         models = ", ".join(name.removeprefix(f"{tier}-") for name in own)
         raise ValueError(f"run {paths.run_id} keeps several models of {tier}: choose by --model one of {models}")
     raise ValueError(f"run {paths.run_id} keeps no model of {tier}; its models: {', '.join(known)}")
+
+
+def _only(paths: RunPaths, world: World) -> Chosen:
+    known = list_models(paths)
+    if known == [SUPERNET]:
+        raise ValueError(
+            f"run {paths.run_id} keeps a supernet: give one of --tier, --target macs=1e9 and --architecture TEXT, or "
+            f"--model {SUPERNET}"
+        )
+    if len(known) > 1:
+        raise ValueError(f"run {paths.run_id} keeps several models: choose by --model one of {', '.join(known)}")
+    return _kept(paths, world, known[0] if known else "")
 
 
 def _of_architecture(paths: RunPaths, world: World, architecture: Architecture) -> Chosen:

@@ -13,6 +13,9 @@ from PIL import Image
 
 from fedloom.experiments.benchmarks.generated_ablation import Fates, write_planned
 from fedloom.experiments.report.pages.ablation import write_ablation_report
+from fedloom.experiments.report.pages.content import Content
+from fedloom.experiments.report.pages.html import html_page
+from fedloom.experiments.report.parts.block import Block
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 INSTALL = (
@@ -101,6 +104,22 @@ def test_all_figures_are_loaded_from_the_page_itself(browser: str, page: Path, t
     loaded, images, widest = map(int, found.groups())
     assert loaded == images == 2
     assert widest > 600
+
+
+def test_a_wide_table_fits_a_page_of_1300_pixels(browser: str, tmp_path: Path) -> None:
+    heads = ("setting", *["accuracy"] * 12)
+    block = Block("t", (), heads, (("fedoras_digits, alpha=0.1", *["1.20 GB ± 340 MB"] * 12),), labels=1)
+    source = html_page(Content("t", (), (), (block,), ()))
+    cut = "[...document.querySelectorAll('.scroll')].filter(s => s.scrollWidth > s.clientWidth).length"
+    script = f"document.body.dataset.cut = {cut}"
+    page = tmp_path / "page.html"
+    page.write_text(
+        source.replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'").replace(
+            "</body>", f"<script>{script}</script></body>"
+        )
+    )
+    done = browse(browser, page, tmp_path / "profile", "--dump-dom", "--window-size=1300,900")
+    assert 'data-cut="0"' in done.stdout
 
 
 def test_what_goes_wrong_on_a_page_is_seen(browser: str, page: Path, tmp_path: Path) -> None:

@@ -21,9 +21,8 @@ h3 { font-size: 1rem; margin: 0 0 .5rem; overflow-wrap: anywhere; } p { margin: 
 p, figcaption { color: var(--soft); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; margin: .6rem 0; }
-th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
+th, td { padding: .35rem .5rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
 th { vertical-align: bottom; font-weight: 600; } thead th { border-bottom: 2px solid var(--soft); }
-td { white-space: nowrap; }
 .text { text-align: left; white-space: normal; overflow-wrap: break-word; max-width: 32rem; }
 .run { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 1rem; margin: 1rem 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0; font-size: .9rem; }
@@ -77,7 +76,11 @@ def _table(block: Block) -> str:
     def cell(tag: str, text: str, column: int) -> str:
         kind = ' class="text"' if column < block.labels else ""
         scope = ' scope="col"' if tag == "th" else ""
-        return f"<{tag}{kind}{scope}>{escape(text).replace(' ± ', '&nbsp;±&nbsp;')}</{tag}>"
+        shown = escape(text)
+        if tag == "td" and not kind:
+            # A narrow page breaks a number before its interval and between values, and nowhere else.
+            shown = shown.replace(" ", "&nbsp;").replace("&nbsp;±", " ±").replace(",&nbsp;", ", ")
+        return f"<{tag}{kind}{scope}>{shown}</{tag}>"
 
     head = "".join(cell("th", text, i) for i, text in enumerate(block.heads))
     rows = ("<tr>" + "".join(cell("td", text, i) for i, text in enumerate(row)) + "</tr>" for row in block.rows)

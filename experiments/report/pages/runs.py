@@ -103,7 +103,7 @@ def _blocks(tables: Tables, settings: Sequence[Setting], bounds: Bounds, labels:
     return [
         settings_block(settings),
         *([outcomes_block(outcome_groups(tables, settings), (setting_head(settings),))] if len(settings) > 1 else []),
-        *(tier_block(summary) for summary in tier_summaries(tables, bounds)),
+        *(tier_block(summary, tables) for summary in tier_summaries(tables, bounds)),
         *(subnet_block(summary, wide=True) for summary in subnet_summaries(tables, labels)),
         *(cost_block(comparison) for comparison in cost_comparisons(tables, labels)),
         *silo_blocks(tables, wide=True),

@@ -9,8 +9,10 @@ import pandas as pd
 from fedloom.experiments.analysis.frames import natural, shown_models
 from fedloom.experiments.analysis.intervals import Estimate, is_absent
 from fedloom.experiments.analysis.kinds import ALL_TIERS
+from fedloom.experiments.analysis.labels import decoded
 from fedloom.experiments.analysis.seeds import SEEDS, estimate_by_seed
 from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.tables import Tables
 from fedloom.experiments.report.parts.block import Block
 from fedloom.experiments.report.parts.numbers import ABSENT, Write, percent, points, si, two_digits, with_interval
 from fedloom.experiments.report.parts.words import model_name, over_runs, sentence
@@ -183,11 +185,11 @@ def legend(summary: Summary) -> tuple[str, ...]:
     return (*lines, *tasks_text(summary.setting))
 
 
-def tier_block(summary: Summary) -> Block:
-    """One row per tier with its architecture, for the page."""
+def tier_block(summary: Summary, tables: Tables) -> Block:
+    """One row per tier with its architecture in words, for the page."""
     columns = columns_of(summary)
     heads = ("tier", "architecture", *(c.head for c in columns))
-    rows = tuple((t.tier, _architecture(t, summary), *(cell(c, t) for c in columns)) for t in summary.tiers)
+    rows = tuple((t.tier, _architecture(t, summary, tables), *(cell(c, t) for c in columns)) for t in summary.tiers)
     texts = (over_runs(summary.setting), *tasks_text(summary.setting))
     return Block(f"Tiers: {summary.setting.name}", tuple(map(sentence, texts)), heads, rows)
 
@@ -200,8 +202,9 @@ def narrow_tier_block(summary: Summary) -> Block:
     return Block(f"{summary.setting.name}: {over_runs(summary.setting)}", legend(summary), heads, rows, labels=1)
 
 
-def _architecture(tier: TierSummary, summary: Summary) -> str:
+def _architecture(tier: TierSummary, summary: Summary, tables: Tables) -> str:
     if tier.architecture is not None:
-        return tier.architecture
+        words = decoded(tables, summary.setting.run_ids[0], tier.architecture)
+        return words if words == tier.architecture else f"{words} ({tier.architecture})"
     known = tier.values.get("macs") is not None and len(summary.setting.run_ids) > 1
     return "differs" if known else ABSENT

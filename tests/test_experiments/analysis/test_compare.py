@@ -13,6 +13,7 @@ from scipy import stats
 
 from fedloom.experiments import analysis
 from fedloom.experiments.analysis.compare import difference
+from fedloom.experiments.analysis.paired import paired
 
 WEIGHTING = "method.train.weighting"
 
@@ -105,9 +106,81 @@ def test_experiments_are_compared_whatever_they_differ_in(runs: Any) -> None:
         analysis.compare(analysis.load(runs.root), "experiment")
 
 
+def write_named(runs: Any, name: str, accuracies: list[float], first: int = 1, **train: Any) -> None:
+    for seed, accuracy in enumerate(accuracies, first):
+        writer = runs.begin(f"{name}{seed}", seed, **train)
+        writer.update_run(name=name, partition_hash="same")
+        runs.evaluate(writer, accuracy)
+        writer.close()
+
+
+def test_runs_with_names_are_compared_and_what_they_differ_in_is_said(runs: Any) -> None:
+    write_named(runs, "plain", [0.4, 0.5, 0.55], lr=0.1, rounds=2)
+    write_named(runs, "fast", [0.5, 0.7, 0.6], lr=0.5, rounds=2, epochs=3)
+    runs.write("nameless", 0.9, 1)
+    row = analysis.compare(analysis.load(runs.root), "name", baseline="plain").to_dict("records")[1]
+    assert (row["value"], row["test"], row["over"]) == ("fast", "paired t", "paired over 3 seeds")
+    assert row["differs_in"] == "method.train.lr, 1 key that some do not have"
+    assert row["p_value"] == pytest.approx(1 - math.sqrt(7) / 3)
+    assert row["values"] == pytest.approx([0.5, 0.7, 0.6])
+    write_named(runs, "fast", [0.8], 4, lr=0.9, rounds=2, epochs=3)
+    with pytest.raises(ValueError, match=r"runs of name 'fast' differ in method.train.lr"):
+        analysis.compare(analysis.load(runs.root), "name")
+    row = analysis.compare(analysis.load(runs.root), "name", ignore=["method.train.lr"]).to_dict("records")[1]
+    assert (row["test"], math.isnan(row["p_value"])) == ("none", True)
+
+
+def test_where_an_ignored_key_differs_there_is_no_p_value(runs: Any) -> None:
+    for seed in (1, 2, 3):
+        runs.write(f"r{seed}", 0.1 * seed, seed, weighting="opa", lr=0.1)
+        runs.write(f"s{seed}", 0.3 * seed, seed, weighting="fedavg", lr=0.5)
+    row = analysis.compare(analysis.load(runs.root), WEIGHTING, ignore=["method.train.lr"]).to_dict("records")[1]
+    assert (row["differs_in"], row["test"], row["n"]) == ("method.train.lr", "none", 3)
+    assert row["difference"] == pytest.approx(0.4)
+    assert all(math.isnan(row[name]) for name in ("difference_low", "difference_high", "p_value"))
+
+
+def test_two_runs_of_one_seed_are_compared_over_clients(runs: Any) -> None:
+    for weighting in ("fedavg", "opa"):
+        writer = runs.begin(weighting, 1, weighting=weighting)
+        writer.update_run(partition_hash="same")
+        runs.evaluate(writer, 0.5)
+        for client in range(6):
+            own = 0.4 + (0.01 * (client + 1) if weighting == "opa" else 0)
+            runs.evaluate(writer, own, tier=f"tier{1 + client % 2}", client_id=client)
+        writer.close()
+    row = analysis.compare(analysis.load(runs.root), WEIGHTING, over="clients").to_dict("records")[1]
+    assert (row["tier"], row["test"], row["over"]) == ("all", "Wilcoxon", "paired over 6 clients, one seed")
+    # .01 to .06, all one way: two of the 64 signs are as far out; standard deviation .0187, five degrees of freedom.
+    assert (row["difference"], row["p_value"]) == (pytest.approx(0.035), pytest.approx(2 / 64))
+    assert row["difference_high"] - 0.035 == pytest.approx(2.57058184 * math.sqrt(0.00035 / 6), rel=1e-6)
+    writer = runs.begin("other", 1, weighting="plain")
+    writer.update_run(partition_hash="another")
+    runs.evaluate(writer, 0.5, client_id=0)
+    writer.close()
+    with pytest.raises(ValueError, match="their data differ: other and fedavg"):
+        analysis.compare(analysis.load(runs.root), WEIGHTING, over="clients", baseline="fedavg")
+
+
+def test_mcnemar_counts_the_samples_that_one_model_alone_has_right() -> None:
+    sides = [
+        pd.DataFrame({"run_id": name, "unit": range(20), "units": "h", "accuracy": right})
+        for name, right in (("a", [1.0] * 6 + [0.0] + [1.0] * 13), ("b", [0.0] * 6 + [1.0] * 14))
+    ]
+    found, units = paired(*sides, "accuracy", "samples")
+    assert (found.test, found.compared, units) == ("McNemar", 20, "test samples")
+    # Six against one: the tails of seven throws of a coin, twice 8 of 128.
+    assert (found.difference, found.p_value) == (pytest.approx(0.25), pytest.approx(0.125))
+    same, _ = paired(sides[0], sides[0], "accuracy", "samples")
+    assert (same.difference, same.p_value) == (0, None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"by": WEIGHTING, "over": "rounds"}, "over='rounds': there are seeds, clients, samples"),
+        ({"by": WEIGHTING, "over": "clients", "metric": "macs"}, "compares accuracy or loss, not macs"),
+        ({"by": "name"}, "no run has a name"),
         ({"by": "method.train.weigthing"}, "no run has the configuration key.*nearest are method.train.weighting"),
         ({"by": "weighting"}, "nearest are method.train.weighting"),
         ({"by": WEIGHTING, "metric": "acuracy"}, "no metric 'acuracy': the nearest are accuracy"),

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from fedloom.experiments.export import selection
-from fedloom.experiments.export.export import export
+from fedloom.experiments.export.export import correct_by_sample, export
 from fedloom.experiments.export.selection import Wanted, check_wanted, target_label
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.spaces.slices import parse_architecture
@@ -51,6 +51,27 @@ def test_a_tier_s_only_model_need_not_be_named(runs: Any, out: Path, monkeypatch
         selection.choose(run.paths, run.world, Wanted(tier="tier2"))
 
 
+def test_the_only_model_need_not_be_named_and_several_are_listed(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runs["depths"]
+    with pytest.raises(ValueError, match=r"several models: choose by --model one of tier1-depthfl, tier2-depthfl"):
+        selection.choose(run.paths, run.world, Wanted())
+    monkeypatch.setattr(selection, "list_models", lambda _: ["tier2-depthfl"])
+    chosen = selection.choose(run.paths, run.world, Wanted())
+    assert (chosen.label, chosen.tier) == ("tier2-depthfl", "tier2")
+
+
+def test_samples_that_kept_models_have_right_are_as_many_as_the_run_recorded(runs: Any) -> None:
+    for name in ("operators", "depths"):
+        run = runs[name]
+        found = correct_by_sample(run.paths)
+        rows = read_table(run.results, "evaluations", run_id=run.paths.run_id)
+        rows = rows[(rows["metric"] == "accuracy") & (rows["split"] == "test") & rows["client_id"].isna()]
+        recorded = rows.drop_duplicates(["model", "tier"], keep="last").set_index(["model", "tier"])["value"]
+        assert found
+        for (model, tier, _), (correct, _) in found.items():
+            assert correct.mean() == pytest.approx(recorded[model, tier]), (model, tier)
+
+
 @pytest.mark.parametrize(
     ("text", "label"), [("macs=1e+09", "macs=1000000000"), (" latency_s = 0.050", "latency_s=0.05")]
 )
@@ -67,7 +88,6 @@ def test_a_target_without_a_limit_is_none(text: str) -> None:
 @pytest.mark.parametrize(
     "wanted",
     [
-        Wanted(),
         Wanted(tier="a", target="macs=1"),
         Wanted(architecture="smallest", model="supernet"),
         Wanted(target="macs=1", model="supernet"),
@@ -75,5 +95,5 @@ def test_a_target_without_a_limit_is_none(text: str) -> None:
     ],
 )
 def test_one_model_is_exported(wanted: Wanted) -> None:
-    with pytest.raises(ValueError, match="give one of --tier"):
+    with pytest.raises(ValueError, match="give at most one of --tier"):
         check_wanted(wanted)
