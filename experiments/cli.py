@@ -16,10 +16,10 @@ from typing import Any, TextIO
 from fedloom.experiments.arguments import Handler, build_parser, parse
 from fedloom.experiments.runs.huge_pages import prefer_huge_pages
 from fedloom.experiments.terminal.exit_codes import CONFIGURATION, INFRASTRUCTURE, INTERRUPTED, OK, of_run_end
-from fedloom.experiments.terminal.reading import stop_printing, tell_at_once, while_read
+from fedloom.experiments.terminal.reading import complain, stop_printing, tell_at_once, while_read
 from fedloom.experiments.typed import check_typed
 from fedloom.platform.plugins import blaming_own
-from fedloom.platform.words import NO_SUCH_PLACE, in_words, is_out_of_memory, naming, said
+from fedloom.platform.words import NO_SUCH_PLACE, PrintableFormatter, in_words, is_out_of_memory, naming, said
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,12 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # The working directory holds a user's own rules and spaces; Ray's workers use the driver's path as well.
     sys.path.append(os.getcwd())
     prefer_huge_pages()
-    args = parse(build_parser(HANDLERS), arguments)
-    signal.signal(signal.SIGTERM, _interrupt)
-    if args.quiet:
-        stop_printing()
-    logging.basicConfig(level=logging.ERROR if args.quiet else logging.WARNING, format="fedloom: %(message)s")
     try:
+        args = parse(build_parser(HANDLERS), arguments)
+        signal.signal(signal.SIGTERM, _interrupt)
+        if args.quiet:
+            stop_printing()
+        _show_warnings(logging.ERROR if args.quiet else logging.WARNING)
         check_typed(args)
         with blaming_own(), naming(getattr(args, "out", None) or getattr(args, "results", None) or "."):
             code = args.command(args)
@@ -42,21 +42,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stop_printing()
         code = OK
     except ConnectionError as error:
-        sys.stderr.write(f"fedloom: {error}\n")
+        complain(str(error))
         code = CONFIGURATION
     except OSError as error:
-        sys.stderr.write(f"fedloom: {in_words(error)}\n")
+        complain(in_words(error))
         code = CONFIGURATION if error.errno in NO_SUCH_PLACE else INFRASTRUCTURE
+    except RecursionError as error:
+        code = _refuse(ValueError(f"a value that is given or stored is nested too deeply ({said(error)})"))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        sys.stderr.write(f"fedloom: not enough memory ({said(error)}): ask for less, or use a larger machine\n")
+        complain(f"not enough memory ({said(error)}): ask for less, or use a larger machine")
         code = INFRASTRUCTURE
     except KeyboardInterrupt:
+        complain("interrupted")
         code = INTERRUPTED
     # Registered last and so called first: a second Ctrl-C while Ray ends would print a traceback.
     atexit.register(_leave_in_peace)
     sys.exit(code)
+
+
+def _show_warnings(level: int) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("fedloom: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def _leave_in_peace() -> None:
@@ -91,7 +100,7 @@ class _WhileRead:
 def _refuse(error: ValueError) -> int:
     if os.environ.get("FEDLOOM_TRACEBACK"):
         raise error
-    sys.stderr.write(f"fedloom: {' '.join(str(error).split())}\n")
+    complain(" ".join(str(error).split()))
     return CONFIGURATION
 
 
@@ -295,7 +304,7 @@ def _submit(args: argparse.Namespace) -> int:
     # With --json, standard output holds only the JSON object, and the job's output goes to standard error.
     end = submit(submission, _teller(sys.stderr if args.json else sys.stdout))
     if end.message:
-        sys.stderr.write(f"fedloom: {end.message}\n")
+        complain(end.message)
     if args.json:
         sys.stdout.write(json.dumps(asdict(end)) + "\n")
     return end.exit_code

@@ -1,6 +1,5 @@
 """Terminal output of runs and reports: a line per round, tables at the end, or one JSON object."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, RenderableType
 
 from fedloom.experiments.terminal.output import console, where, write_json
+from fedloom.experiments.terminal.reading import complain
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.runs.progress import round_line
 
@@ -62,11 +62,11 @@ class RunView:
             _print_summary(self.console, _brought(results, end.run_id), end.run_id)
             self.console.print(f"finished: {end.run_id}; plots and page: fedloom report {end.run_id}{where(results)}")
         elif end.kind == "refused":
-            sys.stderr.write(f"fedloom: {end.message}\n")
+            complain(end.message)
         else:
             again = f"; continue with: fedloom resume {end.run_id}{where(results)}" if end.run_id else ""
             ended = "stopped" if end.kind == "infrastructure" else end.kind
-            sys.stderr.write(f"fedloom: run {ended}{f': {end.message}' if end.message else ''}{again}\n")
+            complain(f"run {ended}{f': {end.message}' if end.message else ''}{again}")
 
 
 def _brought(results: str | Path, run_id: str) -> Path:

@@ -1,6 +1,7 @@
 """What is said in one line: values cut to a readable length, and errors of the file system in words."""
 
 import errno
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,27 @@ NO_SUCH_PLACE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 """The errors of a path that cannot exist: the fault of whoever gave it, not of the machine."""
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 """The errors of writing, which do not say to which file; others name theirs, or are of no file."""
+
+
+_PICTURES = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: "\u2421",
+    **dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\ufffd"),
+}
+"""Signs for the characters that steer a terminal: those of ASCII and of Latin-1, and those that turn text around."""
+
+
+def printable(text: str) -> str:
+    """Text whose characters that steer a terminal are replaced, since it may be a stranger's; tabs and lines stay."""
+    return text if text.isprintable() else text.translate(_PICTURES)
+
+
+class PrintableFormatter(logging.Formatter):
+    """The lines of a log, printable."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record's line, and those of its error."""
+        return printable(super().format(record))
 
 
 def shown(value: Any, how: Callable[[Any], str] = str, most: int = MOST) -> str:

@@ -1,7 +1,6 @@
 """`fedloom ablate`: runs a planned ablation, prints its table and returns its exit code."""
 
 import logging
-import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from fedloom.experiments.store.ablations import Ablation
 from fedloom.experiments.store.trials import FAILED, TrialState, counted
 from fedloom.experiments.terminal.exit_codes import INFRASTRUCTURE, OK, of_run_end
 from fedloom.experiments.terminal.output import console, where, write_json
+from fedloom.experiments.terminal.reading import complain
 from fedloom.platform.results.target import is_remote
 
 
@@ -40,7 +40,7 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
                 end = again(ablation, results, view, changed_plugins=args.changed_plugins)
     except RayError as error:
         cause = " ".join(str(error).split())[:600]
-        sys.stderr.write(f"fedloom: the cluster was lost: {cause}; {_what_to_do(ablation.ablation_id, results)}\n")
+        complain(f"the cluster was lost: {cause}; {_what_to_do(ablation.ablation_id, results)}")
         return INFRASTRUCTURE
     finally:
         view.close()
@@ -113,9 +113,9 @@ def _show_end(end: AblationEnd, results: str | Path, as_json: bool) -> None:
         console().print(f"finished: {end.ablation_id} ({said}); tables, figures and page: {report}")
         return
     for line in _unfinished(end.states):
-        sys.stderr.write(f"fedloom: {line}\n")
+        complain(line)
     again = _what_to_do(end.ablation_id, results, end.kind)
-    sys.stderr.write(f"fedloom: ablation {WORDS.get(end.kind, end.kind)} ({said}); {again}\n")
+    complain(f"ablation {WORDS.get(end.kind, end.kind)} ({said}); {again}")
 
 
 WORDS = {"infrastructure": "incomplete"}

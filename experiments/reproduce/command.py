@@ -1,6 +1,5 @@
 """`fedloom reproduce`: lists items, runs one and shows its table, or shows the state of all claims."""
 
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from fedloom.experiments.reproduce.settings import missing_data
 from fedloom.experiments.reproduce.table import Outcome, blocks, outcome_json
 from fedloom.experiments.terminal.exit_codes import OK, of_run_end
 from fedloom.experiments.terminal.output import console, write_json
-from fedloom.experiments.terminal.reading import tell_at_once
+from fedloom.experiments.terminal.reading import complain, tell_at_once
 
 DONE, INTERRUPTED = "done", "interrupted"
 """Ends of an ablation."""
@@ -62,7 +61,7 @@ def run_command(args: Namespace) -> int:
     kept = record(item, wanted, args.results) if args.record and kind == DONE else None
     show(outcome_of(item, wanted, args.results, recorded=args.recorded), kept, as_json=args.json)
     if args.record and kept is None:
-        sys.stderr.write(f"fedloom: nothing was recorded, as the runs ended so: {kind}\n")
+        complain(f"nothing was recorded, as the runs ended so: {kind}")
     return of_run_end(kind)
 
 
@@ -138,7 +137,7 @@ def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> str:
 
 
 def _left_out(what: str) -> None:
-    sys.stderr.write(f"fedloom: left out: {what}\n")
+    complain(f"left out: {what}")
 
 
 def _lacking(part: Part, wanted: Asked) -> str:

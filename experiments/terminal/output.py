@@ -3,12 +3,25 @@
 import json
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from fedloom.platform.words import printable
 
 LOG_WIDTH = 110
+
+
+class PrintingConsole(Console):
+    """A console that prints what is not its own styling by `printable`, whatever it is part of."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of what is printed."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 def console(quiet: bool = False) -> Console:
@@ -17,8 +30,8 @@ def console(quiet: bool = False) -> Console:
     Text is printed as it is: brackets in a value or a message are no markup.
     """
     settings: dict[str, Any] = {"highlight": False, "soft_wrap": True, "quiet": quiet, "markup": False, "emoji": False}
-    found = Console(**settings)
-    return found if found.is_terminal else Console(**settings, width=LOG_WIDTH)
+    found = PrintingConsole(**settings)
+    return found if found.is_terminal else PrintingConsole(**settings, width=LOG_WIDTH)
 
 
 def where(results: str | Path) -> str:

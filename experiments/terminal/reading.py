@@ -1,14 +1,21 @@
-"""Output after the reader has closed the pipe (`fedloom run | head`): it is discarded and the work continues."""
+"""Lines for people, which are discarded after their reader has closed the pipe (`fedloom run | head`)."""
 
 import os
 import sys
 from collections.abc import Callable
+
+from fedloom.platform.words import printable
 
 
 def stop_printing() -> None:
     """Discards all further output."""
     # Output that is still buffered would otherwise fail again when the interpreter exits.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def complain(text: str) -> None:
+    """Says a line on standard error."""
+    sys.stderr.write(f"fedloom: {printable(text)}\n")
 
 
 def tell_at_once(text: str) -> None:

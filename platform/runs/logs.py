@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.runs.progress import round_line
+from fedloom.platform.words import PrintableFormatter
 
 CONSOLE = logging.getLogger("fedloom.console")
 """The lines that the console shows, which go to a file beside the run, wherever it is watched from."""
@@ -54,7 +55,7 @@ def log_to(folder: Path) -> Sequence[logging.Handler]:
 def _handler(path: Path, level: int, form: str) -> logging.Handler:
     handler = _LogFile(path, delay=True)
     handler.setLevel(level)
-    handler.setFormatter(logging.Formatter(form))
+    handler.setFormatter(PrintableFormatter(form))
     return handler
 
 

@@ -176,7 +176,7 @@ def test_exit_codes_are_distinct_and_as_documented() -> None:
     [
         (ValueError("one\n  two"), 2, "fedloom: one two\n"),
         (ConnectionError("no Ray at 'there'"), 2, "fedloom: no Ray at 'there'\n"),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "fedloom: interrupted\n"),
     ],
 )
 def test_what_a_command_raises_becomes_one_line_and_a_code(
@@ -303,3 +303,28 @@ def test_a_terminal_is_told_at_once_what_is_being_done(tmp_path: Path, arguments
         [sys.executable, "-c", SEEN_ON_A_TERMINAL, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == repr([*said, ""])
+
+
+INTERRUPTING = """
+import sys
+from fedloom.experiments.__main__ import main
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise KeyboardInterrupt
+
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["fedloom", "run", "experiment=fedavg_digits"]
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["fedloom.experiments.cli", "argparse", "hydra", "fedloom.platform.runs.ending"])
+def test_ctrl_c_while_modules_are_imported_is_one_line(module: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTING, module]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (run.returncode, run.stderr) == (130, "fedloom: interrupted\n")
+    assert not [*tmp_path.rglob("*")]

@@ -1,6 +1,7 @@
 """`fedloom status`, and that commands about one run do not look at the others."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -21,11 +22,15 @@ from fedloom.experiments.report.pages.runs import summary_table, write_report
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results import tables
+from fedloom.platform.results.manifest import encoded
 from fedloom.platform.results.names import Names, write_names
+from fedloom.platform.results.owner import Lease, OwnedError, check_unowned
 from fedloom.platform.results.paths import RunPaths, find_run, is_used
+from fedloom.platform.results.processes import started_ticks, this_place
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.tables import TABLES, read_table
 from fedloom.platform.results.writer import RunWriter
+from fedloom.platform.words import PrintableFormatter
 
 ABLATION = "20260101-000000-alpha-abcdef"
 
@@ -252,6 +257,35 @@ def test_no_status_file_hides_the_others_or_is_waited_for(
     shown = said(capsys, "--results", str(tmp_path))
     assert [line.split()[:2] for line in shown.splitlines()[1:]] == [["a1", "unknown"], ["a2", "done"]]
     assert len(said(capsys, "a1", "a2", "--results", str(tmp_path)).splitlines()) == 3
+
+
+def test_what_steers_a_terminal_is_shown_and_not_obeyed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a title of the window, a colour, a line that is written over, or text that runs from right to left."""
+    evil = "a\x1b]0;owned\x1b[31mb\rc\x9bd\u202ee"
+    shown = "a\u241b]0;owned\u241b[31mb c\ufffdd\ufffde"
+    write_status(tmp_path, "a1")
+    path = RunPaths(tmp_path, "tiny", "a1").status
+    path.write_text(json.dumps({**json.loads(path.read_text()), "message": evil}))
+    for width in ("200", "40"):
+        monkeypatch.setenv("COLUMNS", width)
+        assert shown.split(" ")[0] in said(capsys, "--results", str(tmp_path))
+    (RunPaths(tmp_path, "tiny", "a1").artifacts / "manifest.json").write_bytes(encoded({evil: ()}))
+    lease = asdict(Lease("x", evil, this_place(), os.getppid(), started_ticks(os.getppid()) or 0))
+    (path.parent / ".owner").write_text(json.dumps(lease))
+    with pytest.raises(OwnedError) as refused:
+        check_unowned(path.parent, "run a1")
+    logging.getLogger("fedloom").warning("%s", refused.value)
+    for command in ("verify", "resume"):
+        with pytest.raises(SystemExit):
+            main([command, "a1", "--results", str(tmp_path)])
+    streams = capsys.readouterr()
+    assert shown.split(" ")[0] in streams.out
+    assert shown.split(" ")[0] in streams.err
+    assert not {*streams.out, *streams.err} & {"\x1b", "\x07", "\r", "\x9b", "\u202e"}
+    record = logging.LogRecord("x", logging.ERROR, "", 1, "%s", (evil,), None)
+    assert PrintableFormatter("%(message)s").format(record) == shown.replace(" ", "\u240d")
 
 
 def test_what_only_reads_does_not_wait_for_what_trains() -> None:

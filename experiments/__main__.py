@@ -1,0 +1,18 @@
+"""The `fedloom` command, with Ctrl-C as one line also while its modules are imported."""
+
+import sys
+
+
+def main() -> None:
+    """Imports the command line and runs it."""
+    try:
+        from fedloom.experiments.cli import main as run_command
+
+        run_command()
+    except KeyboardInterrupt:  # later ones end in `run_command`
+        sys.stderr.write("fedloom: interrupted\n")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
