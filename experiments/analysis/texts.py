@@ -1,4 +1,8 @@
-"""What texts are measured by beside accuracy: perplexity, per tier and over clients (FedorAS, Tab. 6, 7)."""
+"""What texts are measured by beside accuracy: perplexity, per tier and over clients (FedorAS, Tab. 6, 7).
+
+A perplexity is the exponential of the mean loss over all targets of a test set, or of one client's. Means over clients
+are means of the clients' perplexities, which are larger than the exponential of their mean loss.
+"""
 
 from __future__ import annotations
 
