@@ -64,7 +64,10 @@ class RunView:
         elif end.kind == "refused":
             complain(end.message)
         else:
-            again = f"; continue with: fedloom resume {end.run_id}{where(results)}" if end.run_id else ""
+            from fedloom.platform.federation.loop import DIVERGED  # a report needs no torch
+
+            goes_on = end.run_id and not end.message.startswith(DIVERGED)
+            again = f"; continue with: fedloom resume {end.run_id}{where(results)}" if goes_on else ""
             ended = "stopped" if end.kind == "infrastructure" else end.kind
             complain(f"run {ended}{f': {end.message}' if end.message else ''}{again}")
 

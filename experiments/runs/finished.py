@@ -10,7 +10,7 @@ from fedloom.platform.results.paths import RunPaths, run_paths
 from fedloom.platform.results.remote import local_root
 from fedloom.platform.results.status import StatusFile, says_done
 from fedloom.platform.results.tables import TABLES, is_done
-from fedloom.platform.runs.run import owned_run
+from fedloom.platform.runs.run import check_name_is_free, owned_run
 
 
 def is_finished(config: RunConfig, run_id: str) -> bool:
@@ -28,6 +28,8 @@ def leave_finished(config: RunConfig, run_id: str) -> Names | None:
     with owned_run(config, paths) as check:
         is_renamed = config.names != read_names(paths.artifacts)
         if is_renamed:
+            if config.names.name != read_names(paths.artifacts).name:
+                check_name_is_free(paths.root, config)
             _rename(paths, config.names, check.fence)
         if not says_done(paths.status):  # its process was killed before it wrote so, or the file was damaged since
             StatusFile(paths.status, check).write("done")

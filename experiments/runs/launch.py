@@ -24,7 +24,14 @@ from fedloom.platform.results.remote import check_results, fetch, is_remote, loc
 from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.runs.ending import NOT_BEGUN, Resume, RunEnd, run_to_end
 from fedloom.platform.runs.logs import warnings_in
-from fedloom.platform.runs.run import Watcher, check_run_unowned, planned_stages, planned_world, stored_world
+from fedloom.platform.runs.run import (
+    Watcher,
+    check_name_is_free,
+    check_run_unowned,
+    planned_stages,
+    planned_world,
+    stored_world,
+)
 from fedloom.platform.runs.serial import make_serial
 
 logger = logging.getLogger(__name__)
@@ -59,13 +66,14 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
     A configuration that cannot run is rejected before any worker starts: a serial run ends as refused, for actors
     ValueError is raised.
     """
-    check_results(config.results)
+    root = check_results(config.results)
     if config.executor.kind == "serial" or config.dry_run:
         return run_to_end(config, make_serial, Watcher(view.started, view.round), resume)
     # These checks take about a second and raise their errors before Ray is started.
     planned: list[str] = []
     with warnings_in(planned):
         if resume is None:
+            check_name_is_free(root, config)
             world = planned_world(config)
         else:
             paths = run_paths(local_root(config.results), config.experiment, resume.run_id)

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,9 @@ class InterruptedRunError(RuntimeError):
     """The run was stopped on request; its checkpoint holds every finished round."""
 
 
+DIVERGED = "the training diverged"
+"""How the message of a failed run begins that resuming does not help."""
+_NOT_FINITE = re.compile(r"training loss is (nan|-?inf)|is not finite")
 AT_ONCE = "the round in progress was not finished and is lost"
 """The message of a run that a KeyboardInterrupt has ended, which brings none."""
 
@@ -257,6 +261,12 @@ class Loop:
         if server is not None:
             raise RunFailedError(f"{stage}, round {round_ + 1}: the server's own work failed: {server.error}")
         first, policy = failed[0], self.execution.failures
+        if all(report.error and _NOT_FINITE.search(report.error) for report in failed):
+            raise RunFailedError(
+                f"{DIVERGED} in {stage}, round {round_ + 1}: loss or weights of {len(failed)} of {len(clients)} "
+                "clients are not finite, and would be again after a resume: start a new run with a lower learning rate "
+                "(lr), or with clipped gradients (clip_norm)"
+            )
         raise RunFailedError(
             f"{stage}, round {round_ + 1}: client {first.client_id} ({first.tier}) failed: {first.error} "
             f"[{len(failed)} of {len(clients)} clients failed; policy {policy.policy}, at most {policy.max_share:.0%}; "

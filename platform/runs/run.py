@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fedloom.platform.clients.execution import Executor
@@ -25,9 +26,10 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages, check_space, shared_training
 from fedloom.platform.results.checkpoint import Saved, check_same_config, run_checkpoint
 from fedloom.platform.results.fence import newest
+from fedloom.platform.results.files import from_json, read_file
 from fedloom.platform.results.manifest import check_files, check_leads_nowhere
 from fedloom.platform.results.mirror import mirrored
-from fedloom.platform.results.names import write_names
+from fedloom.platform.results.names import ARTIFACTS, named_runs, read_names, write_names
 from fedloom.platform.results.outputs import SUPERNETS
 from fedloom.platform.results.owner import Ownership, OwnershipLostError, check_unowned, owned
 from fedloom.platform.results.paths import STATE_FILE, RunPaths, new_run_id, run_paths
@@ -98,9 +100,11 @@ def start_run(
     """
     root = check_results(config.results)
     check_code_places([asdict(config)], root)
+    label = label or Label()
+    if label.ablation is None:
+        check_name_is_free(root, config)
     world = planned_world(config)
     stages = planned_stages(world)
-    label = label or Label()
     run_id = label.run_id or new_run_id(root, config.experiment)
     if label.run_id is not None:
         fetch(config.results, [run_id], tensors=False)  # so that an id used at the URL is rejected, too
@@ -223,6 +227,8 @@ def _resume(
     check: Ownership,
     changed_plugins: bool,
 ) -> None:
+    if config.name != read_names(paths.artifacts).name and label.ablation is None:
+        check_name_is_free(paths.root, config)
     world = stored_world(paths, config)
     stages = planned_stages(world)
     sources = sources_of(config)
@@ -328,6 +334,30 @@ def what_is_computed(config: Mapping[str, Any], prefix: str = "") -> dict[str, A
         for name, value in config.items()
         if f"{prefix}{name}" != "results" and not free_on_resume(f"{prefix}{name}")
     }
+
+
+def check_name_is_free(root: Path, config: RunConfig) -> None:
+    """Raises ValueError for the name of another run, unless both are one setting with different seeds."""
+    own = _setting_and_seeds(json.loads(json.dumps(asdict(config))))
+    for run_id, names in named_runs(root).items() if config.name is not None else ():
+        if names.name != config.name:
+            continue
+        try:
+            stored = root / ARTIFACTS / run_id / "config.json"
+            setting, seeds = _setting_and_seeds(from_json(read_file(stored), stored))
+        except (OSError, ValueError, AttributeError):
+            setting, seeds = {}, {}
+        if setting != own[0] or seeds == own[1]:
+            raise ValueError(
+                f"name={config.name} is that of run {run_id}, and only other seeds of its setting may have it, too: "
+                f"choose another, or tags=[{config.name}]"
+            )
+
+
+def _setting_and_seeds(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    computed = what_is_computed(values)
+    seeds = {name: computed.pop(name, None) for name in ("seed", "seeds")}
+    return computed, seeds
 
 
 def _go(

@@ -10,6 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
+from fedloom.experiments.runs.finished import leave_finished
+from fedloom.experiments.show import RunView
 from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation import recorder as recorder_module
@@ -245,6 +247,37 @@ def test_a_failed_run_says_why_and_can_be_resumed(
     for table in TABLES:
         if table != "runs":
             assert left[table] == right[table]
+
+
+def test_of_a_diverged_run_it_is_said_what_to_do_which_is_not_to_resume(
+    tiny_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    config.method.train.lr = 1e30
+    end = run_to_end(config, make_serial, Watcher())
+    RunView().end(end, config.results)
+    line = capsys.readouterr().err
+    assert line.startswith("fedloom: run failed: the training diverged in supernet, round 1: loss or weights of 4 of 4")
+    assert "start a new run with a lower learning rate" in line
+    assert "fedloom resume" not in line
+    RunView().end(replace(end, message="bad sector"), config.results)
+    assert f"bad sector; continue with: fedloom resume {end.run_id}" in capsys.readouterr().err
+
+
+def test_a_name_of_another_run_is_refused_before_anything_is_written(tiny_config: Callable[..., RunConfig]) -> None:
+    config = replace(tiny_config(), name="baseline", dry_run=True)
+    first = run_to_end(config, make_serial, Watcher())
+    again = run_to_end(config, make_serial, Watcher())
+    advice = "only other seeds of its setting may have it, too: choose another, or tags=[baseline]"
+    assert again == RunEnd("", "refused", f"name=baseline is that of run {first.run_id}, and {advice}")
+    assert len(list_runs(Path(config.results))) == 1
+    assert run_to_end(replace(config, seed=2), make_serial, Watcher()).kind == "done", "reports call the setting so"
+    other = replace(config, data=replace(config.data, alpha=0.1))
+    assert run_to_end(other, make_serial, Watcher()).kind == "refused"
+    unnamed = run_to_end(replace(other, name=None), make_serial, Watcher())
+    with pytest.raises(ValueError, match=f"name=baseline is that of run {first.run_id}"):
+        leave_finished(other, unnamed.run_id)
+    assert leave_finished(config, first.run_id) is None, "its own name"
 
 
 def test_the_executor_is_closed_however_the_run_ends(
