@@ -65,13 +65,13 @@ class Hung(BaseException):
     """It took too long."""
 
 
-def _hung(_signal: int, _frame: FrameType | None) -> None:
+def hung(_signal: int, _frame: FrameType | None) -> None:
     raise Hung
 
 
 def tried(overrides: list[str], folder: Path, *, build: bool) -> tuple[str, str]:
     """What becomes of a configuration: its kind, and the line that is said."""
-    signal.signal(signal.SIGALRM, _hung)
+    signal.signal(signal.SIGALRM, hung)
     signal.alarm(HANG_S)
     try:
         config = compose_config([*overrides, f"results={folder / 'results'}"])

@@ -70,6 +70,11 @@ def test_damaged_files(shared: Path) -> None:
     assert figures["refused"] >= 1
 
 
+def test_a_strangers_folder(shared: Path) -> None:
+    figures = attack("stranger", shared, "--times", "5")
+    assert figures["refused"] + figures["done"] == 5 * 8
+
+
 def test_configurations(tmp_path: Path) -> None:
     figures = attack("fuzz", tmp_path, "--times", "12")
     assert figures["refused"] > 3
