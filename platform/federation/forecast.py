@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from fedloom.platform.federation.state import RunState
 
 
+FURTHEST = 2.0
+"""A kind's rate is trusted for up to so many times the MACs that it was measured on: a small network's steps take
+longer per MAC than a large one's, and the first rounds of a kind are often those of the smallest tier."""
 SHORT_S = 10.0
 """In a first round that is shorter, starting the workers takes a good part, and says nothing of the rounds to come."""
 MOST_MACS = 1e100
@@ -67,8 +70,9 @@ class Forecast:
     """Estimates the time left from finished rounds: the MACs left times the seconds per MAC of that kind of stage.
 
     A kind that has not run yet is expected to run at the rate of those that train, or score, as it does, which differ
-    by more than the passes of a step; without such at the rate of all others together. MACs are those that a stage
-    expects, of a middling network where clients will draw theirs: the error cancels where the kind was measured.
+    by more than the passes of a step; without such at the rate of all others together. So is one that has hardly run
+    (see `FURTHEST`), but for the stage in progress, which goes on as it began. MACs are those that a stage expects, of
+    a middling network where clients will draw theirs: the error cancels where the kind was measured.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -122,17 +126,17 @@ class Forecast:
         return Left(stage_s, stage_s + math.fsum(known) if is_known else None)
 
     def _stage_s(self, number: int, rounds_left: int) -> float:
-        expected_s = self._seconds(self._stages[number], self._macs)
-        if expected_s is not None:
-            return expected_s if rounds_left > 0 else 0.0
         own = self._of_stage[number]
+        if self._macs is not None and own.macs > 0:
+            return self._macs * own.seconds / own.macs if rounds_left > 0 else 0.0
         return rounds_left * own.seconds / own.rounds
 
     def _seconds(self, stage: Stage, macs: float | None) -> float | None:
         kind = kind_of(stage)
         alike = [m for other, m in self._of_kind.items() if self._trains[other] == self._trains[kind]]
         sums = (sum(each, start=NOTHING) for each in (alike, self._of_kind.values()))
-        candidates = (self._of_kind.get(kind, NOTHING), *sums)
+        own = self._of_kind.get(kind, NOTHING)
+        candidates = (*((own,) if macs is not None and FURTHEST * own.macs >= macs else ()), *sums)
         measured = next((m for m in candidates if m.macs > 0), NOTHING)
         if macs is None or measured.macs == 0:
             return None

@@ -144,6 +144,16 @@ def test_training_to_come_takes_as_long_as_training_and_scores_as_scores() -> No
     assert after(forecast, 1, 0, 5.0, 0) == Left(0.0, pytest.approx(3.0 * 40 + 0.1 * 10))
 
 
+def test_the_first_rounds_of_a_small_network_do_not_say_how_long_large_ones_take() -> None:
+    large = Told("supernet", (600.0, 500.0, 400.0), training=True)
+    small, others = Told("tune/1", (20.0, 10.0, 0.0), training=True), Told("tune/2", (300.0, 0.0), training=True)
+    forecast = Forecast([large, small, others])
+    after(forecast, 0, 0, 50.0, 1)
+    after(forecast, 0, 1, 100.0, 0)
+    # Its round of 10 MACs took 4 s each, the others 1 s each: this stage goes on so, 300 MACs take 140 s / 110 MACs.
+    assert after(forecast, 1, 0, 40.0, 1) == Left(40.0, pytest.approx(40.0 + 300 * 140 / 110))
+
+
 def test_a_stage_that_does_not_tell_leaves_the_whole_unknown() -> None:
     stages: list[Any] = [Told("a", (None, None, None)), Told("b", (50.0, 0.0))]
     forecast = Forecast(stages)
