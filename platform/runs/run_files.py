@@ -20,6 +20,7 @@ from fedloom.platform.results.files import write_atomically
 from fedloom.platform.results.journal import journal_files
 from fedloom.platform.results.manifest import manifest_path
 from fedloom.platform.results.names import write_names
+from fedloom.platform.results.owner import OwnershipLostError
 from fedloom.platform.results.parts import count_rows
 from fedloom.platform.results.paths import RunPaths, remove_run
 from fedloom.platform.results.writer import RunWriter
@@ -44,9 +45,14 @@ def sources_of(config: RunConfig) -> PluginSources:
 
 @contextmanager
 def whole_or_nothing(paths: RunPaths) -> Iterator[None]:
-    """Removes all files of a new run if the block fails: a full disk leaves no run that cannot be resumed."""
+    """Removes all files of a new run if the block fails: a full disk leaves no run that cannot be resumed.
+
+    Not if another process has taken the run over, whose files they are now.
+    """
     try:
         yield
+    except OwnershipLostError:
+        raise
     except (Exception, KeyboardInterrupt):
         remove_run(paths)
         raise
