@@ -7,6 +7,7 @@ the same way. A user's code that fails gives a one-line error that names it.
 
 import importlib
 import inspect
+import re
 import site
 import sys
 import sysconfig
@@ -205,6 +206,14 @@ def in_one_line(error: BaseException) -> str:
 def is_import_path(name: str) -> bool:
     """Whether a name is of the form `module:name`."""
     return ":" in name
+
+
+def called(name: str) -> str:
+    """A name for readers: own code goes by its module where it is a method (`fedper:METHOD`), else by its own name."""
+    if not re.fullmatch(r"[\w.]+:[A-Za-z_]\w*", name):
+        return name
+    module, attribute = name.split(":")
+    return module.rpartition(".")[2] if attribute == "METHOD" else attribute
 
 
 def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:

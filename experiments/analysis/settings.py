@@ -13,6 +13,7 @@ import pandas as pd
 from fedloom.experiments.analysis.kinds import kind_of
 from fedloom.experiments.analysis.seeds import SEEDS, seeds_of
 from fedloom.experiments.analysis.tables import Tables, configuration, name_of
+from fedloom.platform.plugins import called
 
 DATA_PLACES = ("data.root", "data.cache", "data.download")
 FREE = (
@@ -195,7 +196,7 @@ def _brief(key: str, known: Collection[str]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = value_text(value)
+    text = called(value_text(value))
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 

@@ -13,6 +13,7 @@ from fedloom.experiments.analysis.silo_gains import p_matrix, personalisation_ga
 from fedloom.experiments.analysis.silos import PERSONAL, best_round, per_silo, silos, training
 from fedloom.experiments.analysis.stages import real_rounds
 from fedloom.experiments.analysis.tables import Tables, only
+from fedloom.platform.plugins import called
 
 MEASURED = (
     "accuracy",
@@ -65,7 +66,8 @@ def silo_summaries(tables: Tables) -> list[SiloSummary]:
         models = measured.loc[measured["run_id"].isin(setting.run_ids), "model"]
         if any(estimates.values()):
             model = str(models.iloc[0]) if len(models) else PERSONAL
-            found.append(SiloSummary(setting, str(setting.config.get("method", {}).get("name", "")), model, estimates))
+            method = called(str(setting.config.get("method", {}).get("name", "")))
+            found.append(SiloSummary(setting, method, model, estimates))
     return found
 
 

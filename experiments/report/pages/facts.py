@@ -9,6 +9,7 @@ from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.analysis.tables import Tables, configuration
 from fedloom.experiments.report.pages.content import RunFacts
 from fedloom.experiments.report.parts.numbers import ABSENT
+from fedloom.platform.plugins import called
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import Status, read_status
 
@@ -25,7 +26,8 @@ def _facts(tables: Tables, paths: RunPaths, setting: str | None) -> RunFacts:
     facts = [("experiment", paths.experiment), ("run", paths.run_id), ("status", state_of(tables, paths))]
     facts += [(key, _words(row.get(key))) for key in ("name", "tags") if not is_absent(row.get(key))]
     facts += [("setting", setting)] if setting is not None else []
-    names = ("method", "space", "dataset", "seeds", "versions", "source_hash", "partition_hash")
+    facts += [(name, called(_plain(row.get(name)))) for name in ("method", "space", "dataset")]
+    names = ("seeds", "versions", "source_hash", "partition_hash")
     facts += [(name.replace("_", " "), _plain(row.get(name))) for name in names]
     facts += [(name, _time(row.get(name))) for name in ("started", "ended")]
     if not is_absent(row.get("error")):

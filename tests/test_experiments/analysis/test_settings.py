@@ -8,6 +8,7 @@ import pytest
 from fedloom.experiments import analysis
 from fedloom.experiments.analysis.seeds import estimate_by_seed, spread
 from fedloom.experiments.analysis.settings import settings_of
+from fedloom.platform.plugins import called
 from fedloom.platform.results.writer import RunWriter
 
 
@@ -46,6 +47,21 @@ def test_a_setting_counts_its_distinct_seeds(runs: Any) -> None:
         runs.begin(f"r{i}", seed).close()
     (setting,) = settings_of(analysis.load(runs.root))
     assert (setting.run_ids, setting.num_seeds, setting.repeats_seeds) == (("r0", "r1", "r2"), 2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("fedavg", "fedavg"),
+        ("fedper:METHOD", "fedper"),
+        ("methods.fedper:METHOD", "fedper"),
+        ("my_rules:soft", "soft"),
+        ("s3://bucket", "s3://bucket"),
+        ("{a:1}", "{a:1}"),
+    ],
+)
+def test_own_code_goes_by_its_name(name: str, text: str) -> None:
+    assert called(name) == text
 
 
 def test_a_spread_over_seeds_averages_the_runs_of_a_seed_first() -> None:
