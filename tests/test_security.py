@@ -33,6 +33,7 @@ from fedloom.platform.results.checkpoint import load_checkpoint, save_checkpoint
 from fedloom.platform.results.files import MOST_TEXT_BYTES, opened, read_file, within, write_atomically
 from fedloom.platform.results.manifest import Manifest, check_files
 from fedloom.platform.results.models import load_model, save_model
+from fedloom.platform.results.outputs import output_folder
 from fedloom.platform.results.parts import TableParts, read_part
 from fedloom.platform.results.paths import STATE_FILE, RunPaths, find_run, run_paths
 from fedloom.platform.results.sealed import sealed_json, unsealed
@@ -365,6 +366,17 @@ def test_only_regular_files_are_opened_and_none_is_waited_for(kind: str, tmp_pat
     with pytest.raises(ValueError, match="nothing in results is followed"):
         write_atomically(tmp_path / "r" / "y", b"new")
     assert other.read_text() == "untouched"
+
+
+@pytest.mark.parametrize("link", ["reports", "reports/r1"])
+def test_a_report_is_not_written_through_a_strangers_link(link: str, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    path = tmp_path / "results" / link
+    path.parent.mkdir(parents=True)
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"nothing in results is followed.*or give --out"):
+        output_folder(tmp_path / "results", None, "reports/r1")
+    assert output_folder(tmp_path / "results", tmp_path / "elsewhere", "reports/r1") == tmp_path / "elsewhere"
 
 
 def test_a_file_is_read_up_to_its_greatest_size(tmp_path: Path) -> None:

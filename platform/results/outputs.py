@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fedloom.platform.results.files import check_writable
+from fedloom.platform.results.files import check_writable, irregular
 from fedloom.platform.results.names import ARTIFACTS
 from fedloom.platform.results.remote import ABLATIONS
 from fedloom.platform.results.tables import TABLES
@@ -19,6 +19,9 @@ def output_folder(results: Path, out: Path | None, default: str) -> Path:
     their files, would find what is written.
     """
     if out is None:
+        own = [Path(results, *Path(default).parts[: i + 1]) for i in range(len(Path(default).parts))]
+        if linked := next((folder for folder in own if folder.is_symlink()), None):
+            raise ValueError(f"{irregular(linked)}, or give --out")
         check_writable(Path(results) / default)
         return Path(results) / default
     place = Path(out).resolve()
