@@ -159,7 +159,7 @@ def main() -> None:
 
 
 def _contents(folder: Path) -> dict[Path, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".owner")
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".owner"))
     return {path: path.read_bytes() for path in files}
 
 

@@ -59,7 +59,9 @@ def interrupted(config: RunConfig) -> RunPaths:
 
 
 def contents(config: RunConfig) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for p in Path(config.results).rglob("*") if p.is_file() and p.name != ".owner"}
+    return {
+        p: p.read_bytes() for p in Path(config.results).rglob("*") if p.is_file() and not p.name.startswith(".owner")
+    }
 
 
 def refused(config: RunConfig, paths: RunPaths) -> str:
