@@ -7,16 +7,22 @@ give back a smoothed spectrum: mixing recorded noise into 40 words (a share of u
 coefficients by 22 in the root mean square, and this way by the same up to an error of 2.5.
 """
 
+from collections.abc import Mapping
 from functools import cache
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.platform.data.speech import FEATURES
 from fedloom.platform.settings import OneOf, Range
 
+OF_ALL = {"rate": 8_000, "coefficients": 40, "window": 320, "hop": 160}
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "htk": {**OF_ALL, "fft": 400, "mels": 128, "scale": "htk", "resampler": "windowed sinc"},
+    "slaney": {**OF_ALL, "mels": 40, "resampler": "soxr_hq"},
+}
+"""What features are computed with: samples per second, and samples per window and hop at that rate."""
 COEFFICIENTS, TOP_HZ = 40, 4000.0
 LOWEST_HZ = 50.0
 """Below it noise does not get louder: microphones do not hear what a band of a few hertz of brown noise would hold."""

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.platform.data.artefact import AnyArray, Fields, IntArray
+from fedloom.platform.data.augment_sound import FEATURES, OF_ALL
 from fedloom.platform.data.source import Source
 from fedloom.platform.seeding import stream
 
@@ -41,12 +42,6 @@ MANY = 35
 """The words of version 0.02, of which a part of the test archive may lack rare ones."""
 LISTS = ("validation_list.txt", "testing_list.txt")
 RATE = 16_000
-OF_ALL = {"rate": 8_000, "coefficients": 40, "window": 320, "hop": 160}
-FEATURES: Mapping[str, Mapping[str, Any]] = {
-    "htk": {**OF_ALL, "fft": 400, "mels": 128, "scale": "htk", "resampler": "windowed sinc"},
-    "slaney": {**OF_ALL, "mels": 40, "resampler": "soxr_hq"},
-}
-"""What features are computed with: samples per second, and samples per window and hop at that rate."""
 ZEROS, CUTOFF = 6, 0.99
 """The zeros of the resampler's sinc on either side, and where it cuts off, as a share of the lower rate's band."""
 FRAMES = 51

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +45,11 @@ class DartsDesign:
     operators: tuple[str, ...] | tuple[tuple[str, ...], ...] = ("skip_connect", "sep_conv_3x3")
     affine: bool = False
     stem_stride: int = 1
+    fewest_cells: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
         for field in ("num_classes", "cells", "channels", "nodes", "stem_multiplier", "stem_stride"):
-            least = 3 if field == "cells" else 1
+            least = self.fewest_cells if field == "cells" else 1
             if getattr(self, field) < least:
                 raise ValueError(f"space {self.name}: {field} must be at least {least}, given {getattr(self, field)}")
         factor = 4 * self.stem_stride

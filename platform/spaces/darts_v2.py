@@ -1,7 +1,8 @@
-"""The fixed network of the cells found by second-order DARTS (Liu et al. 2019)."""
+"""Fixed networks of published cells: those of second-order DARTS (Liu et al. 2019) and of FedNAS (He et al. 2020)."""
 
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import ClassVar
 
 from torch import nn
 
@@ -25,6 +26,17 @@ DARTS_V2_CELLS: tuple[Genotype, Genotype] = (
     ),
 )  # fmt: skip
 """Normal and reduction cell found by second-order DARTS on CIFAR-10 (Liu et al. 2019, Fig. 4 and 5)."""
+FEDNAS_V1_CELLS: tuple[Genotype, Genotype] = (
+    (
+        ("sep_conv_3x3", 1), ("sep_conv_3x3", 0), ("sep_conv_3x3", 2), ("sep_conv_5x5", 0),
+        ("sep_conv_3x3", 1), ("sep_conv_5x5", 3), ("dil_conv_5x5", 3), ("sep_conv_3x3", 4),
+    ),
+    (
+        ("max_pool_3x3", 0), ("skip_connect", 1), ("max_pool_3x3", 0), ("max_pool_3x3", 2),
+        ("max_pool_3x3", 0), ("dil_conv_5x5", 1), ("max_pool_3x3", 0), ("dil_conv_5x5", 2),
+    ),
+)  # fmt: skip
+"""Normal and reduction cell found by FedNAS on CIFAR-10 (He et al. 2020, as its authors published them in FedML)."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,7 @@ class DartsV2Design:
     cells: int = 20
     channels: int = 36
     stem_stride: int = 1
+    published_cells: ClassVar[tuple[Genotype, Genotype]] = DARTS_V2_CELLS
 
     def __post_init__(self) -> None:
         _ = self.darts
@@ -54,7 +67,29 @@ class DartsV2Design:
 
     def build(self) -> nn.Module:
         """The network, which always uses all of its operators."""
-        return DartsNetwork(self.darts, kept_by(self.darts, DARTS_V2_CELLS))
+        return DartsNetwork(self.darts, kept_by(self.darts, self.published_cells))
+
+
+@dataclass(frozen=True)
+class ShallowDesign(DartsDesign):
+    """One that may have two cells, both of which reduce: in a fixed network no decision is idle for it."""
+
+    fewest_cells: ClassVar[int] = 2
+
+
+@dataclass(frozen=True)
+class FedNasV1Design(DartsV2Design):
+    """The fixed network of the cells found by FedNAS, from two cells on."""
+
+    name: str = "fednas_v1"
+    cells: int = 2
+    channels: int = 16
+    published_cells: ClassVar[tuple[Genotype, Genotype]] = FEDNAS_V1_CELLS
+
+    @property
+    def darts(self) -> DartsDesign:
+        """The space that the network is a subspace of."""
+        return ShallowDesign(**asdict(self), operators=DARTS, affine=True)
 
 
 def kept_by(design: DartsDesign, cells: tuple[Genotype, Genotype]) -> Subspace:
@@ -71,4 +106,8 @@ def kept_by(design: DartsDesign, cells: tuple[Genotype, Genotype]) -> Subspace:
 DARTS_V2 = DartsV2Design()
 DARTS_V2_SMALL = DartsV2Design("darts_v2_small", cells=5, channels=8)
 
-SPACES: Spaces = {design.name: partial(from_design, FixedSpace, design) for design in (DARTS_V2, DARTS_V2_SMALL)}
+FEDNAS_V1 = FedNasV1Design()
+
+SPACES: Spaces = {
+    design.name: partial(from_design, FixedSpace, design) for design in (DARTS_V2, DARTS_V2_SMALL, FEDNAS_V1)
+}

@@ -15,7 +15,7 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
     "rnn": ("rnn_shakespeare",),
     "darts": ("darts_s1", "darts_s2", "darts_s3", "darts_s4", "darts_full", "darts_s2_small"),
     "resnet18": ("resnet18", "resnet18_small", "resnet34"),
-    "darts_v2": ("darts_v2", "darts_v2_small"),
+    "darts_v2": ("darts_v2", "darts_v2_small", "fednas_v1"),
     "modular": ("resnet18_modular", "resnet18_modular_small"),
     "width": ("width", "cnn_width", "resnet_width", "lstm_width"),
     "depth": ("cnn_depth", "resnet_depth"),

@@ -82,6 +82,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "resnet18_small": {**IMAGES, "stem_channels": 8, "norm": "group"},
     "darts_v2": {**IMAGES, "channels": 4, "cells": 3},
     "darts_v2_small": {**IMAGES, "channels": 4, "cells": 3},
+    "fednas_v1": {**IMAGES, "channels": 4},
     "resnet18_modular": {**IMAGES, "stem_channels": 4},
     "resnet18_modular_small": {**IMAGES, "stem_channels": 4, "modules": 3},
     "cnn_width": {**IMAGES, "stage_widths": [6, 9], "widths": [0.5, 1.0]},

@@ -20,7 +20,7 @@ from fedloom.platform.spaces.slices import Weights, bytes_of, extract
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.measure import MEASURES, activation_bytes_of, macs_of, parameters_of
 
-ALL = ("resnet18", "resnet18_small", "darts_v2", "darts_v2_small")
+ALL = ("resnet18", "resnet18_small", "darts_v2", "darts_v2_small", "fednas_v1")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -175,7 +175,13 @@ def test_the_head_is_the_last_linear_layer_and_reads_the_features(name: str) -> 
     linear["head"].register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
     with torch.no_grad():
         y = network(inputs(space))
-    features = {"resnet18": 512, "resnet18_small": 128, "darts_v2": 4 * 144, "darts_v2_small": 4 * 32}[name]
+    features = {
+        "resnet18": 512,
+        "resnet18_small": 128,
+        "darts_v2": 4 * 144,
+        "darts_v2_small": 4 * 32,
+        "fednas_v1": 4 * 64,
+    }[name]
     assert [x.shape for x in seen] == [(2, features)]
     assert torch.equal(y, F.linear(seen[0], linear["head"].weight, linear["head"].bias))
 
@@ -215,6 +221,17 @@ def test_resnet18_computes_what_the_reference_computes(side: int, stride: int) -
     expected = F.linear(y.mean((2, 3)), w["head.weight"], w["head.bias"])
     with torch.no_grad():
         torch.testing.assert_close(loaded(space, w)(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_fednas_v1_has_the_sizes_that_superfednas_gives_for_64_images() -> None:
+    """Their README names 3.66, 1.82 and .67 GFLOPs, which also count norms; their notebook 190 580 parameters, too."""
+    sizes = ((24, 4, 3.66), (16, 4, 1.82), (16, 2, 0.67), (38, 2, 3.18))
+    spaces = [space_of("fednas_v1", channels=channels, cells=cells) for channels, cells, _ in sizes]
+    for space, (_, _, gflops) in zip(spaces, sizes, strict=True):
+        assert 0.85 * gflops < 64e-9 * space.cost_table("macs").fixed < gflops
+    assert abs(spaces[3].num_parameters.supernet - 190_580) < 3_000
+    with pytest.raises(ValueError, match="cells must be at least 2, given 1"):
+        space_of("fednas_v1", cells=1)
 
 
 def test_the_cells_of_darts_v2() -> None:
