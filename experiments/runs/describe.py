@@ -10,6 +10,7 @@ from fedloom.platform.federation.building import sampled_costs, split_into_tiers
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import measure_costs
 from fedloom.platform.federation.tasks import task_names
+from fedloom.platform.methods.tiered.fedoras import PUBLISHED_RATIOS, FedorASConfig, epochs_per_operator
 from fedloom.platform.spaces.registry import build_space
 from fedloom.tiers.bounds import share_of_models
 from fedloom.tiers.measure import COUNTED_AS_MACS
@@ -20,7 +21,7 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
 
     `space=NAME` is short for `space.name=NAME`. Parameters and MACs are those of the whole supernet, of its fixed part,
     and of the largest path (in an elastic space, of the smallest and the largest subnet). Bounds are in the unit of the
-    tiers' cost.
+    tiers' cost. Of FedorAS also how long an operator of the supernet is trained, as a multiple of rand-init's network.
     """
     config = compose_config([f"space.name={o[6:]}" if o.startswith("space=") else o for o in overrides])
     space = build_space(config.space)
@@ -41,6 +42,10 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
         "tier_upper_bounds": uppers,
         "share_of_models": [float(s) for s in np.round(share_of_models(costs, uppers), 6)],
     }
+    if isinstance(config.method, FedorASConfig) and not space.slices_tensors:
+        ratio = epochs_per_operator(config, space)
+        facts = {"supernet_to_rand_init": ratio and round(ratio, 2), "published": PUBLISHED_RATIOS}
+        description["epochs_per_operator"] = facts
     for name, figures in space.figures().items():
         description[name] = {**description["macs"], **figures} if name == "macs" else figures
     return description

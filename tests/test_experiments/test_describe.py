@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from fedloom.experiments.cli import main
+from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.describe import describe
+from fedloom.platform.methods.tiered.fedoras import epochs_per_operator
+from fedloom.platform.spaces.registry import build_space
 
 FEW_PATHS = "tiers.paths=1000"
 
@@ -110,3 +113,30 @@ def test_an_unknown_space_is_refused() -> None:
 def test_tasks_that_fit_neither_tiers_nor_classifiers_are_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         describe(["space=cnn_digits", FEW_PATHS, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("preset", "ratio"),
+    [
+        ("fedoras_cifar10", 5.56),  # 500 rounds of 10 clients and 50 epochs over 9 operators, to 500 of 10 and 1
+        ("fedoras_speech", 3.41),  # 750 rounds of 21 and 25 over 11, to 500 of 21 and 1
+        ("fedoras_shakespeare", 0.72),  # 500 of 16 and 5 over 6, 7, 7 and 8, to 500 of 16 and 1
+        ("fedoras_digits", 2.0),
+        ("fedoras_digits_tasks", 2.0),  # the choice of the classifier does not count
+        ("fedoras_cifar10_small", 2.22),
+        ("fedoras_shakespeare_small", 2.02),
+        ("fedoras_speech_small", 2.0),
+    ],
+)
+def test_how_long_an_operator_is_trained(preset: str, ratio: float) -> None:
+    config = compose_config([f"experiment={preset}"])
+    assert epochs_per_operator(config, build_space(config.space)) == pytest.approx(ratio, abs=0.005)
+
+
+def test_fedoras_says_how_long_an_operator_is_trained_beside_the_paper() -> None:
+    published = {"CIFAR-10": 5.6, "Speech Commands": 3.4}
+    said = describe(["experiment=fedoras_digits", FEW_PATHS])["epochs_per_operator"]
+    assert said == {"supernet_to_rand_init": 2.0, "published": published}
+    alone = describe(["experiment=fedoras_digits", FEW_PATHS, "method.rand_init.rounds=0"])["epochs_per_operator"]
+    assert alone["supernet_to_rand_init"] is None
+    assert "epochs_per_operator" not in describe(["experiment=fedavg_digits", FEW_PATHS])

@@ -15,10 +15,11 @@ the exponential of the mean loss over all targets of a test set, not the mean of
 larger; over clients it is the mean of the clients' own perplexities.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import numpy as np
 from torch import Tensor
@@ -45,7 +46,7 @@ from fedloom.platform.federation.training import (
     from_generator,
     to_all,
 )
-from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, rules_of
+from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, cohort_size, rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.method import Method, SharedTraining
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
@@ -56,6 +57,11 @@ from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.offers import HasSubspaces, with_subspaces
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace, Weights, extract, subspace_id
 from fedloom.tiers.costs import size_of
+
+if TYPE_CHECKING:
+    from fedloom.platform.federation.config import RunConfig
+
+logger = logging.getLogger(__name__)
 
 FROM_SUPERNET = "supernet_init"
 """The name of models sliced from the supernet without further training; other models have bags of their own."""
@@ -109,6 +115,25 @@ class FedorASConfig:
     finetune: TrainingConfig = field(default_factory=_finetune)
     rand_init: TrainingConfig = field(default_factory=_rand_init)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+PUBLISHED_RATIOS = {"CIFAR-10": 5.6, "Speech Commands": 3.4}
+"""What `epochs_per_operator` is at the paper's settings."""
+
+
+def epochs_per_operator(config: "RunConfig", space: SearchSpace) -> float | None:
+    """The epochs for which clients train an operator of the supernet, as a multiple of those of rand-init's network.
+
+    Of the operators of a layer each is on as many of the paths; the tasks' classifiers are no operators. None without
+    rand-init. A supernet far below the paper's ratios is hardly trained: comparing it with rand-init says little.
+    """
+    method, num_clients = config.method, config.data.num_clients
+    supernet, alone = (
+        stage.rounds * cohort_size(stage, num_clients) * stage.epochs for stage in (method.train, method.rand_init)
+    )
+    layers = space.options[:-1] if config.space.heads else space.options
+    share = sum(1 / operators for operators in layers) / len(layers)
+    return supernet * share / alone if alone else None
 
 
 # -- what a client trains ---------------------------------------------------------------------------------------------
@@ -355,6 +380,9 @@ def stages(config: FedorASConfig, world: World) -> list[Stage]:
     """The stages in order; every tier has its own search, fine-tuning and rand-init training."""
     for name, stage in (("train", config.train), ("finetune", config.finetune), ("rand_init", config.rand_init)):
         check_training(stage, f"method.{name}", world.num_clients)
+    if world.config.dry_run and (ratio := epochs_per_operator(world.config, world.space)):
+        published = ", ".join(f"{value} on {data_set}" for data_set, value in PUBLISHED_RATIOS.items())
+        logger.warning("epochs per operator, supernet to rand-init: %.2f; the paper's: %s", ratio, published)
     tiers = range(len(world.tiers))
     sequence: list[Stage] = [supernet_stage(world, config.train)]
     sequence += [TierSearchStage(world, config.search, goal) for goal in tier_goals(world, config.search)]
