@@ -39,8 +39,8 @@ endef
 CHAOS := $(BIN)/python -m fedloom.experiments.chaos
 LIMIT := $(if $(SECONDS),--seconds $(SECONDS))
 chaos: install
-	@failed=0; for attack in "twice --times 20" "suspended --times 20" "corrupt --times 1000" "disk --times 50" \
-	    "fuzz --times 10000" "kill --times 100" "inputs --times 60" "stranger --times 1000" load; do \
+	@failed=0; for attack in "twice --times 20" "suspended --times 20" "exchanged --times 20" "corrupt --times 1000" \
+	    "disk --times 50" "fuzz --times 10000" "kill --times 100" "inputs --times 60" "stranger --times 1000" load; do \
 	    $(CHAOS).$$attack $(LIMIT) || failed=1; done; exit $$failed
 
 check: lint

@@ -65,6 +65,11 @@ def test_suspended_owners(shared: Path) -> None:
     assert figures["suspended"] == 1
 
 
+def test_exchanged_files(shared: Path) -> None:
+    figures = attack("exchanged", shared, "--times", "2")
+    assert figures["refused"] == 2
+
+
 def test_damaged_files(shared: Path) -> None:
     figures = attack("corrupt", shared, "--times", "4")
     assert figures["refused"] >= 1
