@@ -40,7 +40,8 @@ def check_device(error: BaseException) -> None:
     while cause is not None:
         # torch before 2.8 has no AcceleratorError and raises a RuntimeError with the same text.
         sticks = type(cause).__name__ == "AcceleratorError" or str(cause).startswith("CUDA error:")
-        if isinstance(cause, RuntimeError) and sticks:
+        is_memory = "out of memory" in str(cause) or "ALLOC_FAILED" in str(cause)
+        if isinstance(cause, RuntimeError) and sticks and not is_memory:
             first_line = next(iter(str(cause).splitlines()), "")
             raise DeviceLostError(f"{type(cause).__name__}: {first_line}") from error
         cause = cause.__cause__

@@ -89,7 +89,8 @@ def trained_together(
                     worker, [assignments[i] for i in places], weights
                 )
             except torch.OutOfMemoryError as error:
-                outcomes = [error] * len(places)
+                error.__context__ = None  # its frames hold the stack's tensors, whose memory the next stack needs
+                outcomes = [error.with_traceback(None)] * len(places)
             for i, outcome in zip(places, outcomes, strict=True):
                 if outcome is None:
                     done.fallbacks[i] = DIVERGED

@@ -399,11 +399,13 @@ def estimate_statistics(
     # The batches differ by at most one sample, because they have the same weight and a batch of one sample may have no
     # variance. Each takes every k-th sample: if samples are grouped by client, consecutive ones have less variance.
     batches = math.ceil(len(x) / batch_size)
-    for first in range(batches):
-        for norm in norms:
-            # What torch computes for a momentum of None, but from its own count, which is on the device.
-            norm.momentum = 1.0 / (first + 1)
-        forward(x[first::batches])
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
-        norm.eval()
+    try:
+        for first in range(batches):
+            for norm in norms:
+                # What torch computes for a momentum of None, but from its own count, which is on the device.
+                norm.momentum = 1.0 / (first + 1)
+            forward(x[first::batches])
+    finally:  # a worker uses the module again after an error
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+            norm.eval()

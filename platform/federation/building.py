@@ -164,8 +164,7 @@ def _assign_clients(
         if given.cost != "macs" or given.cost_weights:
             cost = given.cost_weights or given.cost
             raise ValueError(
-                f"tiers.device_table: speeds in MAC/s say nothing about tiers.cost={cost}: use tiers.cost=macs, "
-                "or give tiers.clients"
+                f"tiers.device_table: speeds in MAC/s say nothing about tiers.cost={cost}: use tiers.cost=macs"
             )
         if len(devices) < num_clients:
             raise ValueError(f"{given.device_table} has {len(devices)} devices: give each of {num_clients} clients one")

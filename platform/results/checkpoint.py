@@ -68,14 +68,28 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     state = _read_state(path)
     try:
         bags = {name: _load_bag(folder, reference) for name, reference in state["bags"].items()}
-        return Checkpoint(bags, state["data"])
+        return Checkpoint(bags, dict(state["data"].items()))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(damaged(path, "it is not the state of a checkpoint")) from error
+
+
+_OF_RUNS: dict[str, Any] = {
+    "stage": int,
+    "round": int,
+    "simulated_s": int | float,
+    "data": dict,
+    "position": dict,
+    "config": dict,
+}
+"""What a run's checkpoint holds beside its tensors."""
 
 
 def run_checkpoint(paths: RunPaths) -> Checkpoint:
     """Loads a run's checkpoint; one-line ValueError like `load_checkpoint`, and if it is that of another run."""
     checkpoint = load_checkpoint(paths.checkpoint)
+    lacking = [name for name, kind in _OF_RUNS.items() if not isinstance(checkpoint.data.get(name), kind)]
+    if lacking:
+        raise ValueError(damaged(paths.checkpoint / STATE_FILE, f"it has no {', '.join(lacking)}"))
     named = checkpoint.data.get("run_id", paths.run_id)  # those of earlier versions name no run
     if named != paths.run_id:
         raise ValueError(
@@ -86,8 +100,12 @@ def run_checkpoint(paths: RunPaths) -> Checkpoint:
 
 
 def check_same_config(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises ValueError with the dotted keys in which the configurations differ."""
-    if changes := differences(saved, given):
+    """Raises ValueError with the dotted keys in which the configurations differ.
+
+    Keys that the saved one lacks came with a later version; whoever restores it gives them the meaning of before.
+    """
+    known = _flat(saved)
+    if changes := differences(known, {key: value for key, value in _flat(given).items() if key in known}):
         raise ValueError(
             f"checkpoint of another configuration: {changes}; resume with the saved values or start a new run"
         )

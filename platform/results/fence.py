@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fedloom.platform.results.files import publish, remove_temporaries, write_atomically
 
+MOST_OWNERS = 999_999_999
 _NUMBER = re.compile(r"~([0-9]{1,9})(?=\.)")
 
 
@@ -41,6 +42,8 @@ def current(files: Iterable[Path]) -> list[Path]:
     """
     best: dict[tuple[Path, str], Path] = {}
     for file in files:
+        if file.name.startswith((".", "_")):  # not a part, whatever it is
+            continue
         key = file.parent, plain(file.name)
         best[key] = max(best.get(key, file), file, key=lambda p: number_of(p.name))
     found, highest = [], dict[Path, int]()

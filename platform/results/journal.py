@@ -59,9 +59,9 @@ class Journal:
     def rotate(self) -> None:
         """Deletes the current file; to be called when all its rows are stored elsewhere."""
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
             self._fence.remove(self._path())
-            self._descriptor = None
 
     def _open(self) -> int:
         if self._descriptor is None:
@@ -129,6 +129,8 @@ def _rows(path: Path, run_id: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
         if crc32(content) != checksum or len(values) not in (3, 4):
             return
         table, index, row, *links = values
+        if not (isinstance(table, str) and type(index) is int and isinstance(row, dict)):
+            raise ValueError(f"{path}: line {number} is no row: {ADVICE}")
         if links:
             if number == 1:
                 _check_head(path, run_id, table, index, row)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
-from fedloom.platform.results.fence import Fence, number_of
+from fedloom.platform.results.fence import MOST_OWNERS, Fence, number_of
 from fedloom.platform.results.files import from_json, opened, typed
 from fedloom.platform.results.processes import is_process, this_place, this_process
 from fedloom.platform.results.target import Target, is_remote, open_target
@@ -188,8 +188,10 @@ class LeaseObject:
             self._target.write(self._name, json.dumps(asdict(lease)).encode())
 
     def numbers(self) -> list[int]:
-        """The numbers in the names of the folder's files."""
-        return [0, *(number_of(name.rpartition("/")[2]) for name in self._target.list([self._folder]))]
+        """The numbers in the names of the folder's files, and that of the last lease."""
+        lease = _whole(self)
+        named = (number_of(name.rpartition("/")[2]) for name in self._target.list([self._folder]))
+        return [0 if lease is None else lease.number, *named]
 
     def claim(self, _number: int, /) -> bool:
         """True: at a URL two processes cannot be kept from one number, but one of them finds the other's lease."""
@@ -279,8 +281,10 @@ class Owner:
             raise OwnedError(_refusal(self._what, found))
         if not self._fresh:
             number = max(least, 1 + max(*self._kept.numbers(), 0 if found is None else found.number))
-            while not self._kept.claim(number):
+            while number <= MOST_OWNERS and not self._kept.claim(number):
                 number += 1
+            if number > MOST_OWNERS:  # only a made-up lease or name; a higher number could not be read back
+                raise OwnedError(f"{self._what} says that it had {number - 1} owners: restore it from a copy")
             self._lease = replace(self._lease, number=number)
         self._kept.write(self._lease)
         if not self._fresh:

@@ -179,12 +179,7 @@ def read_runs(runs: Sequence[RunPaths], table: str, columns: Sequence[str] | Non
     for name in columns or ():
         if name not in _KINDS[table]:
             raise ValueError(_undeclared(table, name, ""))
-    files = [
-        (file, run.experiment, run.run_id)
-        for run in runs
-        for file in current(run.table(table).glob("*.parquet"))
-        if not file.name.startswith((".", "_"))
-    ]
+    files = [(file, run.experiment, run.run_id) for run in runs for file in current(run.table(table).glob("*.parquet"))]
     return _frame(table, files, columns)
 
 
@@ -216,8 +211,6 @@ def _files(folder: Path) -> list[tuple[Path, tuple[str, str]]]:
     """The table's files, without hidden ones, each with its (experiment, run_id)."""
     found = []
     for file in current(folder.rglob("*.parquet")):
-        if file.name.startswith((".", "_")):
-            continue
         experiment, _, run_id = file.parent.relative_to(folder).as_posix().partition("/run_id=")
         name = experiment.removeprefix("experiment=")
         if name == experiment or not is_name(name) or not is_name(run_id, LONGEST_RUN_ID):

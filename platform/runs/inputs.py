@@ -13,7 +13,7 @@ from typing import Any
 
 from fedloom.platform.data.augment import AUGMENTATIONS
 from fedloom.platform.data.federated import FederatedData
-from fedloom.platform.results.files import write_atomically
+from fedloom.platform.results.files import from_json, write_atomically
 from fedloom.platform.results.manifest import seal_of
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tables import read_runs
@@ -48,9 +48,9 @@ def _of_augmentation(data: Mapping[str, Any]) -> list[Any]:
     """The options that the augmentation takes; the others are the data set's."""
     try:
         names = AUGMENTATIONS.options_of(data["augment"])
-    except ValueError:  # there is no such code here
+        return [value for name, value in data["options"].items() if name in names]
+    except (ValueError, KeyError, AttributeError):  # there is no such code here, or in the version that stored it
         return []
-    return [value for name, value in data["options"].items() if name in names]
 
 
 def input_hashes(config: Mapping[str, Any]) -> dict[str, str]:
@@ -90,16 +90,19 @@ def recorded_inputs(paths: RunPaths) -> Row:
 def changed_files(paths: RunPaths, recorded: Row, now: Mapping[str, str]) -> dict[str, str]:
     """A line for each file that is not what a run has recorded; `now` are the present `input_hashes`."""
     lines = {}
-    for text, sha256 in json.loads(recorded.get("inputs", "{}")).items():
+    files = from_json(recorded.get("inputs", "{}"), paths.table("runs"))
+    if not isinstance(files, dict) or not all(isinstance(sha256, str) for sha256 in files.values()):
+        raise ValueError(f"the run's row in {paths.table('runs')} does not say which files it began with: restore it")
+    for text, sha256 in files.items():
         if now.get(text) != sha256:
             copy = _copy_of(paths.artifacts, Path(text).name, sha256)
             advice = f"restore it from {copy}" if copy.is_file() else "restore it"
-            what = "has changed since" if text in now else "is not there any more, as when"
-            lines[text] = f"{text} {what} run {paths.run_id} began with it: {advice}, or start a new run"
+            what = "has changed since then" if text in now else "is not there"
+            lines[text] = f"{text}, with which run {paths.run_id} began, {what}: {advice}, or start a new run"
     return lines
 
 
-def check_files(paths: RunPaths, config: Mapping[str, Any]) -> None:
+def check_input_files(paths: RunPaths, config: Mapping[str, Any]) -> None:
     """Raises ValueError if a file that a run's configuration names is not the one that it began with."""
     for line in changed_files(paths, recorded_inputs(paths), input_hashes(config)).values():
         raise ValueError(line)

@@ -65,7 +65,10 @@ class _Texts(logging.Handler):
         self.texts = texts
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        try:
+            self.texts.append(record.getMessage())
+        except (TypeError, ValueError):  # wrong arguments of a format
+            self.handleError(record)
 
 
 @contextmanager

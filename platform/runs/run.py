@@ -274,7 +274,7 @@ def stored_world(paths: RunPaths, config: RunConfig) -> World:
 
     Raises ValueError if the data or a file that the configuration names is not what the run began with.
     """
-    inputs.check_files(paths, asdict(config))
+    inputs.check_input_files(paths, asdict(config))
     world = build_world(config, load_costs(paths.artifacts / COSTS))
     inputs.check_data(paths, config.data.dataset, world.data)
     return world

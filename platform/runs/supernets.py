@@ -15,14 +15,16 @@ from uuid import uuid4
 
 import torch
 
-from fedloom.platform.data.artefact import atomic_folder, hash_of, hash_of_file
+from fedloom.platform.data.artefact import atomic_folder, hash_of
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.recorder import restored_state, save_state
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import shared_training
 from fedloom.platform.results.checkpoint import differences, load_checkpoint
+from fedloom.platform.results.fence import newest
 from fedloom.platform.results.files import read_file, write_atomically
+from fedloom.platform.results.manifest import seal_of
 from fedloom.platform.results.outputs import SUPERNETS
 from fedloom.platform.results.owner import one_at_a_time
 from fedloom.platform.results.paths import STATE_FILE
@@ -152,10 +154,12 @@ def _origin(path: Path) -> dict[str, Any]:
 
 def _load(root: Path, key: str, config: RunConfig) -> StoredSupernet:
     folder = _folder(root, key)
+    if folder.is_symlink() or newest(folder / STATE_FILE) != folder / STATE_FILE:
+        raise ValueError(f"{folder} holds more than the one state that {ORIGIN} is about, or leads elsewhere")
     try:
         origin = _origin(folder / ORIGIN)
         run_id, expected = str(origin["run_id"]), origin["state_sha256"]
-        found = hash_of_file(folder / STATE_FILE)
+        found = seal_of(folder / STATE_FILE).sha256
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / ORIGIN} or {STATE_FILE} beside it cannot be read") from error
     if found != expected:
@@ -200,7 +204,7 @@ def _store(root: Path, key: str, state: RunState, run_id: str, config: RunConfig
             "run_id": run_id,
             "experiment": config.experiment,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "state_sha256": hash_of_file(temporary / STATE_FILE),
+            "state_sha256": seal_of(temporary / STATE_FILE).sha256,
         }
         write_atomically(temporary / ORIGIN, sealed_json(origin))
 

@@ -117,11 +117,12 @@ def test_a_changed_device_table_is_refused_and_its_copy_restores_it(tiny_config:
     assert copy.name.endswith("-devices.csv")
     assert str(copy.relative_to(paths.root)) in (paths.artifacts / "manifest.json").read_text()
     write_table(file, seed=2)
-    line = f"{file} has changed since run {paths.run_id} began with it: restore it from {copy}, or start a new run"
+    what = f"{file}, with which run {paths.run_id} began, has changed since then"
+    line = f"{what}: restore it from {copy}, or start a new run"
     assert refused(config, paths) == line
     assert verified(paths).problems == (line,)
     file.unlink()
-    line = line.replace("has changed since", "is not there any more, as when")
+    line = line.replace("has changed since then", "is not there")
     assert refused(config, paths) == line
     assert verified(paths) == Verified(paths.run_id, (), (line,)), "a run may be looked at elsewhere"
     file.write_bytes(copy.read_bytes())
