@@ -58,7 +58,7 @@ def _namesakes(path: Path) -> list[Path]:
     name = plain(path.name)
     try:
         return [path.with_name(other) for other in os.listdir(path.parent) if plain(other) == name]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # whoever opens the path itself says what is wrong with it
         return []
 
 

@@ -80,6 +80,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "darts_s2_small": {**CELLS, "nodes": 2},
     "resnet18": {**IMAGES, "stem_channels": 8},
     "resnet18_small": {**IMAGES, "stem_channels": 8, "norm": "group"},
+    "resnet34": {**IMAGES, "stem_channels": 8},
     "darts_v2": {**IMAGES, "channels": 4, "cells": 3},
     "darts_v2_small": {**IMAGES, "channels": 4, "cells": 3},
     "fednas_v1": {**IMAGES, "channels": 4},
