@@ -38,12 +38,12 @@ def check_device(error: BaseException) -> None:
     """
     cause: BaseException | None = error
     while cause is not None:
+        text = " ".join(map(str, cause.args))  # a user's exception may fail to say what it is
         # torch before 2.8 has no AcceleratorError and raises a RuntimeError with the same text.
-        sticks = type(cause).__name__ == "AcceleratorError" or str(cause).startswith("CUDA error:")
-        is_memory = "out of memory" in str(cause) or "ALLOC_FAILED" in str(cause)
+        sticks = type(cause).__name__ == "AcceleratorError" or text.startswith("CUDA error:")
+        is_memory = "out of memory" in text or "ALLOC_FAILED" in text
         if isinstance(cause, RuntimeError) and sticks and not is_memory:
-            first_line = next(iter(str(cause).splitlines()), "")
-            raise DeviceLostError(f"{type(cause).__name__}: {first_line}") from error
+            raise DeviceLostError(f"{type(cause).__name__}: {next(iter(text.splitlines()), '')}") from error
         cause = cause.__cause__
 
 

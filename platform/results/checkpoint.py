@@ -104,19 +104,21 @@ def check_same_config(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Non
 
     Keys that the saved one lacks came with a later version; whoever restores it gives them the meaning of before.
     """
-    known = _flat(saved)
-    if changes := differences(known, {key: value for key, value in _flat(given).items() if key in known}):
+    if changes := differences(saved, given, later=True):
         raise ValueError(
             f"checkpoint of another configuration: {changes}; resume with the saved values or start a new run"
         )
 
 
-def differences(saved: Mapping[str, Any], given: Mapping[str, Any], most: int = 5) -> str:
-    """The dotted keys, at most `most`, in which two configurations differ, with both values; "" if in none."""
+def differences(saved: Mapping[str, Any], given: Mapping[str, Any], most: int = 5, *, later: bool = False) -> str:
+    """The dotted keys, at most `most`, in which two configurations differ, with both values; "" if in none.
+
+    `later` is of keys that the saved one lacks: they do not count.
+    """
     old, new = _flat(saved), _flat(given)
     changes = [
         f"{key} {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
-        for key in [*old, *(key for key in new if key not in old)]
+        for key in [*old, *(key for key in new if key not in old and not later)]
         if old.get(key) != new.get(key)
     ]
     return ", ".join(changes[:most]) + (f" and {len(changes) - most} more" if len(changes) > most else "")

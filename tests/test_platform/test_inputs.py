@@ -145,7 +145,7 @@ def test_a_file_that_code_of_ones_own_is_given_is_an_input(tiny_config: Make, tm
     config = tiny_config(tiers=TiersConfig(count=2, paths=2000, rho_high=0.5, budget=budget))
     paths = interrupted(config)
     file.write_text("0.5")
-    assert refused(config, paths).startswith(f"{file} has changed since run")
+    assert refused(config, paths).startswith(f"{file}, with which run {paths.run_id} began, has changed since then")
 
 
 def test_words_are_no_files(tiny_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

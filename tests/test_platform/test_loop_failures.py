@@ -336,9 +336,9 @@ def test_checkpoints_are_written_every_so_many_rounds(setting: Setting, monkeypa
     written: list[tuple[int, int]] = []
     save = recorder_module.save_checkpoint
 
-    def spy(folder: Path, bags: Any, data: dict[str, Any], previous: Any = None) -> Any:
+    def spy(folder: Path, bags: Any, data: dict[str, Any], *others: Any) -> Any:
         written.append((data["stage"], data["round"]))
-        return save(folder, bags, data, previous)
+        return save(folder, bags, data, *others)
 
     monkeypatch.setattr(recorder_module, "save_checkpoint", spy)
     setting.loop(Counting(rounds=5), checkpoint=CheckpointConfig(every=2)).run(RunState())

@@ -287,8 +287,10 @@ def test_a_client_that_is_asked_to_scores_what_it_trained(setting: Setting) -> N
     assert setting.do(task).measurements == ()
     assert setting.do(replace(task, scored=True, joined=True)).measurements == (), "it trained on that data"
     outcome = setting.do(replace(task, scored=True))
-    setting.weights = {**setting.weights, **tensors_of(outcome)}
-    again = setting.do(ScoreSubnet(Subnet((0, 2, 3)), "global", "validation"))
+    # With the statistics that it has measured in training, as a model of its own has.
+    trained = {**setting.weights, **tensors_of(outcome)}
+    setting.weights = {n: trained[piece.source] for n, piece in setting.world.space.slices((0, 2, 3)).items()}
+    again = setting.do(ScoreSubnet(Subnet((0, 2, 3), stand_alone=True), "global", "validation"))
     assert outcome.measurements == again.measurements
     assert [m.metric for m in again.measurements] == ["loss", "accuracy"]
 

@@ -108,9 +108,10 @@ def refused(tmp_path: Path, refusal: Refuse) -> Refuse:
 
 @pytest.fixture(scope="session")
 def contents() -> Callable[[Path], dict[str, bytes]]:
-    """Gives all files of a folder, to be compared with what they are later."""
+    """Gives all files of a folder but its owner's number, to be compared with what they are later."""
 
     def read(folder: Path) -> dict[str, bytes]:
-        return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+        files = [f for f in sorted(folder.rglob("*")) if f.is_file() and not f.name.startswith(".owner~")]
+        return {str(f.relative_to(folder)): f.read_bytes() for f in files}
 
     return read

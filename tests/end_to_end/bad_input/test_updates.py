@@ -1,7 +1,6 @@
 """Updates that are no numbers are failed rows, and what becomes of the run is the policy's to say."""
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ def test_a_nan_update_is_a_failed_row_and_the_policy_stops_the_run(
     assert call("run", "--json", *quick, "method.train.lr=1e30", f"results={results}") == 3
     summary = json.loads(capfd.readouterr().out)
     assert summary["status"] == "failed"
-    assert re.search(r"supernet, round 1: client \d+ \(tier\d\) failed: .*(not finite|loss is nan)", summary["message"])
+    assert "the training diverged in supernet, round 1: loss or weights of 4 of 4 clients" in summary["message"]
     rows = read_table(results, "clients", run_id=summary["run_id"])
     failed = rows[rows["status"] == "failed"]
     assert len(rows) == 4
