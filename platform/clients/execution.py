@@ -221,12 +221,16 @@ def _waited_for_s(worker: Worker, assignment: Assignment, weights: Weights) -> f
     """Simulated seconds until the server gives up a device that has dropped out, of which nobody notifies it.
 
     It waits until the deadline; without one for as long as the device is expected to need. That is exact for a task
-    that can be counted, and otherwise estimated from the plan's MACs and a transfer of all shared weights both ways.
+    that can be counted, and otherwise, or if counting fails, which no server would learn of a device that is gone,
+    estimated from the plan's MACs and a transfer of all shared weights both ways.
     """
     if assignment.deadline_s is not None:
         return assignment.deadline_s
     if isinstance(assignment.task, AccountableTask):
-        return _simulated_s(assignment, assignment.task.account(worker, assignment))
+        try:
+            return _simulated_s(assignment, assignment.task.account(worker, assignment))
+        except Exception as error:  # noqa: BLE001 - the code of a plug-in may fail in any way
+            check_device(error)
     size = bytes_of(weights)
     return client_time_s(assignment.profile, assignment.expected_macs, size, size, factor=1.0)
 

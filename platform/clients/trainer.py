@@ -375,7 +375,8 @@ class Train:
 
     def account(self, worker: Worker, assignment: Assignment) -> Outcome:
         """The costs of `run`, counted without training."""
-        batches = batch_sizes(worker.data.size(client_of(assignment), "train"), self.local)
+        held = sum(worker.data.size(client_of(assignment), split) for split in self.splits)
+        batches = batch_sizes(held, self.local)
         cost, rule = self.network.account(worker, assignment, batches), local_rule(self.rule)
         samples = sum(batches) // self.local.epochs
         sent_bytes = int(cost.size_bytes) + len(rule.shared) * FLOAT_BYTES * cost.parameters

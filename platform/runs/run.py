@@ -337,7 +337,10 @@ def what_is_computed(config: Mapping[str, Any], prefix: str = "") -> dict[str, A
 
 
 def check_name_is_free(root: Path, config: RunConfig) -> None:
-    """Raises ValueError for the name of another run, unless both are one setting with different seeds."""
+    """Raises ValueError for the name of another run, unless both are one setting with different seeds.
+
+    A dry run keeps no name from the run that it was made for.
+    """
     own = _setting_and_seeds(json.loads(json.dumps(asdict(config))))
     for run_id, names in named_runs(root).items() if config.name is not None else ():
         if names.name != config.name:
@@ -347,6 +350,8 @@ def check_name_is_free(root: Path, config: RunConfig) -> None:
             setting, seeds = _setting_and_seeds(from_json(read_file(stored), stored))
         except (OSError, ValueError, AttributeError):
             setting, seeds = {}, {}
+        if setting.get("dry_run") and not config.dry_run:
+            continue
         if setting != own[0] or seeds == own[1]:
             raise ValueError(
                 f"name={config.name} is that of run {run_id}, and only other seeds of its setting may have it, too: "

@@ -221,6 +221,13 @@ def test_without_a_deadline_a_dropped_client_is_waited_for_as_long_as_its_work_i
     assert (counted.status, counted.simulated_s) == ("dropped", 3.0 + 6.0 + 2.0)
     assert (counted.macs, counted.bytes_down, sums.tensors) == (0.0, 0, {})
 
+    class Uncountable(Fake):
+        def account(self, _worker: Worker, _assignment: Assignment) -> Outcome:
+            raise ZeroDivisionError
+
+    estimated = run_assignment(fake_worker(), replace(assignment, task=Uncountable([explode])), SHARED, sums)
+    assert (estimated.status, estimated.error, estimated.simulated_s) == ("dropped", "gone", waited.simulated_s)
+
 
 def test_who_misses_the_deadline_is_timed_out_and_not_in_the_sums() -> None:
     report = run_assignment(fake_worker(), planned(good, deadline_s=10.9), SHARED, sums := WeightedSums())

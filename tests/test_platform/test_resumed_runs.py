@@ -281,6 +281,15 @@ def test_a_name_of_another_run_is_refused_before_anything_is_written(tiny_config
     assert leave_finished(config, first.run_id) is None, "its own name"
 
 
+def test_a_dry_run_leaves_its_name_to_the_run_that_it_was_made_for(tiny_config: Callable[..., RunConfig]) -> None:
+    config = replace(tiny_config(), name="baseline")
+    assert run_to_end(replace(config, dry_run=True), make_serial, Watcher()).kind == "done"
+    run = run_to_end(config, make_serial, Watcher())
+    assert run.kind == "done"
+    again = run_to_end(config, make_serial, Watcher())
+    assert (again.kind, f"is that of run {run.run_id}" in again.message) == ("refused", True)
+
+
 def test_the_executor_is_closed_however_the_run_ends(
     tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,15 @@ def test_architectures_and_subspaces_as_text() -> None:
     assert subspace_id(((0, 1), (8,), (2, 10))) == "0,1/8/2,10"
 
 
+def test_a_client_that_trains_on_its_validation_data_too_is_counted_with_it(setting: Setting) -> None:
+    task = Train(Paths(((0,), (2,), (3,)), math.inf), LOCAL, joined=True)
+    counted = task.account(setting.worker, Assignment("train", 0, 3, "tier1", task))
+    ran, data = setting.do(task), setting.world.data
+    assert counted.samples == ran.samples == data.size(3, "train") + data.size(3, "validation")
+    assert data.size(3, "validation") > 0
+    assert (counted.steps, counted.macs, counted.bytes_up) == (ran.steps, ran.macs, ran.bytes_up)
+
+
 # -- what travels -----------------------------------------------------------------------------------------------------
 
 
