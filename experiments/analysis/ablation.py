@@ -195,7 +195,8 @@ def _tested(
     of_seed = both.groupby("seed")
     seeds = of_seed.mean()
     found = difference(np.asarray(seeds["value"]), np.asarray(seeds["reference"]), paired=True)
-    if of_seed.size().nunique() > 1:  # the seeds would differ in the other axes, too
+    if len({frozenset(group.droplevel("seed").index) if others else None for _, group in of_seed}) > 1:
+        # The seeds would differ in the other axes, too.
         found = Difference("none", found.compared, found.difference)
     interval = {"low": found.low, "high": found.high, "p_value": found.p_value}
     values_by_seed = (seeds["value"] - seeds["reference"]).tolist()

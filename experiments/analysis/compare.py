@@ -106,6 +106,8 @@ def compare(
                 else _over_units(of_model, metric, first, beside, by in WHOLE, over)
             )
         ]
+    if over != SEEDS and not any(row["value"] != first for row in found):
+        raise ValueError(f"over={over!r}: no run of another {by} than {first} has all seeds equal to one of {first}'s")
     columns = ["within", *MODEL_KEY, "value", "n", "mean", "half_width", "values", "baseline"]
     columns += ["differs_in", "test", "over", "compared"]
     numbers = ["difference", "difference_low", "difference_high", "p_value"]

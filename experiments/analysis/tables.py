@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.platform.results.paths import RunPaths, find_runs, list_runs
+from fedloom.platform.results.paths import RunPaths, find_runs, list_runs, start_of
 from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.tables import TABLES, read_runs
 
@@ -91,7 +91,7 @@ def read_table_of(paths: Sequence[RunPaths], table: str) -> pd.DataFrame:
 
 def latest_run(results: str | Path) -> str:
     """The id of the run that was started last; ValueError if there is none."""
-    return _all_runs(Path(results))[-1].run_id
+    return max(_all_runs(Path(results)), key=lambda run: (start_of(run.run_id, run.config), run.run_id)).run_id
 
 
 def _ids(run_ids: Sequence[str] | None) -> Sequence[str] | None:

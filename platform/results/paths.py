@@ -1,6 +1,7 @@
 """The paths of a run in the results folder, and how runs are named and found."""
 
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from fedloom.platform.results.files import check_name, is_name
 from fedloom.platform.results.names import ARTIFACTS, NO_NAMES, named_runs
 
+_DATED = re.compile(r"\d{8}-\d{6}")
 LONGEST_RUN_ID = 140
 """An experiment's or an ablation's name has up to 100 characters; time, random suffix and trial's number follow."""
 STATE_FILE = "state.json"
@@ -78,6 +80,16 @@ def new_run_id(root: Path, experiment: str) -> str:
         run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{experiment}-{os.urandom(3).hex()}"
         if not is_used(root, run_id):
             return run_id
+
+
+def start_of(name: str, file: Path) -> str:
+    """When what has this id was started, to be sorted: as the id says, or else when its first file was written."""
+    if _DATED.match(name):
+        return name
+    try:
+        return f"{datetime.fromtimestamp(file.stat().st_mtime, UTC):%Y%m%d-%H%M%S}"
+    except OSError:
+        return ""
 
 
 def is_used(root: Path, run_id: str) -> bool:

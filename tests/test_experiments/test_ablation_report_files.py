@@ -1,6 +1,7 @@
 """An ablation's report as files: tables in Markdown and LaTeX, figures by name, trials in any state, and refusals."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from fedloom.experiments.analysis.tables import latest_run
 from fedloom.experiments.benchmarks.generated_ablation import Fates, write_planned
 from fedloom.experiments.cli import main
 from fedloom.experiments.report.pages.ablation import (
@@ -148,6 +150,17 @@ def test_the_report_is_about_what_was_started_last(tmp_path: Path, run_id: str, 
     assert chosen_ablation(tmp_path, []) == ablation.ablation_id  # not its trial
     RunWriter.create(tmp_path, "demo", run_id).close()
     assert chosen_ablation(tmp_path, []) == (None if is_later else ablation.ablation_id)
+
+
+def test_what_is_reproduced_is_not_the_latest_for_ever(tmp_path: Path) -> None:
+    """Its ids, paper-..., sort after all that begin with a date."""
+    for run_id, time_s in (("paper-x-tab1-small-abcdef-0001", 0), ("20260101-000000-demo", 1)):
+        paths = RunWriter.create(tmp_path, "demo", run_id).paths
+        paths.config.write_text("{}")
+        os.utime(paths.config, (time_s, time_s))
+    assert latest_run(tmp_path) == "20260101-000000-demo"
+    os.utime(paths.config.parent.parent / "paper-x-tab1-small-abcdef-0001" / "config.json", (4e9, 4e9))
+    assert latest_run(tmp_path) == "paper-x-tab1-small-abcdef-0001"
 
 
 def test_the_numbers_are_json(budget: tuple[Path, Ablation, ReportFiles]) -> None:

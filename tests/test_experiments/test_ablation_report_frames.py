@@ -113,6 +113,11 @@ def test_a_seed_counts_once_in_the_test_and_only_if_it_has_all_pairs(tmp_path: P
     row = of(analysis.against_reference(lacking, ablation, "beta_0"), subnet="9-9-9")
     assert (row["n"], row["seeds"], row["test"]) == (17, 3, "none")
     assert pd.isna(row["p_value"])
+    # A pair of each seed, but at another value of the decay.
+    decays = {1: "constant", 2: "linear", 3: "cosine"}
+    mixed = frame[(frame["decay"] == frame["seed"].map(decays)) & (frame["decay_share"] == 0.8)]
+    row = of(analysis.against_reference(mixed, ablation, "beta_0"), subnet="9-9-9")
+    assert (row["n"], row["seeds"], row["test"]) == (3, 3, "none")
 
 
 def test_missing_and_failed_trials_lower_n(tmp_path: Path) -> None:

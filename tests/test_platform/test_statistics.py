@@ -221,6 +221,20 @@ def test_an_estimate_does_not_remember_the_one_before() -> None:
     assert all(torch.equal(t, first[n]) for n, t in module.state_dict().items())
 
 
+def test_after_an_error_a_module_is_as_it_was_before() -> None:
+    """A worker uses a supernet's module again, for other clients."""
+    module = two_norms().eval()
+    norms = [part for part in module.modules() if isinstance(part, nn.BatchNorm2d)]
+    before = [norm.momentum for norm in norms]
+
+    def fails(_x: Tensor) -> None:
+        raise ValueError("out of memory, say")
+
+    with pytest.raises(ValueError, match="say"):
+        estimate_statistics(module, torch.zeros((16, 2, 6, 6)), forward=fails)
+    assert [(norm.momentum, norm.training) for norm in norms] == [(momentum, False) for momentum in before]
+
+
 def test_dropout_stays_off_while_statistics_are_estimated() -> None:
     module = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3)).eval()
     x = torch.randn((8, 3), generator=torch_stream(4, "test"))

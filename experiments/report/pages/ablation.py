@@ -32,11 +32,11 @@ from fedloom.experiments.report.parts.words import BARS
 from fedloom.experiments.report.tables.ablation import axis_blocks, points_block, subnet_names, trials_block
 from fedloom.experiments.report.tables.failures import failures_block
 from fedloom.experiments.report.tables.outcomes import outcomes_block
-from fedloom.experiments.store.ablations import FIGURES, Ablation, ablation_ids, meant_ablation, short
+from fedloom.experiments.store.ablations import FIGURES, FOLDER, PLAN, Ablation, ablation_ids, meant_ablation, short
 from fedloom.experiments.store.trials import FINAL, TrialState, trial_states
 from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.outputs import output_folder
-from fedloom.platform.results.paths import list_runs
+from fedloom.platform.results.paths import list_runs, start_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,14 +68,13 @@ def chosen_ablation(results: Path, given: Sequence[str]) -> str | None:
 
 
 def _latest_ablation(results: Path) -> str | None:
-    """The ablation that was started last, if no run was after it.
-
-    Ids begin with the time of the start, and those of trials with their ablation's.
-    """
-    ablations, runs = ablation_ids(results), list_runs(results)
-    if not ablations or (runs and runs[-1].run_id > ablations[-1] and not runs[-1].run_id.startswith(ablations[-1])):
+    """The ablation that was started last, if no run but its own trials was after it."""
+    starts = {name: start_of(name, results / FOLDER / name / PLAN) for name in ablation_ids(results)}
+    if not starts:
         return None
-    return ablations[-1]
+    latest = max(starts, key=lambda name: starts[name])
+    runs = [run for run in list_runs(results) if not run.run_id.startswith(latest)]
+    return None if any(start_of(run.run_id, run.config) > starts[latest] for run in runs) else latest
 
 
 def write_ablation_report(results: Path, ablation_id: str, out: Path | None = None) -> ReportFiles:

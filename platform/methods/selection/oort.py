@@ -81,7 +81,7 @@ def oort(
         share = 0.0 if memory["all_explored"] else share
         exploited = _by_utility(choice, utilities, int((1 - share) * choice.size), cutoff, reference=0)
         fresh = _by_samples(choice, fresh_s, choice.size - len(exploited), longest_s, penalty)
-        memory["all_explored"] = memory["all_explored"] or not fresh
+        memory["all_explored"] = memory["all_explored"] or not fresh_s
     else:
         exploited = _by_utility(choice, utilities, math.ceil((1 - share) * choice.size), cutoff)
         fresh = _by_speed(choice, set(explored), choice.size - len(exploited))

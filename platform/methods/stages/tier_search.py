@@ -78,7 +78,7 @@ def check_validation_data(world: World, *, federated: bool = False) -> None:
 
 def check_statistics(world: World) -> None:
     """Raises ValueError if slices are to be scored whose running statistics cannot be estimated without such data."""
-    if world.space.keeps_statistics and not world.data.sizes("validation").any():
+    if world.space.keeps_statistics and not num_samples(world, "validation"):
         raise ValueError(
             f"data.validation_share={world.config.data.validation_share:g} leaves no validation samples to estimate "
             "the running statistics of batch norms from: raise it, or choose a space without them, as by space.norm"
