@@ -10,6 +10,7 @@ from fedloom.platform.results.paths import RunPaths, run_paths
 from fedloom.platform.results.remote import local_root
 from fedloom.platform.results.status import StatusFile, says_done
 from fedloom.platform.results.tables import TABLES, is_done
+from fedloom.platform.results.target import is_remote
 from fedloom.platform.runs.run import check_name_is_free, owned_run
 
 
@@ -25,6 +26,9 @@ def leave_finished(config: RunConfig, run_id: str) -> Names | None:
     Raises OwnedError if another process does so at this moment.
     """
     paths = _paths(config, run_id)
+    is_new = config.names != read_names(paths.artifacts)
+    if not (is_new or is_remote(config.results)) and says_done(paths.status):
+        return None  # nothing is written, no claim either
     with owned_run(config, paths) as check:
         is_renamed = config.names != read_names(paths.artifacts)
         if is_renamed:

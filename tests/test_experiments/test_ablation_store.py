@@ -368,7 +368,7 @@ def test_a_driver_that_was_replaced_writes_no_end(tmp_path: Path) -> None:
     write_status(tmp_path, ablation.trials[0], "running")
     folder = ablation.folder(tmp_path)
     with RunningAblation(ablation, Place(str(tmp_path), tmp_path), [0]) as driver:
-        lease = {"token": "t", "host": "far", "place": "elsewhere", "pid": 7, "started": 1, "count": 0}
+        lease = {"token": "t", "host": "far", "place": "elsewhere", "pid": 7, "started": 1, "count": 0, "number": 2}
         with open(folder / OWNER, "r+b") as file:
             file.write(json.dumps(lease).encode().ljust(512))
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

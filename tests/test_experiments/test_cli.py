@@ -217,11 +217,11 @@ def test_a_round_is_one_line() -> None:
 
 def test_a_line_says_of_what_its_accuracies_are() -> None:
     progress = RoundProgress("evaluation", 0, 1, 0.5, 0.25, 9, 9, 0, 0, 1.0, metric_of="test")
-    assert "loss 0.5000  test accuracy 0.2500  1.00 s" in round_line(progress)
+    assert "loss 0.5000  clients' test accuracy 0.2500  1.00 s" in round_line(progress)
     scored = RoundProgress("spider", 3, 4, None, 0.9968, 9, 9, 0, 0, 1.0, validated=Validated(0.875, 4))
     assert "clients' train accuracy 0.9968  validation 0.8750 after 4  1.00 s" in round_line(scored)
     untrained = replace(progress, validated=Validated(0.875, None))
-    assert "test accuracy 0.2500  validation 0.8750  1.00 s" in round_line(untrained)
+    assert "clients' test accuracy 0.2500  validation 0.8750  1.00 s" in round_line(untrained)
 
 
 @pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (999, "999 B"), (1_500, "1.5 kB"), (2.5e12, "2.5 TB")])
@@ -309,15 +309,16 @@ INTERRUPTING = """
 import sys
 from fedloom.experiments.__main__ import main
 
+interrupted, sys.argv = sys.argv[1], ["fedloom", "run", "experiment=fedavg_digits"]
+
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == sys.argv[1]:
+        if name == interrupted:
             raise KeyboardInterrupt
 
 
 sys.meta_path.insert(0, Finder())
-sys.argv = ["fedloom", "run", "experiment=fedavg_digits"]
 main()
 """
 

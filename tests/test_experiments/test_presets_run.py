@@ -14,7 +14,7 @@ from fedloom.platform.spaces.registry import build_space
 
 IMAGES = [n for n in experiments() if n.startswith(("superfednas_c", "ifedavg"))]
 SILO_METHODS = ("spider", "local", "ditto", "per_fedavg", "knn_per", "fedmn", "global_nas", "fednas", "fedpnas")
-SILOS = [n for n in experiments() if n.startswith(SILO_METHODS) and "digits" not in n]
+SILOS = [n for n in experiments() if n.startswith(SILO_METHODS) and not n.endswith(("digits", "networks"))]
 MADE_UP = ["data.dataset=synthetic", "data.train_samples=4000", "data.test_samples=100", "tiers.paths=1000"]
 
 

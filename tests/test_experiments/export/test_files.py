@@ -78,7 +78,10 @@ def score_elsewhere(stems: list[tuple[Path, Path]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_files_alone_score_what_the_run_recorded(runs: Any, out: Path, tmp_path: Path) -> None:
+def test_files_alone_score_what_the_run_recorded(
+    runs: Any, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDLOOM_DATA", runs["text"].world.config.data.root)  # a stored folder is not used
     wanted = [
         ("none", Wanted(architecture=MIDDLE), "supernet"),
         ("batch", Wanted(architecture=MIDDLE), "supernet"),
@@ -192,9 +195,12 @@ def test_the_json_of_the_command_is_the_card(runs: Any, out: Path, capsys: pytes
     assert not Path(paths["safetensors"]).exists()
 
 
-def test_recurrent_networks_are_exported_for_the_length_of_their_texts(runs: Any, out: Path) -> None:
+def test_recurrent_networks_are_exported_for_the_length_of_their_texts(
+    runs: Any, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every file has been compared with the run's model; programs and ONNX have a step per token."""
     run = runs["recurrent"]
+    monkeypatch.setenv("FEDLOOM_DATA", run.world.config.data.root)  # a stored folder is not used
     card = export(run.results, run.paths.run_id, Wanted(model="fedavg"), out, ["safetensors", "pt2", "onnx"]).card
     assert {kind: file.get("length") for kind, file in card["files"].items()} == {
         "safetensors": None,

@@ -36,7 +36,7 @@ def test_the_work_of_a_whole_run_has_its_dry_runs_macs_times_three() -> None:
     changes = ["experiment=fedoras_digits", "method.train.rounds=2", "tiers.count=1", "tiers.paths=200"]
     work, dry = work_facts(changes), training_facts(changes)
     assert work["by_kind"]["supernet"] == 3 * dry["macs"]["supernet"]
-    assert {*work["by_kind"]} == {"supernet", "search", "fine_tuned", "rand_init", "evaluation"}
+    assert {*work["by_kind"]} == {"supernet", "slices", "search", "fine_tuned", "rand_init", "evaluation"}
     assert work["macs"] == pytest.approx(sum(work["by_kind"].values()))
 
 
