@@ -233,7 +233,7 @@ def test_addresses_and_folders_are_this_machines_and_those_stored_are_said(
     assert change_stored(config, ["ray.address=local", "data.cache=here"]).ray.address == "local"
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"run {RUN} was made with data.cache=/")
-    assert line.endswith(" ray.address=10.9.8.7:6379: if you want that here, give it again")
+    assert " ray.address=10.9.8.7:6379: if you want that here, give it again: resume takes the key" in line
     assert verified(paths).run_id == RUN
     assert not (beside / "cache").exists()
 

@@ -152,7 +152,8 @@ def tell_left_out(what: str, stored: Mapping[str, Any], overrides: Sequence[str]
     places.append(("ray.address", stored["ray"].get("address"), here["ray"]["address"]))
     left = [f"{key}={shown(then)}" for key, then, now in places if then not in (None, now) and key not in given]
     if left:
-        logger.warning("%s was made with %s: if you want that here, give it again", what, " ".join(left))
+        again = "give it again: resume takes the key, other commands FEDLOOM_DATA and FEDLOOM_CACHE"
+        logger.warning("%s was made with %s: if you want that here, %s", what, " ".join(left), again)
 
 
 def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:

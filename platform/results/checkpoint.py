@@ -99,12 +99,13 @@ def run_checkpoint(paths: RunPaths) -> Checkpoint:
     return checkpoint
 
 
-def check_same_config(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check_same_config(saved: Mapping[str, Any], given: Mapping[str, Any], *, later: bool = False) -> None:
     """Raises ValueError with the dotted keys in which the configurations differ.
 
-    Keys that the saved one lacks came with a later version; whoever restores it gives them the meaning of before.
+    `later` says that the given one may have keys that the saved one lacks, because they came with a later version:
+    whoever restores a configuration gives them the meaning of before.
     """
-    if changes := differences(saved, given, later=True):
+    if changes := differences(saved, given, later=later):
         raise ValueError(
             f"checkpoint of another configuration: {changes}; resume with the saved values or start a new run"
         )

@@ -238,7 +238,8 @@ def _resume(
     state, position = RunState(), dict[str, int]()
     if newest(paths.checkpoint / STATE_FILE).exists():
         checkpoint = run_checkpoint(paths)
-        check_same_config(what_is_computed(checkpoint.data["config"]), what_is_computed(asdict(config)))
+        saved_config = what_is_computed(checkpoint.data["config"])
+        check_same_config(saved_config, what_is_computed(asdict(config)), later=True)
         state, position = restored_state(checkpoint.data, checkpoint.bags), checkpoint.data["position"]
     check()  # the world may have taken long to build
     saved: list[Saved] = []

@@ -191,9 +191,11 @@ def test_another_configuration_is_shown_by_its_keys() -> None:
     with pytest.raises(ValueError, match="checkpoint") as caught:
         check_same_config(saved, given)
     assert str(caught.value) == (
-        "checkpoint of another configuration: seed 1 -> 2, train.epochs 5 -> 6, gone true -> absent; "
-        "resume with the saved values or start a new run"
+        "checkpoint of another configuration: seed 1 -> 2, train.epochs 5 -> 6, gone true -> absent, "
+        "new.k absent -> [1]; resume with the saved values or start a new run"
     )
-    check_same_config({"seed": 1}, {"seed": 1, "new": {"k": [1]}})  # stored before there was such a key
+    check_same_config({"seed": 1}, {"seed": 1, "new": {"k": [1]}}, later=True)
+    with pytest.raises(ValueError, match="gone true -> absent;"):
+        check_same_config({"gone": True}, {"new": {"k": [1]}}, later=True)
     with pytest.raises(ValueError, match=r"k0 0 -> 1, k1 0 -> 1, k2 0 -> 1, k3 0 -> 1, k4 0 -> 1 and 4 more;"):
         check_same_config({f"k{i}": 0 for i in range(9)}, {f"k{i}": 1 for i in range(9)})
