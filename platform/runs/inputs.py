@@ -13,7 +13,7 @@ from typing import Any
 
 from fedloom.platform.data.augment import AUGMENTATIONS
 from fedloom.platform.data.federated import FederatedData
-from fedloom.platform.results.files import from_json, write_atomically
+from fedloom.platform.results.files import content_hash, from_json, write_atomically
 from fedloom.platform.results.manifest import seal_of
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tables import read_runs
@@ -70,11 +70,11 @@ def input_columns(config: Mapping[str, Any], data: FederatedData) -> dict[str, s
 def keep_inputs(artifacts: Path, config: Mapping[str, Any]) -> None:
     """Copies the files of `input_files` into a run's folder."""
     for file in input_files(config).values():
-        seal = seal_of(file.resolve())
-        if seal.size_bytes <= MOST_KEPT_BYTES:
-            copy = _copy_of(artifacts, file.name, seal.sha256)
+        if file.stat().st_size <= MOST_KEPT_BYTES:
+            content = file.read_bytes()
+            copy = _copy_of(artifacts, file.name, content_hash(content))
             copy.parent.mkdir(exist_ok=True)
-            write_atomically(copy, file.read_bytes())
+            write_atomically(copy, content)
 
 
 def _copy_of(artifacts: Path, name: str, sha256: str) -> Path:
