@@ -11,14 +11,14 @@ from rich.console import Console
 
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.presets import DEFAULT_METHOD, PRESET
-from fedloom.experiments.runs.slots import SLOTS, slot_of
+from fedloom.experiments.runs.registries import REGISTRIES, registry_of
 from fedloom.experiments.runs.spelling import METHOD, meant
 from fedloom.experiments.terminal.output import console, write_json
 from fedloom.platform.data.sources import DATASETS, TORCHVISION
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import METHODS
-from fedloom.platform.plugins import Slot, nearest
-from fedloom.platform.settings import Brought, Setting, described, settings_of
+from fedloom.platform.plugins import Registry, nearest
+from fedloom.platform.settings import ComponentName, Setting, described, settings_of
 
 NEEDED = "?"
 """Shown as the default of an option that has none and must be given."""
@@ -54,11 +54,11 @@ def _with_options(config: RunConfig) -> Iterator[Setting]:
     places = [s.key.rpartition(".")[0] for s in settings if s.key.endswith(".options")]
     options: dict[str, list[Setting]] = {place: [] for place in places}
     for setting in settings:
-        slot = slot_of(setting.allowed.kind) if isinstance(setting.allowed, Brought) else None
+        registry = registry_of(setting.allowed.kind) if isinstance(setting.allowed, ComponentName) else None
         above = [p for p in places if setting.key.startswith(f"{p}.")]
-        if slot is not None and above and setting.default is not None:
+        if registry is not None and above and setting.default is not None:
             place = max(above, key=len)
-            options[place] += _options_of(slot, setting.default, f"{place}.options")
+            options[place] += _options_of(registry, setting.default, f"{place}.options")
     for setting in settings:
         yield setting
         place, _, name = setting.key.rpartition(".")
@@ -66,12 +66,12 @@ def _with_options(config: RunConfig) -> Iterator[Setting]:
             yield from {option.key: option for option in options[place]}.values()
 
 
-def _options_of(slot: Slot[Any], name: str, key: str) -> Iterator[Setting]:
-    for parameter in slot.options_of(name).values():
+def _options_of(registry: Registry[Any], name: str, key: str) -> Iterator[Setting]:
+    for parameter in registry.options_of(name).values():
         annotation = Any if parameter.annotation is parameter.empty else parameter.annotation
         default = NEEDED if parameter.default is parameter.empty else parameter.default
         found = described(f"{key}.{parameter.name}", annotation, default)
-        yield Setting(found.key, found.kind, found.default, found.allowed, f"{slot.kind} {name}: {found.help}")
+        yield Setting(found.key, found.kind, found.default, found.allowed, f"{registry.kind} {name}: {found.help}")
 
 
 def whose_keys(given: Sequence[str], settings: Sequence[Setting]) -> str:
@@ -152,7 +152,7 @@ def known_code(words: Sequence[str]) -> list[Place]:
 
     Raises ValueError for a word that no plug-in point contains.
     """
-    places = [_methods(), *(_place(slot) for slot in SLOTS)]
+    places = [_methods(), *(_place(registry) for registry in REGISTRIES)]
     for word in words:
         if not any(_is_of(place, word) for place in places):
             kinds = [place.kind for place in places]
@@ -170,13 +170,13 @@ def _methods() -> Place:
     return Place("method", ("method",), "a fedloom.platform.methods.method.Method", found)
 
 
-def _place(slot: Slot[Any]) -> Place:
-    keys = tuple(dict.fromkeys(s.key for s in _all_settings() if s.allowed == Brought(slot.kind)))
-    found = [Code(name, _first_line(_undressed(code)), tuple(_options_of(slot, name, "options")))
-             for name, code in slot.known.items()]  # fmt: skip
-    if slot is DATASETS:
+def _place(registry: Registry[Any]) -> Place:
+    keys = tuple(dict.fromkeys(s.key for s in _all_settings() if s.allowed == ComponentName(registry.kind)))
+    found = [Code(name, _first_line(_undressed(code)), tuple(_options_of(registry, name, "options")))
+             for name, code in registry.known.items()]  # fmt: skip
+    if registry is DATASETS:
         found.append(Code(f"{TORCHVISION}NAME", "Any classification set of torchvision, such as FashionMNIST."))
-    return Place(slot.kind, keys, slot.form, tuple(found))
+    return Place(registry.kind, keys, registry.form, tuple(found))
 
 
 def _undressed(code: Any) -> Any:

@@ -1,6 +1,6 @@
 """Lookup of code by its configured name: built-in code, or a user's own by its import path.
 
-A slot is a place where code is chosen by name, such as the weighting rule of a training stage. Built-in code and a
+A registry is a place where code is chosen by name, such as the weighting rule of a training stage. Built-in code and a
 user's own (`module:name`, from the working directory or an installed package) are looked up, configured and called in
 the same way. A user's code that fails gives a one-line error that names it.
 """
@@ -53,7 +53,7 @@ class Shipped(Mapping[str, Any]):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ComponentSpec:
     """The name of code with the values of its options, as sent to workers."""
 
     name: str
@@ -65,7 +65,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, eq=False)
-class Slot(Generic[T]):
+class Registry(Generic[T]):
     """A place where code is chosen by name.
 
     Attributes:
@@ -82,13 +82,13 @@ class Slot(Generic[T]):
     made: bool = False
 
     def find(self, name: str) -> Any:
-        """The code of that name; PluginError if it does not exist or cannot be called with the slot's arguments."""
+        """The code of that name; PluginError if it does not exist or cannot be called with the registry's arguments."""
         found = resolve(self.kind, name, self.known)
         if is_import_path(name):
             self.check_callable(name, found)
         return found
 
-    def make(self, chosen: Chosen) -> T:
+    def make(self, chosen: ComponentSpec) -> T:
         """The code with its options bound; errors in a user's code name it."""
         # Cached by the found object, not only by its name, because a notebook may reload a module.
         made: T = _made(self, chosen, resolve(self.kind, chosen.name, self.known))
@@ -99,7 +99,7 @@ class Slot(Generic[T]):
         return keyword_options(self.find(name))
 
     def check_callable(self, name: str, found: Any) -> None:
-        """Raises PluginError for a user's code that cannot be called with the slot's arguments."""
+        """Raises PluginError for a user's code that cannot be called with the registry's arguments."""
         if not callable(found):
             raise PluginError(f"{self.kind} {name!r} is {an(type(found).__name__)}, not {self.form}")
         places = () if self.made and inspect.isclass(found) else self.arguments
@@ -130,16 +130,16 @@ def an(name: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _made(slot: "Slot[Any]", chosen: Chosen, found: Any) -> Any:
+def _made(registry: "Registry[Any]", chosen: ComponentSpec, found: Any) -> Any:
     options = dict(chosen.options)
     own = is_import_path(chosen.name)
     if own:
-        slot.check_callable(chosen.name, found)
-    if slot.made and (inspect.isclass(found) or not slot.arguments):
-        with blaming(slot.kind, chosen.name):
+        registry.check_callable(chosen.name, found)
+    if registry.made and (inspect.isclass(found) or not registry.arguments):
+        with blaming(registry.kind, chosen.name):
             return found(**options)
     bound = partial(found, **options) if options else found
-    return Blamed(slot.kind, chosen.name, bound) if own else bound
+    return Blamed(registry.kind, chosen.name, bound) if own else bound
 
 
 class Blamed:

@@ -13,7 +13,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from fedloom.platform.plugins import Chosen, Slot, an, nearest
+from fedloom.platform.plugins import ComponentSpec, Registry, an, nearest
 from fedloom.platform.words import shown
 
 LARGEST_WHOLE = 2**63 - 1
@@ -135,20 +135,20 @@ class FilePath:
 
 
 @dataclass(frozen=True)
-class Brought:
+class ComponentName:
     """The name of built-in code, or the import path of a user's own; `kind` is its kind, such as `server rule`."""
 
     kind: str
 
     def holds(self, text: str) -> bool:
-        """Whether a text can be such a name; which names there are is known to the code's slot."""
+        """Whether a text can be such a name; which names there are is known to the code's registry."""
         return bool(text.strip())
 
     def __str__(self) -> str:
         return f"the name of {an(self.kind)}, or module:name"
 
 
-Allowed = Range | OneOf | CountOr | Text | FilePath | Brought
+Allowed = Range | OneOf | CountOr | Text | FilePath | ComponentName
 """What can be said of the values of a setting."""
 
 NOT_EMPTY, PATH = Text(), FilePath()
@@ -343,35 +343,37 @@ def _type_name(kind: Any) -> str:
     return names.get(kind, getattr(kind, "__name__", str(kind)))
 
 
-def chosen(slots: Sequence[tuple[Slot[Any], str]], options: Mapping[str, Any], key: str) -> list[Chosen]:
-    """The choice of each slot with its options; `key` is the configuration key of the options.
+def component_specs(
+    registries: Sequence[tuple[Registry[Any], str]], options: Mapping[str, Any], key: str
+) -> list[ComponentSpec]:
+    """The choice of each registry with its options; `key` is the configuration key of the options.
 
     Raises ValueError for an unknown choice, an option that no choice has, a missing option, and a value of the wrong
     type or out of range.
     """
     found = []
     known: dict[str, str] = {}
-    for slot, name in slots:
-        own = dict(_options(slot, name, options, key))
-        known |= dict.fromkeys(slot.options_of(name), f"{slot.kind} {name}")
-        found.append(Chosen(name, tuple(sorted(own.items()))))
+    for registry, name in registries:
+        own = dict(_options(registry, name, options, key))
+        known |= dict.fromkeys(registry.options_of(name), f"{registry.kind} {name}")
+        found.append(ComponentSpec(name, tuple(sorted(own.items()))))
     for option in options:
         if option not in known:
-            choices = ", ".join(f"{slot.kind} {name}" for slot, name in slots)
+            choices = ", ".join(f"{registry.kind} {name}" for registry, name in registries)
             there = f"the options are {', '.join(known)}" if known else "they have no options"
             raise ValueError(f"{key}.{option}: not an option of {choices}; {there}{nearest(option, [*known])}")
     return found
 
 
-def _options(slot: Slot[Any], name: str, given: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
-    for parameter in slot.options_of(name).values():
+def _options(registry: Registry[Any], name: str, given: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
+    for parameter in registry.options_of(name).values():
         annotation = Any if parameter.annotation is parameter.empty else parameter.annotation
         setting = described(f"{key}.{parameter.name}", annotation, parameter.default)
         if parameter.name in given:
             try:
                 value = converted(setting, annotation, given[parameter.name])
             except ValueError as error:
-                raise ValueError(f"{error} (an option of {slot.kind} {name})") from error
+                raise ValueError(f"{error} (an option of {registry.kind} {name})") from error
             yield parameter.name, value
         elif parameter.default is parameter.empty:
-            raise ValueError(f"{setting.key} is missing: {slot.kind} {name} needs it, {_noun(setting.kind)}")
+            raise ValueError(f"{setting.key} is missing: {registry.kind} {name} needs it, {_noun(setting.kind)}")

@@ -19,7 +19,7 @@ from fedloom.platform.data.speech import mfcc
 from fedloom.platform.data.tokens import TokenSource
 from fedloom.platform.federation.budgets import BUDGETS
 from fedloom.platform.federation.distribution import Distribution, distribute
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher
 from fedloom.platform.search.predictors import fit_predictor
@@ -38,18 +38,18 @@ def _beside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_power_of_the_samples_weighs_and_what_was_not_trained_does_not() -> None:
-    rule = weighting_rule(Chosen("power_weights:power", (("exponent", 0.5),)))
+    rule = weighting_rule(ComponentSpec("power_weights:power", (("exponent", 0.5),)))
     assert rule(Work(4, 16, {"stem": 16, "operator": 9, "other": 0})) == {"stem": 4.0, "operator": 3.0, "other": 0.0}
 
 
 def test_one_square_of_every_image_is_erased() -> None:
-    erase = AUGMENTATIONS.make(Chosen("erasing:erase", (("size", 3),)))
+    erase = AUGMENTATIONS.make(ComponentSpec("erasing:erase", (("size", 3),)))
     erased = erase(torch.ones(5, 2, 8, 8), torch.Generator().manual_seed(1))
     assert (erased == 0).sum(dim=(1, 2, 3)).tolist() == [18] * 5
 
 
 def test_smoothing_changes_the_loss_of_training_alone() -> None:
-    smoothed = OBJECTIVES.make(Chosen("smoothed:Smoothed", (("smoothing", 0.5),)))
+    smoothed = OBJECTIVES.make(ComponentSpec("smoothed:Smoothed", (("smoothing", 0.5),)))
     logits, targets = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
     plain = torch.nn.functional.cross_entropy(logits, targets)
     assert smoothed.loss(logits, targets) == pytest.approx(plain.item() + 0.5)  # half of the label on both classes
@@ -57,7 +57,7 @@ def test_smoothing_changes_the_loss_of_training_alone() -> None:
 
 
 def test_a_device_in_use_has_a_part_of_its_budget() -> None:
-    budget = BUDGETS.make(Chosen("in_use:in_use", (("left", 0.25), ("probability", 0.5))))
+    budget = BUDGETS.make(ComponentSpec("in_use:in_use", (("left", 0.25), ("probability", 0.5))))
     rng = np.random.default_rng(0)
     assert {budget(0, rng) for _ in range(20)} == {1.0}
     drawn = [budget(1, rng) for _ in range(1000)]
@@ -70,14 +70,14 @@ def test_who_can_gets_the_largest() -> None:
     table = space.cost_table("macs")
     budgets = (table.largest, 2000.0)
     distribution = Distribution(space, table, 0, (3, 8), budgets, (), {}, np.random.default_rng(0))
-    given = distribute(Chosen("largest_first:largest_first"), distribution)
+    given = distribute(ComponentSpec("largest_first:largest_first"), distribution)
     assert given[3] == space.largest
     assert table.cost(given[8]) <= 2000
 
 
 def test_the_largest_is_favoured() -> None:
     shares = shares_of(
-        Chosen("favoured:favoured", (("factor", 3.0),)), Sharing(SharesConfig(), 0, 1, 3, (False, True, False))
+        ComponentSpec("favoured:favoured", (("factor", 3.0),)), Sharing(SharesConfig(), 0, 1, 3, (False, True, False))
     )
     assert list(shares.values) == [1.0, 3.0, 1.0]
     assert shares.schedules == {"factor": 3.0}
@@ -103,7 +103,9 @@ def test_hill_climbing_finds_the_top_and_replays() -> None:
 def test_ridge_regression_ranks_what_is_linear() -> None:
     rng = np.random.default_rng(0)
     features = rng.integers(0, 2, (60, 6)).astype(float)
-    fitted = fit_predictor(features, features @ np.arange(6.0), seed=1, fit=Chosen("ridge:ridge", (("strength", 0.1),)))
+    fitted = fit_predictor(
+        features, features @ np.arange(6.0), seed=1, fit=ComponentSpec("ridge:ridge", (("strength", 0.1),))
+    )
     assert fitted.tau > 0.95
 
 

@@ -29,11 +29,11 @@ from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
 from fedloom.platform.clients.local_rules import PLAIN, LocalClient, local_rule, place_of
 from fedloom.platform.clients.training import SGD, LocalSGD
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.spaces.slices import Slice
 
 X = "x"
-REPLACE = Chosen("replace")
+REPLACE = ComponentSpec("replace")
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ class Quadratics:
 class Algorithm:
     """A local rule and a server rule."""
 
-    local: Chosen = PLAIN
-    server: Chosen = REPLACE
+    local: ComponentSpec = PLAIN
+    server: ComponentSpec = REPLACE
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     "FedAvg": Algorithm(),
-    "FedProx": Algorithm(Chosen("fedprox", (("mu", 0.1),))),
-    "SCAFFOLD, option 1": Algorithm(Chosen("scaffold", (("option", 1),))),
-    "SCAFFOLD, option 2": Algorithm(Chosen("scaffold")),
-    "FedDyn": Algorithm(Chosen("feddyn", (("alpha", 0.5),)), Chosen("feddyn")),
-    "FedNova": Algorithm(Chosen("fednova"), Chosen("fednova")),
+    "FedProx": Algorithm(ComponentSpec("fedprox", (("mu", 0.1),))),
+    "SCAFFOLD, option 1": Algorithm(ComponentSpec("scaffold", (("option", 1),))),
+    "SCAFFOLD, option 2": Algorithm(ComponentSpec("scaffold")),
+    "FedDyn": Algorithm(ComponentSpec("feddyn", (("alpha", 0.5),)), ComponentSpec("feddyn")),
+    "FedNova": Algorithm(ComponentSpec("fednova"), ComponentSpec("fednova")),
 }
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from fedloom.experiments.runs.slots import slot_of
+from fedloom.experiments.runs.registries import registry_of
 from fedloom.platform.plugins import PluginError, nearest
-from fedloom.platform.settings import Brought, OneOf, Setting, settings_of
+from fedloom.platform.settings import ComponentName, OneOf, Setting, settings_of
 from fedloom.platform.words import shown
 
 CHOOSERS = ("name", "kind", "dataset", "rule", "heuristic")
@@ -40,10 +40,10 @@ def _group(composed: DictConfig, key: str) -> Any:
 
 def _problem(chooser: Setting, value: str) -> str:
     """Why the value cannot be chosen; empty if it can."""
-    slot = slot_of(chooser.allowed.kind) if isinstance(chooser.allowed, Brought) else None
-    if slot is not None:
+    registry = registry_of(chooser.allowed.kind) if isinstance(chooser.allowed, ComponentName) else None
+    if registry is not None:
         try:
-            slot.find(value)
+            registry.find(value)
         except PluginError as error:
             return f": {error}"
     if isinstance(chooser.allowed, OneOf) and not chooser.allowed.holds(value):

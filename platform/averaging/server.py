@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Averaged, part_of
-from fedloom.platform.plugins import PluginError, Shipped, Slot, is_import_path
+from fedloom.platform.plugins import PluginError, Registry, Shipped, is_import_path
 from fedloom.platform.settings import POSITIVE, Range
 from fedloom.platform.spaces.slices import Region, Weights
 
@@ -138,7 +138,7 @@ def _adaptive(step: ServerStep, variance: Tensor, server_lr: float, beta_1: floa
 
 
 _METHODS = "fedloom.platform.methods.optimisers"
-SERVER_RULES: Slot[ServerRule] = Slot(
+SERVER_RULES: Registry[ServerRule] = Registry(
     "server rule",
     Shipped(
         {name: f"{__name__}:{name}" for name in ("replace", "fedavgm", "fedadagrad", "fedadam", "fedyogi")}

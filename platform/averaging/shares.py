@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Annotated
 
-from fedloom.platform.plugins import Chosen, PluginError, Slot, is_import_path
-from fedloom.platform.settings import SHARE, Brought, OneOf
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, is_import_path
+from fedloom.platform.settings import SHARE, ComponentName, OneOf
 
 DECAYS = ("constant", "linear", "cosine")
 
@@ -21,9 +21,9 @@ DECAYS = ("constant", "linear", "cosine")
 class SharesConfig:
     """How the server weights the clients of a round against each other."""
 
-    rule: Annotated[str, Brought("shares rule"), "overlap (all alike), maxnet (the largest subnet's client beta_t)"] = (
-        "maxnet"
-    )
+    rule: Annotated[
+        str, ComponentName("shares rule"), "overlap (all alike), maxnet (the largest subnet's client beta_t)"
+    ] = "maxnet"
     beta_0: Annotated[float, SHARE, "maxnet: beta in the first round; it decays to 1 / (clients of a round)"] = 0.9
     decay: Annotated[str, OneOf(DECAYS), "maxnet: how beta decays"] = "cosine"
     decay_share: Annotated[float, SHARE, "maxnet: the share of all rounds over which it decays"] = 0.8
@@ -93,10 +93,10 @@ def maxnet(sharing: Sharing) -> Shares:
     return Shares(values, {"beta": beta_t})
 
 
-SHARES_RULES: Slot[SharesRule] = Slot("shares rule", {"overlap": overlap, "maxnet": maxnet}, ("sharing",))
+SHARES_RULES: Registry[SharesRule] = Registry("shares rule", {"overlap": overlap, "maxnet": maxnet}, ("sharing",))
 
 
-def shares_of(rule: Chosen, sharing: Sharing) -> Shares:
+def shares_of(rule: ComponentSpec, sharing: Sharing) -> Shares:
     """The shares of a round; PluginError for a user's rule that does not return one valid share per client."""
     shares = SHARES_RULES.make(rule)(sharing)
     if is_import_path(rule.name):
@@ -118,7 +118,7 @@ def _check(shares: Shares, clients: int, blame: str) -> None:
             raise PluginError(f"{blame} gives the schedule {name} the value {value!r:.60}: give numbers by their names")
 
 
-def check_shares(rule: Chosen, config: SharesConfig, clients: int) -> None:
+def check_shares(rule: ComponentSpec, config: SharesConfig, clients: int) -> None:
     """Tries a rule of the user's own on rounds with and without the largest subnet; PluginError if it does not work."""
     if is_import_path(rule.name):
         for largest in (True, False):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 
-from fedloom.platform.plugins import Chosen, PluginError, Slot, is_import_path
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, is_import_path
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ def opa(work: Work) -> dict[str, float]:
     return {name: float(seen) for name, seen in work.seen_by_tensor.items()}
 
 
-WEIGHTING_RULES: Slot[WeightingRule] = Slot(
+WEIGHTING_RULES: Registry[WeightingRule] = Registry(
     "weighting rule", {"fedavg": fedavg, "fedavg_whole": fedavg_whole, "plain": plain, "opa": opa}, ("work",)
 )
-FEDAVG = Chosen("fedavg")
+FEDAVG = ComponentSpec("fedavg")
 
 
-def weighting_rule(choice: Chosen) -> WeightingRule:
+def weighting_rule(choice: ComponentSpec) -> WeightingRule:
     """The chosen rule; PluginError if it does not exist, or when it does not return one weight per tensor."""
     rule = WEIGHTING_RULES.make(choice)
     if not is_import_path(choice.name):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.server import checked_values
-from fedloom.platform.plugins import Chosen, PluginError, Shipped, Slot, blaming, is_import_path
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped, blaming, is_import_path
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Slice, SliceMap, Weights
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedloom.platform.averaging.server import ServerStep
     from fedloom.platform.clients.training import Correction, LocalSGD
 
-PLAIN = Chosen("sgd")
+PLAIN = ComponentSpec("sgd")
 STATE = "rule/"
 """Prefix of a rule's names in a client's state, which may also hold a method's own tensors."""
 
@@ -176,7 +176,7 @@ def fedprox(
 
 
 _METHODS = "fedloom.platform.methods.optimisers"
-LOCAL_RULES: Slot[Callable[[LocalClient], Correction | None] | LocalRule] = Slot(
+LOCAL_RULES: Registry[Callable[[LocalClient], Correction | None] | LocalRule] = Registry(
     "local rule",
     Shipped(
         {"sgd": f"{__name__}:sgd", "fedprox": f"{__name__}:fedprox", "scaffold": f"{_METHODS}.scaffold:Scaffold"}
@@ -235,7 +235,7 @@ CORRECTION = "function of (name, parameter, gradient)"
 IN_PLACE = "change the gradient in place, as gradient.add_(...) does"
 
 
-def local_rule(choice: Chosen) -> LocalRule:
+def local_rule(choice: ComponentSpec) -> LocalRule:
     """The chosen rule; PluginError if it does not exist or is a class that is no `LocalRule`."""
     made, blame = LOCAL_RULES.make(choice), f"local rule {choice.name!r}"
     if not isinstance(made, LocalRule):
@@ -251,7 +251,7 @@ def local_rule(choice: Chosen) -> LocalRule:
     return _Own(choice.name, made)
 
 
-def refuse_parts(choice: Chosen, key: str, senders: str, instead: str) -> None:
+def refuse_parts(choice: ComponentSpec, key: str, senders: str, instead: str) -> None:
     """Raises ValueError if the rule needs whole changes, of which the clients of `senders` send parts.
 
     `key` is the configuration key of the stage; `instead` says what can be used.

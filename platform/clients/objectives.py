@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, blaming
 from fedloom.platform.settings import UP_TO_A_MILLION
 
 IGNORED = -100
@@ -144,7 +144,7 @@ class TopK(Objective):
         return {f"top_{self.k}": (best == targets.unsqueeze(1)).any(dim=1).sum()}
 
 
-OBJECTIVES: Slot[Objective] = Slot(
+OBJECTIVES: Registry[Objective] = Registry(
     "objective",
     {
         "classification": Objective,
@@ -156,10 +156,10 @@ OBJECTIVES: Slot[Objective] = Slot(
     (),
     made=True,
 )
-CLASSIFICATION = Chosen("classification")
+CLASSIFICATION = ComponentSpec("classification")
 
 
-def check_objective(choice: Chosen, targets: Tensor, num_classes: int) -> None:
+def check_objective(choice: ComponentSpec, targets: Tensor, num_classes: int) -> None:
     """Tests an objective on these targets and random logits.
 
     Raises ValueError for an objective that does not fit the data, PluginError for a user's objective that fails.

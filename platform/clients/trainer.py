@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fedloom.platform.clients.objectives import Objective
     from fedloom.platform.clients.sealing import SecurePlan
     from fedloom.platform.clients.worker import Worker
-    from fedloom.platform.plugins import Chosen
+    from fedloom.platform.plugins import ComponentSpec
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def train_network(
     data: Samples,
     local: LocalSGD,
     *,
-    rule: Chosen = PLAIN,
+    rule: ComponentSpec = PLAIN,
     correct: Correction | None = None,
     momentum: Mapping[str, Tensor] | None = None,
     sends: float = 1.0,
@@ -254,7 +254,9 @@ def local_client(
     )
 
 
-def update_of(trained: TrainedNetwork, num_samples: int, weighting: Chosen = FEDAVG, share: float = 1.0) -> Update:
+def update_of(
+    trained: TrainedNetwork, num_samples: int, weighting: ComponentSpec = FEDAVG, share: float = 1.0
+) -> Update:
     """The update of a trained network: all of its tensors, and those that the local rule sends."""
     figures = trained.figures
     work = Work(num_samples, figures.seen_samples, trained.network.seen(figures), share)
@@ -321,9 +323,9 @@ class Train:
 
     network: Countable
     local: LocalSGD
-    weighting: Chosen = FEDAVG
+    weighting: ComponentSpec = FEDAVG
     share: float = 1.0
-    rule: Chosen = PLAIN
+    rule: ComponentSpec = PLAIN
     joined: bool = False
     scored: bool = False
     sends: float = 1.0

@@ -18,7 +18,7 @@ from fedloom.platform.data.on_device import upload
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.objectives import Objective
-    from fedloom.platform.plugins import Chosen
+    from fedloom.platform.plugins import ComponentSpec
 
 Samples = tuple[Tensor, Tensor]
 """Inputs (n, ...) and targets (n,) or (n, T)."""
@@ -45,7 +45,7 @@ class LocalSGD:
     weight_decay: float = 0.0
     clip_norm: float = 0.0
     idle_momentum: bool = False
-    augment: Chosen = NO_AUGMENTATION
+    augment: ComponentSpec = NO_AUGMENTATION
     balanced: bool = False
     loss_norm: bool = False
     steps: int | None = None

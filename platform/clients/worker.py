@@ -17,7 +17,7 @@ from fedloom.platform.clients.training import Samples, own_randomness
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.label_sets import LabelSet
 from fedloom.platform.data.on_device import upload
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.initialisation import draws_randomly
@@ -52,7 +52,7 @@ class WorkerSpec:
     precision: str = "float32"
     memory_format: str = "auto"
     deterministic: bool = False
-    objective: Chosen = CLASSIFICATION
+    objective: ComponentSpec = CLASSIFICATION
     label_sets: tuple[LabelSet, ...] = ()
     """The classes of every task; empty for one task, the data set's classes."""
     device: str = "cpu"

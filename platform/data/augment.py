@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedloom.platform.data.augment_sound import noise_shift
 from fedloom.platform.data.on_device import upload
-from fedloom.platform.plugins import Chosen, PluginError, Slot, is_import_path
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, is_import_path
 from fedloom.platform.settings import Range
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 """Maps a batch of normalised inputs and a CPU generator to a batch of the same shape and dtype."""
 
-NO_AUGMENTATION = Chosen("none")
+NO_AUGMENTATION = ComponentSpec("none")
 PADDING = 4
 
 
@@ -140,7 +140,7 @@ def crop_flip_randaugment_cutout(
     return cut_out(changed.to(x_BCHW.dtype).div_(255).mul_(high - low).add_(low), generator, length)
 
 
-AUGMENTATIONS: Slot[Augmentation] = Slot(
+AUGMENTATIONS: Registry[Augmentation] = Registry(
     "augmentation",
     {
         "none": unchanged,
@@ -154,7 +154,7 @@ AUGMENTATIONS: Slot[Augmentation] = Slot(
 COLOURS = ("black", "white")
 
 
-def coloured(choice: Chosen, colours: Sequence[Sequence[float]]) -> Chosen:
+def coloured(choice: ComponentSpec, colours: Sequence[Sequence[float]]) -> ComponentSpec:
     """The augmentation with the data set's normalised values of black and white, if it asks for them by these names."""
     own = AUGMENTATIONS.options_of(choice.name)
     asked = {name: list(value) for name, value in zip(COLOURS, colours, strict=True) if name in own}
@@ -162,7 +162,7 @@ def coloured(choice: Chosen, colours: Sequence[Sequence[float]]) -> Chosen:
     return replace(choice, options=tuple(sorted({**asked, **given}.items()))) if asked else choice
 
 
-def augmentation(choice: Chosen) -> Augmentation | None:
+def augmentation(choice: ComponentSpec) -> Augmentation | None:
     """The chosen augmentation, built-in or the user's own; None for `none`."""
     return None if choice == NO_AUGMENTATION else AUGMENTATIONS.make(choice)
 
@@ -176,7 +176,7 @@ def tried_samples(dataset: Dataset) -> tuple[Tensor, Tensor]:
     return dataset.tensors("train", np.arange(min(TRIED_SAMPLES, dataset.num_samples("train"))))
 
 
-def check_augmentation(choice: Chosen, x_B: Tensor) -> None:
+def check_augmentation(choice: ComponentSpec, x_B: Tensor) -> None:
     """Raises PluginError for an unknown augmentation, or one that changes the shape or dtype of this batch.
 
     Also raises PluginError for values that are not finite, and ValueError if the batch does not hold images.

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-from fedloom.platform.settings import PATH, POSITIVE, UP_TO_A_MILLION, Brought, OneOf, Range
+from fedloom.platform.settings import PATH, POSITIVE, UP_TO_A_MILLION, ComponentName, OneOf, Range
 from fedloom.platform.words import in_words
 
 PARTITIONS = ("lda", "lda_sequential", "dirichlet_classes", "iid", "natural")
@@ -20,7 +20,7 @@ SAMPLES = Range(least=1, most=1_000_000_000)
 class DataConfig:
     """Everything that determines the prepared data set and, with a seed, its partition."""
 
-    dataset: Annotated[str, Brought("data set"), "the data set; `fedloom plugins data` lists all"] = "digits"
+    dataset: Annotated[str, ComponentName("data set"), "the data set; `fedloom plugins data` lists all"] = "digits"
     root: Annotated[str | None, PATH, "folder of the originals; null: the environment's FEDLOOM_DATA, then ./data"] = (
         None
     )
@@ -61,7 +61,7 @@ class DataConfig:
     label_sets: Annotated[
         dict[str, Any], "coarser classes by name, for tiers.tasks: the coarser class of every class"
     ] = field(default_factory=dict)
-    augment: Annotated[str, Brought("augmentation"), "augmentation of training batches"] = "none"
+    augment: Annotated[str, ComponentName("augmentation"), "augmentation of training batches"] = "none"
     balanced_classes: Annotated[
         bool, "whether clients draw training samples with replacement so that all of their classes are equally likely"
     ] = False

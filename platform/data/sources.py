@@ -27,9 +27,9 @@ from fedloom.platform.data.speech import SpeechSource
 from fedloom.platform.data.stratify import stratified_rows
 from fedloom.platform.data.tokens import TokenSource
 from fedloom.platform.data.torchvision_sets import IMAGE_SIDE, torchvision_datasets, torchvision_set
-from fedloom.platform.plugins import Chosen, Slot
+from fedloom.platform.plugins import ComponentSpec, Registry
 from fedloom.platform.seeding import stream
-from fedloom.platform.settings import PATH, Range, chosen
+from fedloom.platform.settings import PATH, Range, component_specs
 
 FIXED_SEED = 0
 """Seed of splits and sub-samples, which are properties of the data set and independent of the run's seed."""
@@ -158,7 +158,7 @@ class _Known(Mapping[str, DataSet]):
         return len(self._named)
 
 
-DATASETS: Slot[DataSet] = Slot(
+DATASETS: Registry[DataSet] = Registry(
     "data set",
     _Known(
         {
@@ -170,9 +170,9 @@ DATASETS: Slot[DataSet] = Slot(
 )
 
 
-def data_choices(config: DataConfig) -> tuple[Chosen, Chosen]:
+def data_choices(config: DataConfig) -> tuple[ComponentSpec, ComponentSpec]:
     """Data set and augmentation with their options; ValueError with the key of an unknown one."""
-    slots: dict[str, tuple[Slot[Any], str]] = {
+    slots: dict[str, tuple[Registry[Any], str]] = {
         "dataset": (DATASETS, config.dataset),
         "augment": (AUGMENTATIONS, config.augment),
     }
@@ -181,7 +181,7 @@ def data_choices(config: DataConfig) -> tuple[Chosen, Chosen]:
             slot.find(name)
         except ValueError as error:
             raise type(error)(f"data.{key}: {error}") from error
-    dataset, augment = chosen([*slots.values()], config.options, "data.options")
+    dataset, augment = component_specs([*slots.values()], config.options, "data.options")
     return dataset, augment
 
 

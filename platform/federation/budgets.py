@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedloom.platform.federation.config import BudgetConfig
-from fedloom.platform.plugins import Chosen, PluginError, Slot, is_import_path
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, is_import_path
 from fedloom.platform.seeding import stream
-from fedloom.platform.settings import chosen
+from fedloom.platform.settings import component_specs
 from fedloom.tiers.budgets import Budget, ScheduleBudget, StaticBudget, TraceBudget, make_budget
 
-BUDGETS: Slot[Callable[[int, np.random.Generator], float]] = Slot(
+BUDGETS: Registry[Callable[[int, np.random.Generator], float]] = Registry(
     "budget", {"static": StaticBudget, "schedule": ScheduleBudget, "trace": TraceBudget}, ("round", "rng")
 )
 """A user's budget is a function of the round (from 0) and of a random generator for that round and client.
@@ -24,7 +24,7 @@ It returns the client's share of the tier's budget, above 0 and at most 1.
 class OwnBudget:
     """Adapts a user's function to a `Budget`."""
 
-    choice: Chosen
+    choice: ComponentSpec
 
     def factor(self, round: int, rng: np.random.Generator) -> float:
         """The share of the budget; PluginError if the function returns no number above 0 and at most 1."""
@@ -43,7 +43,7 @@ def configured_budget(config: BudgetConfig) -> Budget:
             return make_budget(config.kind, factors=config.factors, states=config.states)
         except ValueError as error:
             raise ValueError(f"tiers.budget: {error}") from error
-    own = OwnBudget(chosen([(BUDGETS, config.kind)], config.options, "tiers.budget.options")[0])
+    own = OwnBudget(component_specs([(BUDGETS, config.kind)], config.options, "tiers.budget.options")[0])
     for round_ in range(2):
         own.factor(round_, stream(0, "trial", round_))
     return own

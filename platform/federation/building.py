@@ -19,9 +19,9 @@ from fedloom.platform.federation.config import GENERATED, RunConfig
 from fedloom.platform.federation.costs import RunCosts, measure_costs
 from fedloom.platform.federation.tasks import Tasks, tasks_of
 from fedloom.platform.federation.world import World
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import stream
-from fedloom.platform.settings import chosen
+from fedloom.platform.settings import component_specs
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.genome import Genome
 from fedloom.platform.spaces.registry import build_space
@@ -46,7 +46,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
     Raises ValueError for an invalid configuration: missing data, impossible budgets, shares that do not sum to 1.
     """
     _, augment = data_choices(config.data)
-    objective = chosen([(OBJECTIVES, config.objective.name)], config.objective.options, "objective.options")[0]
+    objective = component_specs([(OBJECTIVES, config.objective.name)], config.objective.options, "objective.options")[0]
     space = build_space(config.space)
     check(space)
     dataset_path = prepare_dataset(config.data)
@@ -81,7 +81,9 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
     )
 
 
-def _spec(config: RunConfig, places: tuple[Path, Path], costs: RunCosts, objective: Chosen, tasks: Tasks) -> WorkerSpec:
+def _spec(
+    config: RunConfig, places: tuple[Path, Path], costs: RunCosts, objective: ComponentSpec, tasks: Tasks
+) -> WorkerSpec:
     """From what the workers are built; `places` are the prepared data set and its partition."""
     return WorkerSpec(
         space=config.space,
@@ -99,7 +101,7 @@ def _spec(config: RunConfig, places: tuple[Path, Path], costs: RunCosts, objecti
     )
 
 
-def _try_on_data(data: FederatedData, augment: Chosen, objective: Chosen, num_classes: int) -> None:
+def _try_on_data(data: FederatedData, augment: ComponentSpec, objective: ComponentSpec, num_classes: int) -> None:
     """Raises a one-line ValueError for an augmentation or an objective that does not fit the data."""
     x, y = tried_samples(data.dataset)
     check_augmentation(augment, x)

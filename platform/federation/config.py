@@ -15,7 +15,7 @@ from fedloom.platform.settings import (
     UP_TO_A_MILLION,
     UP_TO_A_THOUSAND,
     ZERO_OR_MORE,
-    Brought,
+    ComponentName,
     CountOr,
     OneOf,
     Range,
@@ -27,7 +27,7 @@ from fedloom.platform.spaces.space_config import SpaceConfig
 class ObjectiveConfig:
     """The objective of training and evaluation."""
 
-    name: Annotated[str, Brought("objective"), "loss, metric, and which targets count"] = "classification"
+    name: Annotated[str, ComponentName("objective"), "loss, metric, and which targets count"] = "classification"
     options: Annotated[dict[str, Any], "the objective's own options, by name"] = field(default_factory=dict)
 
 
@@ -48,9 +48,9 @@ class SeedsConfig:
 class BudgetConfig:
     """The share of a tier's budget that its clients have in a round."""
 
-    kind: Annotated[str, Brought("budget"), "static (all of it), schedule (factors by round) or trace (states)"] = (
-        "static"
-    )
+    kind: Annotated[
+        str, ComponentName("budget"), "static (all of it), schedule (factors by round) or trace (states)"
+    ] = "static"
     factors: Annotated[list[float] | None, SHARE, "schedule: the share of the budget by round, repeated"] = None
     states: Annotated[list[Any] | None, "trace: rows of name, factor and probability"] = None
     options: Annotated[dict[str, Any], "the options of a user's own budget, by name"] = field(default_factory=dict)

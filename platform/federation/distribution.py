@@ -7,7 +7,7 @@ from typing import Annotated
 
 import numpy as np
 
-from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming, is_import_path
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, blaming, is_import_path
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.constraint import TableConstraint
 from fedloom.platform.settings import Range
@@ -154,7 +154,7 @@ def dynamic(distribution: Distribution) -> list[Architecture]:
     ]
 
 
-HEURISTICS: Slot[Heuristic] = Slot(
+HEURISTICS: Registry[Heuristic] = Registry(
     "distribution heuristic",
     {
         "random": random,
@@ -170,7 +170,7 @@ NEED_A_FAMILY = ("static", "dynamic")
 SANDWICHES = ("sandwich", "tracking_sandwich", "pareto_path")
 
 
-def distribute(rule: Chosen, distribution: Distribution) -> dict[int, Architecture]:
+def distribute(rule: ComponentSpec, distribution: Distribution) -> dict[int, Architecture]:
     """The subnet of every client of the round.
 
     Raises PluginError, a ValueError, if a user's heuristic does not give each client one within its budget.
@@ -198,7 +198,7 @@ def distribute(rule: Chosen, distribution: Distribution) -> dict[int, Architectu
     return dict(zip(distribution.client_ids, given, strict=True))
 
 
-def check_heuristic(rule: Chosen, distribution: Distribution) -> None:
+def check_heuristic(rule: ComponentSpec, distribution: Distribution) -> None:
     """Tests a user's heuristic on a first round and a later one; PluginError if it fails."""
     if is_import_path(rule.name):
         given = distribute(rule, distribution)

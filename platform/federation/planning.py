@@ -15,7 +15,7 @@ from fedloom.platform.seeding import stream
 if TYPE_CHECKING:
     from fedloom.platform.federation.history import History
     from fedloom.platform.federation.world import World
-    from fedloom.platform.plugins import Chosen
+    from fedloom.platform.plugins import ComponentSpec
     from fedloom.tiers.costs import CostTable
 
 
@@ -29,7 +29,7 @@ def choose_cohort(
     round_: int,
     eligible: np.ndarray,
     size: int,
-    rule: Chosen,
+    rule: ComponentSpec,
     history: History,
     memory: Mapping[str, Any] | None = None,
     epochs: int = 1,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.platform.federation.history import ClientRecord, History
-from fedloom.platform.plugins import Chosen, PluginError, Shipped, Slot, blaming
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped, blaming
 from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile
 
 FEW = 4
@@ -199,7 +199,7 @@ def poisson(choice: Choice) -> Cohort:
 
 
 _METHODS = "fedloom.platform.methods.selection"
-SELECTION_RULES: Slot[SelectionRule] = Slot(
+SELECTION_RULES: Registry[SelectionRule] = Registry(
     "selection rule",
     Shipped(
         {"uniform": f"{__name__}:uniform", "poisson": f"{__name__}:poisson", "all": f"{__name__}:all_available"}
@@ -212,7 +212,7 @@ BY_LOSS_NORM = ("oort", "pyramidfl")
 """Rules for which clients report the root mean square of their samples' losses."""
 
 
-def select(choice: Choice, rule: Chosen) -> Cohort:
+def select(choice: Choice, rule: ComponentSpec) -> Cohort:
     """The cohort that a rule chooses.
 
     Raises PluginError for a user's rule that does not return distinct eligible clients, at most `choice.size`.
@@ -243,7 +243,7 @@ def _checked(given: Cohort | Sequence[int], choice: Choice, name: str) -> Cohort
     return replace(cohort, client_ids=client_ids, reason=cohort.reason or name)
 
 
-def check_selection(rule: Chosen, size: int | None) -> None:
+def check_selection(rule: ComponentSpec, size: int | None) -> None:
     """Tests a rule on a few clients, without and with a history; PluginError if it fails or selects no client.
 
     `size` is the number of clients per round, None for all clients.

@@ -40,7 +40,7 @@ from fedloom.platform.federation.training_config import (
     learning_rate,
     local_sgd,
 )
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Weights
 
@@ -313,8 +313,8 @@ class TrainingStage(Stage):
     def _cohort(self, state: RunState) -> Cohort:
         size = cohort_size(self.config, len(self.eligible))
         rule = self.rules.selection
-        if self.config.clients_per_round is None and rule == Chosen("uniform"):
-            rule = Chosen("all")
+        if self.config.clients_per_round is None and rule == ComponentSpec("uniform"):
+            rule = ComponentSpec("all")
         history = unpacked(state.data[HISTORY]) if self._keeps_history else {}
         memory, epochs = state.data.get(MEMORY, {}), self.config.epochs
         return choose_cohort(self.world, self.name, state.round, self.eligible, size, rule, history, memory, epochs)

@@ -13,17 +13,17 @@ from fedloom.platform.clients.local_rules import LOCAL_RULES, local_rule, refuse
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.data.augment import AUGMENTATIONS, NO_AUGMENTATION, check_augmentation, coloured, tried_samples
 from fedloom.platform.federation.selection import BY_LOSS_NORM, SELECTION_RULES
-from fedloom.platform.plugins import Chosen, Slot, is_import_path
+from fedloom.platform.plugins import ComponentSpec, Registry, is_import_path
 from fedloom.platform.settings import (
     BELOW_ONE,
     ONE_OR_MORE,
     PART,
     POSITIVE,
     ZERO_OR_MORE,
-    Brought,
+    ComponentName,
     OneOf,
     Range,
-    chosen,
+    component_specs,
 )
 
 if TYPE_CHECKING:
@@ -83,11 +83,11 @@ class TrainingConfig:
     final_lr_share: Annotated[float, PART, "cosine: the share of lr that is left in the last round"] = 0.1
     step_rounds: Annotated[int, ONE_OR_MORE, "steps: rounds between two reductions of lr"] = 10
     min_contributors: Annotated[int, ONE_OR_MORE, "scalars covered by fewer clients keep their old value"] = 1
-    selection: Annotated[str, Brought("selection rule"), "how a round's clients are selected"] = "uniform"
-    local_rule: Annotated[str, Brought("local rule"), "correction of the clients' gradients"] = "sgd"
-    weighting: Annotated[str, Brought("weighting rule"), "weights of a client's tensors in the mean"] = "fedavg"
-    server: Annotated[str, Brought("server rule"), "the server's update from the clients' mean"] = "replace"
-    augment: Annotated[str | None, Brought("augmentation"), "the stage's augmentation; null: data.augment"] = None
+    selection: Annotated[str, ComponentName("selection rule"), "how a round's clients are selected"] = "uniform"
+    local_rule: Annotated[str, ComponentName("local rule"), "correction of the clients' gradients"] = "sgd"
+    weighting: Annotated[str, ComponentName("weighting rule"), "weights of a client's tensors in the mean"] = "fedavg"
+    server: Annotated[str, ComponentName("server rule"), "the server's update from the clients' mean"] = "replace"
+    augment: Annotated[str | None, ComponentName("augmentation"), "the stage's augmentation; null: data.augment"] = None
     options: Annotated[dict[str, Any], "options of the rules above, by their names"] = field(default_factory=dict)
     loss_norms: Annotated[bool, "clients report the root mean square of their samples' losses, for selection"] = False
     evaluate_every: Annotated[int, ZERO_OR_MORE, "rounds between two scores on validation data, 0 for none"] = 0
@@ -101,15 +101,15 @@ class Rules:
     `key` is the configuration key of the stage, for messages.
     """
 
-    selection: Chosen
-    local: Chosen
-    weighting: Chosen
-    server: Chosen
-    more: Mapping[str, Chosen] = field(default_factory=dict)
+    selection: ComponentSpec
+    local: ComponentSpec
+    weighting: ComponentSpec
+    server: ComponentSpec
+    more: Mapping[str, ComponentSpec] = field(default_factory=dict)
     key: str = ""
 
 
-SLOTS: Mapping[str, Slot[Any]] = {
+REGISTRIES: Mapping[str, Registry[Any]] = {
     "selection": SELECTION_RULES,
     "local_rule": LOCAL_RULES,
     "weighting": WEIGHTING_RULES,
@@ -117,7 +117,7 @@ SLOTS: Mapping[str, Slot[Any]] = {
 }
 
 
-Named = Mapping[str, tuple[Slot[Any], str]]
+Named = Mapping[str, tuple[Registry[Any], str]]
 """Slots and the choices in them, by the keys of the configuration."""
 
 
@@ -129,8 +129,8 @@ def rules_of(config: TrainingConfig, key: str, more: Named | None = None) -> Rul
     """
     named = _named(config) | dict(more or {})
     _check_names(named, key)
-    found = dict(zip(named, chosen([*named.values()], config.options, f"{key}.options"), strict=True))
-    own = [found.pop(name) for name in SLOTS]
+    found = dict(zip(named, component_specs([*named.values()], config.options, f"{key}.options"), strict=True))
+    own = [found.pop(name) for name in REGISTRIES]
     rules = Rules(own[0], own[1], own[2], own[3], found, key)
     _check_local_rule(rules, config, key)
     if any(is_import_path(rule.name) for rule in own):
@@ -141,12 +141,12 @@ def rules_of(config: TrainingConfig, key: str, more: Named | None = None) -> Rul
     return rules
 
 
-def _named(config: TrainingConfig) -> dict[str, tuple[Slot[Any], str]]:
-    named = {name: (slot, getattr(config, name)) for name, slot in SLOTS.items()}
+def _named(config: TrainingConfig) -> dict[str, tuple[Registry[Any], str]]:
+    named = {name: (slot, getattr(config, name)) for name, slot in REGISTRIES.items()}
     return named if config.augment is None else {**named, "augment": (AUGMENTATIONS, config.augment)}
 
 
-def own_augmentation(config: TrainingConfig) -> Chosen | None:
+def own_augmentation(config: TrainingConfig) -> ComponentSpec | None:
     """The stage's own augmentation with its options, None if it has the data's.
 
     `rules_of` has checked the options, which belong to the stage's rules as well.
@@ -155,7 +155,7 @@ def own_augmentation(config: TrainingConfig) -> Chosen | None:
         return None
     known = AUGMENTATIONS.options_of(config.augment)
     options = {name: value for name, value in config.options.items() if name in known}
-    return chosen([(AUGMENTATIONS, config.augment)], options, "options")[0]
+    return component_specs([(AUGMENTATIONS, config.augment)], options, "options")[0]
 
 
 def _check_local_rule(rules: Rules, config: TrainingConfig, key: str) -> None:
@@ -197,13 +197,13 @@ def check_rule_names(config: object, key: str) -> None:
         check_rule_names(getattr(config, field_.name), f"{key}.{field_.name}")
 
 
-def augmentation_of(world: World, config: TrainingConfig) -> Chosen:
+def augmentation_of(world: World, config: TrainingConfig) -> ComponentSpec:
     """The augmentation of the stage's batches, its own or the data's, with what it asks for of the data set."""
     own = own_augmentation(config)
     return world.augment if own is None else coloured(own, world.data.dataset.colours)
 
 
-def checked_augmentation(world: World, config: TrainingConfig) -> Chosen:
+def checked_augmentation(world: World, config: TrainingConfig) -> ComponentSpec:
     """The same, tried first if it is the stage's own; a one-line ValueError if it does not fit the data."""
     augment = augmentation_of(world, config)
     if config.augment is not None:
@@ -261,7 +261,7 @@ def learning_rate(config: TrainingConfig, round_: int) -> float:
     return config.lr * SCHEDULES[config.schedule](config, round_)
 
 
-def local_sgd(config: TrainingConfig, round_: int, augment: Chosen, *, balanced: bool) -> LocalSGD:
+def local_sgd(config: TrainingConfig, round_: int, augment: ComponentSpec, *, balanced: bool) -> LocalSGD:
     """The clients' hyper-parameters in a round of the stage."""
     return LocalSGD(
         epochs=config.epochs,

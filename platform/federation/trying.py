@@ -8,14 +8,16 @@ from fedloom.platform.averaging.weighting import Work, weighting_rule
 from fedloom.platform.clients.local_rules import LocalClient, LocalRule, local_rule, place_of
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.federation.selection import check_selection
-from fedloom.platform.plugins import Chosen, PluginError, is_import_path
+from fedloom.platform.plugins import ComponentSpec, PluginError, is_import_path
 from fedloom.platform.spaces.slices import Slice
 
 PARAMETER, BUFFER = "layer.weight", "layer.running_mean"
 TRIED_SAMPLES = (4, 1000)
 
 
-def try_rules(selection: Chosen, local: Chosen, weighting: Chosen, server: Chosen, cohort: int | None) -> None:
+def try_rules(
+    selection: ComponentSpec, local: ComponentSpec, weighting: ComponentSpec, server: ComponentSpec, cohort: int | None
+) -> None:
     """Raises a one-line PluginError that names the rule if one of the user's own rules fails.
 
     `cohort` is the number of clients per round, None for all clients.
@@ -30,7 +32,7 @@ def try_rules(selection: Chosen, local: Chosen, weighting: Chosen, server: Chose
         _try_local(local)
 
 
-def _try_weighting(weighting: Chosen) -> None:
+def _try_weighting(weighting: ComponentSpec) -> None:
     """Asks for the weights of a client with few samples and of one with many, of which one must count."""
     rule = weighting_rule(weighting)
     works = [Work(n, 2 * n, {PARAMETER: 2 * n, BUFFER: n}) for n in TRIED_SAMPLES]
@@ -42,7 +44,7 @@ def _try_weighting(weighting: Chosen) -> None:
         )
 
 
-def _try_server(server: Chosen) -> None:
+def _try_server(server: ComponentSpec) -> None:
     rule = SERVER_RULES.make(server)
     old, kept = {PARAMETER: torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, dict[str, torch.Tensor]()
     for round_ in range(2):
@@ -53,7 +55,7 @@ def _try_server(server: Chosen) -> None:
         old = {PARAMETER: new[PARAMETER]}
 
 
-def _try_local(local: Chosen) -> None:
+def _try_local(local: ComponentSpec) -> None:
     """Runs two rounds of one client's step and the server's merge."""
     rule, state = local_rule(local), dict[str, torch.Tensor]()
     weights = {PARAMETER: torch.tensor([1.0, 2.0])} | {

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fedloom.platform.data.federated import FederatedData
     from fedloom.platform.federation.config import RunConfig
     from fedloom.platform.federation.tasks import Tasks
-    from fedloom.platform.plugins import Chosen
+    from fedloom.platform.plugins import ComponentSpec
     from fedloom.platform.spaces.base import SearchSpace
     from fedloom.platform.spaces.slices import Architecture
     from fedloom.tiers.budgets import Budget
@@ -39,7 +39,7 @@ class World:
     budget: Budget
     profiles: tuple[DeviceProfile, ...]
     devices: DeviceTable | None
-    augment: Chosen
+    augment: ComponentSpec
     spec: WorkerSpec
     tasks: Tasks
 

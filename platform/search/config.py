@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fedloom.platform.clients.networks import ESTIMATED, STATISTICS
-from fedloom.platform.plugins import PluginError, Slot, is_import_path
+from fedloom.platform.plugins import PluginError, Registry, is_import_path
 from fedloom.platform.search.base import Interval, Searcher
 from fedloom.platform.search.criterion import METRIC_TEXT, METRICS
 from fedloom.platform.search.evolution import EvolutionSearch
 from fedloom.platform.search.nsga2 import METRIC, OBJECTIVES, NSGA2Search
 from fedloom.platform.search.own import OwnSearcher, check_searcher
 from fedloom.platform.search.random_search import RandomSearch
-from fedloom.platform.settings import ONE_OR_MORE, PART, SHARE, UP_TO_A_MILLION, Brought, OneOf, chosen
+from fedloom.platform.settings import ONE_OR_MORE, PART, SHARE, UP_TO_A_MILLION, ComponentName, OneOf, component_specs
 from fedloom.platform.spaces.genome import Genome
 from fedloom.tiers.costs import CostTable
 
@@ -22,7 +22,7 @@ from fedloom.tiers.costs import CostTable
 class SearchConfig:
     """Search of one tier (FedorAS, stage 2); the defaults are the paper's for CIFAR."""
 
-    searcher: Annotated[str, Brought("searcher"), "the search algorithm"] = "nsga2"
+    searcher: Annotated[str, ComponentName("searcher"), "the search algorithm"] = "nsga2"
     population: Annotated[int, UP_TO_A_MILLION, "nsga2 and evolution: models per population"] = 128
     offspring: Annotated[int, UP_TO_A_MILLION, "nsga2 and random: models per generation"] = 64
     mutation: Annotated[float, PART, "probability that a gene changes"] = 0.1
@@ -102,7 +102,7 @@ def random(problem: SearchProblem) -> Searcher:
     return RandomSearch(p.options, p.table, p.interval, p.seed, batch=p.config.offspring, budget=p.budget)
 
 
-SEARCHERS: Slot[Callable[[SearchProblem], Searcher]] = Slot(
+SEARCHERS: Registry[Callable[[SearchProblem], Searcher]] = Registry(
     "searcher", {"nsga2": nsga2, "random": random, "evolution": evolution}, ("problem",)
 )
 
@@ -114,7 +114,7 @@ def build_searcher(problem: SearchProblem, key: str = "method.search") -> Search
     """
     config = problem.config
     try:
-        choice = chosen([(SEARCHERS, config.searcher)], config.options, f"{key}.options")[0]
+        choice = component_specs([(SEARCHERS, config.searcher)], config.options, f"{key}.options")[0]
     except PluginError as error:
         raise PluginError(f"{key}.searcher: {error}") from error
     searcher = SEARCHERS.make(choice)(problem)

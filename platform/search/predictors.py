@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.platform.plugins import Chosen, PluginError, Slot, blaming, is_import_path
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, blaming, is_import_path
 from fedloom.platform.search.ranking import kendall_tau
 from fedloom.platform.seeding import Id, stream, torch_stream
 from fedloom.platform.settings import UP_TO_A_MILLION, Range
@@ -22,7 +22,7 @@ FEWEST_SAMPLES = 10
 HIDDEN = Range(least=1, most=65536)
 ONE_EACH = "a finite value for each sample"
 BATCH = 32
-MLP = Chosen("mlp")
+MLP = ComponentSpec("mlp")
 LR = 3e-3
 WEIGHT_DECAY = 3.0
 """Decoupled weight decay (AdamW): with as many features as samples / 4, small values give tau 0.8, this one 0.99."""
@@ -75,7 +75,7 @@ def fit_predictor(
     *,
     seed: int,
     ids: tuple[Id, ...] = (),
-    fit: Chosen = MLP,
+    fit: ComponentSpec = MLP,
     held_out_share: float = 0.2,
 ) -> Fitted:
     """Fits a predictor of `values` (n,) from `features` (n, f).
@@ -108,7 +108,7 @@ def refusal(fitted: Fitted, min_tau: float, what: str) -> str:
     )
 
 
-def check_predictor(fit: Chosen, genome: Genome) -> None:
+def check_predictor(fit: ComponentSpec, genome: Genome) -> None:
     """Fits a predictor of the user's own to made-up values of random architectures; PluginError if it does not work."""
     if is_import_path(fit.name):
         rng = stream(0, "trial")
@@ -183,7 +183,7 @@ def untrained(features: Floats, values: Floats, generator: torch.Generator) -> P
     raise ValueError("predictor fitness is not fitted")
 
 
-PREDICTORS: Slot[Fit] = Slot(
+PREDICTORS: Registry[Fit] = Registry(
     "predictor", {"mlp": mlp, "none": unpredicted, "fitness": untrained}, ("features", "values", "generator")
 )
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from fedloom.platform.plugins import Chosen, PluginError
+from fedloom.platform.plugins import ComponentSpec, PluginError
 from fedloom.platform.search.base import Architecture, Interval
 from fedloom.platform.search.constraint import Constraint, PredictedConstraint, TableConstraint
 from fedloom.platform.search.criterion import METRIC_TEXT, METRICS, merit
@@ -28,10 +28,10 @@ from fedloom.platform.settings import (
     SHARE,
     UP_TO_A_MILLION,
     ZERO_OR_MORE,
-    Brought,
+    ComponentName,
     Range,
     check_settings,
-    chosen,
+    component_specs,
 )
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.genome import Floats, Genome, Ints, as_array
@@ -61,7 +61,7 @@ class TargetSearchConfig:
     metric: Annotated[str, METRICS, METRIC_TEXT] = "accuracy"
     predictor: Annotated[
         str,
-        Brought("predictor"),
+        ComponentName("predictor"),
         "the predictor of the metric and of latency; none: measure every candidate; fitness: DeepFedNAS', untrained",
     ] = "mlp"
     samples: Annotated[
@@ -144,12 +144,12 @@ def check_target_search(config: TargetSearchConfig, key: str) -> None:
         )
 
 
-def predictor_of(config: TargetSearchConfig, key: str = "method.search") -> Chosen:
+def predictor_of(config: TargetSearchConfig, key: str = "method.search") -> ComponentSpec:
     """The configured predictor with its options."""
     if config.predictor == "mlp" and not config.options:
-        return Chosen("mlp", (("epochs", config.epochs), ("hidden", config.hidden)))
+        return ComponentSpec("mlp", (("epochs", config.epochs), ("hidden", config.hidden)))
     try:
-        return chosen([(PREDICTORS, config.predictor)], config.options, f"{key}.options")[0]
+        return component_specs([(PREDICTORS, config.predictor)], config.options, f"{key}.options")[0]
     except PluginError as error:
         raise PluginError(f"{key}.predictor: {error}") from error
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from fedloom.platform.plugins import Shipped, Slot, is_import_path
-from fedloom.platform.settings import chosen
+from fedloom.platform.plugins import Registry, Shipped, is_import_path
+from fedloom.platform.settings import component_specs
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.checked import try_space
 from fedloom.platform.spaces.space_config import SpaceBuilder, SpaceConfig
@@ -21,7 +21,7 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
     "depth": ("cnn_depth", "resnet_depth"),
 }
 
-SPACES: Slot[SpaceBuilder] = Slot(
+SPACES: Registry[SpaceBuilder] = Registry(
     "space",
     Shipped({name: f"fedloom.platform.spaces.{m}:SPACES" for m, names in _MODULES.items() for name in names}),
     ("config",),
@@ -36,7 +36,7 @@ def build_space(config: SpaceConfig) -> SearchSpace:
         ValueError: an unknown name (lists the known ones), or a value that the space does not allow.
         PluginError: an import path that does not exist, or an object that is no space.
     """
-    builder = SPACES.make(chosen([(SPACES, config.name)], config.options, "space.options")[0])
+    builder = SPACES.make(component_specs([(SPACES, config.name)], config.options, "space.options")[0])
     space = builder(config)
     if is_import_path(config.name):
         try_space(space, config)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
-from fedloom.platform.settings import NOT_EMPTY, SHARE, UP_TO_A_THOUSAND, Brought, Range
+from fedloom.platform.settings import NOT_EMPTY, SHARE, UP_TO_A_THOUSAND, ComponentName, Range
 from fedloom.platform.spaces.base import SearchSpace
 
 CHANNELS = Range(least=1, most=100_000)
@@ -19,7 +19,7 @@ class SpaceConfig:
     `CnnDepthDesign`, `ResnetDepthDesign`); a value that a space does not have is an error.
     """
 
-    name: Annotated[str, Brought("space"), "the search space"] = "cnn_digits"
+    name: Annotated[str, ComponentName("space"), "the search space"] = "cnn_digits"
     num_classes: Annotated[int, Range(least=2, most=10_000_000), "number of classes, or the size of the vocabulary"] = (
         10
     )

@@ -10,10 +10,10 @@ import pytest
 
 from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import compose_config
-from fedloom.experiments.runs.slots import SLOTS
+from fedloom.experiments.runs.registries import REGISTRIES
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import METHODS
-from fedloom.platform.plugins import Slot
+from fedloom.platform.plugins import Registry
 from fedloom.platform.settings import (
     CountOr,
     OneOf,
@@ -21,7 +21,7 @@ from fedloom.platform.settings import (
     Setting,
     check_settings,
     check_value,
-    chosen,
+    component_specs,
     described,
     settings_of,
 )
@@ -43,12 +43,12 @@ def every_setting() -> Iterator[Setting]:
     yield from settings_of(RunConfig())
     for name, method in METHODS.items():
         yield from settings_of(method.config(), f"method({name}).")
-    for slot in SLOTS:
+    for slot in REGISTRIES:
         for name in slot.known:
             yield from options_of(slot, name)
 
 
-def options_of(slot: Slot[Any], name: str) -> Iterator[Setting]:
+def options_of(slot: Registry[Any], name: str) -> Iterator[Setting]:
     for parameter in slot.options_of(name).values():
         yield described(f"{slot.kind}({name}).{parameter.name}", parameter.annotation, parameter.default)
 
@@ -131,13 +131,13 @@ def test_all_settings_are_checked_wherever_they_stand() -> None:
 @pytest.mark.parametrize("value", [NAN, INFINITY, -WORD, 10**400, [NAN], {"a": 1}, "text"], ids=str)
 def test_an_option_of_what_is_chosen_is_checked_alike(value: Any) -> None:
     refused = 0
-    for slot in SLOTS:
+    for slot in REGISTRIES:
         for name in slot.known:
             needed = {p.name: "x" for p in slot.options_of(name).values() if p.default is p.empty}
             for setting in filter(is_number, options_of(slot, name)):
                 option = setting.key.rpartition(".")[2]
                 with pytest.raises(ValueError, match=rf"^x\.{option}=.*: must be ") as caught:
-                    chosen([(slot, name)], {**needed, option: value}, "x")
+                    component_specs([(slot, name)], {**needed, option: value}, "x")
                 assert len(str(caught.value)) < 300
                 refused += 1
     assert refused > 15

@@ -23,7 +23,7 @@ from fedloom.platform.data.prepare import prepare_dataset
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig, augmentation_of, own_augmentation, rules_of
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 
 RANDOM = "crop_flip_randaugment_cutout"
 
@@ -81,7 +81,7 @@ def test_randaugment_works_on_the_pixels(images: tuple[Dataset, Tensor], monkeyp
         seen.append(image)
         return image
 
-    choice = coloured(Chosen(RANDOM), dataset.colours)
+    choice = coloured(ComponentSpec(RANDOM), dataset.colours)
     monkeypatch.setattr("torchvision.transforms.v2.RandAugment", lambda *_given: kept)
     result = augmentation(choice)(x, seeded(4))  # type: ignore[misc]
     generator = seeded(4)
@@ -97,7 +97,7 @@ def test_randaugment_works_on_the_pixels(images: tuple[Dataset, Tensor], monkeyp
 
 def test_randaugment_follows_its_generator_alone(images: tuple[Dataset, Tensor]) -> None:
     dataset, x = images
-    augment = augmentation(coloured(Chosen(RANDOM, (("magnitude", 20),)), dataset.colours))
+    augment = augmentation(coloured(ComponentSpec(RANDOM, (("magnitude", 20),)), dataset.colours))
     assert augment is not None
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -118,15 +118,15 @@ def test_colours_are_those_of_the_data_set(images: tuple[Dataset, Tensor]) -> No
     stored = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 3, 12, 12)
     expected = dataset.normalised(stored)[:, :, 0, 0].tolist()
     assert np.allclose(dataset.colours, expected, atol=1e-6)
-    assert coloured(Chosen("crop_flip"), dataset.colours) == Chosen("crop_flip")
-    own = dict(coloured(Chosen(RANDOM, (("black", [0.0]), ("white", None))), dataset.colours).options)
+    assert coloured(ComponentSpec("crop_flip"), dataset.colours) == ComponentSpec("crop_flip")
+    own = dict(coloured(ComponentSpec(RANDOM, (("black", [0.0]), ("white", None))), dataset.colours).options)
     assert own["black"] == [0.0], "what is given stays"
     assert own["white"] == dataset.colours[1]
 
 
 def test_features_have_no_pixels() -> None:
     with pytest.raises(ValueError, match="needs images of pixels: the data set has none"):
-        AUGMENTATIONS.make(Chosen(RANDOM))(torch.zeros(2, 3, 8, 8), seeded())
+        AUGMENTATIONS.make(ComponentSpec(RANDOM))(torch.zeros(2, 3, 8, 8), seeded())
 
 
 # -- per stage --------------------------------------------------------------------------------------------------------
@@ -141,16 +141,16 @@ def test_a_stage_has_its_own_augmentation_or_the_datas(tmp_path: Path) -> None:
     config.data = DataConfig(cache=str(tmp_path), train_samples=80, test_samples=20, num_clients=4, augment="crop_flip")
     config.space.name, config.tiers.count = "cnn_digits", 1
     world = build_world(config)
-    assert augmentation_of(world, options()) == Chosen("crop_flip")
-    assert augmentation_of(world, options(augment="none")) == Chosen("none")
+    assert augmentation_of(world, options()) == ComponentSpec("crop_flip")
+    assert augmentation_of(world, options(augment="none")) == ComponentSpec("none")
     cut = options(augment="crop_flip_cutout", options={"length": 3, "server_lr": 0.5}, server="fedavgm")
-    assert augmentation_of(world, cut) == Chosen("crop_flip_cutout", (("length", 3),))
+    assert augmentation_of(world, cut) == ComponentSpec("crop_flip_cutout", (("length", 3),))
     assert dict(augmentation_of(world, options(augment=RANDOM)).options)["black"] == world.data.dataset.colours[0]
 
 
 def test_options_of_the_augmentation_stand_among_the_stages() -> None:
     given = options(augment="crop_flip_cutout", options={"length": 3})
-    assert own_augmentation(given) == Chosen("crop_flip_cutout", (("length", 3),))
+    assert own_augmentation(given) == ComponentSpec("crop_flip_cutout", (("length", 3),))
     rules_of(given, "method.train")
     with pytest.raises(ValueError, match=r"method.train.options.lenght: not an option of .*did you mean 'length'"):
         rules_of(options(augment="crop_flip_cutout", options={"lenght": 3}), "method.train")
@@ -162,4 +162,4 @@ def test_options_of_the_augmentation_stand_among_the_stages() -> None:
 
 def test_a_stages_augmentation_has_to_fit_the_data() -> None:
     with pytest.raises(ValueError, match="is for images: the data set has none"):
-        check_augmentation(Chosen("crop_flip_cutout"), torch.zeros(2, 7))
+        check_augmentation(ComponentSpec("crop_flip_cutout"), torch.zeros(2, 7))

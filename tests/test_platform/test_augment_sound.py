@@ -14,7 +14,7 @@ from fedloom.platform.data.augment_sound import centres_hz, noise_shift, shifted
 from fedloom.platform.data.speech import RATE, mfcc
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 
 needs_librosa = pytest.mark.skipif(
     importlib.util.find_spec("librosa") is None, reason="needs librosa: pip install 'fedloom[speech]'"
@@ -116,7 +116,7 @@ def test_shifts_are_up_to_the_given_number_of_frames() -> None:
 
 
 def test_the_data_sets_scale_is_given_and_other_data_are_refused(tiny_config: Callable[..., RunConfig]) -> None:
-    chosen = coloured(Chosen("noise_shift", (("features", "slaney"),)), ([0.25], [0.35]))
+    chosen = coloured(ComponentSpec("noise_shift", (("features", "slaney"),)), ([0.25], [0.35]))
     assert dict(chosen.options) == {**SCALE, "features": "slaney"}
     check_augmentation(chosen, clips())
     assert AUGMENTATIONS.make(chosen)(clips(), torch.Generator().manual_seed(0)).shape == (6, 1, 40, 51)

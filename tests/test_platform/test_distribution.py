@@ -25,7 +25,7 @@ from fedloom.platform.federation.distribution import (
     static,
     tracking_sandwich,
 )
-from fedloom.platform.plugins import Chosen, PluginError
+from fedloom.platform.plugins import ComponentSpec, PluginError
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.genome import PlainGenome
@@ -133,7 +133,9 @@ def test_tracking_over_three_rounds_by_hand() -> None:
     expected = {0: [L, S, M], 1: [S, L, M], 2: [S, M, L], 3: [L, M, S]}
     for round_, subnets in expected.items():
         clients = inputs(round_, (1, 2, 3), served=served)
-        assert distribute(Chosen("tracking_sandwich"), clients) == dict(zip((1, 2, 3), subnets, strict=True)), round_
+        assert distribute(ComponentSpec("tracking_sandwich"), clients) == dict(zip((1, 2, 3), subnets, strict=True)), (
+            round_
+        )
         served = count_served(served, dict(zip((1, 2, 3), subnets, strict=True)), Fixed())
     assert served == {"largest": {"1": 2, "2": 1, "3": 1}, "smallest": {"1": 2, "2": 1, "3": 1}}
 
@@ -184,7 +186,7 @@ def test_nobody_gets_more_than_it_can_train(
     name: str, budgets: list[float], round_: int, largest: Mapping[str, int], smallest: Mapping[str, int]
 ) -> None:
     served = {"largest": largest, "smallest": smallest}
-    given_ = distribute(Chosen(name), real(budgets, round_, served))
+    given_ = distribute(ComponentSpec(name), real(budgets, round_, served))
     assert list(given_) == list(range(len(budgets)))
     for client, architecture in given_.items():
         SPACE.validate(architecture)
@@ -222,8 +224,8 @@ def test_a_heuristic_by_import_path_with_options(own_module: ModuleType) -> None
         return [(option,)] * len(distribution.client_ids)
 
     own_module.all_of = all_of  # type: ignore[attr-defined]
-    assert distribute(Chosen("own_rules:all_of"), inputs()) == dict.fromkeys((2, 5, 7, 9), S)
-    assert distribute(Chosen("own_rules:all_of", (("option", 2),)), inputs()) == dict.fromkeys((2, 5, 7, 9), M)
+    assert distribute(ComponentSpec("own_rules:all_of"), inputs()) == dict.fromkeys((2, 5, 7, 9), S)
+    assert distribute(ComponentSpec("own_rules:all_of", (("option", 2),)), inputs()) == dict.fromkeys((2, 5, 7, 9), M)
 
 
 def test_an_unknown_heuristic_lists_the_known() -> None:
@@ -259,13 +261,13 @@ def test_a_heuristic_that_does_not_do_its_work_is_named(
 ) -> None:
     setattr(own_module, name, lambda _handout: given_)
     with pytest.raises(PluginError, match=f"distribution heuristic 'own_rules:{name}' {message}") as caught:
-        distribute(Chosen(f"own_rules:{name}"), inputs(budgets=[5, 4, 5, 5]))
+        distribute(ComponentSpec(f"own_rules:{name}"), inputs(budgets=[5, 4, 5, 5]))
     assert "\n" not in str(caught.value)
 
 
 def test_everybody_trains_the_smallest_whatever_a_budget_says(own_module: ModuleType) -> None:
     own_module.least = lambda _handout: [S] * 4  # type: ignore[attr-defined]
-    assert distribute(Chosen("own_rules:least"), inputs(budgets=[0.5] * 4)) == dict.fromkeys((2, 5, 7, 9), S)
+    assert distribute(ComponentSpec("own_rules:least"), inputs(budgets=[0.5] * 4)) == dict.fromkeys((2, 5, 7, 9), S)
 
 
 def test_what_a_handout_says() -> None:

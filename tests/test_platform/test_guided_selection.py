@@ -25,7 +25,7 @@ from fedloom.platform.methods.selection.oort import oort, utilities_of
 from fedloom.platform.methods.selection.pyramidfl import pyramidfl
 from fedloom.platform.methods.selection.simple import power_of_choice, round_robin, tier_quota
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.tiers.devices import DeviceProfile
 
 Make = Callable[..., RunConfig]
@@ -277,16 +277,16 @@ def test_quotas_of_tiers() -> None:
 @pytest.mark.parametrize(
     "rule",
     [
-        Chosen("oort"),
-        Chosen("oort", (("variant", "released"),)),
-        *map(Chosen, ("pyramidfl", "power_of_choice", "round_robin", "tier_quota")),
+        ComponentSpec("oort"),
+        ComponentSpec("oort", (("variant", "released"),)),
+        *map(ComponentSpec, ("pyramidfl", "power_of_choice", "round_robin", "tier_quota")),
     ],
     ids=lambda rule: "-".join([rule.name, *(str(value) for _, value in rule.options)]),
 )
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 15), st.sets(st.integers(0, 11)), st.integers(0, 99))
 def test_cohorts_are_distinct_ascending_available_and_full(
-    rule: Chosen, clients: int, size: int, known: set[int], seed: int
+    rule: ComponentSpec, clients: int, size: int, known: set[int], seed: int
 ) -> None:
     def available(client_id: int) -> bool:
         return client_id % 4 != 3

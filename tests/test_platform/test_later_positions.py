@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.clients.objectives import IGNORED, LaterPositions, check_objective
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import torch_stream
 
 
@@ -41,7 +41,7 @@ def test_a_batch_of_padding_alone_has_a_loss_of_zero_and_no_gradient() -> None:
 
 
 def test_texts_that_are_too_short_and_images_are_refused() -> None:
-    choice = Chosen("later_positions", (("skip", 40),))
+    choice = ComponentSpec("later_positions", (("skip", 40),))
     with pytest.raises(ValueError, match=r"skip=40 is for texts of more positions, given 35 positions"):
         check_objective(choice, torch.zeros((3, 35), dtype=torch.int64), 5)
     with pytest.raises(ValueError, match=r"is for texts of more positions, given images"):

@@ -21,7 +21,7 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig, rules_of
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
-from fedloom.platform.plugins import Chosen, PluginError
+from fedloom.platform.plugins import ComponentSpec, PluginError
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.slices import Slice, Weights, extract
@@ -37,8 +37,8 @@ def own_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def fedprox(mu: float) -> Chosen:
-    return Chosen("fedprox", (("mu", mu),))
+def fedprox(mu: float) -> ComponentSpec:
+    return ComponentSpec("fedprox", (("mu", mu),))
 
 
 def client_with(weights: Weights, piece: Slice, local: LocalSGD, state: dict[str, Tensor] | None = None) -> LocalClient:
@@ -74,7 +74,7 @@ def test_two_steps_of_fedprox_by_hand(mu: float, expected: list[float]) -> None:
 
 def test_fedprox_without_a_pull_and_plain_sgd_correct_nothing() -> None:
     client = client_with({W: torch.ones(2)}, Slice(W), LocalSGD(1, 1, 0.1))
-    assert local_rule(Chosen("sgd")).begin(client) is None
+    assert local_rule(ComponentSpec("sgd")).begin(client) is None
     assert local_rule(fedprox(0.0)).begin(client) is None
 
 
@@ -148,7 +148,7 @@ def test_an_elastic_subnets_rule_works_in_its_slices(elastic_config: Make, own_m
     weights = world.space.initial_weights(torch_stream(1, "test"))
     shared = {place_of("control", name): torch.full_like(weights[name], 2.0) for name in world.space.parameter_names}
     smallest = world.space.smallest
-    task = Train(Subnet(smallest), LocalSGD(epochs=1, batch_size=16, lr=0.1), rule=Chosen("own_local:Watch"))
+    task = Train(Subnet(smallest), LocalSGD(epochs=1, batch_size=16, lr=0.1), rule=ComponentSpec("own_local:Watch"))
     outcome = task.run(Worker(world.spec), Assignment("train", 0, 3, "tier1", task), {**weights, **shared})
     assert outcome.update is not None
     assert outcome.state is not None
@@ -277,7 +277,7 @@ def test_the_next_stage_begins_with_clients_that_kept_nothing(
 def test_rules_are_found_by_name() -> None:
     assert sorted(LOCAL_RULES.known) == ["feddyn", "fednova", "fedprox", "scaffold", "sgd"]
     with pytest.raises(PluginError, match=r"unknown local rule 'fedprx': known are feddyn, .*, sgd, or module:name"):
-        local_rule(Chosen("fedprx"))
+        local_rule(ComponentSpec("fedprx"))
 
 
 class Modest(Counting):
@@ -290,7 +290,7 @@ def test_a_rule_says_whether_it_needs_whole_changes(own_module: ModuleType) -> N
     """Functions correct gradients alone; a class of one's own is taken to need them unless it says otherwise."""
     own_module.Modest, own_module.Counting = Modest, Counting  # type: ignore[attr-defined]
     own_module.modest = lambda client: pull_towards(0.1, client.received)  # type: ignore[attr-defined]
-    needed = {name: local_rule(Chosen(name)).whole_changes for name in LOCAL_RULES.known}
+    needed = {name: local_rule(ComponentSpec(name)).whole_changes for name in LOCAL_RULES.known}
     assert {name for name, needs in needed.items() if needs} == {"feddyn", "scaffold"}
     for name in ("Modest", "modest"):
         rules_of(TrainingConfig(local_rule=f"own_local:{name}", selection="pyramidfl"), "method.train")

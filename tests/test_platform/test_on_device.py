@@ -12,7 +12,7 @@ from fedloom.platform.data.federated import FederatedData, TestReadError
 from fedloom.platform.data.on_device import OnDevice, upload
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 
 CPU = torch.device("cpu")
 PLENTY = 10**9
@@ -77,7 +77,7 @@ def test_a_tensor_that_is_there_is_not_copied() -> None:
 
 
 def test_the_images_of_a_stack_move_as_those_of_each_client_alone() -> None:
-    assert augmentation(Chosen("crop_flip")) is crop_flip, "by which a stack knows that it may move all at once"
+    assert augmentation(ComponentSpec("crop_flip")) is crop_flip, "by which a stack knows that it may move all at once"
     images, sizes = torch.randn(3, 5, 3, 8, 8), (5, 2, 4)
     together = crop_flip_stack(images, sizes, [torch.Generator().manual_seed(k) for k in range(3)])
     for k, size in enumerate(sizes):

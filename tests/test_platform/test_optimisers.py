@@ -26,7 +26,7 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import TrainingConfig, rules_of
 from fedloom.platform.methods.optimisers.fednova import total_weight
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.spaces.slices import Slice
 
 Make = Callable[..., RunConfig]
@@ -38,8 +38,8 @@ Make = Callable[..., RunConfig]
 def two_clients(name: str, steps: tuple[int, int], **options: Any) -> Federation:
     ones = torch.ones((2, 1), dtype=torch.float64)
     problem = Quadratics(ones, torch.tensor([[0.0], [4.0]], dtype=torch.float64), steps, 0.5)
-    server = Chosen(name) if name in ("feddyn", "fednova") else Chosen("replace")
-    return Federation(problem, Algorithm(Chosen(name, tuple(sorted(options.items()))), server))
+    server = ComponentSpec(name) if name in ("feddyn", "fednova") else ComponentSpec("replace")
+    return Federation(problem, Algorithm(ComponentSpec(name, tuple(sorted(options.items()))), server))
 
 
 def after_round(federation: Federation, slot: str) -> list[float]:
@@ -112,7 +112,7 @@ def test_fednova_of_equal_steps_is_fedavg() -> None:
 
 
 def test_feddyns_clients_are_fedavgs_as_alpha_vanishes() -> None:
-    fedavg, feddyn = (Federation(drifting(), Algorithm(Chosen("sgd"))), two_dyn(1e-14))
+    fedavg, feddyn = (Federation(drifting(), Algorithm(ComponentSpec("sgd"))), two_dyn(1e-14))
     for federation in (fedavg, feddyn):
         federation.round(range(10))
     # The first round's mean counts twice: theta = mean - h / alpha, and - h / alpha is the mean change from 0.
@@ -121,7 +121,7 @@ def test_feddyns_clients_are_fedavgs_as_alpha_vanishes() -> None:
 
 
 def two_dyn(alpha: float) -> Federation:
-    return Federation(drifting(), Algorithm(Chosen("feddyn", (("alpha", alpha),)), Chosen("feddyn")))
+    return Federation(drifting(), Algorithm(ComponentSpec("feddyn", (("alpha", alpha),)), ComponentSpec("feddyn")))
 
 
 # -- what they are for ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.constraint import Constraint, PredictedConstraint, TableConstraint
 from fedloom.platform.search.predicted import predicted_front, search_predicted
@@ -36,9 +36,9 @@ def samples(count: int, seed: int = 0) -> tuple[Ints, Floats]:
     return rows, planted(rows)
 
 
-def brief(epochs: int) -> Chosen:
+def brief(epochs: int) -> ComponentSpec:
     """The built-in predictor, trained for so many epochs."""
-    return Chosen("mlp", (("epochs", epochs),))
+    return ComponentSpec("mlp", (("epochs", epochs),))
 
 
 @pytest.fixture(scope="module")

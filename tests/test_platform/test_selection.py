@@ -23,7 +23,7 @@ from fedloom.platform.federation.selection import (
     check_selection,
     select,
 )
-from fedloom.platform.plugins import Chosen, PluginError
+from fedloom.platform.plugins import ComponentSpec, PluginError
 from fedloom.platform.seeding import stream
 
 
@@ -50,7 +50,7 @@ def choice(
 def drawn(
     eligible: np.ndarray, size: int, rng: np.random.Generator, available: Callable[[int], bool] | None = None
 ) -> Cohort:
-    return select(choice(eligible, size, rng, available), Chosen("uniform"))
+    return select(choice(eligible, size, rng, available), ComponentSpec("uniform"))
 
 
 @settings(max_examples=200, deadline=None)
@@ -148,9 +148,9 @@ def test_a_million_registered_clients_cost_no_more_than_a_hundred(asked: bool) -
 
 
 def test_all_are_those_that_are_available() -> None:
-    everybody = select(choice(np.array([2, 5, 9]), 3, stream(1, "x")), Chosen("all"))
+    everybody = select(choice(np.array([2, 5, 9]), 3, stream(1, "x")), ComponentSpec("all"))
     assert everybody == Cohort((2, 5, 9), 1.0, "all")
-    some = select(choice(np.array([2, 5, 9]), 3, stream(1, "x"), lambda c: c != 5), Chosen("all"))
+    some = select(choice(np.array([2, 5, 9]), 3, stream(1, "x"), lambda c: c != 5), ComponentSpec("all"))
     assert (some.client_ids, some.reason) == ((2, 9), "all that are available")
     assert math.isnan(some.probability)
 
@@ -199,16 +199,16 @@ def test_a_rule_of_ones_own_sees_the_history_and_has_options(own_module: ModuleT
     own_module.lossy = lossy  # type: ignore[attr-defined]
     history = {2: ClientRecord(loss=1.5), 4: ClientRecord(loss=3.0)}
     about = choice(np.arange(6), 6, stream(1, "x"), history=history)
-    cohort = select(about, Chosen("own_selection:lossy", (("least", 1.0),)))
+    cohort = select(about, ComponentSpec("own_selection:lossy", (("least", 1.0),)))
     assert cohort.client_ids == (2, 4)
     assert [cohort.reason_of(c) for c in cohort.client_ids] == ["loss 1.5", "lossy"]
     assert math.isnan(cohort.probability)
-    assert len(select(about, Chosen("own_selection:lossy")).client_ids) == 6
+    assert len(select(about, ComponentSpec("own_selection:lossy")).client_ids) == 6
 
 
 def test_ids_alone_are_a_cohort(own_module: ModuleType) -> None:
     own_module.last = lambda choice: choice.eligible[::-1][: choice.size]  # type: ignore[attr-defined]
-    cohort = select(choice(np.array([1, 4, 6]), 2, stream(1, "x")), Chosen("own_selection:last"))
+    cohort = select(choice(np.array([1, 4, 6]), 2, stream(1, "x")), ComponentSpec("own_selection:last"))
     assert (cohort.client_ids, cohort.reason) == ((4, 6), "own_selection:last"), "in ascending order"
     assert all(type(c) is int for c in cohort.client_ids)
 
@@ -229,23 +229,23 @@ def test_ids_alone_are_a_cohort(own_module: ModuleType) -> None:
 def test_a_rule_that_gives_no_cohort_is_named(own_module: ModuleType, name: str, given_: Any, message: str) -> None:
     setattr(own_module, name, lambda _choice: given_)
     with pytest.raises(PluginError, match=f"^selection rule 'own_selection:{name}' {message}") as caught:
-        select(choice(np.array([1, 4, 6]), 2, stream(1, "x")), Chosen(f"own_selection:{name}"))
+        select(choice(np.array([1, 4, 6]), 2, stream(1, "x")), ComponentSpec(f"own_selection:{name}"))
     assert "\n" not in str(caught.value)
 
 
 def test_a_rule_is_tried_before_anything_is_written(own_module: ModuleType) -> None:
     own_module.lazy = lambda choice: choice.history[0].loss  # type: ignore[attr-defined]
     with pytest.raises(PluginError, match="'own_selection:lazy' fails: KeyError: 0"):
-        check_selection(Chosen("own_selection:lazy"), 3)
+        check_selection(ComponentSpec("own_selection:lazy"), 3)
     own_module.nobody = lambda _choice: []  # type: ignore[attr-defined]
     own_module.crowd = lambda choice: choice.eligible[: choice.size + 1]  # type: ignore[attr-defined]
     own_module.everybody = lambda choice: choice.eligible  # type: ignore[attr-defined]
     with pytest.raises(
         PluginError, match="'own_selection:nobody' gives no client, though all are available: give some"
     ):
-        check_selection(Chosen("own_selection:nobody"), 3)
+        check_selection(ComponentSpec("own_selection:nobody"), 3)
     with pytest.raises(PluginError, match="'own_selection:crowd' gives 4 clients for a round of 3"):
-        check_selection(Chosen("own_selection:crowd"), 3)
-    check_selection(Chosen("own_selection:everybody"), None)
+        check_selection(ComponentSpec("own_selection:crowd"), 3)
+    check_selection(ComponentSpec("own_selection:everybody"), None)
     with pytest.raises(PluginError, match=r"unknown selection rule 'unifrom': known are all, oort, .*'uniform'"):
         SELECTION_RULES.find("unifrom")

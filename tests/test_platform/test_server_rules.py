@@ -16,7 +16,7 @@ from torch import Tensor
 from fedloom.platform.averaging.average import Averaged, Update, WeightedSums
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerStep, serve
 from fedloom.platform.federation.training_config import TrainingConfig, rules_of
-from fedloom.platform.plugins import Chosen, PluginError
+from fedloom.platform.plugins import ComponentSpec, PluginError
 from fedloom.platform.spaces.slices import Region, Slice, bytes_of
 
 OPTIMISERS = ("fedavgm", "fedadagrad", "fedadam", "fedyogi")
@@ -29,7 +29,7 @@ class Server:
     """A server with one parameter of some entries, round after round."""
 
     weights: dict[str, Tensor]
-    rule: Chosen
+    rule: ComponentSpec
     kept: dict[str, Tensor] = field(default_factory=dict)
     rounds: int = 0
 
@@ -53,7 +53,7 @@ class Server:
 
 
 def server(name: str, start: Sequence[float] = (1.0, 2.0), **options: Any) -> Server:
-    return Server({W: torch.tensor(start)}, Chosen(name, tuple(sorted(options.items()))))
+    return Server({W: torch.tensor(start)}, ComponentSpec(name, tuple(sorted(options.items()))))
 
 
 def near(*values: float) -> Any:
@@ -243,7 +243,7 @@ def test_what_goes_in_is_only_read() -> None:
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_buffers_are_averaged_and_no_optimiser_touches_them(name: str) -> None:
     old = {W: torch.tensor([1.0]), MEAN: torch.tensor([5.0]), COUNT: torch.tensor(3)}
-    rules = {W: (name, SERVER_RULES.make(Chosen(name)))}
+    rules = {W: (name, SERVER_RULES.make(ComponentSpec(name)))}
     kept: dict[str, Tensor] = {}
     weights = old
     for round_, (mean, count) in enumerate(((7.0, 9), (2.0, 4))):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from fedloom.platform.averaging.server import SERVER_RULES, ServerStep
-from fedloom.platform.settings import POSITIVE, Range, check_settings, chosen
+from fedloom.platform.settings import POSITIVE, Range, check_settings, component_specs
 
 
 def rule(
@@ -34,7 +34,7 @@ def _own_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    return dict(chosen([(SERVER_RULES, "own_options:rule")], options, "x.options")[0].options)
+    return dict(component_specs([(SERVER_RULES, "own_options:rule")], options, "x.options")[0].options)
 
 
 @pytest.mark.parametrize(

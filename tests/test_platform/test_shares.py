@@ -21,7 +21,7 @@ from fedloom.platform.averaging.shares import (
     overlap,
     shares_of,
 )
-from fedloom.platform.plugins import Chosen, PluginError
+from fedloom.platform.plugins import ComponentSpec, PluginError
 from fedloom.platform.settings import check_settings
 
 COSINE = SharesConfig(beta_0=0.9, decay="cosine", decay_share=0.8)
@@ -140,15 +140,15 @@ def test_a_rule_by_import_path_with_options(own_module: ModuleType) -> None:
         return Shares([float(i == place) for i in range(len(sharing.is_largest))])
 
     own_module.one = one  # type: ignore[attr-defined]
-    assert shares_of(Chosen("own_shares:one"), sharing(False, True)).values == [1.0, 0.0]
-    assert shares_of(Chosen("own_shares:one", (("place", 1),)), sharing(False, True)).values == [0.0, 1.0]
+    assert shares_of(ComponentSpec("own_shares:one"), sharing(False, True)).values == [1.0, 0.0]
+    assert shares_of(ComponentSpec("own_shares:one", (("place", 1),)), sharing(False, True)).values == [0.0, 1.0]
 
 
 def test_rules_are_found_by_name() -> None:
-    assert shares_of(Chosen("overlap"), sharing(True, False)) == overlap(sharing(True, False))
-    assert shares_of(Chosen("maxnet"), sharing(True, False)) == maxnet(sharing(True, False))
+    assert shares_of(ComponentSpec("overlap"), sharing(True, False)) == overlap(sharing(True, False))
+    assert shares_of(ComponentSpec("maxnet"), sharing(True, False)) == maxnet(sharing(True, False))
     with pytest.raises(PluginError, match="unknown shares rule 'maxnett': known are maxnet, overlap, or module:name"):
-        shares_of(Chosen("maxnett"), sharing(True))
+        shares_of(ComponentSpec("maxnett"), sharing(True))
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,14 @@ def test_rules_are_found_by_name() -> None:
 def test_a_rule_that_gives_no_shares_is_named(own_module: ModuleType, name: str, given_: Any, message: str) -> None:
     setattr(own_module, name, lambda _sharing: given_)
     with pytest.raises(PluginError, match=f"^shares rule 'own_shares:{name}' {message}") as caught:
-        shares_of(Chosen(f"own_shares:{name}"), sharing(True, False))
+        shares_of(ComponentSpec(f"own_shares:{name}"), sharing(True, False))
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_no_function_of_a_sharing_is_refused(own_module: ModuleType) -> None:
     own_module.number = 3  # type: ignore[attr-defined]
     with pytest.raises(PluginError, match=r"'own_shares:number' is an int, not a function of \(sharing\)"):
-        shares_of(Chosen("own_shares:number"), sharing(True))
+        shares_of(ComponentSpec("own_shares:number"), sharing(True))
 
 
 @pytest.mark.parametrize(

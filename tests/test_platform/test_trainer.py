@@ -26,7 +26,7 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.tiered import fedoras
 from fedloom.platform.methods.tiered.fedoras import Paths
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.slices import (
@@ -41,7 +41,7 @@ from fedloom.platform.spaces.space_config import SpaceConfig
 
 LOCAL = LocalSGD(epochs=2, batch_size=16, lr=0.05, momentum=0.9)
 KEPT = ((0, 3), (1, 2), (0, 1, 2, 3))
-OPA = Chosen("opa")
+OPA = ComponentSpec("opa")
 
 
 class Setting:
@@ -169,7 +169,7 @@ class Spies:
 
             return Recording()
 
-        def weighting_rule(choice: Chosen) -> Callable[[Work], Any]:
+        def weighting_rule(choice: ComponentSpec) -> Callable[[Work], Any]:
             return lambda work: self.work.append(work) or rule_of(choice)(work)  # type: ignore[func-returns-value]
 
         monkeypatch.setattr(fedoras, "path_sampler", path_sampler)
@@ -349,7 +349,7 @@ def average_of(setting: Setting, rule: str, sizes: Sequence[int], monkeypatch: p
 
             patch.setattr(Worker, "client_data", some)
             kept = setting.space.largest_subspace
-            outcome = setting.do(Train(Paths(kept, math.inf), LOCAL, Chosen(rule)), client_id=client_id)
+            outcome = setting.do(Train(Paths(kept, math.inf), LOCAL, ComponentSpec(rule)), client_id=client_id)
             assert outcome.update is not None
             assert outcome.samples == size
             sums.add(outcome.update)

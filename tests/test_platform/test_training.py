@@ -28,7 +28,7 @@ from fedloom.platform.federation.training_config import (
     local_sgd,
     rules_of,
 )
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import check_settings
 
@@ -224,7 +224,7 @@ def test_augmentation_changes_the_batches_and_is_seeded() -> None:
     x = torch.randn(6, 1, 8, 8, generator=torch_stream(1, "x"))
     y = torch.arange(6)
 
-    def seen(augment: Chosen) -> list[Tensor]:
+    def seen(augment: ComponentSpec) -> list[Tensor]:
         batches: list[Tensor] = []
         layer = nn.Linear(64, 6)
 
@@ -238,7 +238,7 @@ def test_augmentation_changes_the_batches_and_is_seeded() -> None:
         train_locally(forward, sgd, (x, y), local, torch_stream(3, "batches"), objective=Objective())
         return batches
 
-    crop_flip = Chosen("crop_flip")
+    crop_flip = ComponentSpec("crop_flip")
     assert torch.equal(seen(crop_flip)[0], seen(crop_flip)[0])
     assert not torch.equal(seen(crop_flip)[0], seen(NO_AUGMENTATION)[0])
 
@@ -272,7 +272,7 @@ def test_step_at_one_half_and_three_quarters() -> None:
 def test_the_rounds_rate_reaches_the_client() -> None:
     config = TrainingConfig(rounds=4, lr=2.0, schedule="step", epochs=3, batch_size=7, momentum=0.5, clip_norm=5.0)
     config = replace(config, weight_decay=0.25, loss_norms=True)
-    crop_flip = Chosen("crop_flip")
+    crop_flip = ComponentSpec("crop_flip")
     local = local_sgd(config, 3, crop_flip, balanced=True)
     assert local.lr == pytest.approx(0.02)
     assert replace(local, lr=0.0) == LocalSGD(

@@ -20,7 +20,7 @@ from fedloom.platform.averaging.weighting import (
     weighting_rule,
     weights_of,
 )
-from fedloom.platform.plugins import Chosen, PluginError
+from fedloom.platform.plugins import ComponentSpec, PluginError
 from fedloom.platform.spaces.slices import Slice
 
 WORK = Work(samples=45, seen_samples=90, seen_by_tensor={"fixed.weight": 90, "op.weight": 30, "idle.weight": 0})
@@ -68,12 +68,12 @@ def test_what_clients_lack_dilutes_in_numbers() -> None:
 
 
 def test_rules_are_found_by_name() -> None:
-    found = {name: weighting_rule(Chosen(name)) for name in WEIGHTING_RULES.known}
+    found = {name: weighting_rule(ComponentSpec(name)) for name in WEIGHTING_RULES.known}
     assert found == {"fedavg": fedavg, "fedavg_whole": fedavg_whole, "plain": plain, "opa": opa}
 
 
 def test_a_rule_of_ones_own_is_found_by_import_path() -> None:
-    assert weighting_rule(Chosen("fedloom.platform.averaging.weighting:plain"))(WORK) == plain(WORK)
+    assert weighting_rule(ComponentSpec("fedloom.platform.averaging.weighting:plain"))(WORK) == plain(WORK)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_rule_of_ones_own_is_found_by_import_path() -> None:
 )
 def test_an_unknown_rule_is_one_clear_line(name: str, message: str) -> None:
     with pytest.raises(PluginError, match=message) as caught:
-        weighting_rule(Chosen(name))
+        weighting_rule(ComponentSpec(name))
     assert "\n" not in str(caught.value)
 
 
@@ -115,4 +115,4 @@ def test_a_rule_that_gives_no_weights_is_named(
     setattr(module, name, lambda _work: given)
     monkeypatch.setitem(sys.modules, "own_weighting", module)
     with pytest.raises(PluginError, match=f"^weighting rule 'own_weighting:{name}' {message}"):
-        weighting_rule(Chosen(f"own_weighting:{name}"))(WORK)
+        weighting_rule(ComponentSpec(f"own_weighting:{name}"))(WORK)

@@ -30,7 +30,7 @@ from fedloom.platform.methods.widths.fedrolex import FedRolexConfig
 from fedloom.platform.methods.widths.fjord import FjordConfig, Ordered
 from fedloom.platform.methods.widths.heterofl import HeteroFLConfig
 from fedloom.platform.methods.widths.tier_models import TierModelsStage, WidthConfig, largest_of_tiers, of_widths
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.space_config import SpaceConfig
 
@@ -260,7 +260,7 @@ def test_rounds_are_means_over_those_who_hold_a_scalar(
         for row in (r for r in rows if r["round"] == round_):
             width = (int(row["tier"].removeprefix("tier")) - 1,)
             local = replace(LOCAL, momentum=0.9)
-            task = Train(Subnet(width), local, Chosen("plain"))
+            task = Train(Subnet(width), local, ComponentSpec("plain"))
             given = Assignment("supernet", round_, row["client_id"], row["tier"], task)
             update = task.run(worker, given, weights).update
             assert update is not None

@@ -25,7 +25,7 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered.fedoras import Paths
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.device_files import write_device_table
 from fedloom.tiers.devices import generate_device_table
@@ -157,7 +157,7 @@ def test_one_profile_per_tier_in_proportion_to_its_budget(tiny_config: Make) -> 
 
 def cohort_of(world: World, round_: int, size: int) -> Cohort:
     """So many of the eight clients, uniformly."""
-    return choose_cohort(world, "supernet", round_, np.arange(8), size, Chosen("uniform"), {})
+    return choose_cohort(world, "supernet", round_, np.arange(8), size, ComponentSpec("uniform"), {})
 
 
 def test_unavailable_clients_are_not_selected_and_who_is_available_does_not_depend_on_who_asks(

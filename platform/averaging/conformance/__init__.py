@@ -24,8 +24,8 @@ from fedloom.platform.averaging.conformance.architectures import Tried
 from fedloom.platform.averaging.conformance.law import Law, laws_of
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRule
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES, WeightingRule
-from fedloom.platform.plugins import Slot
-from fedloom.platform.settings import chosen
+from fedloom.platform.plugins import Registry
+from fedloom.platform.settings import component_specs
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.registry import SPACES
 from fedloom.platform.spaces.space_config import SpaceConfig
@@ -92,10 +92,10 @@ def _check(laws: list[Law]) -> None:
 
 
 def _rule(
-    slot: Slot[Any], rule: str | Callable[..., Any], options: Mapping[str, Any]
+    slot: Registry[Any], rule: str | Callable[..., Any], options: Mapping[str, Any]
 ) -> tuple[str, Callable[..., Any]]:
     if isinstance(rule, str):
-        return rule, slot.make(chosen([(slot, rule)], options, "options")[0])
+        return rule, slot.make(component_specs([(slot, rule)], options, "options")[0])
     return getattr(rule, "__name__", type(rule).__name__), partial(rule, **options)
 
 
@@ -105,5 +105,5 @@ def _tried(space: str | SpaceConfig | SearchSpace, settings: Mapping[str, Any]) 
             raise ValueError(f"space {space.name} is built already: give its name or its SpaceConfig with settings")
         return getattr(space, "name", type(space).__name__), Tried(space)
     config = replace(SpaceConfig(space) if isinstance(space, str) else space, **settings)
-    choice = chosen([(SPACES, config.name)], config.options, "space.options")[0]
+    choice = component_specs([(SPACES, config.name)], config.options, "space.options")[0]
     return config.name, Tried(SPACES.make(choice)(config), config.num_classes)

@@ -59,7 +59,7 @@ from fedloom.platform.methods.stages.evaluation import (
 )
 from fedloom.platform.methods.stages.target_search import search_stages, targets_of
 from fedloom.platform.methods.stages.tier_search import WINNERS, check_statistics
-from fedloom.platform.plugins import Slot
+from fedloom.platform.plugins import Registry
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import (
@@ -69,7 +69,7 @@ from fedloom.platform.settings import (
     PART,
     UP_TO_A_THOUSAND,
     ZERO_OR_MORE,
-    Brought,
+    ComponentName,
     OneOf,
 )
 from fedloom.platform.spaces.offers import with_depths
@@ -89,7 +89,7 @@ SERVED = "served"
 class DistributionConfig:
     """The distribution of subnets to clients."""
 
-    heuristic: Annotated[str, Brought("distribution heuristic"), "how subnets are assigned"] = "tracking_sandwich"
+    heuristic: Annotated[str, ComponentName("distribution heuristic"), "how subnets are assigned"] = "tracking_sandwich"
     tier_aware: Annotated[bool, "give no client a subnet above its tier's budget in the round"] = False
 
 
@@ -144,7 +144,7 @@ class SuperFedNASConfig:
     evaluation: EvaluationConfig = field(default_factory=lambda: EvaluationConfig(clients_per_tier=0))
 
 
-def _own_rules(config: ElasticTrainingConfig) -> dict[str, tuple[Slot[Any], str]]:
+def _own_rules(config: ElasticTrainingConfig) -> dict[str, tuple[Registry[Any], str]]:
     """The rules that an elastic supernet's training has beside those of every stage."""
     return {
         "distribution.heuristic": (HEURISTICS, config.distribution.heuristic),

@@ -28,7 +28,7 @@ from fedloom.platform.federation.training_config import (
 )
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.personal import Personal
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.settings import BELOW_ONE, ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE, OneOf
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig
 
 
 def pair_outcome(
-    shared: TrainedNetwork, own: TrainedNetwork, data: Samples, weighting: Chosen, silo: Personal
+    shared: TrainedNetwork, own: TrainedNetwork, data: Samples, weighting: ComponentSpec, silo: Personal
 ) -> Outcome:
     """The outcome of training both models: loss and metric are the personal model's, the update the shared one's."""
     samples = len(data[1])

@@ -25,7 +25,7 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.stages.candidates import candidate_rows
-from fedloom.platform.plugins import Chosen
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.search.base import Interval, Scored, Searcher, pareto_front, winner
 from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher, generations_left, try_searcher
 from fedloom.platform.search.criterion import merit
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 WINNERS = "winners"
 CLIENT_SCORES = "client_scores"
-UNIFORM = Chosen("uniform")
+UNIFORM = ComponentSpec("uniform")
 
 
 @dataclass

@@ -52,7 +52,7 @@ from fedloom.platform.methods.method import Method, SharedTraining
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.stages.tier_search import TierSearchConfig, TierSearchStage, tier_goals, winner_of
 from fedloom.platform.seeding import stream
-from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, Brought, OneOf, Range
+from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, ComponentName, OneOf, Range
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.offers import HasSubspaces, with_subspaces
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace, Weights, extract, subspace_id
@@ -89,7 +89,7 @@ class SupernetConfig(TrainingConfig):
     epochs: Annotated[int, EPOCHS, "passes of a client over its training data per round"] = 50
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step; a path is drawn for each"] = 128
     min_contributors: Annotated[int, ONE_OR_MORE, "operators trained by fewer clients keep their weights"] = 2
-    weighting: Annotated[str, Brought("weighting rule"), "weights of a client's tensors in the mean"] = "opa"
+    weighting: Annotated[str, ComponentName("weighting rule"), "weights of a client's tensors in the mean"] = "opa"
     paths: Annotated[str, OneOf(SAMPLERS), "sampler of paths within a budget"] = "greedy"
     evaluate_paths: Annotated[
         int, Range(least=0, most=1_000_000), "number of random paths scored on validation data"

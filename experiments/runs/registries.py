@@ -1,4 +1,4 @@
-"""All slots: the places of a configuration where code is chosen by name."""
+"""All registries: the places of a configuration where code is chosen by name."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from fedloom.platform.data.sources import DATASETS
 from fedloom.platform.federation.budgets import BUDGETS
 from fedloom.platform.federation.distribution import HEURISTICS
 from fedloom.platform.federation.selection import SELECTION_RULES
-from fedloom.platform.plugins import Slot
+from fedloom.platform.plugins import Registry
 from fedloom.platform.search.config import SEARCHERS
 from fedloom.platform.search.predictors import PREDICTORS
 from fedloom.platform.spaces.registry import SPACES
 
-SLOTS: tuple[Slot[Any], ...] = (
+REGISTRIES: tuple[Registry[Any], ...] = (
     DATASETS,
     AUGMENTATIONS,
     OBJECTIVES,
@@ -34,6 +34,6 @@ SLOTS: tuple[Slot[Any], ...] = (
 )
 
 
-def slot_of(kind: str) -> Slot[Any] | None:
-    """The slot of code of this kind; None for a kind of a user's own method."""
-    return next((slot for slot in SLOTS if slot.kind == kind), None)
+def registry_of(kind: str) -> Registry[Any] | None:
+    """The registry of code of this kind; None for a kind of a user's own method."""
+    return next((registry for registry in REGISTRIES if registry.kind == kind), None)
