@@ -8,7 +8,7 @@ from fedloom.platform.data.dataset import VALIDATION, Dataset
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
-from fedloom.platform.data.published import PUBLISHED, differences
+from fedloom.platform.data.sources import PUBLISHED, differences
 
 
 def prepare(overrides: Sequence[str]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fedloom.experiments.runs.described import described
-from fedloom.platform.data.published import PUBLISHED
+from fedloom.platform.data.sources import PUBLISHED
 from fedloom.platform.plugins import Shipped
 
 Facts = Callable[[Sequence[str]], dict[str, Any]]

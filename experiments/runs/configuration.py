@@ -28,7 +28,7 @@ from fedloom.experiments.runs.spelling import (
     unknown,
     unquoted,
 )
-from fedloom.platform.data.checks import check as check_data
+from fedloom.platform.data.sources import check as check_data
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import check_rule_names
 from fedloom.platform.methods.registry import METHODS, find_method

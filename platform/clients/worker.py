@@ -15,8 +15,8 @@ from fedloom.platform.clients.kernels import Kernels, set_up_process
 from fedloom.platform.clients.objectives import CLASSIFICATION, OBJECTIVES, Objective
 from fedloom.platform.clients.training import Samples, own_randomness
 from fedloom.platform.data.federated import FederatedData
-from fedloom.platform.data.label_sets import LabelSet
 from fedloom.platform.data.on_device import upload
+from fedloom.platform.data.source import LabelSet
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace

@@ -1,6 +1,7 @@
-"""A prepared data set: memory-mapped arrays of images, normalised on access, or of token sequences."""
+"""A prepared data set: memory-mapped arrays, normalised on access, with a lock on the test set."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,14 +14,53 @@ from fedloom.platform.data.artefact import (
     AnyArray,
     Fields,
     IntArray,
+    check_blocks,
     open_arrays,
     read_manifest,
     verify_arrays,
 )
-from fedloom.platform.data.blocks import check_blocks
-from fedloom.platform.data.guard import TestGuard
-from fedloom.platform.data.label_sets import LabelSet, read_label_sets
 from fedloom.platform.data.on_device import OnDevice
+from fedloom.platform.data.source import LabelSet, read_label_sets
+
+SPLITS = ("train", "validation", "test")
+
+
+class TestReadError(RuntimeError):
+    """An access to the test split outside `reading_test()`."""
+
+    __test__ = False  # pytest would collect it as a test class because of its name
+
+
+class TestGuard:
+    """Allows or forbids reading the test split."""
+
+    __test__ = False
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        self._is_open = is_open
+
+    def check(self, split: str) -> None:
+        """Raises TestReadError for split "test" while the guard is closed."""
+        if split == "test" and not self._is_open:
+            raise TestReadError("split 'test' was read before the final evaluation: use `with data.reading_test():`")
+
+    @contextmanager
+    def reading_test(self) -> Iterator[None]:
+        """Opens the guard for the block."""
+        before, self._is_open = self._is_open, True
+        try:
+            yield
+        finally:
+            self._is_open = before
+
+
+def check_split(split: str) -> None:
+    """Raises ValueError unless the split is one of train, validation, test."""
+    if split not in SPLITS:
+        raise ValueError(f"split={split}: must be one of {', '.join(SPLITS)}")
+
+
+# -- the data set -----------------------------------------------------------------------------------------------------
 
 MANIFEST = "dataset.json"
 PARTS, VALIDATION = ("train", "test"), "validation"

@@ -10,12 +10,8 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.data.artefact import IntArray
-from fedloom.platform.data.dataset import VALIDATION, Dataset
-from fedloom.platform.data.guard import TestGuard, TestReadError, check_split
+from fedloom.platform.data.dataset import VALIDATION, Dataset, TestGuard, check_split
 from fedloom.platform.data.partition import Partition
-from fedloom.platform.data.variation import label_variation
-
-__all__ = ["FederatedData", "TestReadError"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,3 +117,30 @@ def _keep(indices: IntArray, share: float, rng: np.random.Generator | None) -> I
         raise ValueError(f"share={share}: a share below 1 needs a random generator")
     kept = rng.choice(len(indices), size=max(1, round(share * len(indices))), replace=False)
     return indices[np.sort(kept)]
+
+
+CLIENTS_AT_ONCE = 10_000
+
+
+def label_variation(labels: IntArray, offsets: IntArray, num_classes: int) -> float:
+    """Mean over clients of the total variation distance of a client's labels from the uniform distribution.
+
+    `labels` holds all clients' labels, client k's from `offsets[k]` to `offsets[k + 1]`. 0: every client has equally
+    many samples of each class; 1 - 1/C: every client has one class. Clients without samples do not count.
+    """
+    total, clients = 0.0, 0
+    for first in range(0, len(offsets) - 1, CLIENTS_AT_ONCE):
+        bounds = offsets[first : first + CLIENTS_AT_ONCE + 1]
+        owners = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+        cells = owners * num_classes + labels[bounds[0] : bounds[-1]]
+        counts = np.bincount(cells, minlength=(len(bounds) - 1) * num_classes).reshape(-1, num_classes)
+        counts = counts[counts.sum(axis=1) > 0]
+        shares = counts / counts.sum(axis=1, keepdims=True)
+        total += float(np.abs(shares - 1 / num_classes).sum()) / 2
+        clients += len(counts)
+    return total / clients
+
+
+def size_variation(sizes: IntArray) -> float:
+    """Standard deviation of the clients' numbers of samples, in units of their mean."""
+    return float(np.std(sizes) / np.mean(sizes))

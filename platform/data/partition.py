@@ -22,11 +22,10 @@ from fedloom.platform.data.artefact import (
     verify_arrays,
     write_artefact,
 )
-from fedloom.platform.data.checks import check
 from fedloom.platform.data.config import DataConfig, cache_root, check_cache
 from fedloom.platform.data.dataset import MANIFEST as DATASET
-from fedloom.platform.data.dataset import Dataset
-from fedloom.platform.data.guard import SPLITS, TestGuard, check_split
+from fedloom.platform.data.dataset import SPLITS, Dataset, TestGuard, check_split
+from fedloom.platform.data.sources import check
 
 MANIFEST = "partition.json"
 KEY_LENGTH = 16

@@ -16,15 +16,12 @@ from fedloom.platform.data.artefact import (
     atomic_folder,
     hash_of,
     write_artefact,
+    write_blocks,
 )
-from fedloom.platform.data.blocks import write_blocks
-from fedloom.platform.data.checks import check
 from fedloom.platform.data.config import DataConfig, cache_root, check_cache
 from fedloom.platform.data.dataset import MANIFEST, PARTS, VALIDATION, Dataset
-from fedloom.platform.data.label_sets import write_label_sets
-from fedloom.platform.data.source import Source
-from fedloom.platform.data.sources import FIXED_SEED, find_source
-from fedloom.platform.data.stratify import stratified_rows, uniform_rows
+from fedloom.platform.data.source import Source, stratified_rows, uniform_rows, write_label_sets
+from fedloom.platform.data.sources import FIXED_SEED, check, find_source
 from fedloom.platform.data.tokens import TokenSource, compact
 from fedloom.platform.seeding import stream
 

@@ -1,4 +1,4 @@
-"""The registry of data sets: built-in ones, torchvision's and a user's own."""
+"""The registry of data sets: built-in ones, torchvision's and a user's own, and what is known of the published ones."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,28 +8,128 @@ from typing import Annotated, Any, NoReturn
 
 import numpy as np
 
-from fedloom.platform.data.arrays import Arrays, source_of
+from fedloom.platform.data.arrays import Arrays, read_npz, source_of
 from fedloom.platform.data.artefact import ByteArray, Fields, IntArray
-from fedloom.platform.data.augment import AUGMENTATIONS
-from fedloom.platform.data.augment_sound import FEATURES_OF_SOUND
-from fedloom.platform.data.cifar_pickle import LAYOUTS, PickleSource
-from fedloom.platform.data.cinic import FOLDERS as CINIC_FOLDERS
-from fedloom.platform.data.cinic import find_cinic
-from fedloom.platform.data.config import DataConfig, data_root
-from fedloom.platform.data.folders import OwnFolders, find_folders
-from fedloom.platform.data.image_parquet import find_parquet
-from fedloom.platform.data.npz import read_npz
-from fedloom.platform.data.ptb import PtbSource
-from fedloom.platform.data.published import PUBLISHED
-from fedloom.platform.data.shakespeare import ShakespeareSource
-from fedloom.platform.data.source import Source
+from fedloom.platform.data.augment import AUGMENTATIONS, FEATURES_OF_SOUND
+from fedloom.platform.data.config import BY_LABEL, PARTITIONS, DataConfig, data_root
+from fedloom.platform.data.dataset import PARTS, Dataset
+from fedloom.platform.data.image_files import (
+    CINIC_FOLDERS,
+    IMAGE_SIDE,
+    LAYOUTS,
+    OwnFolders,
+    PickleSource,
+    find_cinic,
+    find_folders,
+    find_parquet,
+    torchvision_datasets,
+    torchvision_set,
+)
+from fedloom.platform.data.source import Source, stratified_rows
 from fedloom.platform.data.speech import SpeechSource
-from fedloom.platform.data.stratify import stratified_rows
-from fedloom.platform.data.tokens import TokenSource
-from fedloom.platform.data.torchvision_sets import IMAGE_SIDE, torchvision_datasets, torchvision_set
+from fedloom.platform.data.tokens import PtbSource, ShakespeareSource, TokenSource
 from fedloom.platform.plugins import ComponentSpec, Registry
 from fedloom.platform.seeding import stream
-from fedloom.platform.settings import PATH, Range, component_specs
+from fedloom.platform.settings import PATH, Range, check_settings, component_specs
+
+
+@dataclass(frozen=True)
+class Published:
+    """A data set's files and numbers.
+
+    Attributes:
+        where: the files, below `data.root`, and where they come from.
+        samples: of the train and the test part; of texts the tokens to be predicted.
+        classes: classes, or tokens of the vocabulary.
+        even: whether all classes have as many samples.
+        clients: natural clients of both parts; None if there are none.
+        coarse: the classes of its label sets by name.
+    """
+
+    where: str
+    samples: tuple[int, int]
+    classes: int
+    even: bool = False
+    clients: int | None = None
+    coarse: Mapping[str, int] | None = None
+
+
+PUBLISHED: Mapping[str, Published] = {
+    "cifar10": Published(
+        "cifar-10-python.tar.gz (170 498 071 bytes, as the authors and torchvision have it) or cifar-10-batches-py/ "
+        "unpacked of it, or the hub's cifar10/train-*.parquet with test-*.parquet",
+        (50_000, 10_000),
+        10,
+        even=True,
+    ),
+    "cifar100": Published(
+        "cifar-100-python.tar.gz (169 001 437 bytes, as the authors and torchvision have it) or cifar-100-python/ "
+        "unpacked of it, or the hub's cifar100/train-*.parquet with test-*.parquet",
+        (50_000, 10_000),
+        100,
+        even=True,
+        coarse={"coarse": 20},
+    ),
+    "cinic10": Published(
+        "CINIC-10/ or cinic10/ with train/CLASS/*.png and test/CLASS/*.png, unpacked of CINIC-10.tar.gz, or the hub's "
+        "cinic10/train-*.parquet with test-*.parquet",
+        (90_000, 90_000),
+        10,
+        even=True,
+    ),
+    "ptb": Published(
+        "ptb.train.txt and ptb.test.txt in ptb/ or simple-examples/data/, of Mikolov's simple-examples.tgz, or the "
+        "hub's ptb/train-*.parquet with test-*.parquet",
+        (929_588, 82_429),
+        10_000,
+    ),
+    "shakespeare": Published(
+        "shakespeare/shakespeare_train.h5 and shakespeare_test.h5, of TensorFlow Federated's shakespeare.tar.bz2",
+        (2_390_736, 343_749),
+        90,
+        clients=715,
+    ),
+}
+"""Of Speech Commands and others the readers themselves check that every word and part is there."""
+
+
+def differences(config: DataConfig, dataset: Dataset) -> list[str]:
+    """In what a prepared data set differs from what was published, a line each; empty for a sub-sample."""
+    known = PUBLISHED.get(config.dataset)
+    return [] if known is None else list(_differences(known, config, dataset))
+
+
+def _differences(known: Published, config: DataConfig, dataset: Dataset) -> Iterator[str]:
+    if dataset.num_classes != known.classes:
+        what = "tokens in its vocabulary" if dataset.kind == "tokens" else "classes"
+        yield f"it has {dataset.num_classes} {what}, published are {known.classes}"
+    for name, count in (known.coarse or {}).items():
+        found = dataset.label_sets.get(name)
+        if found is None or len(found.names) != count:
+            yield f"it has {0 if found is None else len(found.names)} {name} classes, published are {count}"
+    clients = len(dataset.client_names)
+    if known.clients is not None and clients != known.clients:
+        yield f"it has {clients} clients, published are {known.clients}"
+    for part, count, asked in zip(PARTS, known.samples, (config.train_samples, config.test_samples), strict=True):
+        if asked is None and not config.options:  # which change how a text is cut
+            yield from _of_part(known, part, dataset.labels(part), count)
+
+
+def _of_part(known: Published, part: str, labels: IntArray, count: int) -> Iterator[str]:
+    predicted, what = (int((labels >= 0).sum()), "tokens") if labels.ndim == 2 else (len(labels), "samples")
+    if predicted != count:
+        yield f"its {part} part has {predicted} {what}, published are {count}: a file may be incomplete"
+    elif known.even:
+        of_class = np.bincount(labels, minlength=known.classes)
+        if of_class.min() != of_class.max():
+            most, least = int(of_class.argmax()), int(of_class.argmin())
+            yield (
+                f"its {part} part has {of_class[most]} samples of class {most} and {of_class[least]} of {least}; "
+                "published are as many of each"
+            )
+
+
+# -- the data sets by name --------------------------------------------------------------------------------------------
 
 FIXED_SEED = 0
 """Seed of splits and sub-samples, which are properties of the data set and independent of the run's seed."""
@@ -235,6 +335,9 @@ def _download(dataset: str, root: Path) -> None:
         ) from error
 
 
+# -- data sets without files ------------------------------------------------------------------------------------------
+
+
 class DigitsSource(Source):
     """The 1797 handwritten digits of scikit-learn, 1x8x8, values 0..16, with a fixed 80/20 split.
 
@@ -292,3 +395,46 @@ class SyntheticSource(Source):
         for label, pattern in enumerate(patterns):
             x[y == label] += pattern
         return x if len(rows) == len(y) else x[rows]
+
+
+# -- checks of the options that need no data --------------------------------------------------------------------------
+
+TEXTS = ("shakespeare", "ptb")
+WITH_CLIENTS = ("shakespeare", "speech_commands")
+"""Data sets that are published with natural clients."""
+OF_ITS_OWN = ("folder", "npz")
+"""Data sets whose content is known only after reading, like a user's own."""
+
+
+def check(config: DataConfig) -> None:
+    """Raises a one-line ValueError for the first option that is out of range or does not fit the data set."""
+    check_settings(config, "data.")
+    data_choices(config)
+    if config.dataset in [*DATASETS.known] and config.dataset not in OF_ITS_OWN:
+        _check_partition(config.partition, config.dataset)
+        _check_kind(config)
+    _check_shares(config)
+
+
+def _check_partition(partition: str, dataset: str) -> None:
+    lacks = {**dict.fromkeys(BY_LABEL, dataset in TEXTS), "natural": dataset not in WITH_CLIENTS, "iid": False}
+    if lacks[partition]:
+        what = "has no class labels to draw by" if partition in BY_LABEL else "has no clients of its own"
+        allowed = ", ".join(p for p in PARTITIONS if not lacks[p])
+        raise ValueError(f"data.partition={partition}: {dataset} {what}; must be one of {allowed}")
+
+
+def _check_kind(config: DataConfig) -> None:
+    if config.dataset not in TEXTS and config.sequence_length is not None:
+        raise ValueError(f"data.sequence_length={config.sequence_length}: {config.dataset} holds images; leave it out")
+    if config.dataset in TEXTS and config.augment != "none" and config.augment in AUGMENTATIONS.known:
+        raise ValueError(f"data.augment={config.augment}: {config.dataset} is text; must be none")
+
+
+def _check_shares(config: DataConfig) -> None:
+    validation, test = config.validation_share, config.test_share
+    if test is not None and not validation + test < 1:
+        raise ValueError(
+            f"data.validation_share={validation} and data.test_share={test}: must sum to less than 1; "
+            "the rest of a client's data trains"
+        )

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.platform.data.artefact import AnyArray, Fields, IntArray
-from fedloom.platform.data.augment_sound import FEATURES, OF_ALL
+from fedloom.platform.data.augment import FEATURES, OF_ALL
 from fedloom.platform.data.source import Source
 from fedloom.platform.seeding import stream
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedloom.platform.data.variation import size_variation
+from fedloom.platform.data.federated import size_variation
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import RunCosts, store_costs
 from fedloom.platform.federation.world import World

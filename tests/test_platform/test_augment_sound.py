@@ -9,8 +9,16 @@ import pytest
 import torch
 from scipy import fft
 
-from fedloom.platform.data.augment import AUGMENTATIONS, check_augmentation, coloured
-from fedloom.platform.data.augment_sound import centres_hz, noise_shift, shifted, transform, with_noise
+from fedloom.platform.data.augment import (
+    AUGMENTATIONS,
+    centres_hz,
+    check_augmentation,
+    coloured,
+    noise_shift,
+    shifted,
+    transform,
+    with_noise,
+)
 from fedloom.platform.data.speech import RATE, mfcc
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedloom.platform.data.cinic import CLASSES, find_cinic
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
-from fedloom.platform.data.folders import FolderSource
+from fedloom.platform.data.image_files import CINIC_CLASSES, FolderSource, find_cinic
 from fedloom.platform.data.partition import Partition, prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
 from fedloom.platform.data.sources import find_source
@@ -29,7 +28,7 @@ def pixels(seed: int) -> np.ndarray:
 def fake_cinic(root: Path, name: str = "CINIC-10", per_class: int = 3) -> Path:
     """Writes a small data set in the published layout, files in no order; image i of class c has seed 10 c + i."""
     for part in ("train", "valid", "test"):
-        for c, label in enumerate(CLASSES):
+        for c, label in enumerate(CINIC_CLASSES):
             folder = root / name / part / label
             folder.mkdir(parents=True)
             for i in reversed(range(per_class)):
@@ -46,7 +45,7 @@ def test_images_are_in_order_of_class_and_file_name(tmp_path: Path, name: str) -
     fake_cinic(tmp_path, name)
     source = find_source(config(tmp_path))
     assert isinstance(source, FolderSource)
-    assert source.class_names == CLASSES == tuple(sorted(CLASSES))
+    assert source.class_names == CINIC_CLASSES == tuple(sorted(CINIC_CLASSES))
     assert source.labels("train").tolist() == [c for c in range(10) for _ in range(3)]
     images = source.inputs("test", np.array([29, 0, 4]))
     assert np.array_equal(images, np.stack([pixels(92), pixels(0), pixels(11)]))

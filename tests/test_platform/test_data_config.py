@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from fedloom.platform.data.checks import check
 from fedloom.platform.data.config import DataConfig, cache_root, data_root
+from fedloom.platform.data.sources import check
 
 
 def test_the_defaults_pass_and_work_as_a_structured_config() -> None:

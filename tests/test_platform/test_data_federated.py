@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.data.dataset import Dataset
-from fedloom.platform.data.federated import FederatedData, TestReadError
+from fedloom.platform.data.dataset import Dataset, TestReadError
+from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
 

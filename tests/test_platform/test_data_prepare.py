@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.platform.data.artefact import ABANDONED_AFTER_S, atomic_folder, read_manifest, write_artefact
+from fedloom.platform.data.artefact import (
+    ABANDONED_AFTER_S,
+    BLOCK_BYTES,
+    atomic_folder,
+    check_blocks,
+    read_manifest,
+    write_artefact,
+    write_blocks,
+)
 from fedloom.platform.data.augment import crop_flip
-from fedloom.platform.data.blocks import BLOCK_BYTES, check_blocks, write_blocks
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.data.dataset import Dataset
-from fedloom.platform.data.guard import TestGuard, TestReadError
+from fedloom.platform.data.dataset import Dataset, TestGuard, TestReadError
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import mean_and_std, prepare_dataset
 

@@ -13,14 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fedloom.platform.data.cifar_pickle import LAYOUTS
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
-from fedloom.platform.data.label_sets import LabelSet
+from fedloom.platform.data.image_files import LAYOUTS
 from fedloom.platform.data.prepare import prepare_dataset
-from fedloom.platform.data.source import Source
+from fedloom.platform.data.source import LabelSet, Source, stratified_rows
 from fedloom.platform.data.sources import find_source
-from fedloom.platform.data.stratify import stratified_rows
 
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedloom.platform.data.allocation import held_out_size, split_test, split_validation
 from fedloom.platform.data.artefact import IntArray, atomic_folder, write_artefact
-from fedloom.platform.data.checks import check
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.data.dataset import Dataset
-from fedloom.platform.data.federated import FederatedData, TestReadError
-from fedloom.platform.data.lda import held_out_size, split_test, split_validation
+from fedloom.platform.data.dataset import Dataset, TestReadError
+from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import Partition, check_arrays, prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.data.sources import check
 
 SPLITS = ("train", "validation", "test")
 KINDS = ("lda", "iid", "consecutive", "natural")

@@ -15,11 +15,18 @@ from torch.nn import functional as F
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.prepare import prepare_dataset
-from fedloom.platform.data.ptb import make_vocabulary
-from fedloom.platform.data.shakespeare import CHARACTERS, VOCABULARY, encode
+from fedloom.platform.data.source import uniform_rows
 from fedloom.platform.data.sources import find_source
-from fedloom.platform.data.stratify import uniform_rows
-from fedloom.platform.data.tokens import IGNORED_LABEL, TokenPart, compact, cut
+from fedloom.platform.data.tokens import (
+    CHARACTERS,
+    IGNORED_LABEL,
+    VOCABULARY,
+    TokenPart,
+    compact,
+    cut,
+    encode,
+    make_vocabulary,
+)
 
 ROLES = {
     "train": {"PLAY_B": ["To be,", "or not"], "PLAY_A": ["Who's there?"], "PLAY_C": ["O!"]},
@@ -327,5 +334,5 @@ def test_text_that_is_prepared_is_not_cut_again(tmp_path: Path, dataset: str, mo
     def fail(*arguments: object, **named: object) -> None:
         raise AssertionError("cut again")
 
-    monkeypatch.setattr(f"fedloom.platform.data.{dataset}.cut", fail)
+    monkeypatch.setattr("fedloom.platform.data.tokens.cut", fail)
     assert prepare_dataset(config(tmp_path, dataset), verify=True) == first

@@ -13,8 +13,7 @@ import pytest
 from fedloom.platform.clients.execution import Chunk, ChunkResult, SerialExecutor, SharedWeights
 from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.data.dataset import Dataset
-from fedloom.platform.data.guard import TestReadError
+from fedloom.platform.data.dataset import Dataset, TestReadError
 from fedloom.platform.data.partition import Partition
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig

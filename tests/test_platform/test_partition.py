@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedloom.platform.data.allocation import draw_samples, label_distributions, split_validation
 from fedloom.platform.data.artefact import FloatArray, IntArray, atomic_folder, write_artefact
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
-from fedloom.platform.data.lda import draw_samples, label_distributions, split_validation
 from fedloom.platform.data.partition import Partition, check_arrays, prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
 

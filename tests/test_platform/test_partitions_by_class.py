@@ -8,15 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedloom.platform.data.allocation import (
+    EXHAUSTED_MASS,
+    FEWEST,
+    class_shares,
+    cut_in_shares,
+    draw_in_sequence,
+    draw_samples,
+    label_distributions,
+    split_classes,
+)
 from fedloom.platform.data.artefact import FloatArray, IntArray
-from fedloom.platform.data.by_class import FEWEST, class_shares, cut, split_classes
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
-from fedloom.platform.data.federated import FederatedData
-from fedloom.platform.data.lda import EXHAUSTED_MASS, draw_in_sequence, draw_samples, label_distributions
+from fedloom.platform.data.federated import FederatedData, label_variation, size_variation
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
-from fedloom.platform.data.variation import label_variation, size_variation
 
 CIFAR = np.repeat(np.arange(10), 5000)
 """The training labels of CIFAR-10 but for their order, which no partition depends on."""
@@ -70,7 +77,7 @@ def test_variations_in_numbers() -> None:
 def test_label_variation_takes_any_number_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     labels, offsets = rng().integers(0, 5, 1000), np.arange(0, 1001, 10)
     at_once = label_variation(labels, offsets, 5)
-    monkeypatch.setattr("fedloom.platform.data.variation.CLIENTS_AT_ONCE", 7)
+    monkeypatch.setattr("fedloom.platform.data.federated.CLIENTS_AT_ONCE", 7)
     assert label_variation(labels, offsets, 5) == pytest.approx(at_once, rel=1e-12)
 
 
@@ -102,7 +109,7 @@ def test_shares_by_hand() -> None:
 
 
 def test_pieces_are_rounded_down_by_their_sums() -> None:
-    pieces = cut(np.arange(10), np.array([0.25, 0.25, 0.5]))
+    pieces = cut_in_shares(np.arange(10), np.array([0.25, 0.25, 0.5]))
     assert [piece.tolist() for piece in pieces] == [[0, 1], [2, 3, 4], [5, 6, 7, 8, 9]]
 
 

@@ -15,7 +15,7 @@ from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD, estimate_statistics, evaluate
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.data.guard import TestReadError
+from fedloom.platform.data.dataset import TestReadError
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
