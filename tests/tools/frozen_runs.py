@@ -8,10 +8,14 @@ Only the command line and the files that it leaves are used, so that the program
 on the machine's kind of processor and on torch: compare what one machine wrote.
 """
 
+import difflib
 import hashlib
+import io
 import json
+import re
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pandas as pd
@@ -55,13 +59,23 @@ TEXT = [
     "method.train.evaluate_every=1", "tiers.paths=100",
 ]  # fmt: skip
 
+ROUNDS = [
+    "tiers.paths=2000", "method.train.rounds=3", "method.train.clients_per_round=5", "method.train.epochs=1",
+    "method.train.evaluate_every=2", "data.num_clients=12", "executor.chunk_size=2",
+]  # fmt: skip
+FEDAVG = ["experiment=fedavg_digits", *ROUNDS, "space.stem_channels=8"]
+TRANSFER = [
+    "experiment=fedoras_digits_from_scratch", *ROUNDS, "method.start_from=frozen", "results=OUT/fedoras/results",
+    "method.model=tier2-fine_tuned", "space.stem_channels=8", "tiers.count=2",
+]  # fmt: skip
+
 RUNS: dict[str, list[str]] = {
     "fedavg": ["method=fedavg", *DIGITS, "space.stem_channels=8", "method.train.rounds=3",
                "method.train.evaluate_every=2", "method.train.schedule=cosine"],
     "fedavg_cifar10": ["method=fedavg", *CIFAR, "space.name=resnet_elastic_small", "data.num_clients=4",
                        "tiers.count=1", "tiers.paths=100", "method.train.rounds=2",
                        "method.train.clients_per_round=2", "executor.chunk_size=3"],
-    "fedoras": FEDORAS,
+    "fedoras": [*FEDORAS, "name=frozen"],
     "fedoras_fedavg_bytes": [*FEDORAS, "method.train.weighting=fedavg", "method.train.communication.unit=bytes",
                              "method.train.communication.value=60000", "method.train.paths=rejection"],
     "fedoras_federated": [*FEDORAS, "method.search.scoring=federated", "method.search.clients_per_round=3",
@@ -99,7 +113,43 @@ RUNS: dict[str, list[str]] = {
     "global_nas": ["method=global_nas", *SILOS, *CELLS, *SEARCH],
     "fednas": ["method=fednas", *SILOS, *CELLS, "method.search.rounds=2"],
     "fedpnas": ["method=fedpnas", *SILOS, *CELLS, *SEARCH, "space.cells=4"],
+    "fedavg_gpu_shares": [*FEDAVG, "executor.stack_clients=off", "tiers.count=2", "method.tier=2"],
+    "fedavg_stacked": [*FEDAVG, "executor.stack_clients=3", "executor.chunk_size=4"],
+    "fedavg_bfloat16": [*FEDAVG, "executor.precision=bfloat16"],
+    "fedavg_private": [*FEDAVG, "method.train.privacy.clip=1.0", "method.train.privacy.noise=0.8",
+                       "method.train.privacy.weight_cap=40"],
+    "fedavg_secure": [*FEDAVG, "method.train.privacy.secure=true", "devices.dropout=0.2",
+                      "method.train.selection=tier_quota"],
+    "fedavg_lossy": [*FEDAVG, *DEVICES, "executor.failures.policy=tolerate", "executor.failures.max_share=1"],
+    "fedavg_steps": [*FEDAVG, "method.train.schedule=steps", "method.train.idle_momentum=true",
+                     "method.train.loss_norms=true", "data.balanced_classes=true", "method.train.weight_decay=0.001",
+                     "method.train.clip_norm=1.0"],
+    "oort": [*FEDAVG, *DEVICES, "method.train.selection=oort", "method.train.loss_norms=true"],
+    "pyramidfl": [*FEDAVG, *DEVICES, "method.train.selection=pyramidfl", "method.train.loss_norms=true"],
+    "round_robin": [*FEDAVG, "method.train.selection=round_robin"],
+    "tier_quota": [*FEDAVG, "tiers.count=2", "method.train.selection=tier_quota"],
+    **{name: [f"experiment={name}_digits", *ROUNDS] for name in (
+        "fedprox", "feddyn", "scaffold", "fednova", "fedadam", "fedyogi", "fedadagrad", "fedavgm", "zerofl",
+        "heterofl", "fjord", "fedrolex", "depthfl")},
+    "random_nas": ["experiment=random_nas_digits", *ROUNDS, "space.stem_channels=8", "method.models=1"],
+    "fedoras_tasks": [*FEDORAS, "data.label_sets={pairs:[0,0,1,1,2,2,3,3,4,4]}", "space.heads=[5,10]",
+                      "tiers.tasks=[pairs,all]"],
+    "fedoras_private": [*FEDORAS, "method.train.privacy.clip=0.5", "method.train.privacy.noise=0.6",
+                        "method.train.privacy.weight_cap=50", "method.train.min_contributors=1"],
+    "fedoras_secure": [*FEDORAS, "method.train.privacy.secure=true", "devices.dropout=0.1"],
+    "from_scratch": [*TRANSFER, "method.from_scratch=true"],
+    "transfer": [*TRANSFER, "method.from_scratch=false"],
+    "superfednas_tracking": [*ELASTIC, "method.train.distribution.heuristic=tracking_sandwich",
+                             "method.train.shares.rule=overlap"],
+    "spider_resident": [*SPIDER, *SEARCH, "executor.kind=ray", "executor.resident=true", "executor.actors=2"],
+    "ablation": ["ablate", "ablation=init", *FEDORAS[:-4], "method.finetune.epochs=1", "method.rand_init.epochs=1",
+                 "ablation.axes.rounds.settings={a:{method.finetune.rounds: 1, method.rand_init.rounds: 2},"
+                 "b: {method.finetune.rounds: 2,method.rand_init.rounds: 1}}", "ablation.seeds=[1]"],
 }  # fmt: skip
+REPORTED = ("fedoras", "superfednas", "spider", "ablation")
+"""Runs whose report's tables are compared, too."""
+COUNTED = ("fedoras/fig8", "fedoras/tab18", "superfednas/fig3", "superfed/fig6", "spider/space")
+"""Items of `reproduce` that are counted in seconds."""
 
 TABLES = ("runs", "rounds", "clients", "candidates", "evaluations", "models")
 ASIDE = {"run_id", "experiment", "started", "ended", "versions", "source_hash", "config", "wall_s", "overhead_s",
@@ -111,20 +161,57 @@ def write(out: Path, only: str = "") -> None:
     """One folder per run: its tables, and a hash of every tensor of its checkpoint and of its kept models."""
     from fedloom.experiments.cli import main
 
-    for name, overrides in RUNS.items():
-        if only not in name:
-            continue
-        results = out / name / "results"
+    def run(*arguments: str) -> str:
+        printed = io.StringIO()
         try:
-            once = {override.partition("=")[0]: override for override in overrides}.values()  # the last one counts
-            main(["run", *once, "executor.kind=serial", f"results={results}", "--json"])
+            with redirect_stdout(printed):
+                main([*arguments])
         except SystemExit as end:
             if end.code:
-                raise SystemExit(f"{name}: exit code {end.code}") from None
+                raise SystemExit(f"fedloom {' '.join(arguments)}: exit code {end.code}") from None
+        return printed.getvalue()
+
+    for name, given in RUNS.items():
+        if only not in name:
+            continue
+        command, *overrides = given if given[0] == "ablate" else ["run", *given]
+        overrides = ["executor.kind=serial", f"results={out / name / 'results'}", *overrides]
+        once = {key: value for key, _, value in (override.partition("=") for override in overrides)}  # the last one
+        results = Path(once["results"].replace("OUT", str(out)))
+        run(command, *(f"{key}={value}" for key, value in {**once, "results": results}.items()), "--json")
+        if name in REPORTED:
+            run("report", f"--results={results}", f"--out={out / name / 'report'}", "--json")
+        (out / name).mkdir(exist_ok=True)
         for table in TABLES:
             if (results / table).is_dir():
                 pd.read_parquet(results / table).to_parquet(out / name / f"{table}.parquet")
         (out / name / "tensors.json").write_text(json.dumps(dict(_tensors(results / "artifacts")), indent=0))
+    if only in "counted":
+        answers = {
+            item: json.loads(run("reproduce", item, f"--results={out / 'counted'}", "--json")) for item in COUNTED
+        }
+        (out / "counted").mkdir(exist_ok=True)
+        (out / "counted" / "values.json").write_text(json.dumps(answers, indent=1, sort_keys=True))
+
+
+def _report(folder: Path) -> list[str]:
+    """The lines of the run's report without ids, dates, versions and times."""
+    file = folder / "report" / "report.md"
+    text = re.sub(r"\d{8}-\d{6}-[\w.]+-[0-9a-f]{6}", "RUN", file.read_text() if file.is_file() else "")
+    lines = [re.sub(r" [\d.]+ (s|ms|min|h) \|$", "", line) for line in text.splitlines()]
+    return [line for line in lines if not re.match(r"\| (versions|source hash|started|ended) ", line)]
+
+
+def _values(folder: Path) -> list[str]:
+    file = folder / "values.json"
+    return file.read_text().splitlines() if file.is_file() else []
+
+
+def _text_differences(old: Path, new: Path) -> Iterator[str]:
+    for text, read in (("report", _report), ("counted values", _values)):
+        changed = [line for line in difflib.ndiff(read(old), read(new)) if line[:1] in "+-"]
+        if changed:
+            yield f"{text}: {len(changed)} lines differ, the first: {changed[:2]!r:.300}"
 
 
 def _tensors(artifacts: Path) -> Iterator[tuple[str, str]]:
@@ -139,7 +226,8 @@ def compare(old: Path, new: Path) -> bool:
     """Prints what differs; True if nothing does."""
     same = True
     for folder in sorted(old.iterdir()):
-        told = [*_table_differences(folder, new / folder.name), *_tensor_differences(folder, new / folder.name)]
+        pair = (folder, new / folder.name)
+        told = [*_table_differences(*pair), *_tensor_differences(*pair), *_text_differences(*pair)]
         same &= not told
         print(f"{folder.name}: {'identical' if not told else ''}")  # noqa: T201
         for line in told:
