@@ -36,7 +36,7 @@ wait $$beside || failed=1; cat "$$log"; rm "$$log"; exit $$failed
 endef
 
 # Attacks on what actors/README.md promises; SECONDS limits each, and the next call continues.
-CHAOS := $(BIN)/python -m fedloom.experiments.chaos
+CHAOS := PYTHONPATH=tests $(BIN)/python -m chaos
 LIMIT := $(if $(SECONDS),--seconds $(SECONDS))
 chaos: install
 	@failed=0; for attack in "twice --times 20" "suspended --times 20" "exchanged --times 20" "corrupt --times 1000" \
@@ -49,7 +49,7 @@ check: lint
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p fedloom
+	$(BIN)/mypy -p fedloom -p chaos
 
 clean:
 	rm -rf $(VENV) results chaos build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -17,12 +17,12 @@ import psutil
 import pytest
 import ray
 
+from chaos.kill import is_called, orphans
+from chaos.victims import ended, start
 from fedloom.actors.client import About
 from fedloom.actors.placement import plan_groups, resident_group
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
-from fedloom.experiments.chaos.kill import is_called, orphans
-from fedloom.experiments.chaos.victims import ended, start
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError

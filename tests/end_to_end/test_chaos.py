@@ -1,6 +1,7 @@
 """A small slice of every attack on what actors/README.md promises."""
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -12,18 +13,22 @@ from typing import Any
 
 import pytest
 
-from fedloom.experiments.chaos.attack import attack as run_attack
-from fedloom.experiments.chaos.interrupted import interrupted
-from fedloom.experiments.chaos.progress import reached, rounds_again, safe_again
-from fedloom.experiments.chaos.victims import SERIAL, TINY, called
+from chaos.attack import attack as run_attack
+from chaos.interrupted import interrupted
+from chaos.progress import reached, rounds_again, safe_again
+from chaos.victims import SERIAL, TINY, called
 
 pytestmark = pytest.mark.slow
+
+TESTS = str(Path(__file__).resolve().parents[1])
 
 
 def attack(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
     """Runs an attack; it must find nothing."""
-    command = [sys.executable, "-m", f"fedloom.experiments.chaos.{name}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=500)
+    command = [sys.executable, "-m", f"chaos.{name}", *arguments]
+    path = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=500)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return figures

@@ -1,6 +1,6 @@
 """Changes the data and the files that runs began with: what goes on with a run refuses, or the change was none.
 
-    python -m fedloom.experiments.chaos.inputs --times 60
+    PYTHONPATH=tests python -m chaos.inputs --times 60
 
 The runs read an .npz file, a device table, and a file that a budget of their own is given. Each attempt changes or
 removes one of them, or only where or how the same data is stored, then verifies the run, and resumes or searches it.
@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.experiments.chaos.attack import arguments, attack
-from fedloom.experiments.chaos.interrupted import interrupted
-from fedloom.experiments.chaos.subjects import UNDISTURBED, run_on, said, undisturbed
-from fedloom.experiments.chaos.victims import SERIAL, TINY, TINY_ELASTIC, called, frames, same
+from chaos.attack import arguments, attack
+from chaos.interrupted import interrupted
+from chaos.subjects import UNDISTURBED, run_on, said, undisturbed
+from chaos.victims import SERIAL, TINY, TINY_ELASTIC, called, frames, same
 from fedloom.platform.results.paths import list_runs
 from fedloom.tiers.device_files import write_device_table
 from fedloom.tiers.devices import generate_device_table
 
 WRONG = ("silent", "tracebacks", "hangs", "many_lines", "touched", "differ")
-BUDGET = "fedloom.experiments.chaos.inputs:share_of"
+BUDGET = "chaos.inputs:share_of"
 ROOT, CACHE = "FEDLOOM_DATA", "FEDLOOM_CACHE"
 REAL = ("a pixel", "another root", "a device", "the budget's file", "no data", "no table", "no budget's file")
 HARMLESS = ("the same data anew", "the same data elsewhere", "an empty cache")

@@ -1,6 +1,6 @@
 """Damages files of interrupted and finished runs: whatever uses them must refuse, or compute what it would have else.
 
-    python -m fedloom.experiments.chaos.corrupt --times 1000
+    PYTHONPATH=tests python -m chaos.corrupt --times 1000
 
 Each attempt flips a bit, changes a digit, cuts, empties, removes or exchanges a file, or adds a copy of a part of a
 table, sometimes two of these, then reports and resumes. The report's figures are compared with those of the undamaged
@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedloom.experiments.chaos.attack import arguments, attack
-from fedloom.experiments.chaos.interrupted import Template, interrupted
-from fedloom.experiments.chaos.subjects import SHARED, UNDISTURBED, run_on, undisturbed
-from fedloom.experiments.chaos.victims import SERIAL, TINY, frames, same
+from chaos.attack import arguments, attack
+from chaos.interrupted import Template, interrupted
+from chaos.subjects import SHARED, UNDISTURBED, run_on, undisturbed
+from chaos.victims import SERIAL, TINY, frames, same
 from fedloom.experiments.report.pages.runs import write_report
 from fedloom.experiments.report.pages.values import report_json
 from fedloom.experiments.runs.configuration import stored_config

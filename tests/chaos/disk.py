@@ -1,6 +1,6 @@
 """Runs on a disk that becomes full: the run is refused, or ends the same when it is resumed with room again.
 
-    python -m fedloom.experiments.chaos.disk --times 50
+    PYTHONPATH=tests python -m chaos.disk --times 50
 
 Each attempt runs on a file system in memory with a random size (Linux; `unshare` makes it, also without root).
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from fedloom.experiments.chaos.attack import arguments, attack
-from fedloom.experiments.chaos.subjects import SHARED, UNDISTURBED, run_on, undisturbed
-from fedloom.experiments.chaos.victims import SERIAL, TINY, frames, same
+from chaos.attack import arguments, attack
+from chaos.subjects import SHARED, UNDISTURBED, run_on, undisturbed
+from chaos.victims import SERIAL, TINY, frames, same
 
 WRONG = ("differ", "tracebacks", "noise", "cannot_resume", "half_begun")
 MOST_LINES = 4

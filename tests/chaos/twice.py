@@ -1,6 +1,6 @@
 """Resumes one interrupted run by two processes at the same time: exactly one goes on, and the tables are right.
 
-    python -m fedloom.experiments.chaos.twice --times 20
+    PYTHONPATH=tests python -m chaos.twice --times 20
 
 The other one is told who has the run, or comes so late that nothing is left to do.
 """
@@ -10,10 +10,10 @@ import shutil
 import time
 from collections import Counter
 
-from fedloom.experiments.chaos.attack import arguments, attack
-from fedloom.experiments.chaos.interrupted import interrupted
-from fedloom.experiments.chaos.subjects import SHARED, run_on, undisturbed
-from fedloom.experiments.chaos.victims import SERIAL, TINY, ended, frames, same, start
+from chaos.attack import arguments, attack
+from chaos.interrupted import interrupted
+from chaos.subjects import SHARED, run_on, undisturbed
+from chaos.victims import SERIAL, TINY, ended, frames, same, start
 
 WRONG = ("both", "neither", "differ", "tracebacks", "unexplained")
 

@@ -1,6 +1,6 @@
 """Composes random configurations: each is accepted, or refused in one line, quickly, with nothing written.
 
-    python -m fedloom.experiments.chaos.fuzz --times 10000
+    PYTHONPATH=tests python -m chaos.fuzz --times 10000
 
 Values are taken from the tree of keys: the ends of each range and just beyond them, other types, texts that are no
 names, and numbers that are none. What is accepted at a boundary is listed in FOLDER/fuzz-accepted.txt, to be read.
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fedloom.experiments.chaos.attack import arguments, attack
+from chaos.attack import arguments, attack
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.presets import experiments
 from fedloom.platform.methods.registry import METHODS

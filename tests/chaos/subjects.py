@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.chaos.victims import RAY, SERIAL, TINY, TINY_ELASTIC, Ended, called, frames, same
+from chaos.victims import RAY, SERIAL, TINY, TINY_ELASTIC, Ended, called, frames, same
 from fedloom.experiments.store.ablations import ablation_ids, find_ablation
 from fedloom.platform.results.files import content_hash
 from fedloom.platform.results.paths import list_runs

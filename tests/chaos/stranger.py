@@ -1,6 +1,6 @@
 """A stranger's results folder: whatever is in it, nothing is followed, resolved, waited for or obeyed.
 
-    python -m fedloom.experiments.chaos.stranger --times 1000
+    PYTHONPATH=tests python -m chaos.stranger --times 1000
 
 Each attempt makes one file of an interrupted or a finished run hostile: another kind of file, a value of another type,
 a name that leads out of the folder, nested lists, an interpolation, or noise. Hashes are made anew, as a stranger can,
@@ -25,12 +25,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from chaos.attack import arguments, attack
+from chaos.fuzz import Hung, hung
+from chaos.interrupted import Template, interrupted
+from chaos.subjects import SHARED, UNDISTURBED, run_on, undisturbed
+from chaos.victims import SERIAL, TINY
 from fedloom.experiments import analysis
-from fedloom.experiments.chaos.attack import arguments, attack
-from fedloom.experiments.chaos.fuzz import Hung, hung
-from fedloom.experiments.chaos.interrupted import Template, interrupted
-from fedloom.experiments.chaos.subjects import SHARED, UNDISTURBED, run_on, undisturbed
-from fedloom.experiments.chaos.victims import SERIAL, TINY
 from fedloom.experiments.cli import main as fedloom
 from fedloom.platform.results.manifest import Manifest, sealed_files
 from fedloom.platform.results.parts import TableParts, read_part

@@ -1,6 +1,6 @@
 """Suspends owners of a run between asking whether they still own it and writing; others take over, and both go on.
 
-    python -m fedloom.experiments.chaos.suspended --times 20
+    PYTHONPATH=tests python -m chaos.suspended --times 20
 
 Each attempt resumes an interrupted run without locks, as if on a machine of its own, and stops the process directly
 before one of its replacements or deletions. Another machine takes the run over and ends it, or is killed on the way;
@@ -22,15 +22,15 @@ from typing import Any
 
 import pandas as pd
 
+from chaos.attack import arguments, attack
+from chaos.interrupted import interrupted
+from chaos.subjects import SHARED, run_on, undisturbed
+from chaos.victims import SERIAL, TINY, called, ended, frames, same, start
 from fedloom.experiments import cli
-from fedloom.experiments.chaos.attack import arguments, attack
-from fedloom.experiments.chaos.interrupted import interrupted
-from fedloom.experiments.chaos.subjects import SHARED, run_on, undisturbed
-from fedloom.experiments.chaos.victims import SERIAL, TINY, called, ended, frames, same, start
 from fedloom.platform.results import owner
 
 WRONG = ("silent", "tracebacks", "hangs", "unexplained")
-MODULE = "fedloom.experiments.chaos.suspended"
+MODULE = "chaos.suspended"
 CHANGES = 150
 """More changes of files than a resumed run makes, so that some attempts stop nobody."""
 AS_OWNER = "--as-owner"

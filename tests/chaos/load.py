@@ -1,6 +1,6 @@
 """A long run of many clients that drop out and are late: every planned row is there, and memory stays flat.
 
-    python -m fedloom.experiments.chaos.load            10 000 registered clients, 200 rounds
+    PYTHONPATH=tests python -m chaos.load            10 000 registered clients, 200 rounds
 
 Prints the rows that are missing, how the training rounds' clients ended, and how the driver's memory grew from a tenth
 of the training to its end, and then in the evaluation, which is a round of all clients. Of a run that was continued by
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.experiments.chaos.attack import command_line, is_over
+from chaos.attack import command_line, is_over
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.data.arrays import Arrays
 from fedloom.platform.data.config import DataConfig
@@ -117,7 +117,7 @@ def overrides(clients: int, rounds: int, cohort: int, results: str) -> list[str]
     """Many clients of few samples, of which a tenth drops out and the slow ones miss the deadline."""
     return [
         "experiment=fedavg_digits",
-        "data.dataset=fedloom.experiments.chaos.load:many",
+        "data.dataset=chaos.load:many",
         f"data.options.clients={clients}",
         "data.partition=natural",
         f"data.num_clients={clients}",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedloom.experiments.chaos.victims import ended, start
+from chaos.victims import ended, start
 
 AFTER_ROUNDS = 3
 

@@ -1,6 +1,6 @@
 """Kills processes of a command at random moments, goes on with it, and compares the result with an undisturbed one.
 
-    python -m fedloom.experiments.chaos.kill --times 100
+    PYTHONPATH=tests python -m chaos.kill --times 100
 
 Each attempt takes a command (mostly `run`, else `ablate`, `search`, `export` or `report`) and ends one of
 its processes (driver, server, client actor, raylet, GCS, watcher) or the whole process group, by SIGKILL, SIGTERM, two
@@ -19,10 +19,10 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from fedloom.experiments.chaos.attack import arguments, attack
-from fedloom.experiments.chaos.progress import reached, rounds_again, safe_again
-from fedloom.experiments.chaos.subjects import Expected, Subject, subjects, undisturbed
-from fedloom.experiments.chaos.victims import Ended, called, ended, start
+from chaos.attack import arguments, attack
+from chaos.progress import reached, rounds_again, safe_again
+from chaos.subjects import Expected, Subject, subjects, undisturbed
+from chaos.victims import Ended, called, ended, start
 from fedloom.platform.results.processes import Process, descendants, is_process, started_ticks
 
 ORPHANS_S = 30.0

@@ -1,6 +1,6 @@
 """Exchanges files of two runs that differ in their seed: what uses them refuses, or computes what it would have else.
 
-    python -m fedloom.experiments.chaos.exchanged --times 30
+    PYTHONPATH=tests python -m chaos.exchanged --times 30
 
 Each attempt gives an interrupted run a file or a folder of the other one, or a status that says that it is done, then
 verifies and resumes it; or gives a new run the other's supernet in the place of its own.
@@ -12,10 +12,10 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from fedloom.experiments.chaos.attack import arguments, attack
-from fedloom.experiments.chaos.interrupted import interrupted
-from fedloom.experiments.chaos.subjects import UNDISTURBED, run_on, undisturbed
-from fedloom.experiments.chaos.victims import SERIAL, TINY, called, frames, same
+from chaos.attack import arguments, attack
+from chaos.interrupted import interrupted
+from chaos.subjects import UNDISTURBED, run_on, undisturbed
+from chaos.victims import SERIAL, TINY, called, frames, same
 from fedloom.platform.results.paths import RunPaths, list_runs
 
 WRONG = ("silent", "differ", "tracebacks", "hangs", "many_lines")
