@@ -29,10 +29,11 @@ test-all: install
 
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 define both
-log="$$(mktemp)"; $(PYTEST) -m "ray $(1)" > "$$log" 2>&1 & beside=$$!; \
+start=$$(date +%s); log="$$(mktemp)"; $(PYTEST) -m "ray $(1)" > "$$log" 2>&1 & beside=$$!; \
 trap 'kill $$beside 2> /dev/null; rm -f "$$log"; exit 130' INT TERM; \
 OMP_NUM_THREADS=1 $(PYTEST) -m "not ray $(1)"; failed=$$?; \
-wait $$beside || failed=1; cat "$$log"; rm "$$log"; exit $$failed
+wait $$beside || failed=1; cat "$$log"; rm "$$log"; \
+seconds=$$(( $$(date +%s) - start )); echo "all tests: $$(( seconds / 60 )) min $$(( seconds % 60 )) s"; exit $$failed
 endef
 
 # Attacks on what actors/README.md promises; SECONDS limits each, and the next call continues.

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -175,6 +176,18 @@ def end_of_ray() -> None:
 def pytest_sessionfinish() -> None:
     """Nothing of Ray stays behind."""
     end_of_ray()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line that says what was skipped, and why."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.getreports("skipped")
+        if isinstance(report.longrepr, tuple)
+    )
+    if reasons:
+        why = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"skipped {sum(reasons.values())}: {why}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -28,6 +28,10 @@ TOP_LEVEL = {
     "tests",
     "pyproject.toml",
     "README.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
     "Makefile",
     "LICENSE",
 }
@@ -169,6 +173,7 @@ def test_the_wheel_holds_every_module_and_imports(tmp_path: Path) -> None:
             modules.append(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     for preset in (ROOT / "experiments" / "conf").rglob("*.yaml"):
         assert "fedloom/" + preset.relative_to(ROOT).as_posix() in names
+    assert all(f"fedloom/{folder}/py.typed" in names for folder in MAY_IMPORT), "users' type checkers see no types"
     # -I drops the working directory and PYTHONPATH; the editable install's finder is taken out by hand.
     code = (
         "import sys, importlib\n"
@@ -196,8 +201,11 @@ def test_importing_the_platform_does_not_import_ray() -> None:
     assert importlib.import_module("fedloom.tiers")
 
 
-@pytest.mark.parametrize("folder", [".", *sorted(MAY_IMPORT)])
-def test_lines_of_the_pages_can_be_read_in_an_editor(folder: str) -> None:
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_of_the_pages_can_be_read_in_an_editor(page: Path) -> None:
     """As wide as the code; tables cannot be folded."""
-    lines = enumerate((ROOT / folder / "README.md").read_text().splitlines(), 1)
+    lines = enumerate(page.read_text().splitlines(), 1)
     assert [i for i, line in lines if len(line) > 120 and not line.startswith("|")] == []
