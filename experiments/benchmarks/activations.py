@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedloom.platform.spaces.darts import DARTS_S2
-from fedloom.platform.spaces.darts_network import DartsDesign, DartsNetwork
+from fedloom.platform.spaces.darts import DARTS_S2, DartsDesign, DartsNetwork
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.slices import Subspace
 

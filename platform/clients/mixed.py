@@ -10,7 +10,7 @@ from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.networks import Account, Network
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.offers import summing_options
+from fedloom.platform.spaces.capabilities import summing_options
 from fedloom.platform.spaces.slices import SliceMap, Subspace, subspace_id
 from fedloom.tiers.costs import size_of
 

@@ -20,8 +20,8 @@ from fedloom.platform.data.source import LabelSet
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.capabilities import with_tasks
 from fedloom.platform.spaces.initialisation import draws_randomly
-from fedloom.platform.spaces.offers import with_tasks
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace, Weights
 from fedloom.platform.spaces.space_config import SpaceConfig

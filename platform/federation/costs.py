@@ -10,7 +10,7 @@ from typing import Any
 from fedloom.platform.federation.config import TiersConfig
 from fedloom.platform.results.files import read_json, write_atomically
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.named_operators import NamedOperatorSpace
+from fedloom.platform.spaces.operator_choice import NamedOperatorSpace
 from fedloom.tiers.costs import CostTable, combine, with_unsupported
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedloom.platform.data.source import LabelSet, of_classes
-from fedloom.platform.spaces.offers import with_tasks
+from fedloom.platform.spaces.capabilities import with_tasks
 from fedloom.tiers.costs import CostTable, with_unsupported
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from fedloom.platform.search.base import Interval
 from fedloom.platform.search.constraint import TableConstraint
 from fedloom.platform.search.predicted import search_predicted
 from fedloom.platform.spaces.base import SearchSpace, once
+from fedloom.platform.spaces.capabilities import HasBlocks, with_blocks
 from fedloom.platform.spaces.genome import ElasticGenome, Floats, Ints, as_array
 from fedloom.platform.spaces.initialisation import on_meta
-from fedloom.platform.spaces.offers import HasBlocks, with_blocks
 from fedloom.platform.spaces.slices import Architecture
 from fedloom.platform.spaces.tcn import CausalConv
 from fedloom.tiers.costs import CostTable

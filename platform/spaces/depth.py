@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.initialisation import blank, on_meta
-from fedloom.platform.spaces.resnet import MULTIPLE, norm_of
-from fedloom.platform.spaces.resnet18 import STAGES, BasicBlock, Resnet18Size
-from fedloom.platform.spaces.sliced import SlicedSupernet
-from fedloom.platform.spaces.slices import Architecture
+from fedloom.platform.spaces.resnet import MULTIPLE, STAGES, BasicBlock, Resnet18Size, norm_of
+from fedloom.platform.spaces.slices import Architecture, SlicedSupernet
 from fedloom.platform.spaces.space_config import Spaces, from_design
 
 

@@ -7,6 +7,7 @@ tensor of that name.
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any, Protocol
@@ -15,15 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.elastic_names import parse_subnet
+from fedloom.platform.spaces.base import Measure, SearchSpace, measure_of, median_seconds, ready, zeros_on
 from fedloom.platform.spaces.genome import ElasticGenome
 from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
-from fedloom.platform.spaces.measuring import Measure, measure_of, median_seconds, ready, zeros_on
-from fedloom.platform.spaces.sliced import SlicedSupernet
-from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, leading
+from fedloom.platform.spaces.slices import (
+    Architecture,
+    Slice,
+    SlicedSupernet,
+    SliceMap,
+    architecture_id,
+    leading,
+    parse_architecture,
+)
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.measure import MEASURES, shapes_only
+
+_DEPTHS_AND_EXPANSIONS = re.compile(r"\s*d\s*=\s*([\d\s,]+?)\s+e\s*=\s*([\d\s.,]+?)\s*")
+
 
 Contents = tuple[tuple[int, ...], ...]
 """Per stage the width index of every kept block."""
@@ -177,7 +186,47 @@ class ElasticSpace(SearchSpace):
         (one expansion for all blocks, or one per kept block in order).
         Raises ValueError naming the field that is outside the space.
         """
-        return parse_subnet(self, self.design.expansions, text)
+        if text in ("smallest", "largest"):
+            return self.smallest if text == "smallest" else self.largest
+        try:
+            if match := _DEPTHS_AND_EXPANSIONS.fullmatch(text):
+                depths, expansions = [int(d) for d in match[1].split(",")], [float(e) for e in match[2].split(",")]
+            else:
+                architecture = parse_architecture(text)
+        except ValueError:
+            raise ValueError(
+                f"{text!r} is no subnet: give smallest, largest, options such as {architecture_id(self.largest)}, or "
+                f"depths and expansions such as {self.label(self.smallest)!r}"
+            ) from None
+        if match:
+            return self._of_depths(text, depths, expansions)
+        self.validate(architecture)
+        return architecture
+
+    def _of_depths(self, text: str, depths: list[int], expansions: list[float]) -> Architecture:
+        stages = self.genome.stages
+        if len(depths) != len(stages):
+            raise ValueError(
+                f"{text!r}: {len(depths)} depths, {self.name} has {len(stages)} stages: give one per stage"
+            )
+        for number, (depth, stage) in enumerate(zip(depths, stages, strict=True), start=1):
+            extra = stage.most - stage.fewest
+            if not 0 <= depth <= extra:
+                raise ValueError(f"{text!r}: depth {depth} of stage {number}: allowed are 0 to {extra}")
+        blocks = [stage.fewest + depth for stage, depth in zip(stages, depths, strict=True)]
+        if len(expansions) not in (1, sum(blocks)):
+            raise ValueError(
+                f"{text!r}: {len(expansions)} expansions for {sum(blocks)} kept blocks: give one, or one each"
+            )
+        widths = iter([self._width(text, e) for e in (expansions * sum(blocks))[: sum(blocks)]])
+        return self.of_contents(tuple(tuple(next(widths) for _ in range(n)) for n in blocks))
+
+    def _width(self, text: str, expansion: float) -> int:
+        for index, value in enumerate(self.design.expansions):
+            if math.isclose(value, expansion, rel_tol=1e-5):  # a label has six digits
+                return index
+        allowed = ", ".join(f"{e:g}" for e in self.design.expansions)
+        raise ValueError(f"{text!r}: expansion {expansion:g}: allowed are {allowed}")
 
     def label(self, architecture: Architecture) -> str:
         """A subnet's readable name: extra depth per stage, and the expansions of the blocks."""

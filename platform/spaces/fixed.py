@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.base import SearchSpace, cost_of, measure_of
 from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
-from fedloom.platform.spaces.measuring import cost_of, measure_of
-from fedloom.platform.spaces.named_operators import SpaceSizes
+from fedloom.platform.spaces.operator_choice import SpaceSizes
 from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.measure import MEASURES

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.spaces.darts_network import as_subspace
-from fedloom.platform.spaces.kept import KeptSpace, Part
-from fedloom.platform.spaces.resnet18 import Resnet18Size
+from fedloom.platform.spaces.darts import as_subspace
+from fedloom.platform.spaces.operator_choice import Part, SummedOperatorSpace
+from fedloom.platform.spaces.resnet import Resnet18Size
 from fedloom.platform.spaces.slices import Architecture, Subspace
 from fedloom.platform.spaces.space_config import Spaces, from_design
 
@@ -95,7 +95,7 @@ class ModularNetwork(nn.Module):
         return y
 
 
-class ModularSpace(KeptSpace):
+class ModularSpace(SummedOperatorSpace):
     """A search space of branches; see `fedloom.platform.spaces.base.SearchSpace` for the protocol.
 
     Source: FedMN (Wang et al. 2022, "Personalized Federated Learning via Heterogeneous Modular Networks").

@@ -1,21 +1,95 @@
-"""The registry of search spaces by name."""
+"""The registry of search spaces by name, and tests of a user's own before a run starts."""
 
 from collections.abc import Mapping
 
-from fedloom.platform.plugins import Registry, Shipped, is_import_path
+import torch
+from torch import nn
+
+from fedloom.platform.plugins import PluginError, Registry, Shipped, blaming, is_import_path
 from fedloom.platform.settings import component_specs
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.checked import try_space
+from fedloom.platform.spaces.capabilities import HasExits, lacking
+from fedloom.platform.spaces.slices import Architecture, extract
 from fedloom.platform.spaces.space_config import SpaceBuilder, SpaceConfig
+
+SAMPLES = 2
+
+
+def try_space(space: SearchSpace, config: SpaceConfig) -> None:
+    """Raises PluginError for an object that is no space, and for networks that do not return one logit per class.
+
+    The smallest and the largest subnet are built, get their slices of initial supernet weights, and run on zeros, as
+    does the supernet. The costs of every option are counted, for which each is built.
+    """
+    with blaming("space", config.name):
+        missing = lacking(space, SearchSpace)
+        if missing:
+            raise PluginError(
+                f"space {config.name!r} returns {type(space).__name__}, which has no {', '.join(missing[:6])}: derive "
+                "it from fedloom.platform.spaces.base.SearchSpace, which works most of that out"
+            )
+        if not space.options:
+            raise PluginError(f"space {config.name!r} has no decisions: give options of at least one")
+        space.cost_table("macs")
+        weights = space.initial_weights(torch.Generator().manual_seed(0))
+        x = torch.zeros((SAMPLES, *space.input_shape), dtype=space.input_dtype)
+        supernet = _loaded(space.build_supernet(), weights)
+        for architecture in dict.fromkeys((space.smallest, space.largest)):
+            cut = extract(weights, space.slices(architecture))
+            subnet = _loaded(space.build_subnet(architecture), cut)
+            for what, logits in (("subnet", subnet(x)), ("supernet", supernet(x, architecture))):
+                _check_logits(logits, config, what, architecture)
+
+
+def try_exits(space: HasExits, config: SpaceConfig) -> None:
+    """Raises PluginError for subnets that do not give every exit's logits, and their mean, as `HasExits` says."""
+    with blaming("space", config.name):
+        weights = space.initial_weights(torch.Generator().manual_seed(0))
+        x = torch.zeros((SAMPLES, *space.input_shape), dtype=space.input_dtype)
+        for architecture in dict.fromkeys((space.smallest, space.largest)):
+            subnet = _loaded(space.build_subnet(architecture), extract(weights, space.slices(architecture)))
+            exits: list[torch.Tensor] = []
+            outputs, wanted = subnet(x, exits), space.num_exits(architecture)
+            where = f"space {config.name!r}: the subnet of architecture {'-'.join(map(str, architecture))}"
+            if len(exits) != wanted:
+                raise PluginError(
+                    f"{where} appends the logits of {len(exits)} exits to the list, num_exits is {wanted}"
+                )
+            for logits in (outputs, *exits):
+                _check_logits(logits, config, "subnet", architecture)
+            if not torch.allclose(outputs, torch.stack(exits).mean(dim=0), rtol=1e-4, atol=1e-5):
+                raise PluginError(f"{where} returns something else than the mean of its exits' logits")
+
+
+def _loaded(module: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:
+    module.load_state_dict({name: tensor.clone() for name, tensor in weights.items()})
+    return module.eval().requires_grad_(False)
+
+
+def _check_logits(logits: object, config: SpaceConfig, what: str, architecture: Architecture) -> None:
+    where = f"space {config.name!r}: the {what} of architecture {'-'.join(map(str, architecture))}"
+    if not isinstance(logits, torch.Tensor):
+        raise PluginError(f"{where} gives {type(logits).__name__}, not logits")
+    if logits.dim() < 2 or tuple(logits.shape[:2]) != (SAMPLES, config.num_classes):
+        raise PluginError(
+            f"{where} gives the shape {tuple(logits.shape)} for {SAMPLES} samples: expected ({SAMPLES}, "
+            f"{config.num_classes}), one logit per class of space.num_classes"
+        )
+    if not bool(torch.isfinite(logits).all()):
+        raise PluginError(f"{where} gives logits that are not finite for inputs of zeros")
+
+
+# -- spaces by name ---------------------------------------------------------------------------------------------------
 
 _MODULES: Mapping[str, tuple[str, ...]] = {
     "cnn": ("cnn_cifar", "cnn_cifar_wide", "cnn_digits", "cnn_speech"),
-    "resnet": ("resnet_elastic", "resnet_elastic_small"),
+    "resnet": ("resnet_elastic", "resnet_elastic_small", "resnet18", "resnet18_small", "resnet34"),
     "tcn": ("tcn_elastic",),
     "rnn": ("rnn_shakespeare",),
-    "darts": ("darts_s1", "darts_s2", "darts_s3", "darts_s4", "darts_full", "darts_s2_small"),
-    "resnet18": ("resnet18", "resnet18_small", "resnet34"),
-    "darts_v2": ("darts_v2", "darts_v2_small", "fednas_v1"),
+    "darts": (
+        *("darts_s1", "darts_s2", "darts_s3", "darts_s4", "darts_full", "darts_s2_small"),
+        *("darts_v2", "darts_v2_small", "fednas_v1"),
+    ),
     "modular": ("resnet18_modular", "resnet18_modular_small"),
     "width": ("width", "cnn_width", "resnet_width", "lstm_width"),
     "depth": ("cnn_depth", "resnet_depth"),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fedloom.experiments.benchmarks.activations import here, published, saved_bytes, supernet
-from fedloom.platform.spaces.darts_network import DartsDesign
+from fedloom.platform.spaces.darts import DartsDesign
 
 SMALL = DartsDesign("darts_s2", (1, 8, 8), cells=3, channels=4, nodes=2)
 

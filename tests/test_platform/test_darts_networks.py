@@ -12,10 +12,16 @@ from torch.nn import functional as F
 
 from fedloom.platform.clients.worker import Worker, WorkerSpec
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces import darts_network
-from fedloom.platform.spaces.darts import DARTS, DartsSpace
-from fedloom.platform.spaces.darts_network import DartsDesign, as_subspace
-from fedloom.platform.spaces.darts_operators import OPERATORS, FactorisedReduction, State
+from fedloom.platform.spaces import darts
+from fedloom.platform.spaces.darts import (
+    DARTS,
+    OPERATORS,
+    DartsDesign,
+    DartsSpace,
+    FactorisedReduction,
+    State,
+    as_subspace,
+)
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Subspace, Weights, extract
 from fedloom.platform.spaces.space_config import SpaceConfig
@@ -184,7 +190,7 @@ def test_what_is_shared_or_fused_has_the_gradients_of_modules_that_do_all_of_the
     fast = gradients()
     monkeypatch.setattr(State, "through", lambda state, module: module(state.x))
     monkeypatch.setattr(FactorisedReduction, "_halved", FactorisedReduction._halves)
-    monkeypatch.setattr(darts_network, "_with_dense_gradient", lambda x: x)
+    monkeypatch.setattr(darts, "_with_dense_gradient", lambda x: x)
     slow = gradients()
     assert fast.keys() == slow.keys()
     for name, gradient in slow.items():

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces.darts import DARTS, DartsSpace
-from fedloom.platform.spaces.darts_network import DartsDesign, DartsNetwork, plan_cells
+from fedloom.platform.spaces.darts import DARTS, DartsDesign, DartsNetwork, DartsSpace, plan_cells
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Subspace, bytes_of, extract

@@ -26,9 +26,8 @@ from fedloom.platform.methods.widths.depthfl import DepthFLConfig, WithExits, lo
 from fedloom.platform.plugins import PluginError
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.checked import try_exits
 from fedloom.platform.spaces.depth import DepthNetwork, DepthSpace, ResnetDepthDesign
-from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.spaces.registry import build_space, try_exits
 from fedloom.platform.spaces.space_config import SpaceConfig
 
 Make = Callable[..., RunConfig]

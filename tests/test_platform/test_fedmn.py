@@ -38,7 +38,7 @@ from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import start_run
 from fedloom.platform.runs.serial import make_serial
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.kept import KeptSpace
+from fedloom.platform.spaces.operator_choice import SummedOperatorSpace
 from fedloom.platform.spaces.slices import bytes_of, parse_subspace
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.costs import size_of
@@ -76,8 +76,8 @@ def world(fedmn_config: Make) -> World:
     return build_world(fedmn_config())
 
 
-def space_of(world: World) -> KeptSpace:
-    assert isinstance(world.space, KeptSpace)
+def space_of(world: World) -> SummedOperatorSpace:
+    assert isinstance(world.space, SummedOperatorSpace)
     return world.space
 
 

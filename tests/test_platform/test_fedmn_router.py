@@ -16,7 +16,7 @@ from fedloom.platform.methods.silo.router import (
     straight_through,
 )
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.kept import KeptSpace
+from fedloom.platform.spaces.operator_choice import SummedOperatorSpace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.space_config import SpaceConfig
 
@@ -51,7 +51,7 @@ def test_what_the_router_reads_is_the_mean_over_pooled_samples() -> None:
 
 def test_every_module_is_likely_at_first_whatever_the_data() -> None:
     space = build_space(SMALL)
-    assert isinstance(space, KeptSpace)
+    assert isinstance(space, SummedOperatorSpace)
     weights = initial_router(space, 10, torch_stream(1, "supernet"))
     assert sum(t.numel() for t in weights.values()) == (16 + 10) * 64 + 64 + 64 * 16 + 16
     router = received_router(space, 10, weights, torch.device("cpu"))

@@ -10,12 +10,11 @@ from torch.nn import functional as F
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.federation.building import split_into_tiers
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces.darts import DartsSpace
-from fedloom.platform.spaces.darts_v2 import DARTS_V2_CELLS, DartsV2Design, kept_by
+from fedloom.platform.spaces.darts import DARTS_V2_CELLS, DartsSpace, DartsV2Design, kept_by
 from fedloom.platform.spaces.fixed import FixedNetwork, FixedSpace
-from fedloom.platform.spaces.named_operators import SpaceSizes
+from fedloom.platform.spaces.operator_choice import SpaceSizes
 from fedloom.platform.spaces.registry import build_space
-from fedloom.platform.spaces.resnet18 import Resnet18Design
+from fedloom.platform.spaces.resnet import Resnet18Design
 from fedloom.platform.spaces.slices import Weights, bytes_of, extract
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.measure import MEASURES, activation_bytes_of, macs_of, parameters_of

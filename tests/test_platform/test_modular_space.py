@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces.kept import KeptSpace
 from fedloom.platform.spaces.modular import ModularDesign, ModularSpace
-from fedloom.platform.spaces.named_operators import SpaceSizes
+from fedloom.platform.spaces.operator_choice import SpaceSizes, SummedOperatorSpace
 from fedloom.platform.spaces.registry import build_space
-from fedloom.platform.spaces.resnet18 import Resnet18Design
+from fedloom.platform.spaces.resnet import Resnet18Design
 from fedloom.platform.spaces.slices import Subspace, Weights, bytes_of, extract
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.costs import size_of
@@ -81,7 +80,7 @@ def test_sizes() -> None:
 
 
 def test_it_is_a_space_of_kept_operators() -> None:
-    assert isinstance(SMALL, KeptSpace)
+    assert isinstance(SMALL, SummedOperatorSpace)
     assert SMALL.largest_subspace == ((0, 1),) * 8
     assert SMALL.decision_name(3) == "block 3"
     assert list(itertools.islice(SMALL.enumerate(), 2)) == [(0,) * 8, (0,) * 7 + (1,)]

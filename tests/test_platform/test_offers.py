@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from fedloom.platform.spaces.offers import lacking
+from fedloom.platform.spaces.capabilities import lacking
 
 
 class Wanted(Protocol):

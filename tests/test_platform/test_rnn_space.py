@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.initialisation import initialise, on_meta
-from fedloom.platform.spaces.recurrent_operators import Gru, LiGru, Lstm, QuasiRnn, build_of
 from fedloom.platform.spaces.registry import build_space
-from fedloom.platform.spaces.rnn import OPERATORS
+from fedloom.platform.spaces.rnn import OPERATORS, Gru, LiGru, Lstm, QuasiRnn, build_of
 from fedloom.platform.spaces.space_config import SpaceConfig
 
 PAPER = SpaceConfig("rnn_shakespeare", num_classes=90)

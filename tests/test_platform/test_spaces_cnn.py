@@ -9,9 +9,8 @@ from omegaconf import OmegaConf
 
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.cnn import OPERATORS
+from fedloom.platform.spaces.cnn import OPERATORS, conv, ds, identity, mb, parse_operator
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
-from fedloom.platform.spaces.operators import conv, ds, identity, mb, parse_operator
 from fedloom.platform.spaces.registry import SPACES, build_space
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.measure import macs_of, parameters_of

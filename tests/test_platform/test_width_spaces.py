@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from fedloom.platform.averaging.conformance import check_space
 from fedloom.platform.plugins import PluginError
-from fedloom.platform.spaces.narrowing import narrowed
-from fedloom.platform.spaces.recurrent import Lstm
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import extract
 from fedloom.platform.spaces.space_config import SpaceConfig
-from fedloom.platform.spaces.width import WidthSpace
+from fedloom.platform.spaces.width import Lstm, WidthSpace, narrowed
 
 
 def space_of(name: str, **values: object) -> WidthSpace:

@@ -17,8 +17,7 @@ from fedloom.experiments.analysis.labels import space_of
 from fedloom.experiments.analysis.silos import latest_architectures
 from fedloom.experiments.analysis.tables import Tables, configuration
 from fedloom.experiments.report.figures.style import BLUE, DPI, GREEN, GREY, INK, LEGEND, VERMILION
-from fedloom.platform.spaces.darts import DartsSpace
-from fedloom.platform.spaces.darts_network import CELL_TYPES
+from fedloom.platform.spaces.darts import CELL_TYPES, DartsSpace
 from fedloom.platform.spaces.slices import Subspace
 
 MOST_CELLS = 8

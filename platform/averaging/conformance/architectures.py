@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.results.tensor_files import to_bytes
-from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.base import SearchSpace, cost_of, measure_of
+from fedloom.platform.spaces.capabilities import lacking
 from fedloom.platform.spaces.genome import as_array
-from fedloom.platform.spaces.measuring import cost_of, measure_of
-from fedloom.platform.spaces.offers import lacking
 from fedloom.platform.spaces.slices import Architecture, architecture_id, bytes_of, extract
 
 MEASURES = ("macs", "parameters", "bytes")

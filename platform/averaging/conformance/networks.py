@@ -10,7 +10,7 @@ from fedloom.platform.averaging.average import Update, average
 from fedloom.platform.averaging.conformance.architectures import SAMPLES, Tried, shown
 from fedloom.platform.averaging.conformance.law import different_bits, differing, far_apart, kind_of
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.offers import HasSubspaces, lacking, with_subspaces
+from fedloom.platform.spaces.capabilities import HasSubspaces, lacking, with_subspaces
 from fedloom.platform.spaces.slices import Architecture, Region, Slice, SliceMap, Weights, extract
 
 

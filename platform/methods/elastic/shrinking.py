@@ -19,7 +19,7 @@ from fedloom.platform.clients.distillation import Taught
 from fedloom.platform.clients.networks import Account, DrawingNetwork, Network, whole_slices
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.offers import with_depths
+from fedloom.platform.spaces.capabilities import with_depths
 from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap
 
 if TYPE_CHECKING:

@@ -72,7 +72,7 @@ from fedloom.platform.settings import (
     ComponentName,
     OneOf,
 )
-from fedloom.platform.spaces.offers import with_depths
+from fedloom.platform.spaces.capabilities import with_depths
 from fedloom.platform.spaces.slices import Architecture, architecture_id, parse_architecture
 
 SEARCHED = "searched"

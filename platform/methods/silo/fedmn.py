@@ -58,7 +58,7 @@ from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import AdaptationConfig, SiloTrainingConfig, adaptation, checked_silos
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import POSITIVE, ZERO_OR_MORE
-from fedloom.platform.spaces.offers import summing_options
+from fedloom.platform.spaces.capabilities import summing_options
 from fedloom.platform.spaces.slices import Weights
 
 

@@ -38,8 +38,8 @@ from fedloom.platform.methods.silo.searchers import searcher_of
 from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, only, participation
 from fedloom.platform.settings import UP_TO_A_THOUSAND
-from fedloom.platform.spaces.darts_network import CELL_TYPES
-from fedloom.platform.spaces.offers import HasCells, HasSubspaces, with_cells
+from fedloom.platform.spaces.capabilities import HasCells, HasSubspaces, with_cells
+from fedloom.platform.spaces.darts import CELL_TYPES
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from fedloom.platform.methods.silo.searchers import by_magnitude
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, check_validation
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation, as_measured
 from fedloom.platform.settings import POSITIVE, OneOf, Range
-from fedloom.platform.spaces.offers import HasSubspaces
+from fedloom.platform.spaces.capabilities import HasSubspaces
 
 
 @dataclass

@@ -23,7 +23,7 @@ from fedloom.platform.methods.silo.searchers import searcher_of
 from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
 from fedloom.platform.methods.silo.whole_federation import KEPT, kept_of, restricted_bag, train_kept
-from fedloom.platform.spaces.offers import with_cells
+from fedloom.platform.spaces.capabilities import with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
 from fedloom.tiers.clock import EVALUATION_FACTOR
 

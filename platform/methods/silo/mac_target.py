@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedloom.platform.methods.silo.personal import with_row
-from fedloom.platform.spaces.offers import HasCells
+from fedloom.platform.spaces.capabilities import HasCells
 from fedloom.platform.spaces.slices import Subspace
 
 

@@ -17,7 +17,7 @@ from fedloom.platform.methods.silo.mac_target import MacTarget
 from fedloom.platform.methods.silo.personal import Personal, Searched, restricted
 from fedloom.platform.methods.silo.perturbation import decide, is_settled, search_steps, steps_left
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces.offers import HasCells, with_cells
+from fedloom.platform.spaces.capabilities import HasCells, with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights
 
 BATCH, RUNNING = "batch", "running"

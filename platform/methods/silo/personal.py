@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.platform.spaces.offers import HasSubspaces
+from fedloom.platform.spaces.capabilities import HasSubspaces
 from fedloom.platform.spaces.slices import Subspace, Weights
 
 KEPT = "kept"

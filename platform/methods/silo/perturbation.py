@@ -8,8 +8,8 @@ import numpy as np
 from fedloom.platform.clients.training import Score
 from fedloom.platform.methods.silo.mac_target import MacTarget
 from fedloom.platform.methods.silo.personal import is_decided, undecided, with_row
-from fedloom.platform.spaces.darts_network import CELL_TYPES
-from fedloom.platform.spaces.offers import HasCells
+from fedloom.platform.spaces.capabilities import HasCells
+from fedloom.platform.spaces.darts import CELL_TYPES
 from fedloom.platform.spaces.slices import Subspace
 
 ScoreOf = Callable[[Subspace], Score]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from fedloom.platform.spaces.capabilities import SumsOptions
 from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
-from fedloom.platform.spaces.offers import SumsOptions
 from fedloom.platform.spaces.slices import Subspace, Weights
 
 PREFIX = "router/"

@@ -17,7 +17,7 @@ from fedloom.platform.clients.training import LocalSGD, Samples, Score
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.methods.silo.personal import begun
 from fedloom.platform.methods.silo.searchers import own_network
-from fedloom.platform.spaces.offers import summing_options
+from fedloom.platform.spaces.capabilities import summing_options
 from fedloom.platform.spaces.slices import Weights
 from fedloom.tiers.clock import EVALUATION_FACTOR, TRAINING_FACTOR
 

@@ -11,7 +11,7 @@ from fedloom.platform.methods.silo.masking import BATCH, RUNNING, STATISTICS
 from fedloom.platform.methods.silo.perturbation import search_steps
 from fedloom.platform.methods.silo.silos import check_validation
 from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, OneOf
-from fedloom.platform.spaces.offers import HasCells, with_cells
+from fedloom.platform.spaces.capabilities import HasCells, with_cells
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from fedloom.platform.methods.silo.masking import Perturbation
 from fedloom.platform.methods.silo.personal import Personal, Searched, is_decided, restricted
 from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, turns
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.offers import HasCells, SumsOptions, with_cells
+from fedloom.platform.spaces.capabilities import HasCells, SumsOptions, with_cells
 from fedloom.platform.spaces.slices import Subspace
 
 

@@ -36,7 +36,7 @@ from fedloom.platform.methods.silo.silo_stages import silo_stages
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, pair_outcome, participation
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import ZERO_OR_MORE
-from fedloom.platform.spaces.offers import with_cells
+from fedloom.platform.spaces.capabilities import with_cells
 from fedloom.platform.spaces.slices import Weights
 
 SHARED_MOMENTUM = "shared_momentum/"

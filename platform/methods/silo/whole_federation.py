@@ -8,7 +8,7 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import SUPERNET, Assign, Round, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig
-from fedloom.platform.spaces.offers import HasSubspaces
+from fedloom.platform.spaces.capabilities import HasSubspaces
 from fedloom.platform.spaces.slices import Subspace, parse_subspace
 
 KEPT = "kept"

@@ -31,8 +31,8 @@ from fedloom.platform.search.config import SearchConfig, SearchProblem, build_se
 from fedloom.platform.search.criterion import merit
 from fedloom.platform.search.ranking import kendall_tau
 from fedloom.platform.settings import ONE_OR_MORE, UP_TO_A_MILLION, OneOf
+from fedloom.platform.spaces.capabilities import with_subspaces
 from fedloom.platform.spaces.genome import Genome
-from fedloom.platform.spaces.offers import with_subspaces
 from fedloom.platform.spaces.slices import Architecture, architecture_id, bytes_of, extract, parse_architecture
 from fedloom.tiers.costs import CostTable
 

@@ -54,7 +54,7 @@ from fedloom.platform.methods.stages.tier_search import TierSearchConfig, TierSe
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, ComponentName, OneOf, Range
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.offers import HasSubspaces, with_subspaces
+from fedloom.platform.spaces.capabilities import HasSubspaces, with_subspaces
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace, Weights, extract, subspace_id
 from fedloom.tiers.costs import size_of
 

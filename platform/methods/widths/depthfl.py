@@ -28,8 +28,8 @@ from fedloom.platform.methods.stages.evaluation import EvaluationConfig
 from fedloom.platform.methods.widths.tier_models import largest_of_tiers, plainly_weighted, tier_stages
 from fedloom.platform.plugins import is_import_path
 from fedloom.platform.settings import PART, ZERO_OR_MORE
-from fedloom.platform.spaces.checked import try_exits
-from fedloom.platform.spaces.offers import with_exits
+from fedloom.platform.spaces.capabilities import with_exits
+from fedloom.platform.spaces.registry import try_exits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

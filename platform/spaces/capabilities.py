@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fedloom.platform.spaces.elastic import ElasticDesign
     from fedloom.platform.spaces.genome import ElasticGenome
 
+
 SHOWN = 3
 """The number of missing members named in an error message."""
 
