@@ -9,6 +9,7 @@ from typing import Any
 import ray
 import torch
 
+import fedloom.platform.methods  # noqa: F401 - registers the built-in rules
 from fedloom.actors.wire import Arrays, PackedResult, accept_shared_memory, pack, to_tensors
 from fedloom.platform.clients.execution import Chunk, SharedWeights, run_chunk
 from fedloom.platform.clients.worker import Worker, WorkerSpec

@@ -22,6 +22,8 @@ from typing import Any, Generic, TypeVar
 from fedloom.platform.words import said
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+Declared = TypeVar("Declared")
 
 
 class PluginError(ValueError):
@@ -29,16 +31,23 @@ class PluginError(ValueError):
 
 
 class Shipped(Mapping[str, Any]):
-    """Built-in objects by name, whose modules are imported on demand.
+    """Built-in objects by name: themselves, or import paths, whose modules are imported on demand.
 
-    `places` are import paths of the objects, or of mappings that contain them by name.
+    An import path is that of an object, or of a mapping that contains it by name.
     """
 
-    def __init__(self, places: Mapping[str, str]) -> None:
+    def __init__(self, places: Mapping[str, Any]) -> None:
         self._places = dict(places)
 
+    def add(self, places: Mapping[str, str]) -> None:
+        """Adds import paths by name."""
+        self._places |= places
+
     def __getitem__(self, name: str) -> Any:
-        module_name, _, attribute = self._places[name].partition(":")
+        place = self._places[name]
+        if not isinstance(place, str):
+            return place
+        module_name, _, attribute = place.partition(":")
         found = getattr(importlib.import_module(module_name), attribute)
         return found[name] if isinstance(found, Mapping) else found
 
@@ -81,6 +90,16 @@ class Registry(Generic[T]):
     arguments: tuple[str, ...]
     made: bool = False
 
+    def register(self, places: Mapping[str, str]) -> None:
+        """Adds built-in code of a higher layer: import paths by name."""
+        assert isinstance(self.known, Shipped), "other slots are closed"
+        self.known.add(places)
+
+    def traits_of(self, name: str, default: Declared) -> Declared:
+        """What the code of that name has declared (`declares`); `default` if it has declared nothing of that type."""
+        declared = getattr(self.find(name), TRAITS, default)
+        return declared if isinstance(declared, type(default)) else default
+
     def find(self, name: str) -> Any:
         """The code of that name; PluginError if it does not exist or cannot be called with the registry's arguments."""
         found = resolve(self.kind, name, self.known)
@@ -122,6 +141,19 @@ class Registry(Generic[T]):
             return "a class of options by keyword, or a function of them that makes one of its kind"
         form = f"a function of ({', '.join(self.arguments)}) and of options by keyword"
         return f"{form}, or a class of such options" if self.made else form
+
+
+TRAITS = "traits"
+
+
+def declares(traits: object) -> Callable[[F], F]:
+    """Declares a rule's traits: what it needs and guarantees, such as `SelectionTraits` of a selection rule."""
+
+    def declared(rule: F) -> F:
+        setattr(rule, TRAITS, traits)
+        return rule
+
+    return declared
 
 
 def an(name: str) -> str:

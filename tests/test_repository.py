@@ -136,6 +136,13 @@ def test_no_modules_and_no_folders_import_each_other_in_a_circle(modules: dict[P
     assert circle({Path("a"): {Path("b")}, Path("b"): {Path("c")}, Path("c"): {Path("b")}}) == [Path("b"), Path("c")]
 
 
+def test_no_lower_layer_names_the_methods() -> None:
+    """Built-in rules register themselves from `methods/`."""
+    lower = [f for folder in ("averaging", "clients", "federation") for f in source_files(f"platform/{folder}")]
+    assert len(lower) > 20
+    assert [f for f in lower if "platform.methods" in f.read_text()] == []
+
+
 def test_hardly_anything_asks_which_class_a_space_is() -> None:
     """A space says what it can do, so that a user's own takes part wherever it offers what is needed."""
     asked = re.compile(r"isinstance\([^()]*Space\b|cast\(\"?\w*Space\b")

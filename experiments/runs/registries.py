@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import fedloom.platform.methods  # noqa: F401 - registers the built-in rules
 from fedloom.platform.averaging.server import SERVER_RULES
 from fedloom.platform.averaging.shares import SHARES_RULES
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES

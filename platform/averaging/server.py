@@ -68,6 +68,19 @@ ServerRule = Callable[[ServerStep], Tensor]
 """Returns the new values of the region; keyword parameters are options (`method.train.options.NAME`)."""
 
 
+@dataclass(frozen=True)
+class ServerTraits:
+    """What a server rule declares with `declares`; a rule that declares nothing has the defaults.
+
+    Attributes:
+        local_rule: the local rule to which it belongs, if it is the server's half of an algorithm.
+        needs_every_contributor: whether it refuses `min_contributors` above 1.
+    """
+
+    local_rule: str | None = None
+    needs_every_contributor: bool = False
+
+
 def replace(step: ServerStep) -> Tensor:
     """Plain averaging: the mean replaces the old values (McMahan et al. 2017)."""
     return step.mean
@@ -137,15 +150,16 @@ def _adaptive(step: ServerStep, variance: Tensor, server_lr: float, beta_1: floa
     return step.old + server_lr * mean / (variance.sqrt() + tau)
 
 
-_METHODS = "fedloom.platform.methods.optimisers"
 SERVER_RULES: Registry[ServerRule] = Registry(
     "server rule",
-    Shipped(
-        {name: f"{__name__}:{name}" for name in ("replace", "fedavgm", "fedadagrad", "fedadam", "fedyogi")}
-        | {name: f"{_METHODS}.{name}:{name}" for name in ("feddyn", "fednova")}
-    ),
+    Shipped({rule.__name__: rule for rule in (replace, fedavgm, fedadagrad, fedadam, fedyogi)}),
     ("step",),
 )
+
+
+def server_traits(name: str) -> ServerTraits:
+    """What the server rule of that name declares."""
+    return SERVER_RULES.traits_of(name, ServerTraits())
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 
-from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, is_import_path
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, declares, is_import_path
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,19 @@ WeightingRule = Callable[[Work], Mapping[str, float]]
 """Returns one weight per returned tensor: finite and at least 0; 0 means that the tensor was not trained."""
 
 
+@dataclass(frozen=True)
+class WeightingTraits:
+    """What a weighting rule declares with `declares`; a rule that declares nothing has the defaults.
+
+    Attributes:
+        at_most_one: whether no weight is above 1, which bounds a client's influence (differential privacy needs it).
+        weighs_unheld: whether what a client does not hold counts with its old value (`Whole`).
+    """
+
+    at_most_one: bool = False
+    weighs_unheld: bool = False
+
+
 def fedavg(work: Work) -> dict[str, float]:
     """Weights every tensor by the client's number of samples n_k (McMahan et al. 2017)."""
     return dict.fromkeys(work.seen_by_tensor, float(work.samples))
@@ -43,6 +56,7 @@ class Whole(dict[str, float]):
         """The weight of the old value of everything that the client did not hold."""
 
 
+@declares(WeightingTraits(weighs_unheld=True))
 def fedavg_whole(work: Work) -> Whole:
     """FedAvg of whole supernets: what a client did not hold counts with its old value and n_k, and so dilutes.
 
@@ -52,6 +66,7 @@ def fedavg_whole(work: Work) -> Whole:
     return Whole(fedavg(work), float(work.samples))
 
 
+@declares(WeightingTraits(at_most_one=True))
 def plain(work: Work) -> dict[str, float]:
     """Weights all clients' tensors equally."""
     return dict.fromkeys(work.seen_by_tensor, 1.0)
@@ -66,6 +81,11 @@ WEIGHTING_RULES: Registry[WeightingRule] = Registry(
     "weighting rule", {"fedavg": fedavg, "fedavg_whole": fedavg_whole, "plain": plain, "opa": opa}, ("work",)
 )
 FEDAVG = ComponentSpec("fedavg")
+
+
+def weighting_traits(name: str) -> WeightingTraits:
+    """What the weighting rule of that name declares."""
+    return WEIGHTING_RULES.traits_of(name, WeightingTraits())
 
 
 def weighting_rule(choice: ComponentSpec) -> WeightingRule:

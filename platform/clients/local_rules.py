@@ -121,16 +121,19 @@ class LocalRule:
 
     `shared` names slots of tensors that are sent with the model: one per parameter, of its shape, initially zero.
     `server` names the server rule that belongs to it, if there is one. `extra_passes` is the number of passes over the
-    client's samples, forwards and backwards, beside its training. `whole_changes` says that what it sends or keeps is
-    made of the client's whole change, as SCAFFOLD's control variates are, so that it is refused where clients send a
-    part of theirs (ZeroFL, PyramidFL); a rule for which this does not matter sets it to False.
+    client's samples, forwards and backwards, beside its training. `needs_whole_change` says that what it sends or keeps
+    is made of the client's whole change, as SCAFFOLD's control variates are, so that it is refused where clients send
+    a part of theirs (ZeroFL, PyramidFL); a rule for which this does not matter sets it to False. `sends_only_change`
+    says that a client's message is the change of its weights alone, which differential privacy and secure aggregation
+    need; it is True of rules that are functions.
     Keyword parameters of the constructor are options (`method.train.options.NAME`).
     """
 
     shared: tuple[str, ...] = ()
     server: str | None = None
     extra_passes: int = 0
-    whole_changes: bool = True
+    needs_whole_change: bool = True
+    sends_only_change: bool = False
 
     def refuses(self, local: LocalSGD) -> str | None:  # noqa: ARG002
         """Why it cannot be used with these hyper-parameters, and what can be done; None if it can."""
@@ -175,22 +178,16 @@ def fedprox(
     return pull_towards(mu, client.received)
 
 
-_METHODS = "fedloom.platform.methods.optimisers"
 LOCAL_RULES: Registry[Callable[[LocalClient], Correction | None] | LocalRule] = Registry(
-    "local rule",
-    Shipped(
-        {"sgd": f"{__name__}:sgd", "fedprox": f"{__name__}:fedprox", "scaffold": f"{_METHODS}.scaffold:Scaffold"}
-        | {"feddyn": f"{_METHODS}.feddyn:FedDyn", "fednova": f"{_METHODS}.fednova:FedNova"}
-    ),
-    ("client",),
-    made=True,
+    "local rule", Shipped({"sgd": sgd, "fedprox": fedprox}), ("client",), made=True
 )
 
 
 class _Simple(LocalRule):
     """Adapts a function to a `LocalRule`: it corrects gradients alone."""
 
-    whole_changes = False
+    needs_whole_change = False
+    sends_only_change = True
 
     def __init__(self, function: Callable[[LocalClient], Correction | None]) -> None:
         self.function = function
@@ -205,7 +202,7 @@ class _Own(LocalRule):
     def __init__(self, name: str, rule: LocalRule) -> None:
         self.name, self.rule, self.shared = name, rule, rule.shared
         self.server, self.extra_passes, self.refuses = rule.server, rule.extra_passes, rule.refuses  # type: ignore[method-assign]
-        self.whole_changes = rule.whole_changes
+        self.needs_whole_change, self.sends_only_change = rule.needs_whole_change, rule.sends_only_change
 
     def begin(self, client: LocalClient) -> Correction | None:
         with blaming("local rule", self.name):
@@ -256,9 +253,9 @@ def refuse_parts(choice: ComponentSpec, key: str, senders: str, instead: str) ->
 
     `key` is the configuration key of the stage; `instead` says what can be used.
     """
-    if not local_rule(choice).whole_changes:
+    if not local_rule(choice).needs_whole_change:
         return
-    own = ", or set whole_changes = False in the rule if it needs none" if is_import_path(choice.name) else ""
+    own = ", or set needs_whole_change = False in the rule if it needs none" if is_import_path(choice.name) else ""
     raise ValueError(
         f"{key}.local_rule={choice.name} keeps whole changes, and {senders}'s clients send parts of theirs: use "
         f"{instead}{own}"

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedloom.platform.federation.selection import selection_traits
+
 if TYPE_CHECKING:
     from fedloom.platform.federation.training_config import TrainingConfig
 
@@ -36,12 +38,10 @@ def accounting() -> Any:
 
 def mechanism(config: TrainingConfig, eligible: int, size: int) -> Mechanism:
     """The mechanism of a round of the stage."""
-    whole = config.selection == "all" or config.clients_per_round is None or size >= eligible
-    return (
-        "all" if whole else config.selection,
-        size if config.selection == "uniform" else size / eligible,
-        config.privacy.noise,
-    )
+    sampling = selection_traits(config.selection).sampling
+    assert sampling is not None, "checked before the run"
+    whole = sampling == "all" or config.clients_per_round is None or size >= eligible
+    return "all" if whole else sampling, size if sampling == "uniform" else size / eligible, config.privacy.noise
 
 
 def with_round(spent: list[list[Any]], mechanism_: Mechanism, population: int) -> list[list[Any]]:

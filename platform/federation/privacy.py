@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.averaging.privacy import expected_weights, privatised
 from fedloom.platform.averaging.secure import needed_of
+from fedloom.platform.averaging.weighting import weighting_traits
+from fedloom.platform.clients.local_rules import local_rule
 from fedloom.platform.clients.objectives import OBJECTIVES, MaskedClasses
 from fedloom.platform.clients.sealing import SecurePlan
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.accounting import accounting, epsilon, mechanism, with_round
 from fedloom.platform.federation.planning import in_plan_order
+from fedloom.platform.federation.selection import selection_traits
 from fedloom.platform.federation.training_config import SPENT, cohort_size
 from fedloom.platform.seeding import stream, torch_stream
 
@@ -36,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 EXPECTED_FROM = 64
 """Simulated cohorts from which the expected coverage of scalars is found."""
-LOCAL_RULES, WEIGHTED_ALIKE = ("sgd", "fedprox"), ("plain",)
-SAMPLINGS = ("uniform", "poisson", "all")
 
 LEAST_NOISE = 0.1
 """Of accountant pld: below it an interval of 1e-4 takes more than a gigabyte of memory, for an epsilon above 100."""
@@ -57,27 +58,26 @@ def check_privacy(config: TrainingConfig, rules: Rules) -> None:
         if privacy.noise:
             raise ValueError(f"{key}.privacy.noise={privacy.noise:g} needs {key}.privacy.clip, its unit: give both")
         return
-    if rules.weighting.name not in WEIGHTED_ALIKE and (
-        privacy.weight_cap is None or rules.weighting.name == "fedavg_whole"
-    ):
+    weighting = weighting_traits(rules.weighting.name)
+    if not weighting.at_most_one and (privacy.weight_cap is None or weighting.weighs_unheld):
         raise ValueError(
             f"{key}.weighting={rules.weighting.name}: a client's weight, and so its influence, has no bound; use "
-            f"{key}.weighting=plain"
-            + ("" if rules.weighting.name == "fedavg_whole" else f" or {key}.privacy.weight_cap")
+            f"{key}.weighting=plain" + ("" if weighting.weighs_unheld else f" or {key}.privacy.weight_cap")
         )
-    if rules.local.name not in LOCAL_RULES or config.server in ("feddyn", "fednova"):
+    if not local_rule(rules.local).sends_only_change:
         raise ValueError(
             f"{key}.local_rule={rules.local.name}: what it sends beside the change is neither clipped nor accounted "
-            f"for; use {' or '.join(LOCAL_RULES)}"
+            "for; use sgd or fedprox"
         )
-    if rules.selection.name not in SAMPLINGS:
+    sampling = selection_traits(rules.selection.name).sampling
+    if sampling is None:
         raise ValueError(
-            f"{key}.selection={rules.selection.name}: no client's probability is known; use {', '.join(SAMPLINGS)}"
+            f"{key}.selection={rules.selection.name}: no client's probability is known; use uniform, poisson, all"
         )
-    if privacy.accountant == "pld" and rules.selection.name == "uniform":
+    if privacy.accountant == "pld" and sampling == "uniform":
         raise ValueError(f"{key}.privacy.accountant=pld knows selection=poisson and all, not uniform: use rdp")
     # With everybody in every round, all rounds together are one round of less noise.
-    together = privacy.noise / math.sqrt(config.rounds or 1) if rules.selection.name == "all" else privacy.noise
+    together = privacy.noise / math.sqrt(config.rounds or 1) if sampling == "all" else privacy.noise
     if privacy.accountant == "pld" and 0 < together < LEAST_NOISE:
         raise ValueError(
             f"{key}.privacy.noise={privacy.noise:g}: for accountant pld it must be at least "
@@ -94,9 +94,9 @@ def check_privacy(config: TrainingConfig, rules: Rules) -> None:
 
 def _check_secure(config: TrainingConfig, rules: Rules, key: str) -> None:
     if (
-        rules.local.name not in LOCAL_RULES
-        or rules.weighting.name == "fedavg_whole"
-        or rules.selection.name == "pyramidfl"
+        not local_rule(rules.local).sends_only_change
+        or weighting_traits(rules.weighting.name).weighs_unheld
+        or selection_traits(rules.selection.name).shortens_updates
     ):
         raise ValueError(
             f"{key}.privacy.secure=true hides the changes of parameters alone: use {key}.local_rule=sgd or fedprox, "
@@ -141,7 +141,8 @@ class PrivateRounds:
         if self.clips and (world.devices is not None or any(profile.availability < 1 for profile in world.profiles)):
             raise ValueError(f"{stage}, privacy: with devices that may be away no client's probability is known")
         self.world, self.config, self.stage, self.eligible = world, config, stage, eligible
-        self.size = len(eligible) if config.selection == "all" else cohort_size(config, len(eligible))
+        takes_all = selection_traits(config.selection).sampling == "all"
+        self.size = len(eligible) if takes_all else cohort_size(config, len(eligible))
         self._expected: Mapping[str, Tensor] | None = None
 
     def tasks(self, tasks: Sequence[Task], client_ids: Sequence[int], index: int) -> list[Train]:

@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from fedloom.platform.federation.history import ClientRecord, History
-from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped, blaming
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped, blaming, declares
 from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile
 
 FEW = 4
@@ -165,7 +165,27 @@ class Choice:
 SelectionRule = Callable[[Choice], Cohort | Sequence[int]]
 """Returns the round's clients; keyword parameters are options (`method.train.options.NAME`)."""
 
+Sampling = Literal["uniform", "poisson", "all"]
 
+
+@dataclass(frozen=True)
+class SelectionTraits:
+    """What a selection rule declares with `declares`; a rule that declares nothing has the defaults.
+
+    Attributes:
+        needs_history: whether it uses the server's history, which is kept for such rules alone.
+        needs_loss_norm: whether clients report the root mean square of their samples' losses.
+        sampling: how it samples clients, where every client's probability is known (differential privacy needs it).
+        shortens_updates: whether it lets clients send a part of their changes (`Cohort.sends`).
+    """
+
+    needs_history: bool = True
+    needs_loss_norm: bool = False
+    sampling: Sampling | None = None
+    shortens_updates: bool = False
+
+
+@declares(SelectionTraits(needs_history=False, sampling="uniform"))
 def uniform(choice: Choice) -> Cohort:
     """Selects clients uniformly at random (McMahan et al. 2017)."""
     client_ids = choice.draw(choice.size)
@@ -175,6 +195,7 @@ def uniform(choice: Choice) -> Cohort:
     return Cohort(client_ids, min(choice.size, population) / population if population else 0.0, "uniform")
 
 
+@declares(SelectionTraits(needs_history=False, sampling="all"))
 def all_available(choice: Choice) -> Cohort:
     """Selects all eligible clients that are available."""
     if choice.always:
@@ -184,6 +205,7 @@ def all_available(choice: Choice) -> Cohort:
     )
 
 
+@declares(SelectionTraits(needs_history=False, sampling="poisson"))
 def poisson(choice: Choice) -> Cohort:
     """Selects every client independently with probability `size` / clients, as differential privacy's analysis asks.
 
@@ -198,18 +220,14 @@ def poisson(choice: Choice) -> Cohort:
     return Cohort(choice.draw(int(choice.rng.binomial(population, probability))), probability, "poisson")
 
 
-_METHODS = "fedloom.platform.methods.selection"
 SELECTION_RULES: Registry[SelectionRule] = Registry(
-    "selection rule",
-    Shipped(
-        {"uniform": f"{__name__}:uniform", "poisson": f"{__name__}:poisson", "all": f"{__name__}:all_available"}
-        | {name: f"{_METHODS}.simple:{name}" for name in ("power_of_choice", "round_robin", "tier_quota")}
-        | {name: f"{_METHODS}.{name}:{name}" for name in ("oort", "pyramidfl")}
-    ),
-    ("choice",),
+    "selection rule", Shipped({"uniform": uniform, "poisson": poisson, "all": all_available}), ("choice",)
 )
-BY_LOSS_NORM = ("oort", "pyramidfl")
-"""Rules for which clients report the root mean square of their samples' losses."""
+
+
+def selection_traits(name: str) -> SelectionTraits:
+    """What the selection rule of that name declares."""
+    return SELECTION_RULES.traits_of(name, SelectionTraits())
 
 
 def select(choice: Choice, rule: ComponentSpec) -> Cohort:

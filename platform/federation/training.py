@@ -29,6 +29,7 @@ from fedloom.platform.federation.planning import (
     for_server,
     in_plan_order,
 )
+from fedloom.platform.federation.selection import selection_traits
 from fedloom.platform.federation.stage import KeptModel, Merged, Plan, Review, RoundResult, Stage, evaluation_rows
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import (
@@ -67,13 +68,6 @@ UNANSWERED = "unanswered"
 
 SETTLED, CHANCES, FAR = 5, 1.5, 0.4
 """Rounds after which a model is expected to know more than 1.5 times chance, if its clients' are better by .4."""
-
-WITHOUT_HISTORY = ("uniform", "all", "round_robin", "tier_quota")
-"""Selection rules that do not use the history, so that none is kept for them."""
-
-
-WITHOUT_OPTIONS = ("uniform", "all")
-"""Selection rules that need no trial before a run begins."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +188,8 @@ class TrainingStage(Stage):
         self.eligible = world.everyone if slots.eligible is None else slots.eligible
         self._has_compared = False
         self.private = self._privacy()
-        if self.rules.selection.name not in WITHOUT_OPTIONS and len(self.eligible):
-            self._cohort(RunState(data={HISTORY: {}}))  # its options are wrong now, or never
+        if len(self.eligible):
+            self._cohort(RunState(data={HISTORY: {}}))  # raises for wrong options before the run begins
         self.server_bag = f"server-{bag}"
 
     def _privacy(self) -> PrivateRounds | None:
@@ -231,7 +225,7 @@ class TrainingStage(Stage):
 
     @property
     def _keeps_history(self) -> bool:
-        return self.rules.selection.name not in WITHOUT_HISTORY
+        return selection_traits(self.rules.selection.name).needs_history
 
     @property
     def trains(self) -> bool:

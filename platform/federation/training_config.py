@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fedloom.platform.averaging.server import SERVER_RULES
+from fedloom.platform.averaging.server import SERVER_RULES, server_traits
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES
 from fedloom.platform.clients.local_rules import LOCAL_RULES, local_rule, refuse_parts
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.data.augment import AUGMENTATIONS, NO_AUGMENTATION, check_augmentation, coloured, tried_samples
-from fedloom.platform.federation.selection import BY_LOSS_NORM, SELECTION_RULES
+from fedloom.platform.federation.selection import SELECTION_RULES, selection_traits
 from fedloom.platform.plugins import ComponentSpec, Registry, is_import_path
 from fedloom.platform.settings import (
     BELOW_ONE,
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 SPENT = "privacy"
 """The JSON value that holds what all stages so far have spent of differential privacy."""
-PAIRED = ("feddyn", "fednova")
-"""Server rules that are one half of an algorithm; the other is the local rule of the same name."""
 SCHEDULE_NAMES = ("fixed", "cosine", "step", "steps")
 EPOCHS = Range(least=1, most=100_000)
 
@@ -164,15 +162,16 @@ def _check_local_rule(rules: Rules, config: TrainingConfig, key: str) -> None:
     needed = local_rule(rules.local).server
     if needed not in (None, server):
         raise ValueError(f"{key}.local_rule={local} needs {key}.server={needed}, given {server}: set both")
-    if server in PAIRED and local != server:
-        raise ValueError(f"{key}.server={server} needs {key}.local_rule={server}, given {local}: set both")
-    if local == "feddyn" and config.min_contributors > 1:
+    traits = server_traits(server)
+    if traits.local_rule not in (None, local):
+        raise ValueError(f"{key}.server={server} needs {key}.local_rule={traits.local_rule}, given {local}: set both")
+    if traits.needs_every_contributor and config.min_contributors > 1:
         raise ValueError(
-            f"{key}.min_contributors={config.min_contributors}: feddyn's server keeps the mean of what all clients "
+            f"{key}.min_contributors={config.min_contributors}: {server}'s server keeps the mean of what all clients "
             "keep; use 1"
         )
-    if rules.selection.name == "pyramidfl":
-        refuse_parts(rules.local, key, "pyramidfl", "another selection rule")
+    if selection_traits(rules.selection.name).shortens_updates:
+        refuse_parts(rules.local, key, rules.selection.name, "another selection rule")
     problem = local_rule(rules.local).refuses(local_sgd(config, 0, NO_AUGMENTATION, balanced=False))
     if problem is not None:
         raise ValueError(f"{key}.local_rule={local} cannot be used with {key}.{problem}")
@@ -273,5 +272,5 @@ def local_sgd(config: TrainingConfig, round_: int, augment: ComponentSpec, *, ba
         clip_norm=config.clip_norm,
         augment=augment,
         balanced=balanced,
-        loss_norm=config.loss_norms or config.selection in BY_LOSS_NORM,
+        loss_norm=config.loss_norms or selection_traits(config.selection).needs_loss_norm,
     )

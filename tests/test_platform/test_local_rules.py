@@ -283,18 +283,18 @@ def test_rules_are_found_by_name() -> None:
 class Modest(Counting):
     """Counts rounds, of which a part of a change tells as much."""
 
-    whole_changes = False
+    needs_whole_change = False
 
 
-def test_a_rule_says_whether_it_needs_whole_changes(own_module: ModuleType) -> None:
+def test_a_rule_says_whether_it_needs_needs_whole_change(own_module: ModuleType) -> None:
     """Functions correct gradients alone; a class of one's own is taken to need them unless it says otherwise."""
     own_module.Modest, own_module.Counting = Modest, Counting  # type: ignore[attr-defined]
     own_module.modest = lambda client: pull_towards(0.1, client.received)  # type: ignore[attr-defined]
-    needed = {name: local_rule(ComponentSpec(name)).whole_changes for name in LOCAL_RULES.known}
+    needed = {name: local_rule(ComponentSpec(name)).needs_whole_change for name in LOCAL_RULES.known}
     assert {name for name, needs in needed.items() if needs} == {"feddyn", "scaffold"}
     for name in ("Modest", "modest"):
         rules_of(TrainingConfig(local_rule=f"own_local:{name}", selection="pyramidfl"), "method.train")
-    with pytest.raises(ValueError, match="use another selection rule, or set whole_changes = False in the rule"):
+    with pytest.raises(ValueError, match="use another selection rule, or set needs_whole_change = False in the rule"):
         rules_of(TrainingConfig(local_rule="own_local:Counting", selection="pyramidfl"), "method.train")
 
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from fedloom.platform.averaging.server import ServerTraits
 from fedloom.platform.clients.local_rules import LocalClient, LocalRule
+from fedloom.platform.plugins import declares
 from fedloom.platform.settings import POSITIVE
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class FedDyn(LocalRule):
             client.kept(GRADIENT, name).sub_(parameter - client.received[name], alpha=self.alpha)
 
 
+@declares(ServerTraits(local_rule="feddyn", needs_every_contributor=True))
 def feddyn(step: ServerStep) -> Tensor:
     """The server's side: the mean plus the sum of all mean changes so far, each times |S| / N."""
     shift = step.state(SHIFT)

@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from fedloom.platform.averaging.server import ServerTraits
 from fedloom.platform.clients.local_rules import LocalClient, LocalRule
+from fedloom.platform.plugins import declares
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +35,7 @@ class FedNova(LocalRule):
     """The clients' side: the normalised change, and a_i as the factor that belongs to it."""
 
     server = "fednova"
-    whole_changes = False  # nothing is kept: the mean of normalised changes is as good of those that are sent
+    needs_whole_change = False  # nothing is kept: the mean of normalised changes is as good of those that are sent
 
     def begin(self, client: LocalClient) -> Correction:
         """Gradients are not changed, only counted."""
@@ -54,6 +56,7 @@ class FedNova(LocalRule):
                 parameter.copy_(received + (parameter - received) / total)
 
 
+@declares(ServerTraits(local_rule="fednova"))
 def fednova(step: ServerStep) -> Tensor:
     """The server's side: the mean normalised change times the mean of the a_i."""
     return step.old + step.factor * step.change

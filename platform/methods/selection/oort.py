@@ -38,7 +38,8 @@ from typing import Annotated, Any
 import numpy as np
 
 from fedloom.platform.federation.history import ClientRecord
-from fedloom.platform.federation.selection import Choice, Cohort
+from fedloom.platform.federation.selection import Choice, Cohort, SelectionTraits
+from fedloom.platform.plugins import declares
 from fedloom.platform.settings import ONE_OR_MORE, PART, ZERO_OR_MORE, OneOf
 
 MOST_BLACKLISTED = 0.3
@@ -46,6 +47,7 @@ WINDOW = 5
 """Unexplored clients that are drawn uniformly (or are best) for each one that is then drawn by speed."""
 
 
+@declares(SelectionTraits(needs_loss_norm=True))
 def oort(
     choice: Choice,
     *,

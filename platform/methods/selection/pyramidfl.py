@@ -16,12 +16,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fedloom.platform.federation.selection import Choice, Cohort
+from fedloom.platform.federation.selection import Choice, Cohort, SelectionTraits
 from fedloom.platform.methods.selection.oort import oort, statistical_utility
+from fedloom.platform.plugins import declares
 from fedloom.platform.settings import BELOW_ONE, PART, ZERO_OR_MORE
 from fedloom.tiers.clock import TRAINING_FACTOR
 
 
+@declares(SelectionTraits(needs_loss_norm=True, shortens_updates=True))
 def pyramidfl(
     choice: Choice,
     *,

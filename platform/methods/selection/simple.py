@@ -7,7 +7,8 @@ from typing import Annotated
 
 import numpy as np
 
-from fedloom.platform.federation.selection import Choice, Cohort
+from fedloom.platform.federation.selection import Choice, Cohort, SelectionTraits
+from fedloom.platform.plugins import declares
 from fedloom.platform.settings import ONE_OR_MORE, ZERO_OR_MORE
 
 
@@ -35,6 +36,7 @@ def power_of_choice(
     return Cohort(tuple(sorted(taken)), reason="power of choice", reasons=reasons)
 
 
+@declares(SelectionTraits(needs_history=False))
 def round_robin(choice: Choice) -> Cohort:
     """All clients in turn: each round goes on where the last one ended; who is not available is passed over."""
     population = len(choice.eligible)
@@ -50,6 +52,7 @@ def round_robin(choice: Choice) -> Cohort:
     return Cohort(tuple(sorted(taken)), reason="round robin", memory=memory)
 
 
+@declares(SelectionTraits(needs_history=False))
 def tier_quota(
     choice: Choice,
     *,
