@@ -16,8 +16,12 @@ from fedloom.actors.placement import ActorGroup
 from fedloom.actors.wire import accept_shared_memory, to_arrays, unpack
 from fedloom.platform.clients.assignments import Assignment, Report
 from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import ScoreSubnet
+from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import WorkerSpec
 from fedloom.platform.federation.loop import RunFailedError
+from fedloom.platform.spaces.slices import architecture_id
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,14 @@ START_TIMEOUT_S = 300.0
 
 Long enough for an actor to import torch and to wait for free CPUs or for a node to join the cluster.
 """
+
+STACK_TIME_FACTOR = 2
+"""A stack of clients may take so many times as long as one client: it is one training, with vectorised steps."""
+
+SLOW_S = 300.0
+"""Seconds after which a client at work is first named in the log, or half of its time limit if that is less."""
+
+STACK_TIMED_OUT = "its stack exceeded the time limit"
 
 RESIDENT = "resident"
 
@@ -58,13 +70,21 @@ class Job:
     """Start of that client on the monotonic clock, as last reported."""
     looked_s: float = 0.0
     """Time of the last request for the position, on the monotonic clock."""
+    named_after_s: float = 0.0
+    """How long that client had been at work when the log last named it; 0 if it has not."""
     nodes: set[str] = field(default_factory=set)
     """Ids of the nodes on which actors ended during this job."""
+    fallback: str | None = None
+    """Why its clients are trained one by one although a stack was planned."""
 
     @property
     def left(self) -> list[int]:
         """Indices in the chunk of the clients that have not timed out."""
         return [i for i in range(len(self.chunk.assignments)) if i not in self.timed_out]
+
+    def time_limit_s(self, client_timeout_s: float) -> float:
+        """The time limit of what the actor trains at once: one client, or several as a stack."""
+        return client_timeout_s * (STACK_TIME_FACTOR if self.chunk.stack > 1 and len(self.left) > 1 else 1)
 
 
 Waiting = dict[str, deque[Job]]
@@ -92,7 +112,8 @@ class ActorPool:
         groups: the actors to start.
         resident: every client has its own actor, started at first use with the resources of the first group.
         actor_attempts: attempts at a chunk whose actors die, before its clients are reported as failed.
-        client_timeout_s: wall-clock seconds after which a client is reported as timed out and its actor is replaced.
+        client_timeout_s: wall-clock seconds after which a client is reported as timed out and its actor is replaced. A
+            stack of clients has `STACK_TIME_FACTOR` times as long, and is then trained one client after the other.
     """
 
     def __init__(
@@ -189,6 +210,7 @@ class ActorPool:
                 job.attempts += 1
                 job.position, job.at_work_since_s = 0, time.monotonic()
                 job.looked_s = job.at_work_since_s  # who has just begun need not be asked
+                job.named_after_s = 0.0
                 chunk = replace(job.chunk, assignments=tuple(job.chunk.assignments[i] for i in job.left))
                 running[member.actor.run_chunk.remote(chunk, [weights], version)] = job
 
@@ -220,6 +242,8 @@ class ActorPool:
             if self._hangs(job):
                 del running[reference]
                 self._give_up_client(job, waiting, finished)
+            else:
+                self._name_if_slow(job)
 
     def _finish(self, job: Job, reference: Any, waiting: Waiting, finished: Finished) -> None:
         try:
@@ -234,7 +258,7 @@ class ActorPool:
         cause = cause_of(error)
         member = _member(job)
         about = self._about(member)
-        who = ", ".join(_who(a) for a in job.chunk.assignments)
+        who = ", ".join(named_client(a) for a in job.chunk.assignments)
         where = f"node {about.node} (pid {about.pid})"
         logger.warning("a client actor on %s ended while it worked on %s: %s", where, who, cause, exc_info=error)
         if self.actors.replace_lost(member) and about.node_id in job.nodes:
@@ -277,7 +301,7 @@ class ActorPool:
     def _hangs(self, job: Job) -> bool:
         """Whether the job's running client has exceeded the time limit."""
         now_s = time.monotonic()
-        limit_s = self.client_timeout_s * min(job.chunk.stack, len(job.left))  # of all that are trained as one batch
+        limit_s = job.time_limit_s(self.client_timeout_s)
         late = now_s - job.at_work_since_s >= limit_s
         alone = len(job.left) == 1
         if not late and (alone or now_s - job.looked_s < LOOK_S):
@@ -290,14 +314,33 @@ class ActorPool:
             return late
         if at is not None:
             # Measured by the actor from the start of this client, without the chunk's earlier clients.
+            if at[0] != job.position:
+                job.named_after_s = 0.0
             job.position, job.at_work_since_s = at[0], now_s - at[1]
         return now_s - job.at_work_since_s >= limit_s
+
+    def _name_if_slow(self, job: Job) -> None:
+        """Names a client in the log that has been at work for long, and again whenever that time has doubled."""
+        limit_s, at_work_s = job.time_limit_s(self.client_timeout_s), time.monotonic() - job.at_work_since_s
+        if at_work_s < max(min(SLOW_S, limit_s / 2), 2 * job.named_after_s):
+            return
+        job.named_after_s = at_work_s
+        about = self._about(_member(job))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - at_work_s))
+        stack = min(job.chunk.stack, len(job.left))
+        logger.warning(
+            "%s has been at work for %.0f s, since %s, on node %s (pid %d)%s; the limit is %g s",
+            *(named_client(job.chunk.assignments[job.left[job.position]]), at_work_s, since, about.place, about.pid),
+            *(f", perhaps in a stack of up to {stack} clients" if stack > 1 else "", limit_s),
+        )
 
     def _give_up_client(self, job: Job, waiting: Waiting, finished: Finished) -> None:
         left = job.left
         if job.chunk.stack > 1 and len(left) > 1:  # one by one, who hangs is told apart
+            limit_s = job.time_limit_s(self.client_timeout_s)
+            logger.warning("a stack gave no answer within %g s; its clients are trained one by one", limit_s)
             self.actors.replace(_member(job))
-            job.chunk, job.attempts = replace(job.chunk, stack=1), job.attempts - 1
+            job.chunk, job.attempts, job.fallback = replace(job.chunk, stack=1), job.attempts - 1, STACK_TIMED_OUT
             waiting[_member(job).group.name].appendleft(job)
             return
         place = left[job.position]
@@ -305,7 +348,7 @@ class ActorPool:
         member = _member(job)
         self.actors.replace(member)
         text = f"no answer within {self.client_timeout_s:g} s; its actor was replaced"
-        logger.warning("%s gave %s", _who(assignment), text)
+        logger.warning("%s gave %s", named_client(assignment), text)
         job.timed_out[place] = _lost(assignment, "timed_out", text, self._about(member).place)
         job.attempts -= 1
         if len(left) > 1:
@@ -324,15 +367,19 @@ def _member(job: Job) -> Member:
     return job.member
 
 
-def _who(assignment: Assignment) -> str:
+def named_client(assignment: Assignment) -> str:
+    """A client as messages name it: its tier, stage, round, and what it does, with the architecture if it has one."""
     client = "the server's data" if assignment.client_id is None else f"client {assignment.client_id}"
     return f"{client} ({assignment.tier}, {assignment.stage} round {assignment.round + 1}, {_what(assignment)})"
 
 
 def _what(assignment: Assignment) -> str:
-    architecture = getattr(assignment.task, "architecture", None)
     name = type(assignment.task).__name__
-    return f"{name} {'-'.join(map(str, architecture))}" if architecture is not None else name
+    match assignment.task:
+        case Train(network=Subnet() as subnet) | ScoreSubnet(subnet=subnet):
+            return f"{name} {architecture_id(subnet.architecture)}"
+        case _:
+            return name
 
 
 def failed(job: Job, error: str, node: str = "") -> ChunkResult:
@@ -354,7 +401,10 @@ def _lost(assignment: Assignment, status: str, error: str, node: str) -> Report:
 
 
 def with_timed_out(result: ChunkResult, job: Job) -> ChunkResult:
-    """The result with the reports of timed-out clients inserted, in plan order."""
+    """The result with the reports of timed-out clients inserted, in plan order, and the job's `fallback` in those trained."""
     rest = iter(result.reports)
     places = range(len(job.chunk.assignments))
-    return ChunkResult(result.sums, [job.timed_out[i] if i in job.timed_out else next(rest) for i in places])
+    reports = [job.timed_out[i] if i in job.timed_out else next(rest) for i in places]
+    if job.fallback is not None:
+        reports = [r if r.status == "dropped" else replace(r, fallback=job.fallback) for r in reports]
+    return ChunkResult(result.sums, reports)

@@ -253,7 +253,24 @@ def test_a_client_that_sleeps_for_ever_is_reported_and_alone_is_dropped(
     assert statuses == ["timed_out" if i == sleeper else "ok" for i in range(6)]
     assert [report.client_id for report in whole.reports] == list(range(6))
     assert whole.reports[sleeper].error == "no answer within 2 s; its actor was replaced"
+    (named,) = {r.message for r in caplog.records if "has been at work for" in r.message}
+    since = r"[12] s, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, on node \S+/\w{8} \(pid \d+\); the limit is 2 s"
+    who = rf"client {sleeper} \(tier1, train round 4, SleepsForEver\)"
+    assert re.fullmatch(f"{who} has been at work for {since}", named), "found from the log alone, before its time is up"
     assert torch.equal(whole.sums.finish(OLD).weights["w"], expected.sums.finish(OLD).weights["w"])
+
+
+@pytest.mark.slow
+def test_a_stack_that_hangs_is_given_up_after_twice_the_time_and_who_hangs_is_found(
+    pool: ActorPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tasks: list[Task] = [Adds(0.1), Adds(0.2), SleepsForEver(), Adds(0.4), Adds(0.5), Adds(0.6)]
+    started_s = time.time()
+    (result,) = pool.run(make_chunks(planned(tasks), 1, stack=32), SharedWeights(OLD, "w@3"))
+    (given_up_s,) = [r.created for r in caplog.records if "its clients are trained one by one" in r.message]
+    assert 2 * CLIENT_TIMEOUT_S <= given_up_s - started_s < 2 * CLIENT_TIMEOUT_S + 5
+    assert [report.status for report in result.reports] == ["ok", "ok", "timed_out", "ok", "ok", "ok"]
+    assert {report.fallback for report in result.reports} == {"its stack exceeded the time limit"}
 
 
 def test_the_longer_work_of_a_chunk_as_a_whole_is_not_a_client_that_hangs(pool: ActorPool) -> None:

@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 
-from fedloom.actors.pool import LAST_JOBS, Job, in_balance
-from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.actors.pool import LAST_JOBS, Job, in_balance, named_client
+from fedloom.platform.clients.assignments import Assignment, Outcome, Report
 from fedloom.platform.clients.execution import Chunk
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import ScoreSubnet
+from fedloom.platform.clients.trainer import Train
+from fedloom.platform.clients.training import LocalSGD
 
 
 @dataclass(frozen=True)
@@ -34,3 +38,23 @@ def test_earlier_chunks_keep_their_place_so_that_few_results_wait() -> None:
     jobs = [job(index, index) for index in range(20)]
     last = 2 * LAST_JOBS
     assert started(jobs, 2) == [*range(20 - last), *reversed(range(20 - last, 20))]
+
+
+def test_a_stack_may_take_twice_as_long_as_one_client_whatever_its_size() -> None:
+    clients = tuple(Assignment("train", 0, i, "tier1", Nothing()) for i in range(32))
+    assert Job(0, Chunk("tier1", clients)).time_limit_s(3600.0) == 3600.0
+    stack = Job(0, Chunk("tier1", clients, stack=32))
+    assert stack.time_limit_s(3600.0) == 7200.0
+    stack.timed_out.update((i, Report(i, "tier1", "timed_out", "")) for i in range(31))
+    assert stack.time_limit_s(3600.0) == 3600.0
+
+
+def test_a_client_is_named_with_its_architecture() -> None:
+    subnet = Subnet((0, 2, 1))
+    local = LocalSGD(epochs=1, batch_size=8, lr=0.1)
+    tasks = [Train(subnet, local), ScoreSubnet(subnet, "global", "test"), Nothing()]
+    assert [named_client(Assignment("train", 4, 7, "tier2", task)) for task in tasks] == [
+        "client 7 (tier2, train round 5, Train 0-2-1)",
+        "client 7 (tier2, train round 5, ScoreSubnet 0-2-1)",
+        "client 7 (tier2, train round 5, Nothing)",
+    ]
