@@ -13,8 +13,7 @@ import fedloom.platform.methods  # noqa: F401 - registers the built-in rules
 from fedloom.actors.wire import Arrays, PackedResult, accept_shared_memory, pack, to_tensors
 from fedloom.platform.clients.execution import Chunk, SharedWeights, run_chunk
 from fedloom.platform.clients.worker import Worker, WorkerSpec
-from fedloom.platform.runs.plugin_sources import sources_of
-from fedloom.platform.runs.source import source_hash
+from fedloom.platform.runs.sources import source_hash, sources_of
 
 WATCH = "watch"
 """Ray's concurrency group for methods that answer while the actor runs a chunk."""

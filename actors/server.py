@@ -16,10 +16,9 @@ from fedloom.actors.wire import accept_shared_memory
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World
-from fedloom.platform.runs.ending import Resume, RunEnd, run_to_end
 from fedloom.platform.runs.logs import CONSOLE, warnings_in
-from fedloom.platform.runs.plugin_sources import named_modules
-from fedloom.platform.runs.run import Watcher
+from fedloom.platform.runs.run import Resume, RunEnd, Watcher, run_to_end
+from fedloom.platform.runs.sources import named_modules
 
 
 def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info) -> ActorPool:

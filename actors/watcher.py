@@ -18,15 +18,7 @@ from typing import NamedTuple
 
 from fedloom.platform.data.config import DataConfig, cache_root
 from fedloom.platform.results.files import write_atomically
-from fedloom.platform.results.processes import (
-    Process,
-    children,
-    descendants,
-    end_all,
-    is_process,
-    this_place,
-    this_process,
-)
+from fedloom.platform.results.lock import Process, children, descendants, end_all, is_process, this_place, this_process
 
 EVERY_S = 1.0
 GRACE_S = 8.0

@@ -108,7 +108,7 @@ def _here(args: argparse.Namespace, runs: Sequence[str] | None, *, tensors: bool
     """The results folder on this machine; for results at a URL, downloads the runs first."""
     if isinstance(args.results, Path):
         return args.results
-    from fedloom.platform.results.remote import fetch
+    from fedloom.platform.results.copies import fetch
 
     return fetch(args.results, runs, tensors=tensors, ablations=True)
 
@@ -150,7 +150,7 @@ def _resume(args: argparse.Namespace) -> int:
         renamed = leave_finished(config, run_id)
         RunView(as_json=args.json).finished(run_id, config.results, renamed)
         return OK
-    from fedloom.platform.runs.ending import Resume
+    from fedloom.platform.runs.run import Resume
 
     return _execute(args, config, Resume(run_id, args.changed_plugins))
 

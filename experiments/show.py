@@ -8,16 +8,16 @@ from rich.console import Console, RenderableType
 
 from fedloom.experiments.terminal.output import console, where, write_json
 from fedloom.experiments.terminal.reading import complain
-from fedloom.platform.results.remote import fetch
-from fedloom.platform.runs.progress import round_line
+from fedloom.platform.results.copies import fetch
+from fedloom.platform.runs.logs import round_line
 
 if TYPE_CHECKING:
     from fedloom.experiments.report.pages.files import ReportFiles
 
     # A report needs no torch, which these import.
     from fedloom.platform.federation.loop import RoundProgress
-    from fedloom.platform.results.names import Names
-    from fedloom.platform.runs.ending import RunEnd
+    from fedloom.platform.results.paths import Names
+    from fedloom.platform.runs.run import RunEnd
 
 
 class RunView:

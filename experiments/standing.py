@@ -11,8 +11,7 @@ from fedloom.experiments.store.ablations import FOLDER, Ablation, ablation_ids, 
 from fedloom.experiments.store.trials import STATUS, counted, trial_states
 from fedloom.experiments.terminal.output import console, write_json
 from fedloom.experiments.terminal.run_list import ListedRun, place_of, run_lines, shortened
-from fedloom.platform.results.names import read_names
-from fedloom.platform.results.paths import RunPaths, find_runs, list_runs
+from fedloom.platform.results.paths import RunPaths, find_runs, list_runs, read_names
 from fedloom.platform.results.status import Status, read_status
 
 MOST = 50

@@ -8,21 +8,17 @@ from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.partition import prepared_for
 from fedloom.platform.data.prepare import prepared_folder
-from fedloom.platform.results.checkpoint import run_checkpoint
+from fedloom.platform.results.checkpoint import list_models, load_model, run_checkpoint
 from fedloom.platform.results.fence import newest, number_of
 from fedloom.platform.results.files import from_json, read_json
-from fedloom.platform.results.journal import read_journals
 from fedloom.platform.results.manifest import has_sealed_checkpoint, manifest_path, problems
-from fedloom.platform.results.models import list_models, load_model
-from fedloom.platform.results.names import NAMES, Names, read_names
-from fedloom.platform.results.parts import count_rows, stored_parts
-from fedloom.platform.results.paths import STATE_FILE, RunPaths
+from fedloom.platform.results.paths import NAMES, STATE_FILE, Names, RunPaths, read_names
 from fedloom.platform.results.status import says_done
-from fedloom.platform.results.tables import is_done, read_runs
-from fedloom.platform.results.writer import ROW_TABLES
-from fedloom.platform.runs.code_places import check_code_places
-from fedloom.platform.runs.inputs import changed_files, input_hashes, other_data, recorded_inputs
+from fedloom.platform.results.tables import count_rows, is_done, read_runs, stored_parts
+from fedloom.platform.results.writer import ROW_TABLES, read_journals
 from fedloom.platform.runs.run import placed_here
+from fedloom.platform.runs.run_files import changed_files, input_hashes, other_data, recorded_inputs
+from fedloom.platform.runs.sources import check_code_places
 
 
 @dataclass(frozen=True)

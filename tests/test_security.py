@@ -29,18 +29,23 @@ from fedloom.experiments.store.ablations import write_ablation
 from fedloom.experiments.verify import verified
 from fedloom.platform.federation.config import RayConfig, RunConfig
 from fedloom.platform.results.bag import Bag
-from fedloom.platform.results.checkpoint import load_checkpoint, save_checkpoint
-from fedloom.platform.results.files import MOST_TEXT_BYTES, opened, read_file, within, write_atomically
+from fedloom.platform.results.checkpoint import load_checkpoint, load_model, save_checkpoint, save_model
+from fedloom.platform.results.files import (
+    MOST_TEXT_BYTES,
+    opened,
+    read_file,
+    sealed_json,
+    unsealed,
+    within,
+    write_atomically,
+)
 from fedloom.platform.results.manifest import Manifest, check_files
-from fedloom.platform.results.models import load_model, save_model
-from fedloom.platform.results.outputs import output_folder
-from fedloom.platform.results.parts import TableParts, read_part
 from fedloom.platform.results.paths import STATE_FILE, RunPaths, find_run, run_paths
-from fedloom.platform.results.sealed import sealed_json, unsealed
-from fedloom.platform.results.tables import TABLES
-from fedloom.platform.runs.code_places import check_code_places
-from fedloom.platform.runs.run import Label, resume_run, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.results.store import output_folder
+from fedloom.platform.results.tables import TABLES, read_part
+from fedloom.platform.results.writer import TableParts
+from fedloom.platform.runs.run import Label, make_serial, resume_run, start_run
+from fedloom.platform.runs.sources import check_code_places
 
 ROOT = Path(__file__).resolve().parent.parent
 EXECUTING = {

@@ -25,11 +25,11 @@ from fedloom.experiments.store.trials import (
     write_ends,
 )
 from fedloom.experiments.terminal.reading import while_read
-from fedloom.platform.results.owner import OwnedError, OwnershipLostError, check_unowned, owned
+from fedloom.platform.results.copies import mirror_folder
+from fedloom.platform.results.lock import OwnedError, OwnershipLostError, check_unowned, owned
 from fedloom.platform.results.paths import RunPaths
-from fedloom.platform.results.remote import mirror_folder
 from fedloom.platform.results.status import Heartbeat, StatusFile
-from fedloom.platform.results.target import is_remote
+from fedloom.platform.results.store import is_remote
 from fedloom.platform.runs.run import check_run_unowned
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import RunCosts
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.paths import RunPaths
-from fedloom.platform.runs.inputs import begun_with, check_alike
 from fedloom.platform.runs.run import planned_stages, planned_world
+from fedloom.platform.runs.run_files import begun_with, check_alike
 from fedloom.platform.runs.supernets import supernet_key
 from fedloom.tiers.tier import Tier, make_tiers
 

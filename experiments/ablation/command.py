@@ -18,7 +18,7 @@ from fedloom.experiments.store.trials import FAILED, TrialState, counted
 from fedloom.experiments.terminal.exit_codes import INFRASTRUCTURE, OK, of_run_end
 from fedloom.experiments.terminal.output import console, where, write_json
 from fedloom.experiments.terminal.reading import complain
-from fedloom.platform.results.target import is_remote
+from fedloom.platform.results.store import is_remote
 
 
 def run_command(ablation: Ablation, args: Namespace) -> int:

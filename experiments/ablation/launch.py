@@ -29,7 +29,7 @@ from fedloom.experiments.store.ablations import Ablation, write_ablation
 from fedloom.experiments.store.trials import FAILED, FINAL, TrialState, trial_states
 from fedloom.experiments.terminal.reading import while_read
 from fedloom.platform.federation.config import GENERATED, RayConfig
-from fedloom.platform.results.remote import check_results, fetch
+from fedloom.platform.results.copies import check_results, fetch
 from fedloom.platform.runs.run import Label
 from fedloom.platform.runs.supernets import stored_supernet
 

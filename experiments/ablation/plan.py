@@ -17,9 +17,9 @@ from fedloom.experiments.runs.override_texts import override_text
 from fedloom.experiments.runs.variants import GROUPS, Variants
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, new_ablation_id, trial_id
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.results.target import local_root
-from fedloom.platform.runs.code_places import check_code_places
+from fedloom.platform.results.store import local_root
 from fedloom.platform.runs.run import placed_here
+from fedloom.platform.runs.sources import check_code_places
 from fedloom.platform.seeding import stream
 
 MOST_TRIALS = 10_000

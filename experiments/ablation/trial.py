@@ -18,17 +18,14 @@ from fedloom.platform.clients.execution import Executor
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World
-from fedloom.platform.results.mirror import MirrorError, mirror_run
-from fedloom.platform.results.owner import OwnedError
+from fedloom.platform.results.copies import MirrorError, fetch, mirror_run
+from fedloom.platform.results.files import ADVICE
+from fedloom.platform.results.lock import OwnedError
 from fedloom.platform.results.paths import RunPaths, remove_run
-from fedloom.platform.results.remote import fetch
-from fedloom.platform.results.sealed import ADVICE
+from fedloom.platform.results.store import local_root
 from fedloom.platform.results.tables import is_done, read_runs
-from fedloom.platform.results.target import local_root
-from fedloom.platform.runs.ending import Resume, run_to_end
-from fedloom.platform.runs.run import Label, Watcher, check_run_unowned
+from fedloom.platform.runs.run import Label, Resume, Watcher, check_run_unowned, make_serial, run_to_end
 from fedloom.platform.runs.run_files import COSTS, has_begun
-from fedloom.platform.runs.serial import make_serial
 
 STEP_S = 1.0
 """Seconds that Tune waits for a round before it checks whether to stop the trial."""

@@ -11,7 +11,7 @@ from rich.table import Table
 from fedloom.experiments.store.ablations import Ablation, Trial
 from fedloom.experiments.store.trials import WAITING, End, TrialState
 from fedloom.experiments.terminal.output import console
-from fedloom.platform.runs.progress import as_time
+from fedloom.platform.runs.logs import as_time
 
 MOST_LINES = 40
 """Maximum number of trials in the live table; running trials come first."""

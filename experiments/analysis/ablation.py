@@ -18,8 +18,8 @@ from fedloom.experiments.analysis.seeds import by_seed
 from fedloom.experiments.analysis.summary import MODEL_KEY, by_model
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load_paths
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, short
+from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.paths import RunPaths
-from fedloom.platform.results.remote import fetch
 
 _OWN = ("trial", "seed")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
+from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.paths import RunPaths, find_runs, list_runs, start_of
-from fedloom.platform.results.remote import fetch
 from fedloom.platform.results.tables import TABLES, read_runs
 
 ALL_TABLES = tuple(TABLES)

@@ -134,7 +134,7 @@ def measure(case: ScaleCase, config: RunConfig) -> dict[str, Any]:
 
     watch = Watch()
     if case.kind == "serial":
-        from fedloom.platform.runs.serial import make_serial
+        from fedloom.platform.runs.run import make_serial
 
         start_run(config, make_serial, Watcher(round=watch.round))
     else:

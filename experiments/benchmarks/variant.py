@@ -69,8 +69,7 @@ def platform(case_name: str, actors: int, precision: str, *, memory: bool) -> di
     from fedloom.actors.cluster import connected
     from fedloom.actors.server import make_pool
     from fedloom.experiments.benchmarks.cases import CASES, run_config
-    from fedloom.platform.runs.run import Watcher, start_run
-    from fedloom.platform.runs.serial import make_serial
+    from fedloom.platform.runs.run import Watcher, make_serial, start_run
 
     watch = Stopwatch(os.getpid() if memory else None)
     watcher = Watcher(watch.started, watch.round)

@@ -36,8 +36,7 @@ from fedloom.platform.federation.recorder import Recorder
 from fedloom.platform.federation.training import TrainingStage
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import Watcher, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import Watcher, make_serial, start_run
 
 WARM_UP = 3
 """Rounds that are left out: in them actors start, and memory is asked for."""

@@ -25,10 +25,10 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.tiered.fedoras import FedorASConfig
+from fedloom.platform.results.checkpoint import list_models
 from fedloom.platform.results.files import content_hash, sync_file, sync_folder
-from fedloom.platform.results.models import list_models
-from fedloom.platform.results.outputs import output_folder
 from fedloom.platform.results.paths import RunPaths, find_run
+from fedloom.platform.results.store import output_folder
 from fedloom.platform.runs.run import stored_world
 
 LONGEST_NAME = 100

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from fedloom.platform.results.tensor_files import from_bytes, to_bytes
+from fedloom.platform.results.checkpoint import from_bytes, to_bytes
 
 FORMATS = ("safetensors", "pt2", "onnx")
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")

@@ -8,9 +8,8 @@ from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import SEARCHED, bag_of
 from fedloom.platform.methods.registry import method_of
-from fedloom.platform.results.checkpoint import run_checkpoint
+from fedloom.platform.results.checkpoint import list_models, load_model, run_checkpoint
 from fedloom.platform.results.fence import newest
-from fedloom.platform.results.models import list_models, load_model
 from fedloom.platform.results.paths import STATE_FILE, RunPaths
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import read_table

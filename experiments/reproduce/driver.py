@@ -9,7 +9,7 @@ from fedloom.experiments.reproduce.plan import Asked, Part, planned
 from fedloom.experiments.reproduce.schema import Item
 from fedloom.experiments.store.ablations import FOLDER, PLAN, Ablation
 from fedloom.experiments.store.trials import FAILED, FINAL, trial_states
-from fedloom.platform.results.remote import check_results
+from fedloom.platform.results.copies import check_results
 
 
 def run_part(item: Item, part: Part, asked: Asked, results: Path, view: AblationView) -> str:

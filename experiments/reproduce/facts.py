@@ -27,8 +27,7 @@ from fedloom.platform.methods.stages.tier_search import TierSearchConfig
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.methods.tiered.transfer import TransferConfig
 from fedloom.platform.runs.dry_run import DryStage
-from fedloom.platform.runs.run import planned_stages, planned_world, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import make_serial, planned_stages, planned_world, start_run
 from fedloom.platform.search.base import Interval, Scored, winner
 from fedloom.platform.search.config import SearchProblem, build_searcher
 from fedloom.platform.seeding import stream

@@ -18,7 +18,7 @@ from fedloom.experiments.reproduce.board import (
 from fedloom.experiments.reproduce.figures import picture
 from fedloom.experiments.reproduce.schema import SCALES
 from fedloom.experiments.reproduce.table import Outcome, number_blocks
-from fedloom.platform.results.outputs import output_folder
+from fedloom.platform.results.store import output_folder
 
 
 def write_page(found: Sequence[Entry], results: Path, out: Path) -> ReportFiles:

@@ -34,16 +34,14 @@ from fedloom.platform.federation.training_config import check_rule_names
 from fedloom.platform.methods.registry import METHODS, find_method
 from fedloom.platform.plugins import PluginError, is_import_path
 from fedloom.platform.results.checkpoint import check_same_config
+from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.files import check_name, from_json, read_json
 from fedloom.platform.results.manifest import check_files
-from fedloom.platform.results.names import check_names, read_names
-from fedloom.platform.results.paths import find_run
-from fedloom.platform.results.remote import fetch
+from fedloom.platform.results.paths import check_names, find_run, read_names
+from fedloom.platform.results.store import without_secrets
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.results.target import without_secrets
-from fedloom.platform.runs.code_places import check_code_places
-from fedloom.platform.runs.plugin_sources import texts_of
 from fedloom.platform.runs.run import FREE_ON_RESUME, free_on_resume, placed_here
+from fedloom.platform.runs.sources import check_code_places, texts_of
 from fedloom.platform.settings import check_settings
 from fedloom.platform.words import MOST_SAID, said, shown
 

@@ -11,7 +11,7 @@ from fedloom.experiments.runs.presets import CONF
 from fedloom.experiments.runs.spelling import is_own
 from fedloom.platform.data.config import DataConfig, cache_root
 from fedloom.platform.results.files import write_atomically
-from fedloom.platform.runs.source import source_hash
+from fedloom.platform.runs.sources import source_hash
 
 MEASURED = "latency_s"
 """Figures that differ from one measurement to the next."""

@@ -1,16 +1,14 @@
 """Resuming a run that is done: nothing is computed, and at most its name and tags change."""
 
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.results.copies import mirror_run
 from fedloom.platform.results.fence import Fence
 from fedloom.platform.results.manifest import Manifest
-from fedloom.platform.results.mirror import mirror_run
-from fedloom.platform.results.names import Names, read_names, write_names
-from fedloom.platform.results.parts import TableParts
-from fedloom.platform.results.paths import RunPaths, run_paths
-from fedloom.platform.results.remote import local_root
+from fedloom.platform.results.paths import Names, RunPaths, read_names, run_paths, write_names
 from fedloom.platform.results.status import StatusFile, says_done
+from fedloom.platform.results.store import is_remote, local_root
 from fedloom.platform.results.tables import TABLES, is_done
-from fedloom.platform.results.target import is_remote
+from fedloom.platform.results.writer import TableParts
 from fedloom.platform.runs.run import check_name_is_free, owned_run
 
 

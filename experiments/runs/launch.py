@@ -16,23 +16,25 @@ from fedloom.actors.server import RemoteServer, Told
 from fedloom.actors.waiting import groups_in_line
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import AT_ONCE, RoundProgress
-from fedloom.platform.results.mirror import mirror_run
-from fedloom.platform.results.owner import OwnedError
+from fedloom.platform.results.copies import check_results, fetch, mirror_run
+from fedloom.platform.results.lock import OwnedError, this_place
 from fedloom.platform.results.paths import RunPaths, run_paths
-from fedloom.platform.results.processes import this_place
-from fedloom.platform.results.remote import check_results, fetch, is_remote, local_root
 from fedloom.platform.results.status import StatusFile, read_status
-from fedloom.platform.runs.ending import NOT_BEGUN, Resume, RunEnd, run_to_end
+from fedloom.platform.results.store import is_remote, local_root
 from fedloom.platform.runs.logs import warnings_in
 from fedloom.platform.runs.run import (
+    NOT_BEGUN,
+    Resume,
+    RunEnd,
     Watcher,
     check_name_is_free,
     check_run_unowned,
+    make_serial,
     planned_stages,
     planned_world,
+    run_to_end,
     stored_world,
 )
-from fedloom.platform.runs.serial import make_serial
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,10 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import method_of
 from fedloom.platform.methods.stages.supernet_search import Found, search_supernet
 from fedloom.platform.methods.stages.target_search import SAMPLES
-from fedloom.platform.results.models import list_models, load_model
+from fedloom.platform.results.checkpoint import list_models, load_model
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import stored_world
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import make_serial, stored_world
 from fedloom.platform.search.targets import Sample, TargetSearchConfig
 from fedloom.platform.spaces.slices import Weights, architecture_id, parse_architecture
 

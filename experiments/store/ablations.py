@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.experiments.store.differences import differences, with_differences
-from fedloom.platform.results.files import check_name, read_file, write_atomically
+from fedloom.platform.results.files import (
+    check_name,
+    is_sealed,
+    read_file,
+    sealed_json,
+    unsealed_if_sealed,
+    write_atomically,
+)
 from fedloom.platform.results.paths import list_runs
-from fedloom.platform.results.sealed import is_sealed, sealed_json, unsealed_if_sealed
 
 FOLDER = "ablations"
 PLAN = "ablation.json"

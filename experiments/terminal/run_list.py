@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from fedloom.platform.results.names import Names
+from fedloom.platform.results.paths import Names
 from fedloom.platform.results.status import Status
 
 LEAST_MESSAGE = 24

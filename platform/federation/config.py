@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.results.names import Names
+from fedloom.platform.results.paths import Names
 from fedloom.platform.settings import (
     NOT_EMPTY,
     ONE_OR_MORE,

@@ -14,9 +14,8 @@ from typing import Any
 from fedloom.platform.federation.event_files import Events, NoEvents
 from fedloom.platform.federation.stage import KeptModel, Row
 from fedloom.platform.federation.state import RunState
-from fedloom.platform.results.checkpoint import Saved, save_checkpoint
+from fedloom.platform.results.checkpoint import Saved, save_checkpoint, save_model
 from fedloom.platform.results.fence import Fence
-from fedloom.platform.results.models import save_model
 from fedloom.platform.results.paths import STATE_FILE
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.words import naming

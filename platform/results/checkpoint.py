@@ -1,17 +1,92 @@
-"""A run's checkpoint: named bags of tensors and JSON data; a consistent state can be loaded at any moment."""
+"""A run's checkpoint and its models: bags of named tensors as safetensors, with JSON beside them."""
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
 from fedloom.platform.results.bag import Bag
-from fedloom.platform.results.fence import Fence, newest
-from fedloom.platform.results.files import check_name, content_hash, read_file, typed, within
+from fedloom.platform.results.fence import Fence, newest, plain
+from fedloom.platform.results.files import (
+    MOST_BYTES,
+    check_name,
+    content_hash,
+    from_json,
+    read_file,
+    read_json,
+    sealed_text,
+    typed,
+    unsealed,
+    within,
+    write_atomically,
+)
+from fedloom.platform.results.manifest import Replacing, seal_of_bytes
 from fedloom.platform.results.paths import STATE_FILE, RunPaths
-from fedloom.platform.results.sealed import sealed_text, unsealed
-from fedloom.platform.results.tensor_files import damaged, from_bytes, read_checked, to_bytes
+
+_ORDER = "order"
+
+
+def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """The tensors as the content of a safetensors file, with values, shapes, dtypes and the order of the names.
+
+    Views and tensors on other devices are copied. Raises ValueError for a tensor that the format cannot hold.
+    """
+    # The format sorts by name; the original order is stored as metadata, because it determines the order of sums.
+    metadata = {_ORDER: json.dumps(list(tensors))}
+    try:
+        return safetensors.torch.save(_storable(tensors), metadata)
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        kinds = sorted({str(tensor.dtype) for tensor in tensors.values()})
+        raise ValueError(f"a bag of tensors of the types {kinds} cannot be saved as safetensors: {error}") from error
+
+
+def from_bytes(content: bytes, origin: Path) -> dict[str, Tensor]:
+    """The tensors in their original order; ValueError naming `origin` for content that is no safetensors file."""
+    try:
+        tensors = safetensors.torch.load(content)
+        header = from_json(content[8 : 8 + int.from_bytes(content[:8], "little")], origin)
+        order = from_json(header.get("__metadata__", {}).get(_ORDER, json.dumps(sorted(tensors))), origin)
+        return {name: tensors[name] for name in order}
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(damaged(origin, "it is not a whole safetensors file")) from error
+
+
+def read_checked(path: Path, sha256: str) -> bytes:
+    """The file's content; ValueError if it is missing or has another hash."""
+    try:
+        content = read_file(path, MOST_BYTES)
+    except OSError as error:
+        raise ValueError(damaged(path, error.strerror or "it cannot be read")) from error
+    if content_hash(content) != sha256:
+        raise ValueError(damaged(path, "its content does not have the recorded hash"))
+    return content
+
+
+def damaged(path: Path, reason: str) -> str:
+    """The one-line error for a damaged file."""
+    return f"{path} is damaged ({reason}): restore it from a copy, or start a new run"
+
+
+def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            raise ValueError(f"tensor {name!r} is {tensor.layout}: save it dense")
+        stored = tensor.detach().to("cpu").contiguous()
+        pointer = stored.untyped_storage().data_ptr()
+        # The format does not allow tensors that share memory, such as slices of one supernet tensor.
+        result[name] = stored.clone(memory_format=torch.contiguous_format) if pointer in seen else stored
+        seen.add(pointer)
+    return result
+
 
 CHECKPOINT_VERSION = 2
 
@@ -182,3 +257,73 @@ def _load_bag(folder: Path, reference: Any) -> Bag:
     stored = typed(StoredBag, reference)
     path = within(folder, stored.file)
     return Bag(from_bytes(read_checked(path, stored.sha256), path), stored.version)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A stored model: `file` is relative to the run's artefacts, `hash` is the file's SHA-256."""
+
+    name: str
+    file: str
+    hash: str
+    size_bytes: int
+
+
+def save_model(
+    paths: RunPaths,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    card: Mapping[str, Any],
+    replacing: Replacing = lambda _path, _seal: nullcontext(),
+    fence: Fence | None = None,
+) -> ModelFile:
+    """Stores a model under its name, replacing an earlier one.
+
+    `card` is JSON data about the model (architecture, costs, scores), which the run's manifest lists (`replacing`). A
+    crash leaves either the old or the new model.
+    """
+    check_name("model", name)
+    content = to_bytes(tensors)
+    sha256 = content_hash(content)
+    # With the hash in the file name, the old model's card never refers to the new model's tensors, nor does what a
+    # replaced owner writes. It has no number, because it is in the tables, which do not depend on who wrote them.
+    fence = fence or Fence()
+    model = ModelFile(name, f"models/{name}.{sha256[:16]}.safetensors", sha256, len(content))
+    text = _card_json(model, card)
+    paths.models.mkdir(parents=True, exist_ok=True)
+    write_atomically(paths.artifacts / model.file, content, check=fence.check)
+    path, content = fence.named(paths.models / f"{name}.json"), text.encode()
+    with replacing(path, seal_of_bytes(content)):
+        fence.replace(path, content)
+    for path in paths.models.glob(f"{name}.{'[0-9a-f]' * 16}.safetensors"):
+        if path != paths.artifacts / model.file:
+            fence.remove(path)
+    fence.remove_temporaries(paths.models)
+    return model
+
+
+def load_model(paths: RunPaths, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the card of a model; ValueError listing the models if it is unknown, or naming a damaged file."""
+    path = newest(paths.models / f"{name}.json")
+    if name not in list_models(paths):
+        known = ", ".join(list_models(paths)) or "none"
+        raise ValueError(f"run {paths.run_id!r} has no model {name!r}; its models: {known}")
+    try:
+        content = read_json(path)
+        file, sha256, card = within(paths.artifacts, content["file"]), content["hash"], content["card"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(damaged(path, "it is not the card of a model")) from error
+    return from_bytes(read_checked(file, sha256), file), card
+
+
+def list_models(paths: RunPaths) -> list[str]:
+    """The names of the run's stored models."""
+    return sorted({plain(path.name).removesuffix(".json") for path in paths.models.glob("*.json")})
+
+
+def _card_json(model: ModelFile, card: Mapping[str, Any]) -> str:
+    content = {"name": model.name, "file": model.file, "hash": model.hash, "card": card}
+    try:
+        return json.dumps(content, indent=1)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the card of model {model.name!r} cannot be written as JSON: {error}") from error

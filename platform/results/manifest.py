@@ -17,9 +17,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.platform.results.fence import Fence, newest, plain
-from fedloom.platform.results.files import content_hash, irregular, opened, read_file, within
+from fedloom.platform.results.files import (
+    ADVICE,
+    content_hash,
+    irregular,
+    is_sealed,
+    opened,
+    read_file,
+    sealed_json,
+    unsealed,
+    within,
+)
 from fedloom.platform.results.paths import STATE_FILE, RunPaths, leading_elsewhere
-from fedloom.platform.results.sealed import ADVICE, is_sealed, sealed_json, unsealed
 from fedloom.platform.words import said
 
 FILE = "manifest.json"

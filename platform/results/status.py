@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from fedloom.platform.results.files import MOST_NOTE_BYTES, read_json, typed, write_atomically
-from fedloom.platform.results.owner import OwnershipLostError
-from fedloom.platform.results.processes import is_process, started_ticks, this_place, this_process
+from fedloom.platform.results.lock import OwnershipLostError, is_process, started_ticks, this_place, this_process
 
 logger = logging.getLogger(__name__)
 

@@ -3,23 +3,33 @@
 import difflib
 import json
 import numbers
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from fedloom.platform.results.fence import current
-from fedloom.platform.results.files import is_name
-from fedloom.platform.results.parts import SCHEMA_VERSION_KEY, conform, read_part
+from fedloom.platform.results.files import is_name, opened
 from fedloom.platform.results.paths import LONGEST_RUN_ID, RunPaths, runs_called
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA_VERSION = 5
+SCHEMA_VERSION_KEY = b"fedloom_schema_version"
+
+MOST_ROWS = 10_000_000
+"""Rows of the largest file that is read, of which fedloom writes at most 250 000."""
+
+_ArrowErrors = (pa.lib.ArrowException, OSError)
+
 
 Value = int | float | str | bool | datetime
 Row = dict[str, Value]
@@ -181,6 +191,64 @@ def read_runs(runs: Sequence[RunPaths], table: str, columns: Sequence[str] | Non
             raise ValueError(_undeclared(table, name, ""))
     files = [(file, run.experiment, run.run_id) for run in runs for file in current(run.table(table).glob("*.parquet"))]
     return _frame(table, files, columns)
+
+
+def read_part(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of one file; ValueError naming the file if it is damaged or was not written by fedloom.
+
+    With `columns`, only those of them that the file has are read.
+    """
+    # One open handle for footer and rows, because the file may be replaced in between.
+    with opened_part(path) as file:
+        return file.read(None if columns is None else [c for c in columns if c in file.schema_arrow.names])
+
+
+def count_rows(path: Path) -> int:
+    """The number of rows according to the file's footer; raises ValueError like `read_part`."""
+    with opened_part(path) as file:
+        return int(file.metadata.num_rows)
+
+
+@contextmanager
+def opened_part(path: Path) -> Iterator[pq.ParquetFile]:
+    """A file of rows that fedloom wrote; a small one that claims to hold very many rows is not read."""
+    try:
+        with os.fdopen(opened(path), "rb") as source, pq.ParquetFile(source) as file:
+            if file.metadata.num_rows > MOST_ROWS:
+                raise ValueError(f"{path} has {file.metadata.num_rows} rows, of which at most {MOST_ROWS} are read")
+            schema_version(path, file.schema_arrow)
+            yield file
+    except _ArrowErrors as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    reason = str(error).partition("\n")[0]
+    return ValueError(f"{path} is not a readable Parquet file ({reason}): move it away or restore it from a copy")
+
+
+def schema_version(path: Path, schema: pa.Schema) -> int:
+    version = (schema.metadata or {}).get(SCHEMA_VERSION_KEY, b"")
+    if not re.fullmatch(rb"[0-9]{1,9}", version):
+        raise ValueError(f"{path} was not written by fedloom (no schema version in it): move it out of the results")
+    return int(version)
+
+
+def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with exactly the columns of `schema`, cast to its types; missing columns become nulls."""
+    columns = []
+    for field in schema:
+        if field.name not in table.column_names:
+            columns.append(pa.nulls(table.num_rows, field.type))
+        else:
+            column = table.column(field.name)
+            columns.append(column if column.type == field.type else column.cast(field.type))
+    return pa.table(columns, schema=schema)
+
+
+def stored_parts(folder: Path) -> list[Path]:
+    """The files of one table of one run, in the order of their rows."""
+    return current(folder.glob("part-*.parquet"))
 
 
 def is_done(paths: RunPaths) -> bool:

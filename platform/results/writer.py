@@ -1,18 +1,311 @@
-"""The writer of a run's tables: rows are added, committed to a journal, and flushed to Parquet."""
+"""The writer of a run's tables: rows are added, committed to a journal, and flushed to Parquet.
 
+A journal's first line names its run, and every line carries a hash of all lines up to it: lines that were exchanged,
+taken out, repeated or put in another order are noticed.
+"""
+
+import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+from zlib import crc32
 
-from fedloom.platform.results.fence import Fence, newest, number_of
-from fedloom.platform.results.files import check_writable, sync_folder
-from fedloom.platform.results.journal import Journal, JournalledRows, journal_files, read_journals
-from fedloom.platform.results.manifest import Manifest
-from fedloom.platform.results.parts import TableParts
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fedloom.platform.results.fence import Fence, newest, number_of, plain
+from fedloom.platform.results.files import (
+    ADVICE,
+    MOST_BYTES,
+    check_writable,
+    content_hash,
+    from_json,
+    read_file,
+    sync_file,
+    sync_folder,
+    temporary_path,
+)
+from fedloom.platform.results.manifest import Manifest, Replacing, Seal, seal_of
 from fedloom.platform.results.paths import STATE_FILE, RunPaths, is_used, remove_run, run_paths
-from fedloom.platform.results.tables import TABLES, Row, check_row, row_json
+from fedloom.platform.results.tables import (
+    SCHEMA_VERSION_KEY,
+    TABLES,
+    Row,
+    check_row,
+    conform,
+    count_rows,
+    opened_part,
+    read_part,
+    row_json,
+    schema_version,
+    stored_parts,
+)
+from fedloom.platform.words import shown
+
+
+@contextmanager
+def _unlisted(_path: Path, _new: Seal) -> Iterator[None]:
+    yield
+
+
+def write_part(path: Path, table: pa.Table, replacing: Replacing = _unlisted, fence: Fence | None = None) -> None:
+    """Writes the file atomically: to a temporary file that is synced, checked and renamed."""
+    temporary = temporary_path(path)
+    pq.write_table(table, temporary, compression="zstd")
+    sync_file(temporary)
+    if count_rows(temporary) != table.num_rows:
+        raise OSError(f"{temporary} does not hold the {table.num_rows} rows that were written to it")
+    with replacing(path, seal_of(temporary)):
+        (fence or Fence()).publish(temporary, path)
+
+
+def _part_name(index: int) -> str:
+    return f"part-{index:05d}.parquet"
+
+
+class TableParts:
+    """The files part-00000.parquet, part-00001.parquet, ... with the rows of one table of one run in order.
+
+    Only the last file is rewritten. The first always exists, initially without rows, so that readers find the columns
+    of a table before its first row. No rows are kept in memory.
+    """
+
+    def __init__(self, folder: Path, schema: pa.Schema, rows_per_file: int, manifest: Manifest | None = None) -> None:
+        """`manifest` lists the files."""
+        self._folder, self._manifest = folder, manifest
+        self._replacing = _unlisted if manifest is None else manifest.replacing
+        self._fence = Fence() if manifest is None else manifest.fence
+        self._schema = schema
+        self._rows_per_file = rows_per_file
+        folder.mkdir(parents=True, exist_ok=True)
+        self._fence.remove_temporaries(folder)
+        self._paths = self._existing()
+        self._counts = [count_rows(path) for path in self._paths]
+        if self._counts:
+            self._check_version()
+        else:
+            self._counts = [0]
+            self._write(0, schema.empty_table())
+
+    @property
+    def rows(self) -> int:
+        """Number of rows in all files."""
+        return sum(self._counts)
+
+    @property
+    def files(self) -> int:
+        """Number of files."""
+        return len(self._counts)
+
+    def append(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Appends rows: fills the last file, then starts new ones."""
+        while rows:
+            if self._counts[-1] >= self._rows_per_file:
+                self._counts.append(0)
+            batch = rows[: self._rows_per_file - self._counts[-1]]
+            self._extend_last(pa.Table.from_pylist(batch, schema=self._schema))
+            rows = rows[len(batch) :]
+
+    def replace(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Replaces all rows of a table that consists of one file."""
+        assert len(self._counts) == 1
+        self._write(0, pa.Table.from_pylist(rows, schema=self._schema))
+
+    def read_last(self) -> pa.Table:
+        """The rows of the last file, with the columns of the current schema."""
+        return conform(read_part(self._path(len(self._counts) - 1)), self._schema)
+
+    def cut(self, num_rows: int) -> None:
+        """Drops all rows from index `num_rows` on, starting at the end, so that an interruption leaves no gap."""
+        while self.rows > num_rows:
+            last = len(self._counts) - 1
+            before = sum(self._counts[:-1])
+            if before >= num_rows and last > 0:
+                with nullcontext() if self._manifest is None else self._manifest.deleting(self._path(last)):
+                    self._fence.remove(self._path(last))
+                self._counts.pop()
+                del self._paths[last:]
+            else:
+                self._write(last, self.read_last().slice(0, num_rows - before))
+
+    def claim(self) -> None:
+        """Renames the last file to the owner's number, if it is an earlier owner's, who could still replace it."""
+        last = len(self._counts) - 1
+        path, claimed = self._path(last), self._fence.named(self._path(last))
+        if path != claimed:
+            with self._replacing(claimed, seal_of(path)):
+                self._fence.publish(path, claimed)
+            self._paths[last] = claimed
+
+    def _extend_last(self, new: pa.Table) -> None:
+        if self._counts[-1]:
+            new = pa.concat_tables([self.read_last(), new])
+        self._write(len(self._counts) - 1, new)
+
+    def _write(self, index: int, table: pa.Table) -> None:
+        if index < len(self._paths):
+            self.claim()  # first, so that no reader finds its rows in two files
+        write_part(self._path(index), table, self._replacing, self._fence)
+        self._paths[index:] = [self._path(index)]
+        self._counts[index] = table.num_rows
+
+    def _path(self, index: int) -> Path:
+        return self._paths[index] if index < len(self._paths) else self._fence.named(self._folder / _part_name(index))
+
+    def _existing(self) -> list[Path]:
+        found = stored_parts(self._folder)
+        names = [plain(path.name) for path in found]
+        expected = [_part_name(index) for index in range(len(found))]
+        if names != expected:
+            missing = self._folder / next(name for name in expected if name not in names)
+            raise ValueError(f"{missing} is missing: restore it from a copy, or start a new run")
+        return found
+
+    def _check_version(self) -> None:
+        for index in range(len(self._counts)):
+            with opened_part(self._path(index)) as file:
+                stored = schema_version(self._path(index), file.schema_arrow)
+            if stored > int(self._schema.metadata[SCHEMA_VERSION_KEY]):
+                raise ValueError(f"{self._path(index)} was written by a newer version: resume with that version")
+
+
+JournalledRows = dict[str, dict[int, dict[str, Any]]]
+"""For each table, its rows by their running index."""
+
+HEAD = "journal"
+"""Stands in a file's first line where the others have a table."""
+_LINK_LENGTH = 16
+
+
+class Journal:
+    """Appends lines to the run's current journal file; the first commit after a rotation starts a new one."""
+
+    def __init__(self, folder: Path, run_id: str, fence: Fence | None = None) -> None:
+        self._folder, self._run_id, self._fence = folder, run_id, fence or Fence()
+        self._number = 0
+        self._descriptor: int | None = None
+        self._length_bytes, self._link = 0, ""
+
+    def append(self, rows: Iterable[tuple[str, int, str]]) -> None:
+        """Appends rows, each with its table, its index and its JSON; waits until they are on disk.
+
+        After an OSError none of them is stored.
+        """
+        descriptor = self._open()
+        entries = [(HEAD, self._number, json.dumps({"run_id": self._run_id}))] if not self._length_bytes else []
+        link, lines = self._link, []
+        for table, index, text in (*entries, *rows):
+            line = f'"{table}",{index},{text}'.encode()
+            link = _link(link, line)
+            lines.append(_line(line, link))
+        content = b"".join(lines)
+        try:
+            _write_all(descriptor, content)
+            os.fsync(descriptor)
+        except OSError:
+            # After a full disk the file may end in the middle of a line.
+            os.ftruncate(descriptor, self._length_bytes)
+            raise
+        self._length_bytes += len(content)
+        self._link = link
+
+    def rotate(self) -> None:
+        """Deletes the current file; to be called when all its rows are stored elsewhere."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+            self._fence.remove(self._path())
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            self._number += 1
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+            self._descriptor = os.open(self._path(), flags, 0o644)
+            self._length_bytes, self._link = 0, ""
+            sync_folder(self._folder)
+        return self._descriptor
+
+    def _path(self) -> Path:
+        return self._fence.named(self._folder / _name(self._number))
+
+
+def _name(number: int) -> str:
+    return f"journal-{number:06d}.jsonl"
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _line(content: bytes, link: str) -> bytes:
+    """A line's content with its link, and the checksum of both, by which a line that was cut short is told."""
+    linked = b'%s,"%s"' % (content, link.encode())
+    return b"[%s,%d]\n" % (linked, crc32(linked))
+
+
+def _link(before: str, content: bytes) -> str:
+    """What tells a line from every other with the same content: a hash of all lines up to it."""
+    return content_hash(before.encode() + content)[:_LINK_LENGTH]
+
+
+def journal_files(folder: Path) -> list[Path]:
+    """The journal files of a run, oldest first."""
+    return sorted(folder.glob("journal-*.jsonl"))
+
+
+def read_journals(folder: Path, run_id: str, owner: int = 0) -> JournalledRows:
+    """All rows in the journal files of the run's owner with this number, that of its checkpoint.
+
+    Reading a file stops at its first incomplete or damaged line, left by a killed writer: nothing from there on was
+    committed. The caller checks by the indices that all needed rows exist. Raises ValueError for a journal of another
+    run, and for whole lines that are not in the order in which they were written.
+    """
+    rows: JournalledRows = {}
+    for path in journal_files(folder):
+        if number_of(path.name) != owner:  # replaced before it could save a checkpoint, or after another one has
+            continue
+        for table, index, row in _rows(path, run_id):
+            rows.setdefault(table, {})[index] = row
+    return rows
+
+
+def _rows(path: Path, run_id: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    link: str | None = None
+    for number, line in enumerate(read_file(path, MOST_BYTES).split(b"\n")[:-1], 1):
+        try:
+            *values, checksum = from_json(line, path)
+            content = line[1 : line.rindex(b",")]
+        except (ValueError, TypeError):
+            return
+        if crc32(content) != checksum or len(values) not in (3, 4):
+            return
+        table, index, row, *links = values
+        if not (isinstance(table, str) and type(index) is int and isinstance(row, dict)):
+            raise ValueError(f"{path}: line {number} is no row: {ADVICE}")
+        if links:
+            if number == 1:
+                _check_head(path, run_id, table, index, row)
+                link = ""
+            if link is not None:
+                link = _link(link, content[: content.rindex(b',"')])
+        if link != (links[0] if links else None):
+            raise ValueError(f"{path}: line {number} does not follow the line before it: {ADVICE}")
+        if table != HEAD:  # earlier versions wrote neither a head nor links
+            yield table, index, row
+
+
+def _check_head(path: Path, run_id: str, table: str, number: int, head: Mapping[str, Any]) -> None:
+    if table != HEAD or type(number) is not int or not isinstance(head, dict):
+        raise ValueError(f"{path} lacks its first line: {ADVICE}")
+    named = head.get("run_id")
+    if (named, _name(number)) != (run_id, plain(path.name)):
+        raise ValueError(f"{path} is {shown(_name(number))} of run {shown(named)}: {ADVICE}")
+
 
 Position = Mapping[str, int]
 """The number of rows per table at a checkpoint."""

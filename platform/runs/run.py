@@ -1,16 +1,17 @@
-"""Starts a run from its configuration, or resumes it from its last checkpoint, with any executor."""
+"""Starts a run from its configuration, or resumes it from its last checkpoint, with any executor; how it ended."""
 
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from fedloom.platform.clients.execution import Executor
+from fedloom.platform.clients.execution import Executor, SerialExecutor
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RayConfig, RunConfig
@@ -24,24 +25,33 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.without_effect import keys_without_effect
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages, check_space, shared_training
+from fedloom.platform.plugins import blaming_own
 from fedloom.platform.results.checkpoint import Saved, check_same_config, run_checkpoint
+from fedloom.platform.results.copies import MirrorError, check_results, fetch, fetch_folder, mirror_folder, mirrored
 from fedloom.platform.results.fence import newest
 from fedloom.platform.results.files import from_json, read_file
+from fedloom.platform.results.lock import Ownership, OwnershipLostError, check_unowned, owned
 from fedloom.platform.results.manifest import check_files, check_leads_nowhere
-from fedloom.platform.results.mirror import mirrored
-from fedloom.platform.results.names import ARTIFACTS, named_runs, read_names, write_names
-from fedloom.platform.results.outputs import SUPERNETS
-from fedloom.platform.results.owner import Ownership, OwnershipLostError, check_unowned, owned
-from fedloom.platform.results.paths import STATE_FILE, RunPaths, new_run_id, run_paths
-from fedloom.platform.results.remote import check_results, fetch, fetch_folder, is_remote, local_root, mirror_folder
+from fedloom.platform.results.paths import (
+    ARTIFACTS,
+    STATE_FILE,
+    SUPERNETS,
+    RunPaths,
+    named_runs,
+    new_run_id,
+    read_names,
+    run_paths,
+    write_names,
+)
 from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState
+from fedloom.platform.results.store import is_remote, local_root
 from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.runs import inputs
-from fedloom.platform.runs.code_places import check_code_places
 from fedloom.platform.runs.dry_run import dry_executor, dry_stages
 from fedloom.platform.runs.logs import CONSOLE, and_logged, close_log, log_to
 from fedloom.platform.runs.run_files import (
     COSTS,
+    check_data,
+    check_input_files,
     keep_changed,
     latest_copies,
     run_row,
@@ -50,8 +60,15 @@ from fedloom.platform.runs.run_files import (
     whole_or_nothing,
     write_new_run,
 )
+from fedloom.platform.runs.sources import check_code_places
 from fedloom.platform.runs.supernets import keeper, load_supernet, supernet_key
 from fedloom.platform.words import in_words
+
+
+def make_serial(world: World) -> SerialExecutor:
+    """Trains the world's clients in this process."""
+    return SerialExecutor(Worker(world.spec))
+
 
 logger = logging.getLogger(__name__)
 
@@ -275,9 +292,9 @@ def stored_world(paths: RunPaths, config: RunConfig) -> World:
 
     Raises ValueError if the data or a file that the configuration names is not what the run began with.
     """
-    inputs.check_input_files(paths, asdict(config))
+    check_input_files(paths, asdict(config))
     world = build_world(config, load_costs(paths.artifacts / COSTS))
-    inputs.check_data(paths, config.data.dataset, world.data)
+    check_data(paths, config.data.dataset, world.data)
     return world
 
 
@@ -471,4 +488,68 @@ def _finish(recorder: Recorder, status: StatusFile, state: WrittenState, message
         CONSOLE.info("%s", f"{written}: {message}" if message else written)
 
 
-__all__ = ["InterruptedRunError", "RunFailedError", "Watcher", "resume_run", "start_run"]
+Kind = Literal["done", "refused", "failed", "infrastructure", "interrupted"]
+
+
+NOT_BEGUN = "its work had not begun"
+"""The message of an interruption before the run has an id, where no round can be lost."""
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended: done, refused (invalid configuration), failed, infrastructure (failed copy) or interrupted."""
+
+    run_id: str
+    kind: Kind
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A run to resume; `changed` allows that its plug-ins have changed since it started."""
+
+    run_id: str
+    changed: bool = False
+
+
+def run_to_end(
+    config: RunConfig,
+    make_executor: MakeExecutor,
+    watcher: Watcher,
+    resume: Resume | None = None,
+    label: Label | None = None,
+) -> RunEnd:
+    """Starts or resumes a run and returns its ending; all other errors are raised."""
+    run_ids: list[str] = []
+
+    def started(run_id: str, supernet_of: str) -> None:
+        run_ids.append(run_id)
+        watcher.started(run_id, supernet_of)
+
+    watched = replace(watcher, started=started)
+    kind, message = _ended(config, make_executor, watched, resume, label)
+    if kind == "refused" and run_ids:  # it has begun: its rows and its checkpoint are there to be resumed
+        kind = "failed"
+    if kind == "interrupted" and not run_ids:
+        message = NOT_BEGUN
+    return RunEnd(run_ids[0] if run_ids else "", kind, message)
+
+
+def _ended(
+    config: RunConfig, make_executor: MakeExecutor, watcher: Watcher, resume: Resume | None, label: Label | None
+) -> tuple[Kind, str]:
+    try:
+        with blaming_own(RunFailedError, InterruptedRunError, MirrorError, OwnershipLostError):
+            if resume is None:
+                start_run(config, make_executor, watcher, label)
+            else:
+                resume_run(config, resume.run_id, make_executor, watcher, label, changed_plugins=resume.changed)
+    except (MirrorError, OwnershipLostError) as error:
+        return "infrastructure", str(error)
+    except ValueError as error:
+        return "refused", str(error)
+    except RunFailedError as error:
+        return "failed", str(error)
+    except (InterruptedRunError, KeyboardInterrupt) as error:
+        return "interrupted", str(error) or AT_ONCE
+    return "done", ""

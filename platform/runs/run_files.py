@@ -1,33 +1,177 @@
-"""What a run writes down about itself before its first round: whole, or not at all."""
+"""What a run writes down about itself before its first round, and its inputs: data, and files that it names.
+
+The hashes of the inputs are columns of the run's row, and copies of the files lie in its folder `inputs`. Whatever goes
+on with a stored run refuses other inputs, which would make one result of two experiments. Files that code reads by
+itself, without being told by an option, are not known.
+"""
 
 import json
 import logging
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from fedloom.platform.data.federated import size_variation
+from fedloom.platform.data.augment import AUGMENTATIONS
+from fedloom.platform.data.federated import FederatedData, size_variation
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import RunCosts, store_costs
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import method_of
-from fedloom.platform.results.files import write_atomically
-from fedloom.platform.results.journal import journal_files
-from fedloom.platform.results.manifest import manifest_path
-from fedloom.platform.results.names import write_names
-from fedloom.platform.results.owner import OwnershipLostError
-from fedloom.platform.results.parts import count_rows
-from fedloom.platform.results.paths import RunPaths, remove_run
-from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.runs.inputs import input_columns, keep_inputs
-from fedloom.platform.runs.plugin_sources import FOLDER as PLUGINS
-from fedloom.platform.runs.plugin_sources import PluginSources, UnknownSourceError, plugin_sources
-from fedloom.platform.runs.source import source_hash
+from fedloom.platform.results.files import content_hash, from_json, write_atomically
+from fedloom.platform.results.lock import OwnershipLostError
+from fedloom.platform.results.manifest import manifest_path, seal_of
+from fedloom.platform.results.paths import RunPaths, remove_run, write_names
+from fedloom.platform.results.tables import count_rows, read_runs
+from fedloom.platform.results.writer import RunWriter, journal_files
+from fedloom.platform.runs.sources import (
+    PLUGINS,
+    PluginSources,
+    UnknownSourceError,
+    plugin_sources,
+    source_hash,
+    texts_of,
+)
+
+INPUTS = "inputs"
+"""The folder of the copies in a run's artefacts."""
+MOST_KEPT_BYTES = 1 << 28
+"""Larger files are known by their hash alone."""
+
+_NO_INPUTS = ("data", "experiment", "name", "ray", "results", "tags")
+"""Sections whose texts name no files, or the data set, which is known by its own hash."""
+
+_OF_DATA_SET = ("dataset", "train_samples", "test_samples", "sequence_length", "options")
+"""The keys of `data` that tell data sets apart."""
+
+_TOLD = ("config", "dataset_hash", "inputs")
+
+Row = Mapping[str, Any]
+
+
+def input_files(config: Mapping[str, Any]) -> dict[str, Path]:
+    """The files that a configuration (as plain values) names, by their paths as they are written there."""
+    parts = [*(value for name, value in config.items() if name not in _NO_INPUTS), _of_augmentation(config["data"])]
+    # A text without a point or a slash is a word, whatever the working directory holds.
+    found = sorted({text for text in texts_of(parts) if "." in text or "/" in text})
+    files = {text: os.path.expanduser(text) for text in found}
+    return {text: Path(file) for text, file in files.items() if os.path.isfile(file)}
+
+
+def _of_augmentation(data: Mapping[str, Any]) -> list[Any]:
+    """The options that the augmentation takes; the others are the data set's."""
+    try:
+        names = AUGMENTATIONS.options_of(data["augment"])
+        return [value for name, value in data["options"].items() if name in names]
+    except (ValueError, KeyError, AttributeError):  # there is no such code here, or in the version that stored it
+        return []
+
+
+def input_hashes(config: Mapping[str, Any]) -> dict[str, str]:
+    """SHA-256 (hex) of the files of `input_files`."""
+    return {text: seal_of(file.resolve()).sha256 for text, file in input_files(config).items()}
+
+
+def input_columns(config: Mapping[str, Any], data: FederatedData) -> dict[str, str]:
+    """The columns of a run's row that tell its inputs."""
+    return {
+        "dataset_hash": data.dataset.hash,
+        "partition_hash": data.partition_hash,
+        "inputs": json.dumps(input_hashes(config), sort_keys=True),
+    }
+
+
+def keep_inputs(artifacts: Path, config: Mapping[str, Any]) -> None:
+    """Copies the files of `input_files` into a run's folder."""
+    for file in input_files(config).values():
+        if file.stat().st_size <= MOST_KEPT_BYTES:
+            content = file.read_bytes()
+            copy = _copy_of(artifacts, file.name, content_hash(content))
+            copy.parent.mkdir(exist_ok=True)
+            write_atomically(copy, content)
+
+
+def _copy_of(artifacts: Path, name: str, sha256: str) -> Path:
+    return artifacts / INPUTS / f"{sha256[:16]}-{name}"
+
+
+def recorded_inputs(paths: RunPaths) -> Row:
+    """The columns of `input_columns` in a run's row; without those that an earlier version did not write."""
+    rows = read_runs([paths], "runs", ["dataset_hash", "partition_hash", "inputs"])
+    return {str(name): text for name, text in rows.iloc[-1].dropna().items()} if len(rows) else {}
+
+
+def changed_files(paths: RunPaths, recorded: Row, now: Mapping[str, str]) -> dict[str, str]:
+    """A line for each file that is not what a run has recorded; `now` are the present `input_hashes`."""
+    lines = {}
+    files = from_json(recorded.get("inputs", "{}"), paths.table("runs"))
+    if not isinstance(files, dict) or not all(isinstance(sha256, str) for sha256 in files.values()):
+        raise ValueError(f"the run's row in {paths.table('runs')} does not say which files it began with: restore it")
+    for text, sha256 in files.items():
+        if now.get(text) != sha256:
+            copy = _copy_of(paths.artifacts, Path(text).name, sha256)
+            advice = f"restore it from {copy}" if copy.is_file() else "restore it"
+            what = "has changed since then" if text in now else "is not there"
+            lines[text] = f"{text}, with which run {paths.run_id} began, {what}: {advice}, or start a new run"
+    return lines
+
+
+def check_input_files(paths: RunPaths, config: Mapping[str, Any]) -> None:
+    """Raises ValueError if a file that a run's configuration names is not the one that it began with."""
+    for line in changed_files(paths, recorded_inputs(paths), input_hashes(config)).values():
+        raise ValueError(line)
+
+
+def check_data(paths: RunPaths, dataset: str, data: FederatedData) -> None:
+    """Raises ValueError if the data set or its partition is not the one that a run began with."""
+    recorded = recorded_inputs(paths)
+    for column, now in (("dataset_hash", data.dataset.hash), ("partition_hash", data.partition_hash)):
+        if recorded.get(column, now) != now:
+            raise ValueError(other_data(paths, dataset))
+
+
+def begun_with(runs: Sequence[RunPaths]) -> dict[str, tuple[str, str]]:
+    """The data sets and files that runs began with: hash and run by what the configuration calls them."""
+    known: dict[str, tuple[str, str]] = {}
+    rows = read_runs(runs, "runs", _TOLD).dropna()
+    for run_id, config, dataset_hash, files in zip(*(rows[c] for c in ("run_id", *_TOLD)), strict=True):
+        named = _by_name(json.loads(config), {"dataset_hash": dataset_hash, "inputs": files})
+        known |= {name: (sha256, run_id) for name, sha256 in named.items()}
+    return known
+
+
+def check_alike(config: Mapping[str, Any], data: FederatedData, known: Mapping[str, tuple[str, str]]) -> None:
+    """Raises ValueError for inputs of a new run that are not those of `begun_with` by the same name."""
+    for name, sha256 in _by_name(config, input_columns(config, data)).items() if known else ():
+        other, run_id = known.get(name, (sha256, ""))
+        if other != sha256:
+            raise ValueError(
+                f"{name} is not what run {run_id} began with, to which this one would be compared: restore the "
+                "original, or start all of them anew"
+            )
+
+
+def _by_name(config: Mapping[str, Any], row: Row) -> dict[str, str]:
+    """The hashes of data set and files under what the configuration calls them."""
+    data = [f"data.{key}={config['data'].get(key)}" for key in _OF_DATA_SET if config["data"].get(key)]
+    # The trials' own processes are told absolute paths.
+    files = {os.path.abspath(text): sha256 for text, sha256 in json.loads(row["inputs"]).items()}
+    return {" ".join(data): row["dataset_hash"], **files}
+
+
+def other_data(paths: RunPaths, dataset: str) -> str:
+    """The one-line refusal of a run whose data has changed."""
+    return (
+        f"the data of {dataset} is not what run {paths.run_id} was trained on: restore its original files (data.root, "
+        "FEDLOOM_DATA, data.options), or go on where the run was made"
+    )
+
 
 logger = logging.getLogger(__name__)
 

@@ -23,15 +23,12 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import shared_training
 from fedloom.platform.results.checkpoint import differences, load_checkpoint
 from fedloom.platform.results.fence import newest
-from fedloom.platform.results.files import read_file, write_atomically
+from fedloom.platform.results.files import read_file, sealed_json, unsealed_if_sealed, write_atomically
+from fedloom.platform.results.lock import one_at_a_time
 from fedloom.platform.results.manifest import seal_of
-from fedloom.platform.results.outputs import SUPERNETS
-from fedloom.platform.results.owner import one_at_a_time
-from fedloom.platform.results.paths import STATE_FILE
-from fedloom.platform.results.sealed import sealed_json, unsealed_if_sealed
-from fedloom.platform.runs.inputs import input_hashes
-from fedloom.platform.runs.plugin_sources import UnknownSourceError, plugin_sources
-from fedloom.platform.runs.source import source_hash
+from fedloom.platform.results.paths import STATE_FILE, SUPERNETS
+from fedloom.platform.runs.run_files import input_hashes
+from fedloom.platform.runs.sources import UnknownSourceError, plugin_sources, source_hash
 from fedloom.platform.words import why
 
 logger = logging.getLogger(__name__)

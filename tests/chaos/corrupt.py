@@ -26,8 +26,7 @@ from fedloom.experiments.report.pages.runs import write_report
 from fedloom.experiments.report.pages.values import report_json
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.results.paths import list_runs
-from fedloom.platform.runs.run import resume_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import make_serial, resume_run
 
 DAMAGES = ("flip", "digit", "cut", "empty", "remove", "exchange", "add")
 TWO_AT_A_TIME = 0.25

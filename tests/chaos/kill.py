@@ -23,7 +23,7 @@ from chaos.attack import arguments, attack
 from chaos.progress import reached, rounds_again, safe_again
 from chaos.subjects import Expected, Subject, subjects, undisturbed
 from chaos.victims import Ended, called, ended, start
-from fedloom.platform.results.processes import Process, descendants, is_process, started_ticks
+from fedloom.platform.results.lock import Process, descendants, is_process, started_ticks
 
 ORPHANS_S = 30.0
 VICTIMS = ("driver", "server", "client", "raylet", "gcs", "watcher", "group")

@@ -26,8 +26,7 @@ from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import Watcher, resume_run, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
 
 SETTLED = 0.1
 """The share of the rounds after which memory is taken for settled."""

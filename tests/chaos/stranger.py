@@ -32,11 +32,11 @@ from chaos.subjects import SHARED, UNDISTURBED, run_on, undisturbed
 from chaos.victims import SERIAL, TINY
 from fedloom.experiments import analysis
 from fedloom.experiments.cli import main as fedloom
+from fedloom.platform.results.files import HASH, sealed_json
 from fedloom.platform.results.manifest import Manifest, sealed_files
-from fedloom.platform.results.parts import TableParts, read_part
 from fedloom.platform.results.paths import list_runs, run_paths
-from fedloom.platform.results.sealed import HASH, sealed_json
-from fedloom.platform.results.tables import TABLES
+from fedloom.platform.results.tables import TABLES, read_part
+from fedloom.platform.results.writer import TableParts
 
 WRONG = ("silent", "tracebacks", "hangs", "many_lines", "steered")
 HANG_S = 60

@@ -27,7 +27,7 @@ from chaos.interrupted import interrupted
 from chaos.subjects import SHARED, run_on, undisturbed
 from chaos.victims import SERIAL, TINY, called, ended, frames, same, start
 from fedloom.experiments import cli
-from fedloom.platform.results import owner
+from fedloom.platform.results import lock as owner
 
 WRONG = ("silent", "tracebacks", "hangs", "unexplained")
 MODULE = "chaos.suspended"

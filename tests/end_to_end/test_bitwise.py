@@ -27,10 +27,9 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.world import World
-from fedloom.platform.results.processes import Process, descendants, started_ticks
+from fedloom.platform.results.lock import Process, descendants, started_ticks
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import Watcher, resume_run, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

@@ -29,8 +29,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import Watcher, resume_run, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
 
 PLUGINS = Path(__file__).resolve().parent.parent / "plugins"
 LINES = {

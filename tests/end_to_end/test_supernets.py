@@ -20,12 +20,11 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import SuperFedNASConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
+from fedloom.platform.results.files import unsealed
 from fedloom.platform.results.paths import find_run, list_runs
-from fedloom.platform.results.sealed import unsealed
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.runs.run import resume_run, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import make_serial, resume_run, start_run
 from fedloom.platform.runs.supernets import load_supernet, store_supernet, stored_supernet, supernet_key
 
 Tiny = Callable[..., RunConfig]

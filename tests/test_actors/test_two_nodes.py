@@ -42,8 +42,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
-from fedloom.platform.runs.run import start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.spaces.slices import Slice, Weights
 
 pytestmark = pytest.mark.ray

@@ -14,7 +14,7 @@ import pytest
 from fedloom.actors.watcher import clean, left_over
 from fedloom.experiments.cli import main
 from fedloom.experiments.leftovers import hint_at_leftovers
-from fedloom.platform.results.processes import Process, descendants, is_process, started_ticks, this_place
+from fedloom.platform.results.lock import Process, descendants, is_process, started_ticks, this_place
 
 DRIVER = """
 import subprocess, sys, time

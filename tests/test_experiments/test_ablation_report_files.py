@@ -26,7 +26,7 @@ from fedloom.experiments.report.pages.files import ReportFiles
 from fedloom.experiments.report.pages.latex import LONG, escaped, latex_table, latex_tables
 from fedloom.experiments.report.parts.block import Block
 from fedloom.experiments.store.ablations import FIGURES, Ablation
-from fedloom.platform.results.sealed import sealed_json, unsealed
+from fedloom.platform.results.files import sealed_json, unsealed
 from fedloom.platform.results.writer import RunWriter
 
 BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]

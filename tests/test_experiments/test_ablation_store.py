@@ -33,14 +33,14 @@ from fedloom.experiments.store.ablations import (
     write_ablation,
 )
 from fedloom.experiments.store.trials import FINAL, End, read_ends, trial_states, write_ends
-from fedloom.platform.results.owner import FILE as OWNER
-from fedloom.platform.results.owner import OwnershipLostError, owned
-from fedloom.platform.results.parts import TableParts
+from fedloom.platform.results.files import sealed_json, unsealed
+from fedloom.platform.results.lock import FILE as OWNER
+from fedloom.platform.results.lock import OwnershipLostError, owned
 from fedloom.platform.results.paths import RunPaths
-from fedloom.platform.results.remote import local_root
-from fedloom.platform.results.sealed import sealed_json, unsealed
 from fedloom.platform.results.status import StatusFile, read_status
+from fedloom.platform.results.store import local_root
 from fedloom.platform.results.tables import TABLES
+from fedloom.platform.results.writer import TableParts
 
 ID = "20260101-000000-mine-abcdef"
 

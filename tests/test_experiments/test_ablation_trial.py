@@ -15,10 +15,10 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.store.ablations import new_ablation_id
 from fedloom.experiments.store.trials import UNSENT
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.results.copies import MirrorError
 from fedloom.platform.results.files import check_name
+from fedloom.platform.results.lock import owned
 from fedloom.platform.results.manifest import manifest_path
-from fedloom.platform.results.mirror import MirrorError
-from fedloom.platform.results.owner import owned
 from fedloom.platform.results.paths import LONGEST_RUN_ID, RunPaths
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
@@ -143,7 +143,7 @@ def test_results_that_could_not_be_sent_are_sent_when_the_trial_is_begun_again(
         raise MirrorError("the bucket is gone")
 
     with monkeypatch.context() as away:
-        away.setattr("fedloom.platform.results.mirror.Mirror.turn", unreachable)  # `close` ends its thread, and says so
+        away.setattr("fedloom.platform.results.copies.Mirror.turn", unreachable)  # `close` ends its thread, and says so
         assert told(job)[-1][END] == UNSENT
     with monkeypatch.context() as away:
         away.setattr(module, "mirror_run", unreachable)

@@ -28,9 +28,8 @@ from fedloom.experiments.terminal.exit_codes import (
 )
 from fedloom.experiments.terminal.output import show_facts
 from fedloom.platform.federation.loop import AT_ONCE, RoundProgress, Validated
-from fedloom.platform.runs.ending import NOT_BEGUN, RunEnd
-from fedloom.platform.runs.progress import as_bytes, as_time, round_line
-from fedloom.platform.runs.run import FREE_ON_RESUME
+from fedloom.platform.runs.logs import as_bytes, as_time, round_line
+from fedloom.platform.runs.run import FREE_ON_RESUME, NOT_BEGUN, RunEnd
 
 COMMANDS = ("run", "resume", "search", "describe", "prepare", "tables", "report", "export", "status")
 
@@ -323,7 +322,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["fedloom.experiments.cli", "argparse", "hydra", "fedloom.platform.runs.ending"])
+@pytest.mark.parametrize("module", ["fedloom.experiments.cli", "argparse", "hydra", "fedloom.platform.runs.run"])
 def test_ctrl_c_while_modules_are_imported_is_one_line(module: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", INTERRUPTING, module]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)

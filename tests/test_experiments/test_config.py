@@ -12,7 +12,7 @@ from fedloom.experiments.runs.configuration import change_stored, compose_config
 from fedloom.experiments.runs.presets import CONF, experiments
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import METHODS
-from fedloom.platform.results.names import NO_NAMES
+from fedloom.platform.results.paths import NO_NAMES
 from fedloom.platform.runs.run import what_is_computed
 from fedloom.platform.settings import Setting, settings_of
 

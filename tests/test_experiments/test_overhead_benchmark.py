@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedloom.experiments.benchmarks.cases import CASES, run_config
-from fedloom.platform.runs.run import Watcher, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import Watcher, make_serial, start_run
 
 
 def client_s(name: str, rounds: int, results: Path) -> float:

@@ -10,10 +10,10 @@ from fedloom.experiments import analysis
 from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.paths import find_run, list_runs
-from fedloom.platform.results.remote import fetch, local_root
-from fedloom.platform.runs.run import start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.results.store import local_root
+from fedloom.platform.runs.run import make_serial, start_run
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from fedloom.experiments.terminal.output import console
 from fedloom.experiments.terminal.run_list import ListedRun, place_of, run_lines
-from fedloom.platform.results.names import NO_NAMES, Names
+from fedloom.platform.results.paths import NO_NAMES, Names
 from fedloom.platform.results.status import Status
 
 RUN = "20261122-113000-superfednas_cifar10_sandwich_overlap-a1b2c3"

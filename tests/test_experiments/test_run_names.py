@@ -14,8 +14,7 @@ from fedloom.experiments import analysis
 from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import compose_config, stored_config
-from fedloom.platform.results.names import NAMES, Names, named_runs, read_names
-from fedloom.platform.results.paths import find_run, find_runs, list_runs
+from fedloom.platform.results.paths import NAMES, Names, find_run, find_runs, list_runs, named_runs, read_names
 from fedloom.platform.results.tables import read_table
 
 QUICK = [

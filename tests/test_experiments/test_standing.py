@@ -22,11 +22,9 @@ from fedloom.experiments.report.pages.runs import summary_table, write_report
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results import tables
+from fedloom.platform.results.lock import Lease, OwnedError, check_unowned, started_ticks, this_place
 from fedloom.platform.results.manifest import encoded
-from fedloom.platform.results.names import Names, write_names
-from fedloom.platform.results.owner import Lease, OwnedError, check_unowned
-from fedloom.platform.results.paths import RunPaths, find_run, is_used
-from fedloom.platform.results.processes import started_ticks, this_place
+from fedloom.platform.results.paths import Names, RunPaths, find_run, is_used, write_names
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.tables import TABLES, read_table
 from fedloom.platform.results.writer import RunWriter

@@ -25,8 +25,7 @@ from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
-from fedloom.platform.runs.run import start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.spaces.space_config import SpaceConfig
 

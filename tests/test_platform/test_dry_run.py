@@ -21,8 +21,7 @@ from fedloom.platform.methods.elastic.superfednas import DistributionConfig, Shr
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import list_runs, run_paths
-from fedloom.platform.runs.run import Watcher, resume_run, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
 from fedloom.platform.spaces.slices import architecture_id
 
 Make = Callable[..., RunConfig]

@@ -13,8 +13,7 @@ from fedloom.platform.federation.event_files import EventFiles, final_scores, sc
 from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import Watcher, resume_run, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
 
 event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
 

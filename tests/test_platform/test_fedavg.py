@@ -26,7 +26,7 @@ from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
-from fedloom.platform.results.models import load_model
+from fedloom.platform.results.checkpoint import load_model
 
 Make = Callable[..., RunConfig]
 

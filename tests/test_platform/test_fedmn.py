@@ -35,8 +35,7 @@ from fedloom.platform.methods.silo.silos import AdaptationConfig, SiloTrainingCo
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.operator_choice import SummedOperatorSpace
 from fedloom.platform.spaces.slices import bytes_of, parse_subspace

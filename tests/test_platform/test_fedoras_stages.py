@@ -23,8 +23,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered import fedoras
 from fedloom.platform.methods.tiered.fedoras import CommunicationConfig
-from fedloom.platform.results.checkpoint import load_checkpoint
-from fedloom.platform.results.models import load_model
+from fedloom.platform.results.checkpoint import load_checkpoint, load_model
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.slices import Architecture, Subspace, parse_architecture

@@ -16,8 +16,7 @@ from fedloom.experiments.verify import verified
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.runs.logs import close_log, log_to
-from fedloom.platform.runs.run import resume_run, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import make_serial, resume_run, start_run
 
 WRITES = ("write", "pwrite", "mkdir")
 

@@ -15,12 +15,11 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import BudgetConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.results.manifest import Manifest, problems
-from fedloom.platform.results.parts import TableParts
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import TABLES, read_table
-from fedloom.platform.runs.inputs import begun_with, check_alike, input_files
-from fedloom.platform.runs.run import Watcher, resume_run, start_run, stored_world
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.results.writer import TableParts
+from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run, stored_world
+from fedloom.platform.runs.run_files import begun_with, check_alike, input_files
 from fedloom.tiers.device_files import write_device_table
 from fedloom.tiers.devices import generate_device_table
 

@@ -9,8 +9,7 @@ import pytest
 from fedloom.platform.clients.assignments import Measurement, Report
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress, Validated, split_of, validated
-from fedloom.platform.runs.run import Watcher, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import Watcher, make_serial, start_run
 
 
 def report(steps: int, *splits: str | None) -> Report:

@@ -16,15 +16,12 @@ from fedloom.experiments.verify import Verified, verified
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import Loop, RoundProgress
 from fedloom.platform.results.checkpoint import run_checkpoint
-from fedloom.platform.results.mirror import MirrorError
-from fedloom.platform.results.owner import FILE, Owner, OwnershipLostError
+from fedloom.platform.results.copies import MirrorError
+from fedloom.platform.results.lock import FILE, Owner, OwnershipLostError
 from fedloom.platform.results.paths import RunPaths, list_runs
-from fedloom.platform.results.remote import local_root
+from fedloom.platform.results.store import Target, local_root
 from fedloom.platform.results.tables import is_done, read_table
-from fedloom.platform.results.target import Target
-from fedloom.platform.runs.ending import run_to_end
-from fedloom.platform.runs.run import Watcher, resume_run, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import Watcher, make_serial, resume_run, run_to_end, start_run
 
 OTHER = {"token": "t", "host": "far", "place": "elsewhere", "pid": 7, "started": 1, "count": 3, "number": 1}
 
@@ -148,7 +145,7 @@ def test_what_a_suspended_owner_does_after_it_has_asked_changes_nothing(
 
 def check_taken_over(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Starts a run that is taken over and ended by another process: only what that one wrote is there and read."""
-    monkeypatch.setattr("fedloom.platform.results.owner._locked", lambda _: True)
+    monkeypatch.setattr("fedloom.platform.results.lock._locked", lambda _: True)
     with pytest.raises(OwnershipLostError, match="was taken over by another process, which has ended since,"):
         start_run(config, make_serial)
     root = Path(config.results)

@@ -17,7 +17,7 @@ from fedloom.experiments.verify import Verified, verified
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.results.checkpoint import run_checkpoint
-from fedloom.platform.results.journal import Journal, read_journals
+from fedloom.platform.results.files import ADVICE, sealed_json, unsealed
 from fedloom.platform.results.manifest import (
     ANY,
     Manifest,
@@ -29,11 +29,9 @@ from fedloom.platform.results.manifest import (
     seal_of_bytes,
 )
 from fedloom.platform.results.paths import RunPaths, list_runs
-from fedloom.platform.results.sealed import ADVICE, sealed_json, unsealed
 from fedloom.platform.results.tables import is_done, read_table
-from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.runs.run import Watcher, resume_run, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.results.writer import Journal, RunWriter, read_journals
+from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
 
 UNCHECKED = ("status.json", ".owner")
 """What belongs to no result: a damaged status has a refusal of its own."""

@@ -24,8 +24,7 @@ from fedloom.platform.methods.tiered import fedoras
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS
-from fedloom.platform.runs.run import start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import make_serial, start_run
 
 Make = Callable[..., RunConfig]
 

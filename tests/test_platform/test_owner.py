@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from fedloom.platform.results import owner as owner_module
-from fedloom.platform.results.owner import (
+from fedloom.platform.results import lock as owner_module
+from fedloom.platform.results.lock import (
     FILE,
     Lease,
     LeaseObject,
@@ -24,14 +24,14 @@ from fedloom.platform.results.owner import (
     check_unowned,
     one_at_a_time,
     owned,
+    this_place,
 )
-from fedloom.platform.results.processes import this_place
-from fedloom.platform.results.target import Target, open_target
+from fedloom.platform.results.store import Target, open_target
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from fedloom.platform.results.owner import owned
+from fedloom.platform.results.lock import owned
 with owned(Path(sys.argv[1]), "run r1", "results", Path(sys.argv[1])):
     print("owned", flush=True)
     time.sleep(600)
@@ -203,7 +203,7 @@ def test_a_lease_out_of_reach_is_not_asked_for_before_every_write(
         raise OSError("no route")
 
     with take(folder, f"file://{tmp_path}/there") as check:
-        monkeypatch.setattr("fedloom.platform.results.owner.FAR_FACTOR", 1000.0)
+        monkeypatch.setattr("fedloom.platform.results.lock.FAR_FACTOR", 1000.0)
         monkeypatch.setattr(Target, "read", unreachable)
         for _ in range(50):
             check()

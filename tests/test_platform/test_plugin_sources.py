@@ -18,10 +18,8 @@ from fedloom.platform.plugins import place_in_own, raised_by_own
 from fedloom.platform.results.files import check_name
 from fedloom.platform.results.paths import run_paths
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.plugin_sources import UnknownSourceError, named_modules, plugin_sources, sources_of
-from fedloom.platform.runs.run import Watcher, resume_run, start_run
-from fedloom.platform.runs.serial import make_serial
-from fedloom.platform.runs.source import source_hash
+from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
+from fedloom.platform.runs.sources import UnknownSourceError, named_modules, plugin_sources, source_hash, sources_of
 from fedloom.platform.runs.supernets import supernet_key
 
 Write = Callable[[str, str], Path]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.platform.results.models import ModelFile, list_models, load_model, save_model
+from fedloom.platform.results.checkpoint import ModelFile, list_models, load_model, save_model
 from fedloom.platform.results.paths import RunPaths, find_run, list_runs, new_run_id, run_paths
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter

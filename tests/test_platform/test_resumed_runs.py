@@ -31,10 +31,8 @@ from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
 from fedloom.platform.runs import run as run_module
-from fedloom.platform.runs.ending import NOT_BEGUN, Resume, RunEnd, run_to_end
-from fedloom.platform.runs.progress import round_line
-from fedloom.platform.runs.run import Watcher, resume_run, start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.logs import round_line
+from fedloom.platform.runs.run import NOT_BEGUN, Resume, RunEnd, Watcher, make_serial, resume_run, run_to_end, start_run
 
 
 def read(paths: RunPaths, table: str) -> pd.DataFrame:

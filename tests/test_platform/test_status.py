@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.platform.results import status as status_module
-from fedloom.platform.results.processes import started_ticks
+from fedloom.platform.results.lock import started_ticks
 from fedloom.platform.results.status import Heartbeat, StatusFile, read_status
 
 

@@ -23,10 +23,9 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import DistributionConfig, ElasticTrainingConfig, ShrinkingConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig
-from fedloom.platform.results.models import load_model
+from fedloom.platform.results.checkpoint import load_model
 from fedloom.platform.results.paths import list_runs
-from fedloom.platform.runs.run import start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.search.fitness import fitness_of, path_of_the_fittest
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.spaces.elastic import ElasticSpace

@@ -18,11 +18,10 @@ from fedloom.platform.federation.planning import training_budget
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import SEARCHED
 from fedloom.platform.methods.stages.supernet_search import search_supernet
-from fedloom.platform.results.models import load_model
+from fedloom.platform.results.checkpoint import load_model
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.targets import (
     Sample,

@@ -16,7 +16,7 @@ from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
-from fedloom.platform.results.models import load_model
+from fedloom.platform.results.checkpoint import load_model
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.space_config import SpaceConfig
 

@@ -22,12 +22,10 @@ from fedloom.platform.federation.training_config import PrivacyConfig, TrainingC
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.methods.tiered.transfer import OnlyHead, TrainHead, TransferConfig, source_of
-from fedloom.platform.results.checkpoint import load_checkpoint
-from fedloom.platform.results.models import load_model
+from fedloom.platform.results.checkpoint import load_checkpoint, load_model
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import make_serial, start_run
 
 Make = Callable[..., RunConfig]
 HEAD = ("fixed.classifier.bias", "fixed.classifier.weight")

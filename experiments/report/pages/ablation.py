@@ -35,8 +35,8 @@ from fedloom.experiments.report.tables.outcomes import outcomes_block
 from fedloom.experiments.store.ablations import FIGURES, FOLDER, PLAN, Ablation, ablation_ids, meant_ablation, short
 from fedloom.experiments.store.trials import FINAL, TrialState, trial_states
 from fedloom.platform.results.manifest import check_files
-from fedloom.platform.results.outputs import output_folder
 from fedloom.platform.results.paths import list_runs, start_of
+from fedloom.platform.results.store import output_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -39,8 +39,8 @@ from fedloom.experiments.report.tables.silos import silo_blocks
 from fedloom.experiments.report.tables.subnets import subnet_block
 from fedloom.experiments.report.tables.tiers import Summary, narrow_tier_block, summarise, tier_block
 from fedloom.platform.results.manifest import check_files
-from fedloom.platform.results.outputs import output_folder
 from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.store import output_folder
 
 AT_WORK = ("running", "stalled")
 """States of runs of which there may be more to report."""

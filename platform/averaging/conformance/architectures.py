@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.results.tensor_files import to_bytes
+from fedloom.platform.results.checkpoint import to_bytes
 from fedloom.platform.spaces.base import SearchSpace, cost_of, measure_of
 from fedloom.platform.spaces.capabilities import lacking
 from fedloom.platform.spaces.genome import as_array

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedloom.platform.averaging.average import Averaged, Update, WeightedSums, part_of
 from fedloom.platform.averaging.conformance.law import different_bits, differing, kind_of
 from fedloom.platform.averaging.server import ServerRound, ServerRule, ServerStep, serve
-from fedloom.platform.results.tensor_files import from_bytes, to_bytes
+from fedloom.platform.results.checkpoint import from_bytes, to_bytes
 from fedloom.platform.spaces.slices import Region, Slice, Weights
 
 WEIGHT, BIAS = "layer.weight", "layer.bias"

@@ -26,7 +26,7 @@ from fedloom.platform.federation.training_config import TrainingConfig, check_tr
 from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
 from fedloom.platform.methods.tiered.fedavg import able
-from fedloom.platform.results.models import list_models, load_model
+from fedloom.platform.results.checkpoint import list_models, load_model
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import NOT_EMPTY, ONE_OR_MORE

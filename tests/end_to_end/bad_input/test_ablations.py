@@ -9,7 +9,7 @@ import pytest
 
 from fedloom.experiments.ablation.plan import plan_ablation
 from fedloom.experiments.store.ablations import ablation_ids, find_ablation, write_ablation
-from fedloom.platform.results.owner import owned
+from fedloom.platform.results.lock import owned
 
 Refuse = Callable[..., str]
 Contents = Callable[[Path], dict[str, bytes]]

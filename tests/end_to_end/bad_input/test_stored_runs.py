@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from fedloom.platform.results.lock import owned
 from fedloom.platform.results.manifest import Manifest
-from fedloom.platform.results.owner import owned
-from fedloom.platform.results.parts import TableParts
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.tables import TABLES
+from fedloom.platform.results.writer import TableParts
 
 Refuse = Callable[..., str]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.platform.results.outputs import STORED, SUPERNETS
-from fedloom.platform.results.paths import find_runs, list_runs
+from fedloom.platform.results.paths import SUPERNETS, find_runs, list_runs
+from fedloom.platform.results.store import STORED
 
 Refuse = Callable[..., str]
 Contents = Callable[[Path], dict[str, bytes]]

@@ -8,8 +8,7 @@ from fedloom.experiments.export.export import export
 from fedloom.experiments.export.selection import Wanted
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.paths import list_runs
-from fedloom.platform.runs.run import start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import make_serial, start_run
 
 
 def test_a_tiers_card_has_its_labels(tmp_path: Path, tiny_config_in: Callable[..., RunConfig]) -> None:

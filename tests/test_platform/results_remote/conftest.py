@@ -11,12 +11,10 @@ import pytest
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
-from fedloom.platform.results.remote import local_root
 from fedloom.platform.results.status import StatusFile
-from fedloom.platform.results.target import Target, open_target
+from fedloom.platform.results.store import Target, local_root, open_target
 from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.runs.run import start_run
-from fedloom.platform.runs.serial import make_serial
+from fedloom.platform.runs.run import make_serial, start_run
 
 Serial = Callable[[World], SerialExecutor]
 Rows = dict[str, pd.DataFrame]

@@ -13,9 +13,10 @@ import pytest
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
+from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.paths import find_run
-from fedloom.platform.results.remote import fetch, local_root
 from fedloom.platform.results.status import read_status
+from fedloom.platform.results.store import local_root
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import Label, start_run
 

@@ -18,13 +18,12 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.bag import Bag
 from fedloom.platform.results.checkpoint import load_checkpoint, save_checkpoint
+from fedloom.platform.results.copies import Mirror, fetch
 from fedloom.platform.results.manifest import FILE as MANIFEST
 from fedloom.platform.results.manifest import manifest_path, problems
-from fedloom.platform.results.mirror import Mirror
 from fedloom.platform.results.paths import find_run, run_paths
-from fedloom.platform.results.remote import fetch, local_root
+from fedloom.platform.results.store import local_root, open_target
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.results.target import open_target
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
 

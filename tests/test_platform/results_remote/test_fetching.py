@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-from fedloom.platform.results.mirror import mirrored
-from fedloom.platform.results.names import NO_NAMES, Names, write_names
-from fedloom.platform.results.owner import owned
-from fedloom.platform.results.paths import list_runs, run_paths
-from fedloom.platform.results.remote import fetch, fetch_folder, local_root, mirror_folder
-from fedloom.platform.results.sealed import sealed_json
+from fedloom.platform.results.copies import fetch, fetch_folder, mirror_folder, mirrored
+from fedloom.platform.results.files import sealed_json
+from fedloom.platform.results.lock import owned
+from fedloom.platform.results.paths import NO_NAMES, Names, list_runs, run_paths, write_names
 from fedloom.platform.results.status import StatusFile
+from fedloom.platform.results.store import RemoteFile, Target, local_root
 from fedloom.platform.results.tables import TABLES, read_table
-from fedloom.platform.results.target import RemoteFile, Target
 
 Machine = Callable[[str], None]
 

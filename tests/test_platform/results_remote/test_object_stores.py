@@ -13,10 +13,10 @@ from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint
+from fedloom.platform.results.copies import check_results, fetch
 from fedloom.platform.results.paths import find_run
-from fedloom.platform.results.remote import check_results, fetch, local_root
+from fedloom.platform.results.store import local_root, open_target
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.results.target import open_target
 from fedloom.platform.runs.run import Label, Watcher, resume_run, start_run
 
 Elastic = Callable[..., RunConfig]

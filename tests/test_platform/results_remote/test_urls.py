@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.platform.results.mirror import mirrored
+from fedloom.platform.results.copies import check_results, fetch, mirror_folder, mirrored
 from fedloom.platform.results.paths import RunPaths
-from fedloom.platform.results.remote import check_results, fetch, is_remote, local_root, mirror_folder
+from fedloom.platform.results.store import is_remote, local_root
 
 Machine = Callable[[str], None]
 

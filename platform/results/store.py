@@ -1,4 +1,4 @@
-"""A folder at a URL, on a filesystem that pyarrow supports: lists, uploads and downloads files atomically."""
+"""A folder at a URL, on a filesystem that pyarrow supports, and where reports and exports may be written."""
 
 import io
 import os
@@ -16,7 +16,9 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from fedloom.platform.data.config import DataConfig, cache_root
-from fedloom.platform.results.files import content_hash, within
+from fedloom.platform.results.files import check_writable, content_hash, irregular, within
+from fedloom.platform.results.paths import ABLATIONS, ARTIFACTS, SUPERNETS
+from fedloom.platform.results.tables import TABLES
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SECRETS = ("secret", "token", "key", "sas", "sig", "password", "passwd", "pwd", "credential")
@@ -238,3 +240,33 @@ def _line(error: Exception, most: int = 300) -> str:
     # Arrow reports a missing file with an errno, other errors only with a text.
     text = " ".join(str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error).split())
     return text if len(text) <= most else f"{text[:most]} ..."
+
+
+STORED = (ARTIFACTS, ABLATIONS, SUPERNETS, *TABLES)
+"""The folders below the results folder that hold what runs and ablations have stored."""
+
+
+def output_folder(results: Path, out: Path | None, default: str) -> Path:
+    """The folder `out`, or RESULTS/DEFAULT if it is None, after checking that files may be written there.
+
+    Raises ValueError for a folder that cannot be written, and for one in which a reader of the results, or a check of
+    their files, would find what is written.
+    """
+    if out is None:
+        own = [Path(results, *Path(default).parts[: i + 1]) for i in range(len(Path(default).parts))]
+        if linked := next((folder for folder in own if folder.is_symlink()), None):
+            raise ValueError(f"{irregular(linked)}, or give --out")
+        check_writable(Path(results) / default)
+        return Path(results) / default
+    place = Path(out).resolve()
+    for name in STORED:
+        stored = Path(results, name).resolve()
+        if place.is_relative_to(stored):
+            raise ValueError(
+                f"--out {out} lies in {Path(results, name)}, which holds what runs have stored: choose a folder "
+                f"elsewhere, such as {Path(results) / default}"
+            )
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"--out {out} is not a folder: choose a folder, such as {Path(results) / default}")
+    check_writable(place, "--out")
+    return Path(out)
