@@ -401,7 +401,7 @@ def _lost(assignment: Assignment, status: str, error: str, node: str) -> Report:
 
 
 def with_timed_out(result: ChunkResult, job: Job) -> ChunkResult:
-    """The result with the reports of timed-out clients inserted, in plan order, and the job's `fallback` in those trained."""
+    """The result with the reports of timed-out clients inserted, in plan order, and the `fallback` of those trained."""
     rest = iter(result.reports)
     places = range(len(job.chunk.assignments))
     reports = [job.timed_out[i] if i in job.timed_out else next(rest) for i in places]
