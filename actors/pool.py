@@ -14,8 +14,8 @@ from fedloom.actors.actor_set import ActorSet, Member, cause_of
 from fedloom.actors.client import About
 from fedloom.actors.placement import ActorGroup
 from fedloom.actors.wire import accept_shared_memory, to_arrays, unpack
-from fedloom.platform.clients.assignments import Assignment, Report
-from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights
+from fedloom.platform.clients.assignments import Assignment, ClientResult
+from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights, nothing_done
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
@@ -61,8 +61,8 @@ class Job:
     index: int
     chunk: Chunk
     attempts: int = 0
-    timed_out: dict[int, Report] = field(default_factory=dict)
-    """Reports of the clients that ran too long, by index in the chunk."""
+    timed_out: dict[int, ClientResult] = field(default_factory=dict)
+    """Results of the clients that ran too long, by index in the chunk."""
     member: Member | None = None
     position: int = 0
     """Index in `left` of the running client, as last reported by the actor."""
@@ -384,16 +384,16 @@ def _what(assignment: Assignment) -> str:
 
 def failed(job: Job, error: str, node: str = "") -> ChunkResult:
     """The result of a job that no actor finished: all clients failed, except those that had timed out."""
-    reports = [_lost(a, "failed", error, node) for i, a in enumerate(job.chunk.assignments) if i not in job.timed_out]
-    return with_timed_out(ChunkResult(reports=reports), job)
+    lost = [_lost(a, "failed", error, node) for i, a in enumerate(job.chunk.assignments) if i not in job.timed_out]
+    return with_timed_out(ChunkResult(client_results=lost), job)
 
 
-def _lost(assignment: Assignment, status: str, error: str, node: str) -> Report:
-    return Report(
+def _lost(assignment: Assignment, status: str, error: str, node: str) -> ClientResult:
+    return nothing_done(
+        status,
+        error,
         client_id=assignment.client_id,
         tier=assignment.tier,
-        status=status,
-        error=error,
         selection_probability=assignment.selection_probability,
         selection_reason=assignment.selection_reason,
         node=node,
@@ -401,8 +401,8 @@ def _lost(assignment: Assignment, status: str, error: str, node: str) -> Report:
 
 
 def with_timed_out(result: ChunkResult, job: Job) -> ChunkResult:
-    """The result with the reports of timed-out clients inserted, in plan order, and the `fallback` of those trained."""
-    rest = iter(result.reports)
+    """The result with those of timed-out clients inserted, in plan order, and the `fallback` of those trained."""
+    rest = iter(result.client_results)
     places = range(len(job.chunk.assignments))
     reports = [job.timed_out[i] if i in job.timed_out else next(rest) for i in places]
     if job.fallback is not None:

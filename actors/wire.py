@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Coverage, TensorSum, WeightedSums
-from fedloom.platform.clients.assignments import Report
+from fedloom.platform.clients.assignments import ClientResult
 from fedloom.platform.clients.execution import ChunkResult
 from fedloom.platform.spaces.slices import Region, Weights
 
@@ -42,17 +42,17 @@ class PackedResult:
     sums: Mapping[str, PackedSum]
     updates: int
     whole_weight: float
-    reports: tuple[Report, ...]
+    client_results: tuple[ClientResult, ...]
 
 
 def pack(result: ChunkResult) -> PackedResult:
     """Converts the sums of a result to arrays."""
     totals = to_arrays({name: s.total for name, s in result.sums.tensors.items()})
     sums = {name: (s.box, totals[name], s.coverage) for name, s in result.sums.tensors.items()}
-    return PackedResult(sums, result.sums.updates, result.sums.whole_weight, tuple(result.reports))
+    return PackedResult(sums, result.sums.updates, result.sums.whole_weight, tuple(result.client_results))
 
 
 def unpack(packed: PackedResult) -> ChunkResult:
     """The inverse of `pack`; the sums must not be written to."""
     sums = {n: TensorSum(box, torch.from_numpy(total), cover) for n, (box, total, cover) in packed.sums.items()}
-    return ChunkResult(WeightedSums(sums, packed.updates, packed.whole_weight), list(packed.reports))
+    return ChunkResult(WeightedSums(sums, packed.updates, packed.whole_weight), list(packed.client_results))

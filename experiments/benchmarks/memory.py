@@ -77,7 +77,7 @@ def peak_of(case: str, space: str, batch_size: int, extra: list[str]) -> int:
             )
             assert report.status == "ok", report.error
             kept = report.state
-        return report.peak_memory_bytes - before
+        return (report.peak_memory_bytes or 0) - before
 
 
 def measure(batch_size: int, extra: list[str]) -> dict[str, float]:

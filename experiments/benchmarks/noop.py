@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.arrays import Arrays
 from fedloom.platform.data.config import DataConfig
@@ -42,13 +42,13 @@ class Return:
 
     rest_s: float = 0.0
 
-    def run(self, _worker: Worker, _assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, _worker: Worker, _assignment: Assignment, weights: Weights) -> ClientResult:
         """The update that every client of a round sends."""
         if self.rest_s:
             time.sleep(self.rest_s)
         update = Update(weights, {name: Slice(name) for name in weights}, dict.fromkeys(weights, 1.0))
         size_bytes = bytes_of(weights)
-        return Outcome(
+        return ClientResult(
             update=update, samples=1, steps=1, loss=0.0, metric=0.0, bytes_down=size_bytes, bytes_up=size_bytes
         )
 

@@ -103,7 +103,7 @@ def measured(overrides: list[str], *, profile: bool) -> list[float]:
         report = run_assignment(worker, clients[number % len(clients)], weights, WeightedSums())
         if report.status != "ok":
             raise SystemExit(report.traceback or report.error)
-        found.append(1e3 * report.wall_s / report.steps)
+        found.append(1e3 * (report.wall_s or 0.0) / report.steps)
     return found[1:]
 
 

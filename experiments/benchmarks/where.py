@@ -31,7 +31,8 @@ from fedloom.actors.server import make_pool
 from fedloom.experiments.benchmarks.cases import CASES, run_config
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients import execution
-from fedloom.platform.federation import loop
+from fedloom.platform.clients.assignments import ClientResult
+from fedloom.platform.federation.loop import Loop
 from fedloom.platform.federation.recorder import Recorder
 from fedloom.platform.federation.training import TrainingStage
 from fedloom.platform.results.status import StatusFile
@@ -49,7 +50,7 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("unpack results", pool, "unpack"),
     ("add up chunks", WeightedSums, "merge"),
     ("average", TrainingStage, "merge"),
-    ("rows of clients", loop, "client_row"),
+    ("rows of clients", ClientResult, "row"),
     ("status", StatusFile, "write"),
     ("wait for rows and checkpoint of the round before", Recorder, "wait"),
     ("train and add, in this process", execution, "run_chunk"),
@@ -142,14 +143,14 @@ def measured(case: str, actors: int, precision: str) -> dict[str, float]:
     clock = Clock()
     for part, owner, name in PARTS:
         setattr(owner, name, timed(clock, part, getattr(owner, name), get_ident()))
-    round_of = loop.Loop._round
+    round_of = Loop._round
 
     def whole_round(*args: Any) -> Any:
         after = round_of(*args)
         clock.lap()
         return after
 
-    setattr(loop.Loop, "_round", whole_round)  # noqa: B010
+    setattr(Loop, "_round", whole_round)  # noqa: B010
     with tempfile.TemporaryDirectory() as results:
         config = run_config(CASES[case], actors, results, precision)
         watcher = Watcher(lambda _run_id, _origin: None, lambda _progress: None)

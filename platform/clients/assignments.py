@@ -1,17 +1,18 @@
-"""Assignments, tasks and reports: plain data, independent of where the work is executed."""
+"""Assignments, tasks and their results: plain data, independent of where the work is executed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
-
-import torch
+from dataclasses import Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from fedloom.tiers.clock import TRAINING_FACTOR
 from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile
 
 if TYPE_CHECKING:
+    import torch
+
     from fedloom.platform.averaging.average import Update
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.spaces.slices import Weights
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 SERVER = "server"
 """The tier name of work that the server does on its own data."""
 
-ClientState = Mapping[str, torch.Tensor]
+ClientState: TypeAlias = "Mapping[str, torch.Tensor]"
 """A client's state between rounds, an explicit input and output of its tasks."""
 
 
@@ -63,19 +64,22 @@ class Measurement:
     detail: str | None = None
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A task's result inside the worker, before its update is added to the chunk's sums.
+def _column(meaning: str, default: object = None, *, of_time: bool = False) -> Any:
+    return field(default=default, metadata={"meaning": meaning, "of_time": of_time})
 
-    What is left out is null or 0 in the client's row of the table `clients`.
+
+@dataclass(frozen=True, kw_only=True)
+class ClientResult:
+    """What became of one assignment: the client's row of the table `clients`, and what the server gets beside it.
+
+    A task fills in what its work was; where it ran, how long it took and how it ended follow from its execution. The
+    fields with a meaning are the table's columns, in its order, with the Arrow type of their annotation; those
+    `of_time` depend on time and machine. What is left out is null or 0.
 
     Attributes:
+        macs: may be fractional (means over sampled paths); the row's are whole.
+        bytes_down, bytes_up: the simulated clock takes them from here.
         update: what the client sends to be averaged; None if it sends nothing, as in a final score.
-        samples, steps: the client's samples, each counted once, and its optimiser steps.
-        macs: multiply-accumulate operations of all forward passes.
-        bytes_down, bytes_up: what was sent to the client, and back; the simulated clock takes them from here.
-        loss, metric: means over the samples trained on, of the model that the row is about.
-        architecture, subspace, parameters: what was trained, in the tables' words, and its number of trained scalars.
         measurements: rows of `evaluations`, such as scores on validation or (in final scores) test data.
         state: the client's tensors by name for `Assignment.state` of its next task in this stage, and of the final
             score of silos; None leaves them as they are. They stay with the run, are part of the checkpoint, and are
@@ -83,34 +87,65 @@ class Outcome:
         clock_factor: simulated cost of one counted MAC: forward MACs are counted, and training also runs backward
             passes.
         forward_macs: the part of `macs` in passes without a backward pass (such as a search's scores during training).
-        loss_norm: root mean square of the samples' losses, if client selection needs it.
-        wall_s, peak_memory_bytes: of the work, if it was not done when the task was run.
     """
 
+    client_id: int | None = _column("the client, from 0")
+    tier: str = _column("the client's tier", "")
+    architecture: str | None = _column("architecture as its options, such as 3-1-8-0")
+    subspace: str | None = _column("the options of each decision that the client received")
+    samples: int = _column("training samples, each counted once, or samples that were scored", 0)
+    steps: int = _column("optimiser steps", 0)
+    macs: float = _column("forward passes of its work", 0.0)
+    parameters: int | None = _column("parameters of what it received")
+    bytes_down: int = _column("what was sent to it", 0)
+    bytes_up: int = _column("what it sent", 0)
+    loss: float | None = _column("mean loss over its steps, or over the samples that were scored")
+    metric: float | None = _column(
+        "accuracy of its own network on its own training batches (batch norms by batch statistics), while it trains, "
+        "so that it is no measure of the averaged model; or over the samples that were scored"
+    )
+    wall_s: float | None = _column("real time of its work here", of_time=True)
+    overhead_s: float = _column("real time that fedloom spent around its work", 0.0, of_time=True)
+    simulated_s: float = _column(
+        "time on its simulated device; if that dropped out: how long the server waited for it", 0.0
+    )
+    peak_memory_bytes: int | None = _column("largest memory of its work", of_time=True)
+    status: str = _column("ok, failed, dropped (the device dropped out) or timed_out (after the deadline)", "ok")
+    error: str = _column("the cause, unless it is ok", "")
+    traceback: str | None = _column("where it failed in the code", of_time=True)
+    selection_reason: str = _column("why it was selected", "")
+    selection_probability: float = _column("probability with which it was selected; null where this is not known", 1.0)
+    device: str = _column("cpu or cuda", "", of_time=True)
+    threads: int = _column("torch's threads", 1)
+    attempts: int = _column("how often its work was begun", 1, of_time=True)
+    node: str = _column("where its work ran: host, and on a cluster the node", "", of_time=True)
+    loss_norm: float | None = _column(
+        "root mean square of its samples' losses, if method.train.loss_norms or the selection rule asks for it"
+    )
+    fallback: str | None = _column(
+        "why it was trained alone and not, as planned, in a stack, so that rounding differs; else null"
+    )
     update: Update | None = None
-    samples: int = 0
-    steps: int = 0
-    macs: float = 0.0
-    bytes_down: int = 0
-    bytes_up: int = 0
-    loss: float | None = None
-    metric: float | None = None
-    architecture: str | None = None
-    subspace: str | None = None
-    parameters: int | None = None
     measurements: tuple[Measurement, ...] = ()
     state: ClientState | None = None
     clock_factor: float = TRAINING_FACTOR
     forward_macs: float = 0.0
-    loss_norm: float | None = None
-    wall_s: float | None = None
-    peak_memory_bytes: int | None = None
+
+    def row(self, stage: str, round_: int) -> dict[str, Any]:
+        """The client's row of the table `clients`; NaN becomes null."""
+        values = {name: getattr(self, name) for name in RESULT_COLUMNS}
+        figures = {n: None if isinstance(v, float) and math.isnan(v) else v for n, v in values.items()}
+        return {"stage": stage, "round": round_, **figures, "macs": int(self.macs)}
+
+
+RESULT_COLUMNS: Mapping[str, Field[Any]] = {f.name: f for f in fields(ClientResult) if "meaning" in f.metadata}
+"""The columns of the table `clients` beside stage and round, from which its schema and description are made."""
 
 
 class Task(Protocol):
     """Work that a worker executes for a client (or for the server, on the server's data)."""
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Executes the task; raises TaskError if the result must not be used."""
         ...
 
@@ -119,8 +154,8 @@ class Task(Protocol):
 class AccountableTask(Task, Protocol):
     """A task whose costs can be counted without executing it."""
 
-    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
-        """The outcome of `run` without an update, a loss or a metric."""
+    def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
+        """The result of `run` without an update, a loss or a metric."""
         ...
 
 
@@ -147,48 +182,14 @@ class Assignment:
     """MACs that the plan expects of work that cannot be counted; a training step is three times its forward pass."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """The result of one assignment: the values of its row, its measurements and the client's new state."""
-
-    client_id: int | None
-    tier: str
-    status: str
-    error: str = ""
-    traceback: str | None = None
-    architecture: str | None = None
-    subspace: str | None = None
-    parameters: int | None = None
-    samples: int = 0
-    steps: int = 0
-    macs: float = 0.0
-    bytes_down: int = 0
-    bytes_up: int = 0
-    loss: float | None = None
-    metric: float | None = None
-    wall_s: float = 0.0
-    overhead_s: float = 0.0
-    simulated_s: float = 0.0
-    peak_memory_bytes: int = 0
-    device: str = ""
-    threads: int = 1
-    attempts: int = 1
-    selection_probability: float = 1.0
-    selection_reason: str = ""
-    node: str = ""
-    measurements: tuple[Measurement, ...] = ()
-    state: ClientState | None = None
-    loss_norm: float | None = None
-    fallback: str | None = None
-    """Why the client was trained alone although it was planned to be trained in a stack."""
-
-
 def own_copy(state: ClientState) -> dict[str, torch.Tensor]:
     """A copy of a client's state in main memory.
 
     Within one process tensors are passed by reference: a task's in-place changes, and modules re-used for the next
     client, must not affect the checkpoint or a second attempt.
     """
+    import torch  # the tables' schemas follow from this module, and need no torch
+
     whole = torch.contiguous_format
     return {name: tensor.detach().cpu().clone(memory_format=whole) for name, tensor in state.items()}
 

@@ -8,8 +8,9 @@ and any number of workers.
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,8 +18,7 @@ from fedloom.platform.averaging.average import Update, WeightedSums, first_not_f
 from fedloom.platform.clients.assignments import (
     AccountableTask,
     Assignment,
-    Outcome,
-    Report,
+    ClientResult,
     TaskError,
     check_device,
     own_copy,
@@ -49,10 +49,10 @@ class Chunk:
 
 @dataclass
 class ChunkResult:
-    """The chunk's partial weighted sums, added in plan order, and one report per assignment."""
+    """The chunk's partial weighted sums, added in plan order, and one result per assignment."""
 
     sums: WeightedSums = field(default_factory=WeightedSums)
-    reports: list[Report] = field(default_factory=list)
+    client_results: list[ClientResult] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -105,64 +105,67 @@ def run_chunk(
     `begins` is told the place of every assignment before its work, and of the first one of those that are trained as
     one batch before their work. Raises DeviceLostError if the process has to be replaced.
     """
-    result = ChunkResult()
+    chunk_result, attempts = ChunkResult(), chunk.attempts_per_client
     together = Together()
     if chunk.stack > 1:
         together = trained_together(worker, chunk.assignments, weights.tensors, chunk.stack, begins)
     for place, assignment in enumerate(chunk.assignments):
         begins(place)
-        given = replace(assignment, task=together.ready.get(place, assignment.task))
-        report = run_assignment(worker, given, weights, result.sums, chunk.attempts_per_client)
-        result.reports.append(replace(report, fallback=together.fallbacks.get(place)))
-    return result
+        task = together.ready.get(place, assignment.task)
+        done = run_assignment(worker, replace(assignment, task=task), weights, chunk_result.sums, attempts)
+        chunk_result.client_results.append(replace(done, fallback=together.fallbacks.get(place)))
+    return chunk_result
 
 
 def run_assignment(
     worker: Worker, assignment: Assignment, weights: SharedWeights, sums: WeightedSums, attempts: int = 1
-) -> Report:
-    """Executes one assignment; its update is added to `sums` only if the report's status is `ok`.
+) -> ClientResult:
+    """Executes one assignment; its update is added to `sums` only if the result's status is `ok`.
 
     This is the only place that turns an exception into a failed row. Raises DeviceLostError (see `run_chunk`).
     """
-    base = Report(
-        client_id=assignment.client_id,
-        tier=assignment.tier,
-        status="dropped",
-        error=assignment.dropped,
-        device=str(worker.device),
-        node=worker.node,
-        threads=worker.spec.threads,
-        selection_probability=assignment.selection_probability,
-        selection_reason=assignment.selection_reason,
-    )
-    report = base
+    about: dict[str, Any] = {
+        "client_id": assignment.client_id,
+        "tier": assignment.tier,
+        "device": str(worker.device),
+        "node": worker.node,
+        "threads": worker.spec.threads,
+        "selection_probability": assignment.selection_probability,
+        "selection_reason": assignment.selection_reason,
+    }
     for attempt in range(1, attempts + 1):
         started = time.perf_counter()
         try:
             if assignment.dropped:
-                return replace(base, simulated_s=_waited_for_s(worker, assignment, weights.tensors))
-            begun = base if attempt == 1 else replace(base, attempts=attempt)
-            return _attempt(worker, assignment, weights, sums, begun)
+                waited_s = _waited_for_s(worker, assignment, weights.tensors)
+                return nothing_done("dropped", assignment.dropped, simulated_s=waited_s, **about)
+            return replace(_attempt(worker, assignment, weights, sums), attempts=attempt, **about)
         except BaseException as error:
             if ends_process(error):
                 raise
             check_device(error)
             wall_s = time.perf_counter() - started
-            report = _failed(base, error, wall_s, attempt)
-    return report
+            failed = nothing_done("failed", *_why(error), wall_s=wall_s, attempts=attempt, **about)
+    return failed
 
 
-def _failed(base: Report, error: BaseException, wall_s: float, attempt: int) -> Report:
+def nothing_done(status: str, error: str, traceback: str | None = None, **values: Any) -> ClientResult:
+    """The result of an assignment from which nothing came."""
+    measured = {"wall_s": 0.0, "peak_memory_bytes": 0, **values}
+    return ClientResult(status=status, error=error, traceback=traceback, **measured)
+
+
+def _why(error: BaseException) -> tuple[str, str | None]:
+    """The error of a failed client's row in one line, and its traceback if it is not a TaskError."""
     if isinstance(error, TaskError):
-        return replace(base, status="failed", error=str(error), wall_s=wall_s, attempts=attempt)
+        return str(error), None
     # The row's error must not depend on file paths; the traceback has a column of its own.
     named = _message(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {_message(error)}"
     if isinstance(error, torch.OutOfMemoryError):
         named = OUT_OF_MEMORY  # torch's own words are numbers of bytes, and stay in the traceback
     first_line = (named.splitlines() or [type(error).__name__])[0]
     first_line += place_in_own(error) if raised_by_own(error) else ""
-    text = "".join(traceback.format_exception(error)).strip()
-    return replace(base, status="failed", error=first_line, traceback=text, wall_s=wall_s, attempts=attempt)
+    return first_line, "".join(traceback.format_exception(error)).strip()
 
 
 def _message(error: BaseException) -> str:
@@ -172,49 +175,35 @@ def _message(error: BaseException) -> str:
         return "(it fails to say why)"
 
 
-def _attempt(
-    worker: Worker, assignment: Assignment, weights: SharedWeights, sums: WeightedSums, base: Report
-) -> Report:
+def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sums: WeightedSums) -> ClientResult:
     reset_peak_memory(worker.device)
     started = time.perf_counter()
     if assignment.state is not None:
         assignment = replace(assignment, state=own_copy(assignment.state))
-    if assignment.reads_test:
-        with worker.data.reading_test():
-            outcome = assignment.task.run(worker, assignment, weights.tensors)
-    else:
-        outcome = assignment.task.run(worker, assignment, weights.tensors)
+    with worker.data.reading_test() if assignment.reads_test else nullcontext():
+        result = assignment.task.run(worker, assignment, weights.tensors)
     worked = time.perf_counter()
-    simulated_s = _simulated_s(assignment, outcome)
+    simulated_s = _simulated_s(assignment, result)
     late = assignment.deadline_s is not None and simulated_s > assignment.deadline_s
-    if outcome.update is not None and not late:
-        _check_finite(outcome.update)
-        sums.add(outcome.update)
-    return replace(
-        base,
-        status="timed_out" if late else "ok",
-        error=f"simulated time {simulated_s:.6g} s is over the deadline of {assignment.deadline_s} s" if late else "",
-        architecture=outcome.architecture,
-        subspace=outcome.subspace,
-        parameters=outcome.parameters,
-        samples=outcome.samples,
-        steps=outcome.steps,
-        macs=outcome.macs,
-        bytes_down=outcome.bytes_down,
-        bytes_up=0 if late else outcome.bytes_up,
-        loss=outcome.loss,
-        metric=outcome.metric,
-        loss_norm=outcome.loss_norm,
-        wall_s=worked - started if outcome.wall_s is None else outcome.wall_s,
+    if result.update is not None and not late:
+        _check_finite(result.update)
+        sums.add(result.update)
+    peak = peak_memory_bytes(worker.device) if result.peak_memory_bytes is None else result.peak_memory_bytes
+    done = replace(
+        result,
+        status="ok",
+        update=None,
+        wall_s=worked - started if result.wall_s is None else result.wall_s,
         overhead_s=time.perf_counter() - worked,
         simulated_s=simulated_s,
-        peak_memory_bytes=peak_memory_bytes(worker.device)
-        if outcome.peak_memory_bytes is None
-        else outcome.peak_memory_bytes,
-        # An update that arrives after the deadline is ignored, and so are scores and state.
-        measurements=() if late else outcome.measurements,
-        state=None if late or outcome.state is None else own_copy(outcome.state),
+        peak_memory_bytes=peak,
+        state=None if late or result.state is None else own_copy(result.state),
     )
+    if not late:
+        return done
+    # An update that arrives after the deadline is ignored, and so are scores and state.
+    error = f"simulated time {simulated_s:.6g} s is over the deadline of {assignment.deadline_s} s"
+    return replace(done, status="timed_out", error=error, bytes_up=0, measurements=())
 
 
 def _waited_for_s(worker: Worker, assignment: Assignment, weights: Weights) -> float:
@@ -235,11 +224,11 @@ def _waited_for_s(worker: Worker, assignment: Assignment, weights: Weights) -> f
     return client_time_s(assignment.profile, assignment.expected_macs, size, size, factor=1.0)
 
 
-def _simulated_s(assignment: Assignment, outcome: Outcome) -> float:
+def _simulated_s(assignment: Assignment, result: ClientResult) -> float:
     if assignment.client_id is None:
         return 0.0
-    weighed = outcome.clock_factor * (outcome.macs - outcome.forward_macs) + EVALUATION_FACTOR * outcome.forward_macs
-    return client_time_s(assignment.profile, weighed, outcome.bytes_down, outcome.bytes_up, factor=1.0)
+    weighed = result.clock_factor * (result.macs - result.forward_macs) + EVALUATION_FACTOR * result.forward_macs
+    return client_time_s(assignment.profile, weighed, result.bytes_down, result.bytes_up, factor=1.0)
 
 
 def _check_finite(update: Update) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fedloom.platform.clients.assignments import Assignment, Measurement, Outcome
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import loaded_subnet
 from fedloom.platform.clients.worker import Worker
@@ -18,7 +18,7 @@ class MeasureLatency:
     architectures: tuple[Architecture, ...]
     repeats: int = 20
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Returns two measurements per architecture, `latency_s` and `latency_spread_s`."""
         del assignment
         x, _ = worker.central_data("validation")
@@ -30,4 +30,4 @@ class MeasureLatency:
             measurements += [
                 Measurement("supernet", name, "validation", k, v, latency.repeats) for k, v in figures.items()
             ]
-        return Outcome(measurements=tuple(measurements), clock_factor=EVALUATION_FACTOR)
+        return ClientResult(measurements=tuple(measurements), clock_factor=EVALUATION_FACTOR)

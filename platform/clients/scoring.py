@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import (
     Assignment,
+    ClientResult,
     Measurement,
-    Outcome,
     client_of,
     places_of,
 )
@@ -184,7 +184,7 @@ class ScoreSubnets:
     sent_bytes: int = 0
     statistics: str = ESTIMATED
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Scores every architecture, with one measurement per metric."""
         if assignment.client_id is None:
             data = worker.central_data(self.split, self.share)
@@ -199,7 +199,7 @@ class ScoreSubnets:
         costs = self._costs(worker, len(data[1]), passes, len(measurements))
         return replace(costs, measurements=tuple(measurements))
 
-    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
+    def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
         """The costs of a client's scores of a loss and a metric, counted without scoring."""
         client_id = client_of(assignment)
         samples, own = (worker.data.size(client_id, split) for split in (self.split, "train"))
@@ -220,8 +220,8 @@ class ScoreSubnets:
         x, _ = worker.client_data(client_id, "train")
         return _spread(x) if len(x) > 1 else None
 
-    def _costs(self, worker: Worker, samples: int, passes: int, values: int) -> Outcome:
-        return Outcome(
+    def _costs(self, worker: Worker, samples: int, passes: int, values: int) -> ClientResult:
+        return ClientResult(
             samples=samples,
             macs=sum(worker.spec.macs_table.cost(a) for a in self.architectures) * passes,
             bytes_down=self.sent_bytes,
@@ -237,13 +237,13 @@ class EstimateStatistics:
 
     subnet: Subnet
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Estimates them from the samples from which a search does."""
         del assignment
         module = scored_subnet(worker, self.subnet, weights)
         found = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
         samples = len(calibration_samples(worker))
-        return Outcome(
+        return ClientResult(
             update=Update(found, {name: Slice(name) for name in found}, dict.fromkeys(found, 1.0)),
             samples=samples,
             macs=worker.spec.macs_table.cost(self.subnet.architecture) * samples,
@@ -263,7 +263,7 @@ class ScoreSubnet:
     split: str
     details: bool = False
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Scores the subnet, with one measurement per metric."""
         module, architecture = scored_subnet(worker, self.subnet, weights), self.subnet.architecture
         client_id = assignment.client_id
@@ -271,7 +271,7 @@ class ScoreSubnet:
         data, name = worker.in_task(data, architecture), architecture_id(architecture)
         score, details = self._score(worker, module, data)
         measured = (*measurements_of(self.model, name, self.split, score), *details)
-        return Outcome(
+        return ClientResult(
             samples=score.samples,
             macs=worker.spec.macs_table.cost(architecture) * score.samples,
             bytes_down=0 if client_id is None else bytes_of(worker.tensors_of(module)),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fedloom.platform.averaging.secure import SecureRound
-from fedloom.platform.clients.assignments import Outcome, TaskError
+from fedloom.platform.clients.assignments import ClientResult, TaskError
 from fedloom.platform.spaces.base import once
 from fedloom.platform.spaces.slices import Weights, extract
 
@@ -49,7 +49,9 @@ class SecurePlan:
         return known[self]
 
 
-def sealed(secure: SecureRound, client_id: int, outcome: Outcome, network: Network, weights: Weights) -> Outcome:
+def sealed(
+    secure: SecureRound, client_id: int, outcome: ClientResult, network: Network, weights: Weights
+) -> ClientResult:
     """The outcome with its update behind masks, and the protocol's messages in its bytes; TaskError if it overflows."""
     assert outcome.update is not None, "it has trained"
     down, up = secure.message_bytes

@@ -13,7 +13,7 @@ from torch import nn
 
 from fedloom.platform.clients.assignments import (
     Assignment,
-    Outcome,
+    ClientResult,
     check_device,
     client_of,
     own_copy,
@@ -43,9 +43,9 @@ from fedloom.platform.spaces.slices import Slice, Weights
 class Ready:
     """A task whose outcome is known, because its client was trained together with others; or the error of that."""
 
-    outcome: Outcome | Exception
+    outcome: ClientResult | Exception
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Returns the outcome, or raises the error."""
         del worker, assignment, weights
         if isinstance(self.outcome, Exception):
@@ -85,7 +85,7 @@ def trained_together(
             places = left[0]
             begins(places[0])
             try:
-                outcomes: Sequence[Outcome | Exception | None] = _trained(
+                outcomes: Sequence[ClientResult | Exception | None] = _trained(
                     worker, [assignments[i] for i in places], weights
                 )
             except torch.OutOfMemoryError as error:
@@ -142,7 +142,7 @@ class _Client:
     place: int = 0
 
 
-def _trained(worker: Worker, assignments: Sequence[Assignment], weights: Weights) -> list[Outcome | None]:
+def _trained(worker: Worker, assignments: Sequence[Assignment], weights: Weights) -> list[ClientResult | None]:
     """The outcomes of clients with the same task, in the order of the assignments."""
     reset_peak_memory(worker.device)
     started = time.perf_counter()
@@ -161,7 +161,7 @@ def _trained(worker: Worker, assignments: Sequence[Assignment], weights: Weights
     begun = [_begin(worker, client, network, weights, stack) for client in ordered]
     figures = train_stack(stack, task.local, worker.objective)
     size = sum(t[0].numel() for t in stack.parameters.values())
-    outcomes: list[Outcome | None] = []
+    outcomes: list[ClientResult | None] = []
     for client in clients:
         k = client.place
         if not math.isfinite(figures[k].loss):

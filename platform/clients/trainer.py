@@ -15,9 +15,9 @@ from fedloom.platform.averaging.average import Update, first_not_finite
 from fedloom.platform.averaging.weighting import FEDAVG, Work, weighting_rule, weights_of
 from fedloom.platform.clients.assignments import (
     Assignment,
+    ClientResult,
     ClientState,
     Measurement,
-    Outcome,
     Task,
     TaskError,
     client_of,
@@ -285,11 +285,11 @@ def with_more(
     )
 
 
-def trained_outcome(trained: TrainedNetwork, num_samples: int, update: Update) -> Outcome:
+def trained_outcome(trained: TrainedNetwork, num_samples: int, update: Update) -> ClientResult:
     """The outcome of a round that trains the shared model: the client receives and sends the same tensors."""
     size_bytes, figures = bytes_of(update.tensors), trained.figures
     saved_bytes = _saved_bytes(trained.parameters, trained.sent.left_out)
-    return Outcome(
+    return ClientResult(
         update=update,
         samples=num_samples,
         steps=figures.steps,
@@ -339,7 +339,7 @@ class Train:
         """The splits of the client's samples that it trains on."""
         return ("train", "validation") if self.joined else ("train",)
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Trains the network; the update holds all of its tensors."""
         network = self.network.on(worker, assignment)
         data = client_samples(worker, assignment, joined=self.joined)
@@ -350,7 +350,7 @@ class Train:
 
     def finished(
         self, worker: Worker, assignment: Assignment, trained: TrainedNetwork, samples: int, weights: Weights
-    ) -> Outcome:
+    ) -> ClientResult:
         """The outcome with what is asked for privacy: the change clipped, the update behind masks."""
         if self.clip is not None:
             from fedloom.platform.averaging.privacy import clip_changes
@@ -363,7 +363,7 @@ class Train:
 
         return sealed(self.secure.on(worker.space, weights), client_of(assignment), outcome, trained.network, weights)
 
-    def outcome(self, worker: Worker, assignment: Assignment, trained: TrainedNetwork, samples: int) -> Outcome:
+    def outcome(self, worker: Worker, assignment: Assignment, trained: TrainedNetwork, samples: int) -> ClientResult:
         """The outcome of a network that has been trained and is loaded in the worker's module."""
         update = update_of(trained, samples, self.weighting, self.share)
         if self.clip is not None:
@@ -375,14 +375,14 @@ class Train:
             return outcome
         return replace(outcome, measurements=validation_scores(worker, assignment, trained.network))
 
-    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
+    def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
         """The costs of `run`, counted without training."""
         held = sum(worker.data.size(client_of(assignment), split) for split in self.splits)
         batches = batch_sizes(held, self.local)
         cost, rule = self.network.account(worker, assignment, batches), local_rule(self.rule)
         samples = sum(batches) // self.local.epochs
         sent_bytes = int(cost.size_bytes) + len(rule.shared) * FLOAT_BYTES * cost.parameters
-        return Outcome(
+        return ClientResult(
             samples=samples,
             steps=len(batches),
             macs=cost.macs + rule.extra_passes * cost.macs * samples / max(1, sum(batches)),

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedloom.platform.clients.assignments import Report
+    from fedloom.platform.clients.assignments import ClientResult
 
 
 @dataclass(frozen=True)
 class ClientRecord:
-    """A client's history, taken from its reports.
+    """A client's history, taken from its results.
 
     Attributes:
         participations: the number of rounds in which it was selected.
@@ -45,28 +45,28 @@ History = Mapping[int, ClientRecord]
 _FIELDS = tuple(f.name for f in fields(ClientRecord))
 
 
-def with_reports(history: History, round_: int, reports: Iterable[Report]) -> dict[int, ClientRecord]:
+def with_results(history: History, round_: int, results: Iterable[ClientResult]) -> dict[int, ClientRecord]:
     """The history after a round."""
     after = dict(history)
-    for report in reports:
-        if report.client_id is None:
+    for result in results:
+        if result.client_id is None:
             continue
-        before = after.get(report.client_id, ClientRecord())
+        before = after.get(result.client_id, ClientRecord())
         planned = replace(before, participations=before.participations + 1, last_round=round_)
-        after[report.client_id] = _answered(planned, report) if report.status == "ok" else planned
+        after[result.client_id] = _answered(planned, result) if result.status == "ok" else planned
     return after
 
 
-def _answered(record: ClientRecord, report: Report) -> ClientRecord:
+def _answered(record: ClientRecord, result: ClientResult) -> ClientRecord:
     return replace(
         record,
         answers=record.answers + 1,
-        loss=report.loss,
-        loss_norm=report.loss_norm,
-        samples=report.samples,
-        simulated_s=report.simulated_s,
-        macs=report.macs,
-        bytes_down=report.bytes_down,
+        loss=result.loss,
+        loss_norm=result.loss_norm,
+        samples=result.samples,
+        simulated_s=result.simulated_s,
+        macs=result.macs,
+        bytes_down=result.bytes_down,
         answered=record.last_round,
     )
 

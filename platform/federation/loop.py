@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fedloom.platform.averaging.average import WeightedSums
-from fedloom.platform.clients.assignments import Assignment, DeviceLostError, Report
+from fedloom.platform.clients.assignments import Assignment, ClientResult, DeviceLostError
 from fedloom.platform.clients.execution import (
     ChunkResult,
     Executor,
@@ -22,7 +22,7 @@ from fedloom.platform.clients.execution import (
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, FailuresConfig
 from fedloom.platform.federation.forecast import Forecast, Left
 from fedloom.platform.federation.recorder import Record, Recorder
-from fedloom.platform.federation.stage import Merged, Plan, Review, RoundResult, Row, Stage
+from fedloom.platform.federation.stage import Plan, PostRoundEvaluation, RoundResult, RoundUpdate, Row, Stage
 from fedloom.platform.federation.state import CLIENT, RunState
 from fedloom.platform.plugins import NOT_CAUGHT, an, in_one_line, place_in_own
 from fedloom.platform.results.status import StatusFile
@@ -132,7 +132,7 @@ class Loop:
             while (left := self._rounds_left(stage, state)) > 0:
                 state = self._round(stage, state, left)
             with stage_work(stage.name, None):
-                ended = answered("end", stage.end(state), Merged)
+                ended = answered("end", stage.end(state), RoundUpdate)
             place, first = {"stage": stage.name, "round": state.round}, partial(self.ending, state)
             state = replace(ended.state, stage=state.stage + 1, round=0)
             self.recorder.submit(Record(rows_of(ended, place), [(place, m) for m in ended.models], state, first))
@@ -147,16 +147,16 @@ class Loop:
             self._forecast.begins(state)
             plan = checked_plan(answered("plan", stage.plan(state), Plan), state)
         result = self._execute(plan, state)
-        clients = [r for r in result.reports if r.client_id is not None]
-        client_rows: list[Row] = [("clients", client_row(stage.name, state.round, report)) for report in clients]
-        self._check_failures(stage.name, state.round, result.reports, client_rows)
+        clients = [r for r in result.client_results if r.client_id is not None]
+        client_rows: list[Row] = [("clients", r.row(stage.name, state.round)) for r in clients]
+        self._check_failures(stage.name, state.round, result.client_results, client_rows)
         self._warn_of_fallback(stage.name, state.round, clients)
         with stage_work(stage.name, state.round):
-            merged = answered("merge", stage.merge(state, plan, result), Merged)
+            merged = answered("merge", stage.merge(state, plan, result), RoundUpdate)
         kept = {r.client_id: r.state for r in clients if r.client_id is not None and r.state is not None}
         merged = replace(merged, state=merged.state.with_client_states(kept))
-        if merged.review is not None:
-            merged = self._reviewed(stage, merged, merged.review)
+        if merged.evaluation is not None:
+            merged = self._evaluated(stage, merged, merged.evaluation)
         with stage_work(stage.name, state.round):
             times_s = [r.simulated_s for r in clients]
             # A final evaluation waits for all clients: its assignments have no deadline.
@@ -176,9 +176,9 @@ class Loop:
             raise InterruptedRunError(f"stopped after round {state.round + 1} of {stage.name}")
         return after
 
-    def _warn_of_fallback(self, stage: str, round_: int, clients: Sequence[Report]) -> None:
+    def _warn_of_fallback(self, stage: str, round_: int, clients: Sequence[ClientResult]) -> None:
         """Warns once of clients that were trained alone although a stack was planned; the table names all."""
-        alone = [report for report in clients if report.fallback]
+        alone = [result for result in clients if result.fallback]
         if alone and not self._has_fallen_back:
             self._has_fallen_back = True
             logger.warning(
@@ -189,7 +189,7 @@ class Loop:
             )
 
     def _progress(
-        self, row: Mapping[str, Any], clients: Sequence[Report], merged: Merged, after: RunState, left: int
+        self, row: Mapping[str, Any], clients: Sequence[ClientResult], merged: RoundUpdate, after: RunState, left: int
     ) -> RoundProgress:
         with stage_work(row["stage"], row["round"]):
             self._forecast.finished(after, row["wall_s"])
@@ -199,7 +199,7 @@ class Loop:
         return replace(
             progress_of(row, left),
             metric_of=split_of(clients),
-            validated=validated(merged.rows, row["round"], trained=any(report.steps for report in clients)),
+            validated=validated(merged.rows, row["round"], trained=any(result.steps for result in clients)),
             left_s=to_come.run_s,
             stage_left_s=to_come.stage_s,
             # A user's stage need not derive from Stage.
@@ -210,14 +210,14 @@ class Loop:
         with stage_work(stage.name, state.round):
             return answered("rounds_left", stage.rounds_left(state), int)
 
-    def _reviewed(self, stage: Stage, merged: Merged, review: Review) -> Merged:
-        """The round with the rows of its review added."""
+    def _evaluated(self, stage: Stage, merged: RoundUpdate, evaluation: PostRoundEvaluation) -> RoundUpdate:
+        """The round with the rows of its evaluation added."""
         with stage_work(stage.name, merged.state.round):
-            plan = checked_plan(review.plan, merged.state)
+            plan = checked_plan(evaluation.plan, merged.state)
         result = self._execute(plan, merged.state)
-        self._check_failures(stage.name, merged.state.round, result.reports, ())
+        self._check_failures(stage.name, merged.state.round, result.client_results, ())
         with stage_work(stage.name, merged.state.round):
-            return replace(merged, rows=[*merged.rows, *review.rows(result)])
+            return replace(merged, rows=[*merged.rows, *evaluation.rows(result)])
 
     def _save_unsaved(self) -> None:
         """Checkpoints the last finished round if it has not been saved yet because of `checkpoint.every`."""
@@ -226,7 +226,9 @@ class Loop:
             self.recorder.wait()
             self._unsaved = None
 
-    def _record(self, merged: Merged, rows: Sequence[Row], saved: RunState | None, progress: RoundProgress) -> None:
+    def _record(
+        self, merged: RoundUpdate, rows: Sequence[Row], saved: RunState | None, progress: RoundProgress
+    ) -> None:
         place = {"stage": progress.stage, "round": progress.round}
         models = [(place, model) for model in merged.models]
         record = Record([*rows, *rows_of(merged, place)], models, saved, then=lambda: self.watch(progress))
@@ -245,11 +247,11 @@ class Loop:
         except DeviceLostError as error:
             raise RunFailedError(f"the device of this process fails ({error}): resume the run, in another") from error
 
-    def _check_failures(self, stage: str, round_: int, reports: Sequence[Report], rows: Sequence[Row]) -> None:
-        failed = [r for r in reports if counts_as_failed(r)]
+    def _check_failures(self, stage: str, round_: int, results: Sequence[ClientResult], rows: Sequence[Row]) -> None:
+        failed = [r for r in results if counts_as_failed(r)]
         if not failed:
             return
-        clients = [r for r in reports if r.client_id is not None]
+        clients = [r for r in results if r.client_id is not None]
         server = next((r for r in failed if r.client_id is None), None)
         if server is None and allowed(self.execution.failures, len(failed), len(clients)):
             return
@@ -261,7 +263,7 @@ class Loop:
         if server is not None:
             raise RunFailedError(f"{stage}, round {round_ + 1}: the server's own work failed: {server.error}")
         first, policy = failed[0], self.execution.failures
-        if all(report.error and _NOT_FINITE.search(report.error) for report in failed):
+        if all(result.error and _NOT_FINITE.search(result.error) for result in failed):
             raise RunFailedError(
                 f"{DIVERGED} in {stage}, round {round_ + 1}: loss or weights of {len(failed)} of {len(clients)} "
                 "clients are not finite, and would be again after a resume: start a new run with a lower learning rate "
@@ -322,16 +324,16 @@ def with_own_states(assignments: Iterable[Assignment], state: RunState) -> Itera
     ]
 
 
-def counts_as_failed(report: Report) -> bool:
+def counts_as_failed(result: ClientResult) -> bool:
     """Whether the failure policy counts this client: it failed, or exceeded the real-time limit.
 
     A client over `executor.client_timeout_s` has no simulated time. A client that only missed the simulated deadline
     has one, and does not count as failed.
     """
-    return report.status == "failed" or (report.status == "timed_out" and report.simulated_s == 0.0)
+    return result.status == "failed" or (result.status == "timed_out" and result.simulated_s == 0.0)
 
 
-def rows_of(merged: Merged, place: Mapping[str, Any]) -> list[Row]:
+def rows_of(merged: RoundUpdate, place: Mapping[str, Any]) -> list[Row]:
     """A stage's rows with stage and round added."""
     return [(table, without_nan({**place, **row})) for table, row in merged.rows]
 
@@ -342,11 +344,11 @@ def progress_of(row: Mapping[str, Any], left: int) -> RoundProgress:
     return RoundProgress(rounds_total=row["round"] + left, **values)
 
 
-def split_of(clients: Sequence[Report]) -> str:
+def split_of(clients: Sequence[ClientResult]) -> str:
     """The split that the clients' loss and metric were measured on: `train` if any client trained."""
-    if any(report.steps for report in clients):
+    if any(result.steps for result in clients):
         return "train"
-    splits = (m.split for report in clients for m in report.measurements if m.split)
+    splits = (m.split for result in clients for m in result.measurements if m.split)
     return next(splits, "train")
 
 
@@ -368,14 +370,14 @@ def validated(rows: Sequence[Row], round_: int, *, trained: bool = True) -> Vali
 
 
 def merge_chunks(results: Iterable[ChunkResult], beat: Callable[[], None] = lambda: None) -> RoundResult:
-    """Adds the chunks' sums in plan order and concatenates their reports."""
+    """Adds the chunks' sums in plan order and concatenates their results."""
     sums = WeightedSums()
-    reports: list[Report] = []
+    client_results: list[ClientResult] = []
     for result in results:
         sums.merge(result.sums)
-        reports += result.reports
+        client_results += result.client_results
         beat()
-    return RoundResult(sums, reports)
+    return RoundResult(sums, client_results)
 
 
 def allowed(failures: FailuresConfig, failed: int, planned: int) -> bool:
@@ -388,18 +390,8 @@ def without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
 
 
-def client_row(stage: str, round_: int, report: Report) -> dict[str, Any]:
-    """A selected client's row of the table `clients`."""
-    figures = {name: getattr(report, name) for name in CLIENT_COLUMNS}
-    return without_nan({"stage": stage, "round": round_, **figures, "macs": int(report.macs)})
-
-
-CLIENT_COLUMNS = tuple(f.name for f in fields(Report) if f.name not in ("measurements", "state", "macs"))
-"""The columns of `clients` that are copied from a report."""
-
-
 def round_row(
-    stage: str, round_: int, clients: Sequence[Report], plan: Plan, wall_s: float, simulated_s: float
+    stage: str, round_: int, clients: Sequence[ClientResult], plan: Plan, wall_s: float, simulated_s: float
 ) -> dict[str, Any]:
     """A round's row of the table `rounds`: sums over its clients, and means weighted by their samples."""
     ok = [r for r in clients if r.status == "ok"]

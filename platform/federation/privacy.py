@@ -118,7 +118,7 @@ def private(task: Task, config: PrivacyConfig, stage: str) -> Train:
 
 
 def _survivors(result: RoundResult) -> list[int]:
-    return [r.client_id for r in result.reports if r.client_id is not None and r.status == "ok"]
+    return [r.client_id for r in result.client_results if r.client_id is not None and r.status == "ok"]
 
 
 TasksOf = Callable[[int, tuple[int, ...]], Sequence[Any]]

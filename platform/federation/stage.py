@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from fedloom.platform.averaging.average import WeightedSums
-    from fedloom.platform.clients.assignments import Assignment, Report
+    from fedloom.platform.clients.assignments import Assignment, ClientResult
     from fedloom.platform.federation.state import RunState
     from fedloom.platform.spaces.slices import Weights
 
@@ -35,10 +35,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """A round's results: the weighted sums of all updates, and one report per assignment in plan order."""
+    """A round's results: the weighted sums of all updates, and one result per assignment in plan order."""
 
     sums: WeightedSums
-    reports: Sequence[Report]
+    client_results: Sequence[ClientResult]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class KeptModel:
 
 
 @dataclass(frozen=True)
-class Review:
+class PostRoundEvaluation:
     """Measurements of a round's new state before the round ends, and the rows made from them."""
 
     plan: Plan
@@ -62,13 +62,13 @@ class Review:
 
 
 @dataclass(frozen=True)
-class Merged:
+class RoundUpdate:
     """The state after a round (or at a stage's end), with its rows and models."""
 
     state: RunState
     rows: Sequence[Row] = ()
     models: Sequence[KeptModel] = ()
-    review: Review | None = None
+    evaluation: PostRoundEvaluation | None = None
 
 
 class Stage(Protocol):
@@ -114,25 +114,25 @@ class Stage(Protocol):
         ...
 
     @abstractmethod
-    def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> Merged:
+    def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> RoundUpdate:
         """The state after the round; the loop increments `state.round`."""
         ...
 
-    def end(self, state: RunState) -> Merged:
+    def end(self, state: RunState) -> RoundUpdate:
         """The state at the end of the stage."""
-        return Merged(state)
+        return RoundUpdate(state)
 
 
-def evaluation_rows(reports: Iterable[Report], tier: str | None = None) -> list[Row]:
+def evaluation_rows(results: Iterable[ClientResult], tier: str | None = None) -> list[Row]:
     """One row of `evaluations` per measured value; `tier` is the model's tier, by default the client's."""
     return [
         (
             "evaluations",
             {
                 "model": m.model,
-                "tier": tier if tier is not None else report.tier,
+                "tier": tier if tier is not None else result.tier,
                 "architecture": m.architecture,
-                "client_id": report.client_id,
+                "client_id": result.client_id,
                 "split": m.split,
                 "metric": m.metric,
                 "value": m.value,
@@ -140,6 +140,6 @@ def evaluation_rows(reports: Iterable[Report], tier: str | None = None) -> list[
                 "detail": m.detail,
             },
         )
-        for report in reports
-        for m in report.measurements
+        for result in results
+        for m in result.measurements
     ]

@@ -20,7 +20,7 @@ from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerR
 from fedloom.platform.clients.assignments import AccountableTask
 from fedloom.platform.clients.local_rules import STATE, local_rule, place_of
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.federation.history import packed, unpacked, with_reports
+from fedloom.platform.federation.history import packed, unpacked, with_results
 from fedloom.platform.federation.planning import (
     TRAINING,
     assign,
@@ -30,7 +30,15 @@ from fedloom.platform.federation.planning import (
     in_plan_order,
 )
 from fedloom.platform.federation.selection import selection_traits
-from fedloom.platform.federation.stage import KeptModel, Merged, Plan, Review, RoundResult, Stage, evaluation_rows
+from fedloom.platform.federation.stage import (
+    KeptModel,
+    Plan,
+    PostRoundEvaluation,
+    RoundResult,
+    RoundUpdate,
+    Stage,
+    evaluation_rows,
+)
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import (
     SPENT,
@@ -322,12 +330,12 @@ class TrainingStage(Stage):
     def _is_scored(self, index: int) -> bool:
         return self._is_due(index) or (self.config.evaluate_every > 0 and self._is_last(index))
 
-    def merge(self, state: RunState, plan: Plan, result: RoundResult) -> Merged:
+    def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """Averages the updates and applies the server rule, the history and the method's `after`.
 
         Raises ValueError if clients have trained and all weights of all updates are 0.
         """
-        if result.sums.weigh_nothing and any(report.samples for report in result.reports if report.status == "ok"):
+        if result.sums.weigh_nothing and any(r.samples for r in result.client_results if r.status == "ok"):
             raise ValueError(
                 f"all weights of all {result.sums.updates} updates are 0, so that the round trains nothing: weighting "
                 f"rule {self.rules.weighting.name!r} must weigh what is trained above 0"
@@ -344,16 +352,16 @@ class TrainingStage(Stage):
         if self.private is not None:
             after = self.private.recorded(state, after)
         if self._keeps_history:
-            history = with_reports(unpacked(state.data[HISTORY]), state.round, result.reports)
+            history = with_results(unpacked(state.data[HISTORY]), state.round, result.client_results)
             after = after.with_data(HISTORY, packed(history))
         if plan.memory is not None:
             after = after.with_data(MEMORY, dict(plan.memory))
         self._compare_statistics(state.round, result)
-        if not any(report.status == "ok" for report in result.reports if report.client_id is not None):
+        if not any(r.status == "ok" for r in result.client_results if r.client_id is not None):
             after = self._unanswered(after, result)
-        rows = evaluation_rows(result.reports, self.slots.tier)
+        rows = evaluation_rows(result.client_results, self.slots.tier)
         after = self.slots.after(after, plan, result)
-        return Merged(after, rows, review=self._review(after))
+        return RoundUpdate(after, rows, evaluation=self._post_round(after))
 
     def _compare_statistics(self, index: int, result: RoundResult) -> None:
         """Warns once if the model is at chance with running statistics while its clients are not with their batches'.
@@ -363,8 +371,10 @@ class TrainingStage(Stage):
         """
         if self._has_compared or index < SETTLED or not self.world.space.keeps_statistics:
             return
-        own = [(r.metric, r.samples) for r in result.reports if r.client_id is not None and r.metric is not None]
-        scores = [m for r in result.reports if r.client_id is None for m in r.measurements if m.metric == "accuracy"]
+        own = [(r.metric, r.samples) for r in result.client_results if r.client_id is not None and r.metric is not None]
+        scores = [
+            m for r in result.client_results if r.client_id is None for m in r.measurements if m.metric == "accuracy"
+        ]
         samples = sum(n for _, n in own)
         if not scores or not samples:
             return
@@ -382,7 +392,7 @@ class TrainingStage(Stage):
 
     def _unanswered(self, after: RunState, result: RoundResult) -> RunState:
         """Warns of a round in which no update arrived, and counts it."""
-        fates = Counter(report.status for report in result.reports if report.client_id is not None)
+        fates = Counter(r.status for r in result.client_results if r.client_id is not None)
         why = ", ".join(f"{count} {fate}" for fate, count in sorted(fates.items())) or "none was available"
         rounds = after.data.get(UNANSWERED, 0) + 1
         logger.warning(
@@ -413,7 +423,7 @@ class TrainingStage(Stage):
             found |= {place: merge for name in self._parameters(weights) if (place := place_of(slot, name)) in weights}
         return found
 
-    def _review(self, after: RunState) -> Review | None:
+    def _post_round(self, after: RunState) -> PostRoundEvaluation | None:
         """Scores the new weights after the last round, because no later round does."""
         tasks = self.slots.score(after) if self.config.evaluate_every and self._is_last(after.round) else ()
         if not tasks:
@@ -422,19 +432,19 @@ class TrainingStage(Stage):
         plan = Plan([for_server(self.name, after.round, task) for task in tasks], self.bag)
 
         def rows(result: RoundResult) -> list[tuple[str, Mapping[str, object]]]:
-            found = evaluation_rows(result.reports, self.slots.tier)
+            found = evaluation_rows(result.client_results, self.slots.tier)
             return [(table, {**row, "round": done}) for table, row in found]
 
-        return Review(plan, rows)
+        return PostRoundEvaluation(plan, rows)
 
-    def end(self, state: RunState) -> Merged:
+    def end(self, state: RunState) -> RoundUpdate:
         """Removes everything of the stage but its weights, and returns the models to be stored.
 
         Raises ValueError if no update has ever arrived and no stage has trained before: all weights are the initial
         ones. After others, whose results are worth having, it is a warning.
         """
         if self.bag not in state.bags:
-            return Merged(state)
+            return RoundUpdate(state)
         if 0 < state.round == state.data.get(UNANSWERED, 0):
             untrained = (
                 f"no update arrived in any of the {state.round} rounds of {self.name}, so that it trained nothing: the "
@@ -451,4 +461,4 @@ class TrainingStage(Stage):
         if own:
             weights = {name: t for name, t in state.weights(self.bag).items() if not name.startswith(own)}
             ended = ended.with_bag(self.bag, weights)
-        return Merged(ended, models=self.slots.keep(ended))
+        return RoundUpdate(ended, models=self.slots.keep(ended))

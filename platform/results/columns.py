@@ -5,6 +5,8 @@ The schemas are in `tables`; a test compares both.
 
 from collections.abc import Mapping
 
+from fedloom.platform.clients.assignments import RESULT_COLUMNS
+
 CONFUSION, PARAGRAPH = "confusion", "paragraph"
 """Metrics of the final evaluation with a `detail`: how often a class was taken for another, the loss of what a text
 model wrote."""
@@ -77,34 +79,7 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
     "clients": {
         "stage": _STAGE,
         "round": _ROUND,
-        "client_id": "the client, from 0",
-        "tier": "the client's tier",
-        "architecture": _ARCHITECTURE,
-        "subspace": "the options of each decision that the client received",
-        "samples": "training samples, or samples that were scored",
-        "steps": "optimiser steps",
-        "macs": "forward passes of its work",
-        "parameters": "parameters of what it received",
-        "bytes_down": "what was sent to it",
-        "bytes_up": "what it sent",
-        "loss": "mean loss over its steps, or over the samples that were scored",
-        "metric": "accuracy of its own network on its own training batches (batch norms by batch statistics), while it "
-        "trains, so that it is no measure of the averaged model; or over the samples that were scored",
-        "wall_s": "real time of its work here",
-        "overhead_s": "real time that fedloom spent around its work",
-        "simulated_s": "time on its simulated device; if that dropped out: how long the server waited for it",
-        "peak_memory_bytes": "largest memory of its work",
-        "status": "ok, failed, dropped (the device dropped out) or timed_out (after the deadline)",
-        "error": "the cause, unless it is ok",
-        "traceback": "where it failed in the code",
-        "selection_reason": "why it was selected",
-        "selection_probability": "probability with which it was selected; null where this is not known",
-        "device": "cpu or cuda",
-        "threads": "torch's threads",
-        "attempts": "how often its work was begun",
-        "node": "where its work ran: host, and on a cluster the node",
-        "loss_norm": "root mean square of its samples' losses, if method.train.loss_norms asks for it",
-        "fallback": "why it was trained alone and not, as planned, in a stack, so that rounding differs; else null",
+        **{name: column.metadata["meaning"] for name, column in RESULT_COLUMNS.items()},
     },
     "candidates": {
         "stage": _STAGE,

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fedloom.platform.clients.assignments import RESULT_COLUMNS
 from fedloom.platform.results.fence import current
 from fedloom.platform.results.files import is_name, opened
 from fedloom.platform.results.paths import LONGEST_RUN_ID, RunPaths, runs_called
@@ -49,6 +50,11 @@ def _schema(columns: str) -> pa.Schema:
     return pa.schema(fields, metadata={SCHEMA_VERSION_KEY: str(SCHEMA_VERSION)})
 
 
+_RESULT_COLUMNS = " ".join(
+    # The annotations of a result, such as `float | None`; a row's MACs are whole.
+    f"{name}:{'int' if name == 'macs' else column.type.split()[0]}"
+    for name, column in RESULT_COLUMNS.items()
+)
 # What every column means, and its unit, is said in `columns`.
 TABLES: dict[str, pa.Schema] = {
     "runs": _schema(
@@ -62,13 +68,7 @@ TABLES: dict[str, pa.Schema] = {
         "bytes_down:int bytes_up:int macs:int wall_s:float simulated_s:float beta:float lr:float schedules:str "
         "epsilon:float"
     ),
-    "clients": _schema(
-        "stage:str round:int client_id:int tier:str architecture:str subspace:str samples:int steps:int macs:int "
-        "parameters:int bytes_down:int bytes_up:int loss:float metric:float wall_s:float overhead_s:float "
-        "simulated_s:float peak_memory_bytes:int status:str error:str traceback:str selection_reason:str "
-        "selection_probability:float device:str threads:int attempts:int node:str loss_norm:float "
-        "fallback:str"
-    ),
+    "clients": _schema(f"stage:str round:int {_RESULT_COLUMNS}"),
     "candidates": _schema(
         "stage:str round:int tier:str generation:int architecture:str macs:int parameters:int loss:float "
         "metric:float feasible:bool on_front:bool winner:bool"
@@ -83,7 +83,7 @@ TABLES: dict[str, pa.Schema] = {
 TIME_COLUMNS: dict[str, frozenset[str]] = {
     "runs": frozenset({"started", "ended", "versions", "source_hash"}),
     "rounds": frozenset({"wall_s"}),
-    "clients": frozenset({"wall_s", "overhead_s", "peak_memory_bytes", "device", "attempts", "traceback", "node"}),
+    "clients": frozenset(name for name, column in RESULT_COLUMNS.items() if column.metadata["of_time"]),
     "candidates": frozenset(),
     "evaluations": frozenset(),
     "models": frozenset(),

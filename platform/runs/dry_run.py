@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from fedloom.platform.clients.assignments import AccountableTask, Assignment, Outcome
+from fedloom.platform.clients.assignments import AccountableTask, Assignment, ClientResult
 from fedloom.platform.clients.execution import (
     Chunk,
     ChunkResult,
@@ -17,7 +17,7 @@ from fedloom.platform.clients.execution import (
 )
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.forecast import macs_left
-from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Stage
+from fedloom.platform.federation.stage import Plan, RoundResult, RoundUpdate, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.bag import Bag
@@ -30,12 +30,12 @@ class Accounted:
 
     task: AccountableTask
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Returns only the costs."""
         del weights
         return self.account(worker, assignment)
 
-    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
+    def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
         """The costs."""
         return self.task.account(worker, assignment)
 
@@ -73,13 +73,13 @@ class DryStage(Stage):
         plan = self.stage.plan(state)
         return replace(plan, assignments=[a for a in plan.assignments if a.client_id is not None])
 
-    def merge(self, state: RunState, plan: Plan, result: RoundResult) -> Merged:
-        """The stage's merge without a review."""
-        return replace(self.stage.merge(state, plan, result), review=None)
+    def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
+        """The stage's merge without an evaluation."""
+        return replace(self.stage.merge(state, plan, result), evaluation=None)
 
-    def end(self, state: RunState) -> Merged:
+    def end(self, state: RunState) -> RoundUpdate:
         """The final state, without models."""
-        return Merged(state)
+        return RoundUpdate(state)
 
 
 def dry_stages(stages: Sequence[Stage]) -> list[Stage]:

@@ -13,14 +13,14 @@ from fedloom.actors.placement import ActorGroup
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.wire import accept_shared_memory
 from fedloom.experiments.runs.configuration import compose_config
-from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker, WorkerSpec
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig
 from fedloom.platform.federation.loop import InterruptedRunError, Loop
 from fedloom.platform.federation.recorder import Recorder, restored_state
-from fedloom.platform.federation.stage import Merged, Plan, RoundResult
+from fedloom.platform.federation.stage import Plan, RoundResult, RoundUpdate
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.status import StatusFile
@@ -34,10 +34,10 @@ ROUNDS, CLIENTS = 4, 3
 class Count:
     """Counts how often its client was asked, in the client's own state."""
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         before = torch.zeros((), dtype=torch.int64) if assignment.state is None else assignment.state["asked"]
         asked = before + 1
-        return Outcome(samples=1, metric=float(asked), state={"asked": asked})
+        return ClientResult(samples=1, metric=float(asked), state={"asked": asked})
 
 
 class Counting:
@@ -56,13 +56,13 @@ class Counting:
         tasks = [Assignment(self.name, state.round, c, "tier1", Count()) for c in clients]
         return Plan(tasks, "nothing")
 
-    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
-        asked = [report.metric for report in result.reports]
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
+        asked = [report.metric for report in result.client_results]
         assert asked == [state.round + 1] * CLIENTS, asked
-        return Merged(state)
+        return RoundUpdate(state)
 
-    def end(self, state: RunState) -> Merged:
-        return Merged(state)
+    def end(self, state: RunState) -> RoundUpdate:
+        return RoundUpdate(state)
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def call(*arguments: str) -> int:
 
 HEAD = """from dataclasses import dataclass
 from typing import Annotated
-from fedloom.platform.federation.stage import Merged, Plan, Stage
+from fedloom.platform.federation.stage import RoundUpdate, Plan, Stage
 from fedloom.platform.methods.method import Method
 from fedloom.platform.settings import ONE_OR_MORE
 
@@ -80,7 +80,7 @@ class Own(Stage):
     def plan(self, state):
         return Plan([], "nothing")
     def merge(self, state, plan, result):
-        return Merged(state)
+        return RoundUpdate(state)
 """
 
 

@@ -20,7 +20,7 @@ from ray import cloudpickle
 from fedloom.actors.placement import ActorGroup
 from fedloom.actors.pool import ActorPool
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.assignments import Assignment, Outcome, Task
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.execution import (
     Chunk,
     ChunkResult,
@@ -56,7 +56,7 @@ PLACES = {"w": Slice("w")}
 class Raises:
     """A client whose own code fails."""
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         raise LookupError("the battery is gone")
 
 
@@ -64,7 +64,7 @@ class Raises:
 class KillsItsActor:
     """A client that takes its whole process with it, every time."""
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
 
@@ -73,7 +73,7 @@ class KillsItsActor:
 class SleepsForEver:
     """A client that never answers."""
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         while True:
             time.sleep(1)
 
@@ -85,7 +85,7 @@ class FailsOnce:
     marker: str
     task: Task
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         if not os.path.exists(self.marker):
             open(self.marker, "x").close()
             raise ConnectionError("the network was away")
@@ -98,9 +98,9 @@ class Adds:
 
     value: float
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         update = Update({"w": torch.full((3,), self.value)}, PLACES, {"w": 1.0})
-        return Outcome(update=update, samples=1, loss=self.value)
+        return ClientResult(update=update, samples=1, loss=self.value)
 
 
 @dataclass(frozen=True)
@@ -249,10 +249,10 @@ def test_a_client_that_sleeps_for_ever_is_reported_and_alone_is_dropped(
     gave_up_s = [r.created for r in caplog.records if "no answer within" in r.message]
     assert len(gave_up_s) == 1
     assert CLIENT_TIMEOUT_S <= gave_up_s[0] - started_s < CLIENT_TIMEOUT_S + 5
-    statuses = [report.status for report in whole.reports]
+    statuses = [report.status for report in whole.client_results]
     assert statuses == ["timed_out" if i == sleeper else "ok" for i in range(6)]
-    assert [report.client_id for report in whole.reports] == list(range(6))
-    assert whole.reports[sleeper].error == "no answer within 2 s; its actor was replaced"
+    assert [report.client_id for report in whole.client_results] == list(range(6))
+    assert whole.client_results[sleeper].error == "no answer within 2 s; its actor was replaced"
     (named,) = {r.message for r in caplog.records if "has been at work for" in r.message}
     since = r"[12] s, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, on node \S+/\w{8} \(pid \d+\); the limit is 2 s"
     who = rf"client {sleeper} \(tier1, train round 4, SleepsForEver\)"
@@ -269,15 +269,15 @@ def test_a_stack_that_hangs_is_given_up_after_twice_the_time_and_who_hangs_is_fo
     (result,) = pool.run(make_chunks(planned(tasks), 1, stack=32), SharedWeights(OLD, "w@3"))
     (given_up_s,) = [r.created for r in caplog.records if "its clients are trained one by one" in r.message]
     assert 2 * CLIENT_TIMEOUT_S <= given_up_s - started_s < 2 * CLIENT_TIMEOUT_S + 5
-    assert [report.status for report in result.reports] == ["ok", "ok", "timed_out", "ok", "ok", "ok"]
-    assert {report.fallback for report in result.reports} == {"its stack exceeded the time limit"}
+    assert [report.status for report in result.client_results] == ["ok", "ok", "timed_out", "ok", "ok", "ok"]
+    assert {report.fallback for report in result.client_results} == {"its stack exceeded the time limit"}
 
 
 def test_the_longer_work_of_a_chunk_as_a_whole_is_not_a_client_that_hangs(pool: ActorPool) -> None:
     """The limit is per client: three that take less than it each may take more together."""
     chunks = make_chunks(planned([Naps(1.2)] * 3), 3)
     whole = merge_chunks(pool.run(chunks, SharedWeights(OLD, "w@2")))
-    assert [report.status for report in whole.reports] == ["ok"] * 3
+    assert [report.status for report in whole.client_results] == ["ok"] * 3
 
 
 @dataclass(frozen=True)
@@ -286,9 +286,9 @@ class Naps:
 
     seconds: float
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         time.sleep(self.seconds)
-        return Outcome(samples=1)
+        return ClientResult(samples=1)
 
 
 # -- Ctrl-C ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedloom.actors.client import memory_of
 from fedloom.platform.averaging.average import WeightedSums
-from fedloom.platform.clients.assignments import Assignment, Outcome, Report
+from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import Chunk, SharedWeights, run_assignment, run_chunk
 from fedloom.platform.clients.kernels import set_up_process
 from fedloom.platform.clients.worker import Worker
@@ -67,7 +67,7 @@ class FirstRound:
         clients = tuple(a for a in plan.assignments if a.client_id is not None)
         return cls(clients, state.weights(plan.bag), on)
 
-    def trained(self, worker: Worker, client: int = 0) -> tuple[Report, dict[str, Tensor]]:
+    def trained(self, worker: Worker, client: int = 0) -> tuple[ClientResult, dict[str, Tensor]]:
         """The report of a client, and the round's new weights, as if it were the only one."""
         sums = WeightedSums()
         shared = SharedWeights(worker.uploaded(self.weights), "v0")
@@ -143,7 +143,7 @@ def test_stacked_clients_compute_what_they_compute_alone(tmp_path: Path) -> None
     shared = SharedWeights(worker.uploaded(first.weights), "v0")
     alone, together = (run_chunk(worker, Chunk("tier1", first.clients, stack=k), shared) for k in (1, 6))
     a, b = (result.sums.finish(shared.tensors).weights for result in (alone, together))
-    assert [r.status for r in together.reports] == ["ok"] * 6
+    assert [r.status for r in together.client_results] == ["ok"] * 6
     for name, tensor in a.items():
         torch.testing.assert_close(b[name], tensor, rtol=1e-2, atol=2e-3)
 
@@ -175,8 +175,8 @@ class Needs:
 
     size_bytes: int
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        return Outcome(samples=len(torch.zeros(self.size_bytes, dtype=torch.uint8, device=worker.device)))
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        return ClientResult(samples=len(torch.zeros(self.size_bytes, dtype=torch.uint8, device=worker.device)))
 
 
 def test_an_exceeded_share_is_a_failed_row_and_the_next_client_goes_on(tiny: Tiny) -> None:

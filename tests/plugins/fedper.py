@@ -7,7 +7,7 @@ in the end             every silo's network is scored on the silo's own test dat
 
 from dataclasses import dataclass, field, replace
 
-from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import client_samples, train_network, trained_outcome, update_of
 from fedloom.platform.clients.training import LocalSGD
@@ -46,7 +46,7 @@ class TrainFedPer:
     rules: Rules
     joined: bool
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """The update holds the shared layers; the state is the silo's whole network, for the next round."""
         silo = begun(assignment.state, weights)  # in a silo's first round the shared weights
         start = {name: silo.weights[name] if is_own(name) else tensor for name, tensor in weights.items()}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fedloom.actors.pool import LAST_JOBS, Job, in_balance, named_client
-from fedloom.platform.clients.assignments import Assignment, Outcome, Report
+from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import Chunk
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
@@ -15,8 +15,8 @@ from fedloom.platform.clients.training import LocalSGD
 class Nothing:
     """A task without work."""
 
-    def run(self, *_: object) -> Outcome:
-        return Outcome()
+    def run(self, *_: object) -> ClientResult:
+        return ClientResult()
 
 
 def job(index: int, *samples: int, dropped: str = "") -> Job:
@@ -45,7 +45,7 @@ def test_a_stack_may_take_twice_as_long_as_one_client_whatever_its_size() -> Non
     assert Job(0, Chunk("tier1", clients)).time_limit_s(3600.0) == 3600.0
     stack = Job(0, Chunk("tier1", clients, stack=32))
     assert stack.time_limit_s(3600.0) == 7200.0
-    stack.timed_out.update((i, Report(i, "tier1", "timed_out", "")) for i in range(31))
+    stack.timed_out.update((i, ClientResult(client_id=i, tier="tier1", status="timed_out")) for i in range(31))
     assert stack.time_limit_s(3600.0) == 3600.0
 
 

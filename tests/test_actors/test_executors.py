@@ -24,9 +24,8 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import (
     Assignment,
+    ClientResult,
     DeviceLostError,
-    Outcome,
-    Report,
     Task,
     TaskError,
 )
@@ -58,15 +57,15 @@ class Adds:
     value: float
     nap_s: float = 0.0
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         time.sleep(self.nap_s)
         tensor = weights["w"] + self.value
-        return Outcome(update=Update({"w": tensor}, PLACES, {"w": 1.0}), samples=2, loss=self.value)
+        return ClientResult(update=Update({"w": tensor}, PLACES, {"w": 1.0}), samples=2, loss=self.value)
 
 
 @dataclass(frozen=True)
 class Refuses:
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         raise TaskError("too tired")
 
 
@@ -74,18 +73,18 @@ class Refuses:
 class Counts:
     """A client whose state counts how often it took part."""
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         before = assignment.state["count"] if assignment.state else torch.tensor(0)
-        return Outcome(samples=1, state={"count": before + 1, "pid": torch.tensor(os.getpid())})
+        return ClientResult(samples=1, state={"count": before + 1, "pid": torch.tensor(os.getpid())})
 
 
 @dataclass(frozen=True)
 class Looks:
     """Tells what it finds: threads, and where the client's data lies."""
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         opened = id(worker.data)
-        return Outcome(samples=torch.get_num_threads(), steps=os.getpid(), loss=float(opened))
+        return ClientResult(samples=torch.get_num_threads(), steps=os.getpid(), loss=float(opened))
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +113,8 @@ def run(executor: Executor, plan: Sequence[Assignment], size: int, old: Weights 
     return list(executor.run(make_chunks(plan, size), SharedWeights(old, version)))
 
 
-def reports_of(results: Sequence[ChunkResult]) -> list[Report]:
-    return [report for result in results for report in result.reports]
+def reports_of(results: Sequence[ChunkResult]) -> list[ClientResult]:
+    return [report for result in results for report in result.client_results]
 
 
 # First in this file, while no pool holds the two CPUs.
@@ -128,7 +127,7 @@ def test_torchs_threads_are_the_actors_cpus(spec: WorkerSpec, ray_cluster: None,
         assert about.threads == threads
         chunk = make_chunks(planned([Looks()]), 1)[0]
         packed = ray.get(actor.run_chunk.remote(chunk, [ray.put({})], "w@0"), timeout=60)
-        assert (packed.reports[0].samples, packed.reports[0].threads) == (threads, threads)
+        assert (packed.client_results[0].samples, packed.client_results[0].threads) == (threads, threads)
     finally:
         ray.kill(actor)
 
@@ -144,7 +143,7 @@ class TestEveryExecutor:
     def test_a_chunk_holds_its_clients_sums_and_rows(self, executor: Executor) -> None:
         results = run(executor, planned([Adds(float(i)) for i in range(6)]), 3)
         # Chunks never mix tiers: clients 0..3 are in tier1, 4 and 5 in tier2.
-        assert [[r.client_id for r in result.reports] for result in results] == [[0, 1, 2], [3], [4, 5]]
+        assert [[r.client_id for r in result.client_results] for result in results] == [[0, 1, 2], [3], [4, 5]]
         whole = merge_chunks(results).sums  # merging reads the parts; finishing uses them up
         means = [result.sums.finish(OLD).weights["w"].tolist() for result in results]
         assert means == [[1.0] * 3, [3.0] * 3, [4.5] * 3]
@@ -219,11 +218,11 @@ class DiesTwice:
 
     folder: str
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         if len(os.listdir(self.folder)) < 2:
             Path(self.folder, str(os.getpid())).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return Outcome(samples=1)
+        return ClientResult(samples=1)
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,7 @@ class BreaksTheDevice:
     folder: str
     task: Task
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         first = Path(self.folder, "first")
         if not first.exists():
             first.write_text(str(os.getpid()))
@@ -254,9 +253,9 @@ def test_an_actor_whose_device_is_broken_is_replaced_and_its_work_repeated(
         (after,) = run(pool, planned([Looks()]), 1)
     finally:
         pool.close()
-    assert [report.status for report in result.reports] == ["ok"] * 3
+    assert [report.status for report in result.client_results] == ["ok"] * 3
     assert torch.equal(result.sums.finish(OLD).weights["w"], intact.sums.finish(OLD).weights["w"])
-    assert str(after.reports[0].steps) != (tmp_path / "first").read_text(), "the broken process took more work"
+    assert str(after.client_results[0].steps) != (tmp_path / "first").read_text(), "the broken process took more work"
     assert "DeviceLostError: AcceleratorError: CUDA error: device-side assert triggered" in caplog.text
     with pytest.raises(DeviceLostError, match="CUDA error"):  # nobody replaces the only process that there is
         run(SerialExecutor(Worker(spec)), planned([BreaksTheDevice(str(tmp_path / ".."), Adds(1.0))]), 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
 from fedloom.platform.clients.worker import Worker, WorkerSpec
 from fedloom.platform.federation.building import build_world
@@ -18,8 +18,8 @@ from fedloom.platform.spaces.slices import Weights
 class Reads:
     """A client that reads its data."""
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        return Outcome(samples=len(worker.client_data(0, "train")[1]))
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        return ClientResult(samples=len(worker.client_data(0, "train")[1]))
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_missing_folder_is_named_with_its_node_and_what_to_do(
     worker = Worker(replace(spec, node=node, **{field: folder}))  # type: ignore[arg-type]
     chunks = make_chunks([Assignment("train", 0, 0, "tier1", Reads())], 1)
     (result,) = SerialExecutor(worker).run(chunks, SharedWeights({}, "w@0"))
-    (report,) = result.reports
+    (report,) = result.client_results
     assert report.status == "failed"
     assert report.error == (
         f"ValueError: node {node or os.uname().nodename} does not have {folder}: let data.cache be a folder that all "

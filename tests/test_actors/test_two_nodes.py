@@ -25,7 +25,7 @@ from fedloom.actors.pool import ActorPool
 from fedloom.actors.server import make_pool
 from fedloom.experiments.runs.launch import _where_results_are
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.assignments import Assignment, Outcome, Task
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.execution import (
     Chunk,
     ChunkResult,
@@ -65,7 +65,7 @@ class Waits:
     task: Task
     gate: str
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         Path(self.gate, f"at work {os.getpid()}").touch()
         while not Path(self.gate, "open").exists():
             time.sleep(0.01)
@@ -78,11 +78,11 @@ class Adds:
 
     value: float
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         group = ray.util.get_current_placement_group() if ray.is_initialized() else None
         update = Update({"w": weights["w"] + self.value}, PLACES, {"w": 1.0})
         subspace = group.id.hex() if group is not None else None
-        return Outcome(update=update, samples=1, steps=os.getpid(), loss=self.value, subspace=subspace)
+        return ClientResult(update=update, samples=1, steps=os.getpid(), loss=self.value, subspace=subspace)
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +133,8 @@ def serially(spec: WorkerSpec, tasks: Sequence[Task]) -> RoundResult:
 
 
 def assert_same_round(result: RoundResult, expected: RoundResult) -> None:
-    assert [(r.client_id, r.status, r.loss) for r in result.reports] == [
-        (r.client_id, r.status, r.loss) for r in expected.reports
+    assert [(r.client_id, r.status, r.loss) for r in result.client_results] == [
+        (r.client_id, r.status, r.loss) for r in expected.client_results
     ]
     assert torch.equal(result.sums.finish(OLD).weights["w"], expected.sums.finish(OLD).weights["w"])
 
@@ -224,10 +224,10 @@ def test_nobody_waits_for_a_lost_nodes_actor_and_a_new_nodes_takes_part(
         loser = LosesANode(pool, cluster, second_node, gate, "train", 3)
         assert_same_round(merge_chunks(loser.run(planned(tasks), weights)), serially(spec, tasks))
         # The actor that has no node is not waited for: this round is done by the other.
-        assert len({r.node for r in merge_chunks(pool.run(planned(tasks), weights)).reports}) == 1
+        assert len({r.node for r in merge_chunks(pool.run(planned(tasks), weights)).client_results}) == 1
         cluster.add_node(**NODE)
         wait_until(
-            lambda: len({r.node for r in merge_chunks(pool.run(planned(tasks), weights)).reports}) == 2,
+            lambda: len({r.node for r in merge_chunks(pool.run(planned(tasks), weights)).client_results}) == 2,
             "the new node's actor to take part",
         )
     finally:
@@ -241,12 +241,12 @@ def test_a_resident_client_comes_up_elsewhere_when_its_node_is_lost(
     pool = ActorPool(spec, [ActorGroup("clients", 1, 1.0, 0.0)], resident=True)
     try:
         weights = SharedWeights(OLD, "w@0")
-        assert len({r.node for r in merge_chunks(pool.run(planned(tasks), weights)).reports}) == 2
+        assert len({r.node for r in merge_chunks(pool.run(planned(tasks), weights)).client_results}) == 2
         loser = LosesANode(pool, cluster, second_node, tmp_path, "train", 3)
         result = merge_chunks(loser.run(planned(tasks), weights))
         assert_same_round(result, serially(spec, tasks))
-        assert len({r.node for r in result.reports}) == 1
-        assert len({r.steps for r in result.reports}) == 2
+        assert len({r.node for r in result.client_results}) == 1
+        assert len({r.steps for r in result.client_results}) == 2
     finally:
         pool.close()
 
@@ -285,7 +285,9 @@ def test_clients_fail_with_the_reason_if_no_actor_comes_up(
             "no client actor (clients) of 1 CPUs came up within 1 s (no free CPUs, or no node that can run it): "
             "add a node or end what uses the cluster, and resume the run"
         )
-        assert [(r.client_id, r.status, r.error) for r in result.reports] == [(i, "failed", reason) for i in range(3)]
+        assert [(r.client_id, r.status, r.error) for r in result.client_results] == [
+            (i, "failed", reason) for i in range(3)
+        ]
         assert pool.looks <= 6, "it spins"
     finally:
         if pool is not None:
@@ -308,7 +310,7 @@ class Trial:
         """Starts a pool; processes and placement groups of those who did the tasks."""
         self.pool = ActorPool(self.spec, groups)
         result = merge_chunks(self.pool.run(planned(tasks), SharedWeights(OLD, "w@0")))
-        return [(report.steps, report.subspace) for report in result.reports]
+        return [(report.steps, report.subspace) for report in result.client_results]
 
 
 def test_in_a_placement_group_the_clients_are_in_it_and_end_with_it(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fedloom.actors.wire import accept_shared_memory, pack, to_arrays, to_tensors, unpack
 from fedloom.platform.averaging.average import Update, WeightedSums
-from fedloom.platform.clients.assignments import Report
+from fedloom.platform.clients.assignments import ClientResult
 from fedloom.platform.clients.execution import ChunkResult
 from fedloom.platform.spaces.slices import Slice
 
@@ -26,10 +26,10 @@ def sums_of(*weights: float) -> WeightedSums:
 
 @given(st.lists(st.floats(0.5, 4.0), min_size=1, max_size=5))
 def test_a_packed_result_is_unpacked_to_the_same_sums_and_reports(weights: list[float]) -> None:
-    reports = [Report(i, "tier1", "ok", samples=i) for i in range(3)]
+    reports = [ClientResult(client_id=i, tier="tier1", samples=i) for i in range(3)]
     result = ChunkResult(sums_of(*weights), reports)
     back = unpack(pack(result))
-    assert back.reports == reports
+    assert back.client_results == reports
     assert (back.sums.updates, back.sums.weigh_nothing) == (len(weights), False)
     assert torch.equal(back.sums.finish(OLD).weights["w"], sums_of(*weights).finish(OLD).weights["w"])
 

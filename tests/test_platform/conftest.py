@@ -17,7 +17,7 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import Loop, merge_chunks
 from fedloom.platform.federation.recorder import Record, Recorder
-from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Stage
+from fedloom.platform.federation.stage import Plan, RoundResult, RoundUpdate, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import ElasticTrainingConfig, SuperFedNASConfig
@@ -176,7 +176,7 @@ class Stepper:
         self.executor = SerialExecutor(Worker(world.spec))
         self.plans: list[Plan] = []
         self.results: list[RoundResult] = []
-        self.merged: list[Merged] = []
+        self.merged: list[RoundUpdate] = []
 
     def step(self) -> None:
         """One round."""
@@ -189,7 +189,7 @@ class Stepper:
         self.results.append(result)
         self.merged.append(merged)
 
-    def finish(self) -> Merged:
+    def finish(self) -> RoundUpdate:
         """The rounds that are left, and the stage's end."""
         while self.stage.rounds_left(self.state) > 0:
             self.step()

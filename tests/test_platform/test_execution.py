@@ -17,8 +17,8 @@ from torch import Tensor
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.assignments import (
     Assignment,
+    ClientResult,
     Measurement,
-    Outcome,
     TaskError,
 )
 from fedloom.platform.clients.execution import (
@@ -31,7 +31,7 @@ from fedloom.platform.clients.execution import (
     run_chunk,
 )
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.loop import client_row, merge_chunks
+from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.results.tables import check_row
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Slice, Weights
@@ -71,16 +71,16 @@ def update_of(tensor: Tensor, weight: float = 1.0) -> Update:
 class Fake:
     """A task that does what it is told, one behaviour per attempt."""
 
-    behaviours: list[Callable[[], Outcome]]
+    behaviours: list[Callable[[], ClientResult]]
     calls: list[bool] = field(default_factory=list)
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         self.calls.append(cast(Guarded, worker.data).is_open)
         return self.behaviours[min(len(self.calls), len(self.behaviours)) - 1]()
 
 
-def good(value: float = 3.0) -> Outcome:
-    return Outcome(
+def good(value: float = 3.0) -> ClientResult:
+    return ClientResult(
         update=update_of(torch.full((2,), value)),
         samples=10,
         steps=4,
@@ -96,23 +96,23 @@ def good(value: float = 3.0) -> Outcome:
     )
 
 
-def nan() -> Outcome:
-    return Outcome(update=update_of(torch.tensor([1.0, math.nan])), samples=10)
+def nan() -> ClientResult:
+    return ClientResult(update=update_of(torch.tensor([1.0, math.nan])), samples=10)
 
 
-def explode() -> Outcome:
+def explode() -> ClientResult:
     raise KeyError("the battery")
 
 
-def overflow() -> Outcome:
+def overflow() -> ClientResult:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def refuse() -> Outcome:
+def refuse() -> ClientResult:
     raise TaskError("too tired")
 
 
-def planned(*behaviours: Callable[[], Outcome], client_id: int | None = 7, **changes: object) -> Assignment:
+def planned(*behaviours: Callable[[], ClientResult], client_id: int | None = 7, **changes: object) -> Assignment:
     return Assignment("train", 3, client_id, "tier2", Fake(list(behaviours)), PHONE, **changes)  # type: ignore[arg-type]
 
 
@@ -124,7 +124,7 @@ def test_a_good_client_is_a_row_with_all_its_figures() -> None:
     report = run_assignment(
         fake_worker(), planned(good, selection_probability=0.25, selection_reason="uniform"), SHARED, sums
     )
-    row = check_row("clients", client_row("train", 3, report))
+    row = check_row("clients", report.row("train", 3))
     expected = {
         "stage": "train",
         "round": 3,
@@ -183,7 +183,7 @@ def test_a_refused_result_is_a_failed_row_in_the_tasks_own_words() -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_an_update_that_is_not_finite_is_a_failed_row_and_not_in_the_sums(poison: float) -> None:
-    task = planned(lambda: Outcome(update=update_of(torch.tensor([poison, 1.0])), samples=10))
+    task = planned(lambda: ClientResult(update=update_of(torch.tensor([poison, 1.0])), samples=10))
     report = run_assignment(fake_worker(), task, SHARED, sums := WeightedSums())
     assert report.status == "failed"
     assert report.error == "the update is not finite (first in w): it was left out of the average"
@@ -193,7 +193,7 @@ def test_an_update_that_is_not_finite_is_a_failed_row_and_not_in_the_sums(poison
 def test_an_update_with_an_impossible_weight_is_a_failed_row_and_not_in_the_sums() -> None:
     both = {"a": torch.ones(1), "w": torch.ones(2)}
     update = Update(both, {name: Slice(name) for name in both}, {"a": 1.0, "w": -1.0})
-    report = run_assignment(fake_worker(), planned(lambda: Outcome(update=update)), SHARED, sums := WeightedSums())
+    report = run_assignment(fake_worker(), planned(lambda: ClientResult(update=update)), SHARED, sums := WeightedSums())
     assert report.status == "failed"
     assert "the weight of w is -1.0" in report.error
     assert sums.tensors == {}
@@ -209,7 +209,7 @@ def test_a_dropped_client_does_no_work_and_is_waited_for_until_the_deadline() ->
 
 def test_without_a_deadline_a_dropped_client_is_waited_for_as_long_as_its_work_is_expected_to_take() -> None:
     class Countable(Fake):
-        def account(self, _worker: Worker, _assignment: Assignment) -> Outcome:
+        def account(self, _worker: Worker, _assignment: Assignment) -> ClientResult:
             return replace(good(), update=None)
 
     assignment = planned(good, dropped="gone", expected_macs=300.0)
@@ -222,7 +222,7 @@ def test_without_a_deadline_a_dropped_client_is_waited_for_as_long_as_its_work_i
     assert (counted.macs, counted.bytes_down, sums.tensors) == (0.0, 0, {})
 
     class Uncountable(Fake):
-        def account(self, _worker: Worker, _assignment: Assignment) -> Outcome:
+        def account(self, _worker: Worker, _assignment: Assignment) -> ClientResult:
             raise ZeroDivisionError
 
     estimated = run_assignment(fake_worker(), replace(assignment, task=Uncountable([explode])), SHARED, sums)
@@ -270,7 +270,7 @@ def test_after_the_last_attempt_the_last_failure_counts() -> None:
 
 
 def test_interrupts_are_not_a_clients_failure() -> None:
-    def interrupt() -> Outcome:
+    def interrupt() -> ClientResult:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -296,9 +296,9 @@ def test_only_marked_assignments_may_read_test_data() -> None:
 class Count:
     """Counts its client's rounds in the client's own state."""
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         before = assignment.state or {"rounds": torch.tensor(0)}
-        return Outcome(state={"rounds": before["rounds"] + 1})
+        return ClientResult(state={"rounds": before["rounds"] + 1})
 
 
 def test_a_clients_state_travels_with_it_from_worker_to_worker() -> None:
@@ -317,12 +317,12 @@ class CountInPlace:
 
     fails: list[bool]
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         assert assignment.state is not None
         assignment.state["rounds"].add_(1)
         if self.fails and self.fails.pop():
             raise OSError("too late: it has counted")
-        return Outcome(state=assignment.state)
+        return ClientResult(state=assignment.state)
 
 
 def test_a_failed_attempt_leaves_the_clients_state_as_it_was() -> None:
@@ -337,7 +337,7 @@ def test_a_clients_state_is_its_own_copy() -> None:
     # A task may hand out its module's tensors, which the next client is trained with.
     of_the_module = torch.tensor(1.0)
     report = run_assignment(
-        fake_worker(), planned(lambda: Outcome(state={"kept": of_the_module})), SHARED, WeightedSums()
+        fake_worker(), planned(lambda: ClientResult(state={"kept": of_the_module})), SHARED, WeightedSums()
     )
     of_the_module.fill_(9.0)
     assert report.state is not None
@@ -373,7 +373,7 @@ def plan_of_many() -> list[Assignment]:
     plan = []
     for i in range(12):
         tensor, weight = torch.randn(2, generator=generator), float(torch.rand((), generator=generator)) + 0.1
-        outcome = Outcome(update=update_of(tensor, weight), samples=i)
+        outcome = ClientResult(update=update_of(tensor, weight), samples=i)
         behaviour = explode if i % 5 == 4 else (lambda outcome=outcome: outcome)
         plan.append(Assignment("train", 0, i, "tier1" if i < 7 else "tier2", Fake([behaviour]), PHONE))
     return plan
@@ -382,9 +382,9 @@ def plan_of_many() -> list[Assignment]:
 def test_every_planned_client_is_exactly_one_row_in_plan_order() -> None:
     executor = SerialExecutor(fake_worker())
     result = merge_chunks(executor.run(make_chunks(plan_of_many(), 4), SHARED))
-    assert [r.client_id for r in result.reports] == list(range(12))
-    assert [r.client_id for r in result.reports if r.status == "failed"] == [4, 9]
-    assert all(r.status == "ok" for r in result.reports if r.client_id not in (4, 9))
+    assert [r.client_id for r in result.client_results] == list(range(12))
+    assert [r.client_id for r in result.client_results if r.status == "failed"] == [4, 9]
+    assert all(r.status == "ok" for r in result.client_results if r.client_id not in (4, 9))
 
 
 def run_in_any_order(chunks: list[Chunk], order: list[int]) -> list[ChunkResult]:

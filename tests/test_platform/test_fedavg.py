@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Update, WeightedSums, average
-from fedloom.platform.clients.assignments import Measurement, Report
+from fedloom.platform.clients.assignments import ClientResult, Measurement
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
@@ -143,7 +143,7 @@ def test_a_model_at_chance_whose_clients_are_not_is_warned_of_once(
     def compared(index: int, clients: float, model: float) -> int:
         """The number of warnings so far."""
         score = Measurement("fedavg", "0-1-2", "validation", "accuracy", model, 32)
-        reports = [Report(0, "tier1", "ok", metric=clients, samples=10), Report(None, "server", "ok")]
+        reports = [ClientResult(client_id=0, tier="tier1", metric=clients, samples=10), ClientResult(tier="server")]
         result = RoundResult(WeightedSums(), [reports[0], replace(reports[1], measurements=(score,))])
         stage._compare_statistics(index, result)
         return len(caplog.messages)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.averaging.average import Update, WeightedSums, average
-from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import (
     SerialExecutor,
     SharedWeights,
@@ -94,7 +94,7 @@ def with_logits(weights: Mapping[str, Tensor], logits: Sequence[float]) -> dict[
     return {**weights, BIAS: torch.tensor(logits)}
 
 
-def one_silo(world: World, client_id: int, weights: Mapping[str, Tensor], worker: Worker | None = None) -> Outcome:
+def one_silo(world: World, client_id: int, weights: Mapping[str, Tensor], worker: Worker | None = None) -> ClientResult:
     """A silo's round by itself; what it sends is copied, as it lies in the worker's module until that is used again."""
     assignment = Assignment("fedmn", 1, client_id, "tier1", TASK)
     outcome = TASK.run(worker or Worker(world.spec), assignment, weights)
@@ -203,7 +203,7 @@ def test_a_module_is_averaged_over_those_who_chose_it_and_else_unchanged(world: 
     assert len(changed) == len(space.operator_tensors(0, 1))
 
 
-def alone(world: World, stage: Stage, state: RunState, client_id: int) -> Outcome:
+def alone(world: World, stage: Stage, state: RunState, client_id: int) -> ClientResult:
     """One silo's part of the coming round, by itself."""
     assignment = next(a for a in stage.plan(state).assignments if a.client_id == client_id)
     return assignment.task.run(Worker(world.spec), assignment, state.weights(SUPERNET))
@@ -257,7 +257,7 @@ def test_the_final_choice_is_without_noise_and_may_be_nothing(world: World) -> N
     assignment = Assignment("evaluation", 0, 2, "tier1", task, reads_test=True)
     chunk = make_chunks([assignment], 1)
     (result,) = SerialExecutor(Worker(world.spec)).run(chunk, SharedWeights(weights, "1"))
-    report = result.reports[0]
+    report = result.client_results[0]
     assert report.status == "ok", report.traceback
     assert report.subspace == "0//0,1/0/0/0/0/0"
     assert {m.model for m in report.measurements} == {"global", "personal"}

@@ -306,9 +306,9 @@ def test_evaluate_every_scores_on_validation_data_and_after_the_last_round(
     last = [plan.assignments[-1].task for plan in stepper.plans]
     assert [type(task) for task in last] == [ScoreSubnet, Train, ScoreSubnet, Train]
     assert last[0].split == "validation"
-    reviews = [merged.review for merged in stepper.merged]
-    assert reviews[:3] == [None] * 3
-    assert [a.task for a in reviews[3].plan.assignments] == [last[0]]
+    evaluations = [merged.evaluation for merged in stepper.merged]
+    assert evaluations[:3] == [None] * 3
+    assert [a.task for a in evaluations[3].plan.assignments] == [last[0]]
 
 
 def test_the_supernet_is_scored_before_its_rounds_and_after_the_last(finished: Any) -> None:
@@ -333,7 +333,7 @@ def test_without_evaluate_every_nothing_is_scored(tiny_config: Make, step_throug
     stepper = step_through(world, stage_of(world, "supernet"), RunState())
     stepper.finish()
     assert all(a.client_id is not None for plan in stepper.plans for a in plan.assignments)
-    assert [merged.review for merged in stepper.merged] == [None, None]
+    assert [merged.evaluation for merged in stepper.merged] == [None, None]
 
 
 # -- what cannot run is refused before anything is written ------------------------------------------------------------

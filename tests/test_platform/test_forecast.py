@@ -32,7 +32,7 @@ class MacClock:
         class Timed(SerialExecutor):
             def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
                 for result in super().run(chunks, weights):
-                    macs = sum(report.macs * (TRAINING if report.steps else 1.0) for report in result.reports)
+                    macs = sum(report.macs * (TRAINING if report.steps else 1.0) for report in result.client_results)
                     clock.now_s += S_PER_MAC * macs
                     yield result
 

@@ -13,16 +13,23 @@ import torch
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import (
     Assignment,
+    ClientResult,
     Measurement,
-    Outcome,
-    Report,
 )
 from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig
 from fedloom.platform.federation.loop import InterruptedRunError, Loop, RoundProgress, round_row
 from fedloom.platform.federation.recorder import Recorder, restored_state
-from fedloom.platform.federation.stage import Merged, Plan, Review, RoundResult, Row, Stage, evaluation_rows
+from fedloom.platform.federation.stage import (
+    Plan,
+    PostRoundEvaluation,
+    RoundResult,
+    RoundUpdate,
+    Row,
+    Stage,
+    evaluation_rows,
+)
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths
@@ -44,9 +51,9 @@ class Add:
 
     measured: float = 0.5
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         client = assignment.client_id or 0
-        return Outcome(
+        return ClientResult(
             update=Update({"w": weights["w"] + 1}, {"w": Slice("w")}, {"w": 1.0}),
             samples=10 * (client + 1),
             steps=client,
@@ -85,12 +92,12 @@ class Counting(Stage):
         assignments = [replace(a, **self.changes.get(a.client_id, {})) for a in assignments]
         return Plan(assignments, "model", {"lr": 0.5, "beta": 0.25})
 
-    def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> Merged:
+    def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> RoundUpdate:
         weights = result.sums.finish(state.weights("model")).weights
-        return Merged(state.with_bag("model", weights), evaluation_rows(result.reports))
+        return RoundUpdate(state.with_bag("model", weights), evaluation_rows(result.client_results))
 
-    def end(self, state: RunState) -> Merged:
-        return Merged(state.with_data(f"{self.name} ended", True))
+    def end(self, state: RunState) -> RoundUpdate:
+        return RoundUpdate(state.with_data(f"{self.name} ended", True))
 
 
 class Setting:
@@ -226,7 +233,10 @@ def test_who_watches_is_told_after_the_round_is_safe(setting: Setting) -> None:
 
 
 def test_the_mean_of_nothing_is_nothing() -> None:
-    reports = [Report(0, "tier1", "ok", samples=0, loss=3.0), Report(1, "tier1", "failed", samples=5, loss=1.0)]
+    reports = [
+        ClientResult(client_id=0, tier="tier1", samples=0, loss=3.0),
+        ClientResult(client_id=1, tier="tier1", status="failed", samples=5, loss=1.0),
+    ]
     row = round_row("train", 0, reports, Plan([], "model"), 1.0, 2.0)
     assert row["loss"] is None
     assert (row["clients_planned"], row["clients_ok"], row["clients_failed"]) == (2, 1, 1)
@@ -236,9 +246,9 @@ def test_the_mean_of_nothing_is_nothing() -> None:
 class Count:
     """Counts its client's rounds in the client's own state."""
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         before = assignment.state["rounds"] if assignment.state is not None else torch.tensor(0)
-        return Outcome(state={"rounds": before + 1})
+        return ClientResult(state={"rounds": before + 1})
 
 
 class Alternating(Counting):
@@ -281,8 +291,8 @@ def test_a_stage_may_hand_a_client_a_state_of_its_own(setting: Setting) -> None:
 class Look:
     """Measures the first of the weights."""
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
-        return Outcome(measurements=(Measurement("m", "0-1", "validation", "w", weights["w"][0].item(), 1),))
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        return ClientResult(measurements=(Measurement("m", "0-1", "validation", "w", weights["w"][0].item(), 1),))
 
 
 class Reviewed(Counting):
@@ -295,18 +305,18 @@ class Reviewed(Counting):
     def _look(self, state: RunState) -> Assignment:
         return Assignment(self.name, state.round, None, "server", Look())
 
-    def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> Merged:
+    def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> RoundUpdate:
         merged = super().merge(state, plan, result)
         if state.round < self.rounds - 1:
             return merged
 
         def rows(result: RoundResult) -> list[Row]:
-            return [(table, {**row, "round": self.rounds}) for table, row in evaluation_rows(result.reports)]
+            return [(table, {**row, "round": self.rounds}) for table, row in evaluation_rows(result.client_results)]
 
-        return replace(merged, review=Review(Plan([self._look(state)], "model"), rows))
+        return replace(merged, evaluation=PostRoundEvaluation(Plan([self._look(state)], "model"), rows))
 
 
-def test_a_review_measures_the_state_after_its_round(setting: Setting) -> None:
+def test_an_evaluation_measures_the_state_after_its_round(setting: Setting) -> None:
     state = setting.loop(Reviewed({0: Add()}, rounds=2)).run(RunState())
     assert state.weights("model")["w"].tolist() == [2.0, 2.0]
     found = setting.table("evaluations")

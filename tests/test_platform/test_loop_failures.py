@@ -13,9 +13,8 @@ import torch
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import (
     Assignment,
+    ClientResult,
     DeviceLostError,
-    Outcome,
-    Report,
     Task,
 )
 from fedloom.platform.clients.execution import (
@@ -24,13 +23,14 @@ from fedloom.platform.clients.execution import (
     Executor,
     SerialExecutor,
     SharedWeights,
+    nothing_done,
 )
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation import recorder as recorder_module
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, FailuresConfig
 from fedloom.platform.federation.loop import InterruptedRunError, Loop, RunFailedError
 from fedloom.platform.federation.recorder import Recorder, restored_state
-from fedloom.platform.federation.stage import Merged, Plan, Review, RoundResult, Stage
+from fedloom.platform.federation.stage import Plan, PostRoundEvaluation, RoundResult, RoundUpdate, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint
@@ -54,11 +54,13 @@ class Add:
     fails_in: tuple[int, ...] = ()
     failures: list[int] = field(default_factory=lambda: [1_000_000])
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         if assignment.round in self.fails_in and self.failures[0] > 0:
             self.failures[0] -= 1
             raise OSError("the battery is empty")
-        return Outcome(Update({"w": weights["w"] + 1}, {"w": Slice("w")}, {"w": 1.0}), samples=10, macs=100.0)
+        return ClientResult(
+            update=Update({"w": weights["w"] + 1}, {"w": Slice("w")}, {"w": 1.0}), samples=10, macs=100.0
+        )
 
 
 @dataclass
@@ -69,7 +71,7 @@ class Counting(Stage):
     rounds: int = 3
     name: str = "train"
     changes: dict[int | None, dict[str, Any]] = field(default_factory=dict)
-    review: Task | None = None
+    evaluation: Task | None = None
 
     def begin(self, state: RunState) -> RunState:
         return state.with_bag("model", {"w": torch.zeros(2)})
@@ -84,12 +86,12 @@ class Counting(Stage):
         ]
         return Plan([replace(a, **self.changes.get(a.client_id, {})) for a in assignments], "model")
 
-    def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> Merged:
-        merged = Merged(state.with_bag("model", result.sums.finish(state.weights("model")).weights))
-        if self.review is None:
+    def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> RoundUpdate:
+        merged = RoundUpdate(state.with_bag("model", result.sums.finish(state.weights("model")).weights))
+        if self.evaluation is None:
             return merged
-        plan = Plan([Assignment(self.name, state.round, None, "server", self.review)], "model")
-        return replace(merged, review=Review(plan, lambda _result: ()))
+        plan = Plan([Assignment(self.name, state.round, None, "server", self.evaluation)], "model")
+        return replace(merged, evaluation=PostRoundEvaluation(plan, lambda _result: ()))
 
 
 class Setting:
@@ -207,8 +209,8 @@ def test_the_servers_own_work_must_not_fail(setting: Setting) -> None:
         setting.loop(stage, **failing("tolerate", max_share=1.0)).run(RunState())
 
 
-def test_a_review_that_fails_takes_its_round_along(setting: Setting) -> None:
-    stage = Counting(review=Add(fails_in=(1,)))
+def test_an_evaluation_that_fails_takes_its_round_along(setting: Setting) -> None:
+    stage = Counting(evaluation=Add(fails_in=(1,)))
     with pytest.raises(RunFailedError, match="round 2: the server's own work failed: OSError: the battery is empty"):
         setting.loop(stage, checkpoint=CheckpointConfig(every=100), **failing("tolerate", max_share=1.0)).run(
             RunState()
@@ -228,7 +230,10 @@ class Alone:
 
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
         for place, result in enumerate(SerialExecutor(fake_worker()).run(chunks, weights)):
-            yield replace(result, reports=[replace(r, fallback="no vmap" if place else None) for r in result.reports])
+            yield replace(
+                result,
+                client_results=[replace(r, fallback="no vmap" if place else None) for r in result.client_results],
+            )
 
     def close(self) -> None:
         """Nothing to release."""
@@ -263,7 +268,9 @@ class Hanging:
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
         for chunk, result in zip(chunks, SerialExecutor(fake_worker()).run(chunks, weights), strict=True):
             if chunk.assignments[0].client_id == 1:
-                result = ChunkResult(reports=[Report(1, "tier1", "timed_out", "no answer within 3 s")])
+                result = ChunkResult(
+                    client_results=[nothing_done("timed_out", "no answer within 3 s", client_id=1, tier="tier1")]
+                )
             yield result
 
     def close(self) -> None:
@@ -282,7 +289,7 @@ def test_a_client_that_hangs_in_real_time_is_a_failure(setting: Setting) -> None
 class Refusing(Counting):
     """Its merge meets a value that it cannot work with."""
 
-    def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> Merged:
+    def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> RoundUpdate:
         if state.round == 1:
             raise ValueError("no such value")
         return super().merge(state, plan, result)
@@ -310,7 +317,7 @@ def test_a_stopped_run_has_every_finished_round_in_its_checkpoint(setting: Setti
 
 @dataclass(frozen=True)
 class Interrupted(Add):
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         if assignment.round == 2:
             raise KeyboardInterrupt
         return super().run(worker, assignment, weights)

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from fedloom.platform.clients.assignments import Measurement, Report
+from fedloom.platform.clients.assignments import ClientResult, Measurement
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress, Validated, split_of, validated
 from fedloom.platform.runs.run import Watcher, make_serial, start_run
 
 
-def report(steps: int, *splits: str | None) -> Report:
+def report(steps: int, *splits: str | None) -> ClientResult:
     measured = tuple(Measurement("m", "0", split, "accuracy", 0.5, 1) for split in splits)
-    return Report(0, "tier1", "ok", steps=steps, measurements=measured)
+    return ClientResult(client_id=0, tier="tier1", steps=steps, measurements=measured)
 
 
 def test_the_metric_is_of_training_data_unless_nobody_trained() -> None:
@@ -40,7 +40,7 @@ def row(
         ([row(0.2), row(0.8, round=6)], Validated(0.8, 6)),
         ([row(float("nan"))], None),
     ],
-    ids=["nothing", "no accuracy", "the server before", "silos after", "the review", "not a number"],
+    ids=["nothing", "no accuracy", "the server before", "silos after", "after the round", "not a number"],
 )
 def test_validation_is_the_latest_of_a_round(rows: Any, expected: Validated | None) -> None:
     assert validated(rows, 5) == expected

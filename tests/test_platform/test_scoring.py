@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedloom.platform.clients import scoring
-from fedloom.platform.clients.assignments import Assignment, Outcome, Task
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.networks import AVERAGED, Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
@@ -38,7 +38,7 @@ class Setting:
         self.worker = Worker(world.spec)
         self.weights = world.space.initial_weights(torch_stream(1, "test"))
 
-    def do(self, task: Task, client_id: int | None = 3, worker: Worker | None = None) -> Outcome:
+    def do(self, task: Task, client_id: int | None = 3, worker: Worker | None = None) -> ClientResult:
         return task.run(worker or self.worker, Assignment("train", 0, client_id, "tier1", task), self.weights)
 
 
@@ -47,7 +47,7 @@ def setting(tiny_config: Callable[..., RunConfig]) -> Setting:
     return Setting(build_world(tiny_config()))
 
 
-def values(outcome: Outcome) -> list[float]:
+def values(outcome: ClientResult) -> list[float]:
     return [m.value for m in outcome.measurements]
 
 

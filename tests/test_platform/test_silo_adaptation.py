@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fedloom.platform.clients.assignments import (
     Assignment,
-    Outcome,
+    ClientResult,
     Task,
     TaskError,
 )
@@ -58,7 +58,7 @@ class Federation:
     worker: Worker
     weights: dict[str, Tensor]
 
-    def do(self, task: Task, client_id: int = 0) -> Outcome:
+    def do(self, task: Task, client_id: int = 0) -> ClientResult:
         """One piece of a silo's work."""
         with self.worker.data.reading_test():
             return task.run(self.worker, Assignment("train", 0, client_id, "tier1", task), self.weights)
@@ -91,7 +91,7 @@ def first_of(config: RunConfig) -> Federation:
     return Federation(world, Worker(world.spec), world.space.initial_subnet_weights(ONLY, torch_stream(1, "first")))
 
 
-def values(outcome: Outcome) -> dict[tuple[str, str], float]:
+def values(outcome: ClientResult) -> dict[tuple[str, str], float]:
     return {(m.model, m.metric): m.value for m in outcome.measurements}
 
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fedloom.platform.clients.assignments import (
     Assignment,
+    ClientResult,
     Measurement,
-    Outcome,
     Task,
 )
 from fedloom.platform.clients.networks import Subnet
@@ -55,7 +55,7 @@ class Federation:
     worker: Worker
     weights: dict[str, Tensor]
 
-    def do(self, task: Task, state: Weights | None = None, round_: int = 0, client_id: int = 0) -> Outcome:
+    def do(self, task: Task, state: Weights | None = None, round_: int = 0, client_id: int = 0) -> ClientResult:
         """One piece of a silo's work, with a copy of its state, as the executor hands it in."""
         own = None if state is None else {name: tensor.detach().clone() for name, tensor in state.items()}
         assignment = Assignment("train", round_, client_id, "tier1", task, state=own)
@@ -89,16 +89,16 @@ def federation(make_config: Make) -> Federation:
     return Federation(world, Worker(world.spec), world.space.initial_subnet_weights(ONLY, torch_stream(1, "first")))
 
 
-def values(outcome: Outcome) -> dict[tuple[str, str], float]:
+def values(outcome: ClientResult) -> dict[tuple[str, str], float]:
     return {(m.model, m.metric): m.value for m in outcome.measurements}
 
 
-def sent(outcome: Outcome) -> dict[str, Tensor]:
+def sent(outcome: ClientResult) -> dict[str, Tensor]:
     assert outcome.update is not None
     return dict(outcome.update.tensors)
 
 
-def own(outcome: Outcome) -> Personal:
+def own(outcome: ClientResult) -> Personal:
     assert outcome.state is not None
     return unpacked(outcome.state)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fedloom.platform.runs.run as run_module
 from fedloom.platform.averaging.average import WeightedSums
-from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import evaluate
@@ -134,10 +134,10 @@ def failing(task: type[Any], when: Callable[[Assignment], bool], monkeypatch: py
     """Makes the tasks of a kind raise for some assignments."""
     original = task.run
 
-    def run(self: Any, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self: Any, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         if when(assignment):
             raise OSError("bad sector")
-        outcome: Outcome = original(self, worker, assignment, weights)
+        outcome: ClientResult = original(self, worker, assignment, weights)
         return outcome
 
     monkeypatch.setattr(task, "run", run)

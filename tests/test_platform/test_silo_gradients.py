@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.platform.averaging.average import Update, WeightedSums
-from fedloom.platform.clients.assignments import Assignment, Outcome, Task
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, endless_batches
@@ -66,7 +66,7 @@ class Federation:
         assert isinstance(self.world.space, DartsSpace)
         return self.world.space
 
-    def do(self, task: Task, state: Weights | None = None, round_: int = 0, client_id: int | None = 0) -> Outcome:
+    def do(self, task: Task, state: Weights | None = None, round_: int = 0, client_id: int | None = 0) -> ClientResult:
         """One piece of a silo's (or the server's) work, with a copy of its state, as the executor hands it in."""
         own = None if state is None else {name: tensor.detach().clone() for name, tensor in state.items()}
         return task.run(self.worker, Assignment("train", round_, client_id, "tier1", task, state=own), self.weights)
@@ -83,13 +83,13 @@ def federation(make_config: Make) -> Federation:
     return Federation(world, Worker(world.spec), world.space.initial_weights(torch_stream(1, "first")))
 
 
-def sent(outcome: Outcome) -> dict[str, Tensor]:
+def sent(outcome: ClientResult) -> dict[str, Tensor]:
     """Copies of what is sent: it may lie in the worker's module until that is used again."""
     assert outcome.update is not None
     return {name: tensor.detach().clone() for name, tensor in outcome.update.tensors.items()}
 
 
-def own(outcome: Outcome) -> Personal:
+def own(outcome: ClientResult) -> Personal:
     assert outcome.state is not None
     return unpacked(outcome.state)
 

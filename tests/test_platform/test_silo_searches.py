@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.clients import trainer
-from fedloom.platform.clients.assignments import Assignment, Outcome, Task
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
@@ -61,7 +61,7 @@ class Federation:
         assert isinstance(self.world.space, DartsSpace)
         return self.world.space
 
-    def do(self, task: Task, state: Weights | None = None, round_: int = 0, client_id: int | None = 0) -> Outcome:
+    def do(self, task: Task, state: Weights | None = None, round_: int = 0, client_id: int | None = 0) -> ClientResult:
         """One piece of a silo's (or the server's) work, with a copy of its state, as the executor hands it in."""
         own = None if state is None else {name: tensor.detach().clone() for name, tensor in state.items()}
         return task.run(self.worker, Assignment("train", round_, client_id, "tier1", task, state=own), self.weights)
@@ -78,12 +78,12 @@ def federation(make_config: Make) -> Federation:
     return Federation(world, Worker(world.spec), world.space.initial_weights(torch_stream(1, "first")))
 
 
-def sent(outcome: Outcome) -> Weights:
+def sent(outcome: ClientResult) -> Weights:
     assert outcome.update is not None
     return outcome.update.tensors
 
 
-def own(outcome: Outcome) -> Personal:
+def own(outcome: ClientResult) -> Personal:
     assert outcome.state is not None
     return unpacked(outcome.state)
 
@@ -93,7 +93,7 @@ def silo_samples(clients: pd.DataFrame, stage: str, client_id: int = 0) -> list[
     return found
 
 
-def assert_nothing_of_its_own_is_sent(outcome: Outcome, state: Personal) -> None:
+def assert_nothing_of_its_own_is_sent(outcome: ClientResult, state: Personal) -> None:
     update = sent(outcome)
     same = [n for n, t in update.items() if n in state.weights and t.is_floating_point() and t.numel() > 1]
     assert [n for n in same if torch.equal(update[n], state.weights[n])] == []

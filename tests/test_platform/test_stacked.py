@@ -164,7 +164,7 @@ SAME = ("client_id", "status", "error", "samples", "steps", "macs", "bytes_up", 
 def assert_close(one: Done, other: Done) -> None:
     for name, value in one.weights.items():
         torch.testing.assert_close(other.weights[name], value, rtol=1e-5, atol=1e-6, msg=name)
-    for a, b in zip(one.result.reports, other.result.reports, strict=True):
+    for a, b in zip(one.result.client_results, other.result.client_results, strict=True):
         for name in (
             "client_id",
             "status",
@@ -216,9 +216,9 @@ def test_what_cannot_be_stacked_is_trained_one_by_one(round_of: Any, space: str)
     for name, value in alone.weights.items():
         assert torch.equal(value, together_.weights[name]), name
     # Layers that do not stack are known in advance; a forward pass that does not is found out, and said.
-    known = {r.fallback if r.fallback is None else "vmap" in r.fallback for r in together_.result.reports}
+    known = {r.fallback if r.fallback is None else "vmap" in r.fallback for r in together_.result.client_results}
     assert known == ({True} if space == "branching" else {None})
-    assert {r.fallback for r in alone.result.reports} == {None}
+    assert {r.fallback for r in alone.result.client_results} == {None}
 
 
 def test_a_stack_without_enough_memory_fails_by_name_and_does_not_change_the_bits(
@@ -228,7 +228,7 @@ def test_a_stack_without_enough_memory_fails_by_name_and_does_not_change_the_bit
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(together, "train_stack", small)
-    reports = round_of("groups", "6").result.reports
+    reports = round_of("groups", "6").result.client_results
     assert {r.status for r in reports} == {"failed"}
     assert all("raise tiers.num_gpus, or lower the batch size or executor.stack_clients" in r.error for r in reports)
 
@@ -244,9 +244,9 @@ def test_of_a_diverging_client_only_its_own_row_fails(round_of: Any, monkeypatch
 
     monkeypatch.setattr(Dataset, "stored", broken)
     alone, together_ = round_of("groups", "off"), round_of("groups", "6")
-    assert [r.status for r in together_.result.reports] == ["ok", "ok", "failed", "ok", "ok", "ok"]
-    assert "the training loss is nan" in together_.result.reports[2].error
-    assert [r.fallback for r in together_.result.reports] == [None, None, together.DIVERGED, None, None, None]
+    assert [r.status for r in together_.result.client_results] == ["ok", "ok", "failed", "ok", "ok", "ok"]
+    assert "the training loss is nan" in together_.result.client_results[2].error
+    assert [r.fallback for r in together_.result.client_results] == [None, None, together.DIVERGED, None, None, None]
     assert_close(alone, together_)
 
 
@@ -255,7 +255,7 @@ def test_a_dropped_client_takes_no_part(round_of: Any) -> None:
         assignments[1] = replace(assignments[1], dropped="no power")
 
     alone, together_ = round_of("groups", "off", change=drop), round_of("groups", "6", change=drop)
-    assert (together_.stacked, together_.result.reports[1].status) == (5, "dropped")
+    assert (together_.stacked, together_.result.client_results[1].status) == (5, "dropped")
     assert_close(alone, together_)
 
 
@@ -274,12 +274,12 @@ def leaving(client: LocalClient) -> None:
 @pytest.mark.parametrize(("rule", "said"), [("picky", "not this one"), ("leaving", "SystemExit")])
 def test_of_a_rule_that_fails_for_one_client_only_its_row_fails(round_of: Any, rule: str, said: str) -> None:
     done = round_of("groups", "6", local_rule=f"{HERE}:{rule}")
-    assert [r.status for r in done.result.reports] == ["ok", "ok", "failed", "ok", "ok", "ok"]
-    assert said in done.result.reports[2].error
+    assert [r.status for r in done.result.client_results] == ["ok", "ok", "failed", "ok", "ok", "ok"]
+    assert said in done.result.client_results[2].error
 
 
 def test_a_stack_s_time_and_memory_are_in_its_rows(round_of: Any) -> None:
-    reports = round_of("groups", "6").result.reports
+    reports = round_of("groups", "6").result.client_results
     assert len({r.wall_s for r in reports}) == 1, "shared out"
     assert all(r.wall_s > 0 and r.peak_memory_bytes > 0 for r in reports)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.scoring import ScoreSubnet, calibration_samples, score_subnets, scored_subnet
@@ -34,7 +34,7 @@ class Setting:
     worker: Worker
     weights: dict[str, Tensor]
 
-    def do(self, task: ScoreSubnet | Train, weights: Mapping[str, Tensor] | None = None) -> Outcome:
+    def do(self, task: ScoreSubnet | Train, weights: Mapping[str, Tensor] | None = None) -> ClientResult:
         client = None if isinstance(task, ScoreSubnet) else 3
         return task.run(self.worker, Assignment("test", 0, client, "tier1", task), weights or self.weights)
 

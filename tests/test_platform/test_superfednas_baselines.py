@@ -131,7 +131,7 @@ def test_the_server_scores_the_member_itself(elastic_config: Make, begun: Any) -
     (score,) = [a.task for a in stepper.plans[0].assignments if a.client_id is None]
     largest = stepper.stage.world.space.largest
     assert score == ScoreSubnet(Subnet(largest, stand_alone=True), "alone", "validation")
-    assert all(r.status == "ok" for r in stepper.results[0].reports)
+    assert all(r.status == "ok" for r in stepper.results[0].client_results)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def test_a_client_neither_receives_nor_changes_another_tasks_classifier(tiny_con
             network = assignment.task.network
             assert network.subspace[-1] == (task,)
             assert set(network.held(world.space)) & (own[0] | own[1]) == own[task]
-        for report in stepper.results[-1].reports:
+        for report in stepper.results[-1].client_results:
             if report.client_id is not None:
                 kept = tuple(tuple(map(int, row.split(","))) for row in report.subspace.split("/"))
                 assert report.bytes_down == sizes.fixed + sum(

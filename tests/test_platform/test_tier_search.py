@@ -115,7 +115,7 @@ def test_federated_scores_are_the_means_over_the_clients_samples(tiny_config: Ma
     stepper = step_through(world, stage, supernet_state(world))
     stepper.step()
     stepper.step()
-    reports = [r for result in stepper.results for r in result.reports]
+    reports = [r for result in stepper.results for r in result.client_results]
     assert len(reports) == 4
     for scored in stage._searcher(stepper.state).history:
         name = architecture_id(scored.architecture)
@@ -172,7 +172,9 @@ def test_who_comes_too_late_has_no_say_in_the_search(tiny_config: Make, step_thr
     stepper = step_through(world, stage, supernet_state(world))
     stepper.step()
     stepper.step()
-    assert {r.status for result in stepper.results for r in result.reports if r.client_id is not None} == {"timed_out"}
+    assert {r.status for result in stepper.results for r in result.client_results if r.client_id is not None} == {
+        "timed_out"
+    }
     history = stage._searcher(stepper.state).history
     assert history
     assert all(math.isnan(s.metric) and not s.feasible for s in history)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.averaging.weighting import Work
 from fedloom.platform.clients import trainer
-from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import SharedWeights, run_assignment
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
@@ -53,9 +53,9 @@ class Setting:
         self.worker = Worker(world.spec)
         self.weights = world.space.initial_weights(torch_stream(1, "test"))
 
-    def do(self, task: Any, client_id: int | None = 3, round_: int = 0, worker: Worker | None = None) -> Outcome:
+    def do(self, task: Any, client_id: int | None = 3, round_: int = 0, worker: Worker | None = None) -> ClientResult:
         assignment = Assignment("train", round_, client_id, "tier1", task)
-        outcome: Outcome = task.run(worker or self.worker, assignment, self.weights)
+        outcome: ClientResult = task.run(worker or self.worker, assignment, self.weights)
         return outcome
 
     def train(self, kept: Any = KEPT, budget: float = math.inf, local: LocalSGD = LOCAL) -> Train:
@@ -255,7 +255,7 @@ def test_counters_and_statistics_follow_their_operator(setting: Setting) -> None
 # -- nothing leaks ----------------------------------------------------------------------------------------------------
 
 
-def tensors_of(outcome: Outcome) -> dict[str, Tensor]:
+def tensors_of(outcome: ClientResult) -> dict[str, Tensor]:
     assert outcome.update is not None
     return {name: tensor.detach().clone() for name, tensor in outcome.update.tensors.items()}
 

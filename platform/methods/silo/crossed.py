@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fedloom.platform.clients.assignments import Assignment, Measurement, Outcome, client_of
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, client_of
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.scoring import measurements_of, own_test_data, score_loaded, score_network
@@ -30,7 +30,7 @@ class ScoreModel:
     subspace: Subspace
     model: str
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Measures the model called `model`."""
         network = MixedNetwork(self.subspace).on(worker)
         data = own_test_data(worker, assignment)
@@ -55,7 +55,7 @@ class TrainAndScore:
     local: LocalSGD
     epoch: str = LAST
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Measures the model called `model`; the silo's own state does not change."""
         network = MixedNetwork(self.subspace).on(worker)
         data, test = client_samples(worker, assignment, joined=self.joined), own_test_data(worker, assignment)

@@ -6,7 +6,7 @@ Settings of SPIDER, App. B.1.
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from fedloom.platform.clients.assignments import Assignment, Outcome
+from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import PERSONAL
@@ -53,7 +53,7 @@ class TrainDitto:
     joined: bool = True
     scored: bool = False
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Trains both models; the update holds only the shared one, the personal one stays in the silo's state."""
         silo = begun(assignment.state, weights)
         network = self.subnet.on(worker)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedloom.platform.clients.assignments import (
     Assignment,
-    Outcome,
+    ClientResult,
     Task,
     places_of,
 )
@@ -104,7 +104,7 @@ class TrainModular:
     joined: bool = True
     scored: bool = False
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """The update holds the chosen modules, the fixed part and the router; the silo keeps no state."""
         data = client_samples(worker, assignment, joined=self.joined)
         gates = Gates.drawn(worker, assignment, weights, data, self.temperature)
@@ -174,7 +174,7 @@ class ScoreModular:
     local: LocalSGD
     joined: bool = True
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Measures `global`, the shared modules, and `personal`, the adapted ones."""
         data = client_samples(worker, assignment, joined=self.joined)
         router, embedding = routed(worker, weights, data)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from fedloom.platform.clients.assignments import Assignment, Outcome, Task
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.trainer import (
     client_samples,
@@ -57,7 +57,7 @@ class TrainMixed:
     rules: Rules
     scored: bool = False
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """The update holds the supernet and the architecture parameters."""
         alphas = weights[ALPHAS].clone().to(worker.device)
         silo = Personal(weights, {}, self.subspace, alphas)

@@ -13,7 +13,7 @@ from typing import Annotated, cast
 
 from torch import Tensor
 
-from fedloom.platform.clients.assignments import Assignment, Outcome, client_of
+from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.scoring import PERSONAL, own_test_data, score_network
 from fedloom.platform.clients.trainer import (
@@ -81,7 +81,7 @@ class TrainSplit:
     scored: bool = False
     use_validation: bool = True
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """The update holds only the base; the personal part and the architecture stay in the silo's state."""
         space = with_cells(worker.space, "fedpnas")
         base = frozenset(space.base_tensors(self.base_cells))
@@ -142,7 +142,7 @@ class ScoreSplit:
 
     base_cells: int
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Measures the model `personal`."""
         space = with_cells(worker.space, "fedpnas")
         base = frozenset(space.base_tensors(self.base_cells))

@@ -7,7 +7,7 @@ in every round: all silos train the remaining operators of the supernet (FedAvg)
 
 from dataclasses import dataclass, field
 
-from fedloom.platform.clients.assignments import Assignment, Outcome, Task
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.stage import Plan, RoundResult, Stage
@@ -44,12 +44,12 @@ class DecideCentrally:
     subspace: Subspace
     search: Perturbation
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Makes the search step; the outcome's `subspace` holds the remaining operators."""
         data = worker.central_data("validation")
         network = MixedNetwork(self.subspace).on(worker)
         kept, macs = self.search.decided(worker, assignment, network, weights, data)
-        return Outcome(samples=len(data[1]), macs=macs, subspace=subspace_id(kept), clock_factor=EVALUATION_FACTOR)
+        return ClientResult(samples=len(data[1]), macs=macs, subspace=subspace_id(kept), clock_factor=EVALUATION_FACTOR)
 
 
 def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
@@ -71,7 +71,7 @@ def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
         return [DecideCentrally(kept, searcher)]
 
     def take_over(state: RunState, _plan: Plan, result: RoundResult) -> RunState:
-        decided = [r.subspace for r in result.reports if r.client_id is None and r.subspace is not None]
+        decided = [r.subspace for r in result.client_results if r.client_id is None and r.subspace is not None]
         return restricted_bag(state.with_data(KEPT, decided[0]), space) if decided else state
 
     slots = Slots(

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from fedloom.platform.clients.assignments import (
     Assignment,
+    ClientResult,
     Measurement,
-    Outcome,
     client_of,
     places_of,
 )
@@ -57,7 +57,7 @@ class ScoreNearest:
     scale: float = 1.0
     joined: bool = True
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Measures `global`, `personal`, and the chosen share."""
         network, client_id = self.subnet.on(worker), client_of(assignment)
         worker.load(network.module, weights, network.slices)
@@ -66,7 +66,7 @@ class ScoreNearest:
         with worker.randomness(network.module, generator):
             return self._scored(worker, network, client_samples(worker, assignment, joined=self.joined), client_id)
 
-    def _scored(self, worker: Worker, network: Network, store: Samples, client_id: int) -> Outcome:
+    def _scored(self, worker: Worker, network: Network, store: Samples, client_id: int) -> ClientResult:
         features, store_logits = features_and_logits(network, store[0])
 
         def mixture(queries: Tensor, logits: Tensor, *, leave_one_out: bool = False) -> tuple[Tensor, Tensor]:

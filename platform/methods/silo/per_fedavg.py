@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from fedloom.platform.clients.assignments import Assignment, Outcome, places_of
+from fedloom.platform.clients.assignments import Assignment, ClientResult, places_of
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import (
@@ -73,7 +73,7 @@ class TrainMeta:
     joined: bool = True
     scored: bool = False
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Trains the network; the update holds all of its tensors."""
         network = self.subnet.on(worker)
         data = client_samples(worker, assignment, joined=self.joined)

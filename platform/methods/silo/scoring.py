@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from fedloom.platform.clients.assignments import Assignment, Measurement, Outcome
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement
 from fedloom.platform.clients.networks import Described, Network, Subnet
 from fedloom.platform.clients.scoring import (
     GLOBAL,
@@ -29,9 +29,11 @@ def final_measurements(worker: Worker, model: str, network: Network, score: Scor
     return (*measurements_of(model, network.name, "test", score), *of_costs)
 
 
-def scored_outcome(worker: Worker, network: Network, score: Score, measurements: tuple[Measurement, ...]) -> Outcome:
+def scored_outcome(
+    worker: Worker, network: Network, score: Score, measurements: tuple[Measurement, ...]
+) -> ClientResult:
     """The outcome of scoring a network."""
-    return Outcome(
+    return ClientResult(
         samples=score.samples,
         macs=network.macs * score.samples,
         parameters=network.parameters(worker),
@@ -48,7 +50,7 @@ class ScoreOwn:
 
     subnet: Subnet | None = None
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Measures the model `personal`; a silo that has never taken part uses the shared model."""
         if self.subnet is None:
             silo = begun(assignment.state, weights, summing_options(worker.space, "a search").largest_subspace)
@@ -66,7 +68,7 @@ class ScoreShared:
 
     network: Described
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Measures the model `global`."""
         network = self.network.on(worker, assignment)
         score = score_network(worker, assignment, network, weights, own_test_data(worker, assignment))
@@ -81,7 +83,7 @@ class AdaptAndScore:
     local: LocalSGD
     use_validation: bool = True
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Measures `global`, before the adaptation, and `personal`, after it."""
         data = client_samples(worker, assignment, joined=self.use_validation)
         return adapted_outcome(worker, assignment, self.subnet.on(worker), weights, data, self.local)
@@ -89,7 +91,7 @@ class AdaptAndScore:
 
 def adapted_outcome(
     worker: Worker, assignment: Assignment, network: Network, weights: Weights, data: Samples, local: LocalSGD
-) -> Outcome:
+) -> ClientResult:
     """The outcome of scoring the network on test data before (`global`) and after (`personal`) training on `data`."""
     test = own_test_data(worker, assignment)
     before = score_network(worker, assignment, network, weights, test)
@@ -102,7 +104,7 @@ def adapted_outcome(
 
 def trained_and_scored(
     worker: Worker, trained: TrainedNetwork, score: Score, measurements: tuple[Measurement, ...], *, evaluated: int
-) -> Outcome:
+) -> ClientResult:
     """The outcome of training a network only to score it, on `evaluated` samples in all."""
     forward_macs = trained.network.macs * evaluated
     return replace(

@@ -4,7 +4,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fedloom.platform.clients.assignments import Task
-from fedloom.platform.federation.stage import Merged, Plan, Review, RoundResult, Row, Stage, evaluation_rows
+from fedloom.platform.federation.stage import (
+    Plan,
+    PostRoundEvaluation,
+    RoundResult,
+    RoundUpdate,
+    Row,
+    Stage,
+    evaluation_rows,
+)
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import Slots, TrainingStage
 from fedloom.platform.federation.training_config import Rules
@@ -56,21 +64,21 @@ class SiloTraining(TrainingStage):
         super().__init__(world, train, rules, slots, name=name)
         self.test_every, self.score, self.ready = train.test_every, score, ready
 
-    def merge(self, state: RunState, plan: Plan, result: RoundResult) -> Merged:
-        """The training stage's, with a review by all silos where it is due."""
+    def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
+        """The training stage's, with an evaluation by all silos where it is due."""
         merged = super().merge(state, plan, result)
         if not (self._is_tested(state.round) and self.ready(merged.state)):
             return merged
-        assert merged.review is None, "silos' models are scored by the silos, not by the server"
+        assert merged.evaluation is None, "silos' models are scored by the silos, not by the server"
         planned = ClientEvaluation(self.world, self.score).planned(state.round, self.score(merged.state))
         tests = [replace(a, stage=self.name) for a in as_measured(planned)]
-        return replace(merged, review=Review(Plan(tests, self.bag), _watched))
+        return replace(merged, evaluation=PostRoundEvaluation(Plan(tests, self.bag), _watched))
 
     def _is_tested(self, index: int) -> bool:
         return self.test_every > 0 and (index % self.test_every == 0 or self._is_last(index))
 
 
 def _watched(result: RoundResult) -> list[Row]:
-    rows = evaluation_rows(result.reports)
+    rows = evaluation_rows(result.client_results)
     of_test = [(t, row) for t, row in rows if row["split"] == "test" and row["metric"] == "accuracy"]
     return [(table, {**row, "metric": WATCHED}) for table, row in of_test]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.assignments import Outcome
+from fedloom.platform.clients.assignments import ClientResult
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train, TrainedNetwork, trained_outcome, update_of
 from fedloom.platform.clients.training import LocalSGD, Samples
@@ -106,7 +106,7 @@ def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig
 
 def pair_outcome(
     shared: TrainedNetwork, own: TrainedNetwork, data: Samples, weighting: ComponentSpec, silo: Personal
-) -> Outcome:
+) -> ClientResult:
     """The outcome of training both models: loss and metric are the personal model's, the update the shared one's."""
     samples = len(data[1])
     outcome = trained_outcome(shared, samples, update_of(shared, samples, weighting))

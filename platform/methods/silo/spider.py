@@ -15,7 +15,7 @@ network starts from the first shared weights (`own_start`: from weights of its o
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from fedloom.platform.clients.assignments import Assignment, Outcome, client_of
+from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.scoring import PERSONAL
@@ -89,7 +89,7 @@ class TrainSpider:
     keep_momentum: bool = False
     own_start: bool = False
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """The update holds only the shared model; the personal one stays in the silo's state."""
         space = with_cells(worker.space, "spider")
         state, start = assignment.state or {}, weights

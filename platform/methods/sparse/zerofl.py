@@ -39,7 +39,7 @@ from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.slices import SliceMap, Weights, architecture_id
 
 if TYPE_CHECKING:
-    from fedloom.platform.clients.assignments import Assignment, Outcome
+    from fedloom.platform.clients.assignments import Assignment, ClientResult
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.federation.stage import Stage
     from fedloom.platform.federation.training import Round
@@ -165,7 +165,7 @@ class ScoreThinned(ScoreSubnet):
 
     share: float = 1.0
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         return super().run(worker, assignment, thinned(worker.space, self.subnet, weights, self.share))
 
 

@@ -12,7 +12,7 @@ from fedloom.platform.clients.assignments import SERVER, Assignment, Task
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.federation.planning import assign, evaluation_macs, for_server, in_plan_order
 from fedloom.platform.federation.selection import Cohort
-from fedloom.platform.federation.stage import KeptModel, Merged, Plan, RoundResult, Row, Stage, evaluation_rows
+from fedloom.platform.federation.stage import KeptModel, Plan, RoundResult, RoundUpdate, Row, Stage, evaluation_rows
 from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, extract
@@ -113,11 +113,11 @@ class EvaluationStage(Stage):
         clients = [assign(self.world, self.name, state.round, cohort, c, on_test) for c in cohort.client_ids]
         return Plan([*central, *as_measured(clients)], job.bag)
 
-    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """Returns the measurements and the model; the state does not change."""
         job = self.jobs(state)[state.round]
-        rows = [*evaluation_rows(result.reports, job.name or None), *self._cost_rows(job)]
-        return Merged(state, rows, [self._kept(state, job)] if job.kept else [])
+        rows = [*evaluation_rows(result.client_results, job.name or None), *self._cost_rows(job)]
+        return RoundUpdate(state, rows, [self._kept(state, job)] if job.kept else [])
 
     def _cost_rows(self, job: EvaluationJob) -> list[Row]:
         """The costs of a model that is not stored and so has no row in `models`."""
@@ -180,6 +180,6 @@ class ClientEvaluation(Stage):
         ordered = in_plan_order(self.world, cohort.client_ids)
         return [assign(self.world, self.name, round_, cohort, c, task) for c in ordered]
 
-    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """Returns the clients' measurements; networks trained only to be scored are not stored."""
-        return Merged(state, evaluation_rows(result.reports))
+        return RoundUpdate(state, evaluation_rows(result.client_results))

@@ -91,7 +91,7 @@ def run_rounds(stage: SampleStage | VerifyStage, state: RunState, executor: Exec
         plan = stage.plan(state)
         shared = SharedWeights(state.weights(plan.bag), state.version(plan.bag))
         result = merge_chunks(executor.run(make_chunks(plan.assignments, 1), shared))
-        for report in result.reports:
+        for report in result.client_results:
             if report.error:
                 raise ValueError(f"{stage.name}: {report.error}")
         state = replace(stage.merge(state, plan, result).state, round=state.round + 1)

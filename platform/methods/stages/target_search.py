@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedloom.platform.clients.assignments import SERVER, Report, Task
+from fedloom.platform.clients.assignments import SERVER, ClientResult, Task
 from fedloom.platform.clients.latency import MeasureLatency
 from fedloom.platform.clients.scoring import ScoreSubnets
 from fedloom.platform.federation.planning import expected_macs, for_server, num_samples
-from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Row, Stage
+from fedloom.platform.federation.stage import Plan, RoundResult, RoundUpdate, Row, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World
@@ -148,7 +148,7 @@ class Scoring:
         return Plan([for_server(self.stage, state.round, task) for task in tasks], SUPERNET, chunk_size=1)
 
 
-def _values(reports: Iterable[Report]) -> dict[str, dict[str, float]]:
+def _values(reports: Iterable[ClientResult]) -> dict[str, dict[str, float]]:
     """The measured values per architecture, by name."""
     values: dict[str, dict[str, float]] = {}
     for report in reports:
@@ -157,7 +157,7 @@ def _values(reports: Iterable[Report]) -> dict[str, dict[str, float]]:
     return values
 
 
-def _merged(known: Any, reports: Iterable[Report]) -> Any:
+def _merged(known: Any, reports: Iterable[ClientResult]) -> Any:
     """The values of earlier rounds and of this one, as JSON values for the state."""
     merged = {name: dict(values) for name, values in known.items()}
     for name, values in _values(reports).items():
@@ -211,14 +211,14 @@ class SampleStage(Stage):
         """The samples in groups, for the server's workers."""
         return self.scoring.plan(state, self.architectures)
 
-    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """Collects what was measured."""
-        return Merged(state.with_data(SAMPLES, _merged(state.data[SAMPLES], result.reports)))
+        return RoundUpdate(state.with_data(SAMPLES, _merged(state.data[SAMPLES], result.client_results)))
 
-    def end(self, state: RunState) -> Merged:
+    def end(self, state: RunState) -> RoundUpdate:
         """Returns one row per sample."""
         rows = sample_rows(self.world, SAMPLES, 0, samples_in(state.data[SAMPLES]), self.config.metric)
-        return Merged(state, [*rows, *_latency_rows(SAMPLES, state.data[SAMPLES])])
+        return RoundUpdate(state, [*rows, *_latency_rows(SAMPLES, state.data[SAMPLES])])
 
 
 class VerifyStage(Stage):
@@ -276,13 +276,13 @@ class VerifyStage(Stage):
         names = dict.fromkeys(name for candidates in found.values() for name in candidates)
         return self.scoring.plan(state, [parse_architecture(name) for name in names])
 
-    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """Collects what was measured."""
         value = state.data[FINALISTS]
-        measured = _merged(value["measured"], result.reports)
-        return Merged(state.with_data(FINALISTS, {**value, "measured": measured}))
+        measured = _merged(value["measured"], result.client_results)
+        return RoundUpdate(state.with_data(FINALISTS, {**value, "measured": measured}))
 
-    def end(self, state: RunState) -> Merged:
+    def end(self, state: RunState) -> RoundUpdate:
         """Stores the winners, and returns one row per finalist and the predictors' quality."""
         value = state.data[FINALISTS]
         verified = {architecture_id(s.architecture): s for s in samples_in(value["measured"])}
@@ -306,7 +306,7 @@ class VerifyStage(Stage):
             rows += sample_rows(self.world, FRONT, 1, own, self.config.metric)
         rows += _latency_rows("finalists", value["measured"])
         # The rows hold everything from here on; without removal every later checkpoint would contain it.
-        return Merged(state.with_data(WINNERS, winners).without_data(FINALISTS, SAMPLES), rows)
+        return RoundUpdate(state.with_data(WINNERS, winners).without_data(FINALISTS, SAMPLES), rows)
 
 
 def _ids(found: dict[Architecture, float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from fedloom.platform.clients.assignments import Assignment, Measurement, Report
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement
 from fedloom.platform.clients.networks import ESTIMATED
 from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, ScoreSubnets
 from fedloom.platform.federation.planning import (
@@ -20,7 +20,7 @@ from fedloom.platform.federation.planning import (
     num_samples,
 )
 from fedloom.platform.federation.selection import Cohort
-from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Row, Stage
+from fedloom.platform.federation.stage import Plan, RoundResult, RoundUpdate, Row, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World
@@ -220,21 +220,24 @@ class TierSearchStage(Stage):
         kept = tuple(tuple(sorted(set(options))) for options in zip(*candidates, strict=True))
         return space.subspace_slices(kept)
 
-    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """Collects scores, and tells the searcher when those of the whole generation are complete."""
-        central = [r for r in result.reports if r.client_id is None]
+        central = [r for r in result.client_results if r.client_id is None]
         if not self.federated:
-            return Merged(self._tell(state, _scores(central)))
-        pending = [*state.data.get(self._pending, []), _scores(r for r in result.reports if r.client_id is not None)]
+            return RoundUpdate(self._tell(state, _scores(central)))
+        pending = [
+            *state.data.get(self._pending, []),
+            _scores(r for r in result.client_results if r.client_id is not None),
+        ]
         rows: list[Row] = []
         if central:
             state = state.with_data(f"{self.name}/central", _scores(central))
         if len(pending) < self.config.scoring_rounds:
-            return Merged(state.with_data(self._pending, pending))
+            return RoundUpdate(state.with_data(self._pending, pending))
         scores = _pooled(pending)
         if self.config.compare_with_central:
             rows.append(self._tau_row(scores, state.data[f"{self.name}/central"]))
-        return Merged(self._tell(state.with_data(self._pending, []), scores), rows)
+        return RoundUpdate(self._tell(state.with_data(self._pending, []), scores), rows)
 
     def _tell(self, state: RunState, scores: "Scores") -> RunState:
         searcher = self._searcher(state)
@@ -273,7 +276,7 @@ class TierSearchStage(Stage):
         values = {"model": "supernet", "tier": self.goal.name, "split": "validation", "metric": "kendall_tau_federated"}
         return "evaluations", {**values, "value": tau, "samples": len(names)}
 
-    def end(self, state: RunState) -> Merged:
+    def end(self, state: RunState) -> RoundUpdate:
         """Stores the winner, and returns one row per candidate, marked if it is on the final Pareto front."""
         history = self._searcher(state).history
         feasible = [s for s in history if s.feasible]
@@ -287,14 +290,14 @@ class TierSearchStage(Stage):
             winners = {**state.data.get(WINNERS, {}), self.goal.name: architecture_id(won)}
             state = state.with_data(WINNERS, winners)
         # The rows hold the history from here on; without removal every later checkpoint would contain it.
-        return Merged(state.without_data(self.name, self._pending, self._accuracies, f"{self.name}/central"), rows)
+        return RoundUpdate(state.without_data(self.name, self._pending, self._accuracies, f"{self.name}/central"), rows)
 
 
 Scores = dict[str, Any]
 """Per architecture its loss, metric and number of samples."""
 
 
-def _scores(reports: Iterable[Report]) -> Scores:
+def _scores(reports: Iterable[ClientResult]) -> Scores:
     """Scores pooled over reports, weighted by samples; failed reports have none."""
     by_name: dict[str, dict[str, list[Measurement]]] = {}
     for report in reports:

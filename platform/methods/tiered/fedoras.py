@@ -34,7 +34,7 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import Trained
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.planning import expected_macs, for_server, training_budget
-from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Stage
+from fedloom.platform.federation.stage import Plan, RoundResult, RoundUpdate, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training import (
     SUPERNET,
@@ -346,11 +346,11 @@ class SliceStage(Stage):
         _, architecture = self._won(state)[state.round]
         return Plan([for_server(self.name, state.round, EstimateStatistics(Subnet(architecture)))], SUPERNET)
 
-    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """The slice with its statistics, as a bag of its own."""
         tier, architecture = self._won(state)[state.round]
         cut = extract(state.weights(SUPERNET), self.world.space.slices(architecture))
-        return Merged(state.with_bag(bag_name(tier, FROM_SUPERNET), result.sums.finish(cut).weights))
+        return RoundUpdate(state.with_bag(bag_name(tier, FROM_SUPERNET), result.sums.finish(cut).weights))
 
 
 def bag_name(tier: str, model: str) -> str:

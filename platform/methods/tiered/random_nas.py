@@ -19,7 +19,7 @@ import numpy as np
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.federation.planning import evaluation_macs, for_server
-from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Stage
+from fedloom.platform.federation.stage import Plan, RoundResult, RoundUpdate, Stage
 from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import TrainingConfig, check_training
 from fedloom.platform.federation.world import World
@@ -80,16 +80,16 @@ class ContestStage(Stage):
     def _bag(self, number: int) -> str:
         return bag_name(self.tier.name, model_name(number))
 
-    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """Adds the score; a model without a finite loss counts as failed."""
-        (report,) = result.reports
+        (report,) = result.client_results
         finite = report.loss is not None and report.metric is not None and math.isfinite(report.loss)
         score = [architecture_id(self.architecture), report.metric if finite else None, report.loss]
         known = state.data.get(SCORES, {})
         own = [*known.get(self.tier.name, []), score]
-        return Merged(state.with_data(SCORES, {**known, self.tier.name: own}))
+        return RoundUpdate(state.with_data(SCORES, {**known, self.tier.name: own}))
 
-    def end(self, state: RunState) -> Merged:
+    def end(self, state: RunState) -> RoundUpdate:
         """The state with the weights of the tier's best model alone."""
         history = self._history(state.data[SCORES][self.tier.name])
         ranked = [replace(s, metric=merit(self.metric, s.metric, s.loss)) for s in history]
@@ -102,10 +102,10 @@ class ContestStage(Stage):
             winners = {**state.data.get(WINNERS, {}), self.tier.name: architecture_id(won.architecture)}
             state = state.with_data(WINNERS, winners)
         if not self.last:
-            return Merged(state)
+            return RoundUpdate(state)
         front = {scored.architecture for scored in pareto_front(ranked)}
         chosen = None if won is None else won.architecture
-        return Merged(state, candidate_rows(self.world, self.tier.name, history, front, chosen))
+        return RoundUpdate(state, candidate_rows(self.world, self.tier.name, history, front, chosen))
 
     def _history(self, scores: Sequence[Sequence[Any]]) -> list[Scored]:
         """The scores so far; a model's generation is its number."""

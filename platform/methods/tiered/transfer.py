@@ -37,7 +37,7 @@ from fedloom.platform.spaces.slices import SliceMap, Weights, bytes_of, parse_ar
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fedloom.platform.clients.assignments import Assignment, Outcome
+    from fedloom.platform.clients.assignments import Assignment, ClientResult
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.federation.stage import Stage
     from fedloom.platform.federation.world import World
@@ -174,7 +174,7 @@ class OnlyHead:
 class TrainHead(Train):
     """Receives the whole network of an `OnlyHead`, and sends what it trains of it."""
 
-    def outcome(self, worker: Worker, assignment: Assignment, trained: TrainedNetwork, samples: int) -> Outcome:
+    def outcome(self, worker: Worker, assignment: Assignment, trained: TrainedNetwork, samples: int) -> ClientResult:
         whole = super().outcome(worker, assignment, trained, samples)
         assert whole.update is not None, "what has been trained is sent"
         tensors = {name: whole.update.tensors[name] for name in self._sent}
@@ -183,7 +183,7 @@ class TrainHead(Train):
         update = replace(whole.update, tensors=tensors, slices=slices, weights=weights)
         return replace(whole, update=update, bytes_up=bytes_of(tensors), parameters=_count(tensors))
 
-    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
+    def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
         shapes = _skeleton(worker.space, cast(OnlyHead, self.network).subnet).state_dict()
         tensors = {name: shapes[name] for name in self._sent}
         return replace(super().account(worker, assignment), bytes_up=bytes_of(tensors), parameters=_count(tensors))

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.assignments import Assignment, Outcome, client_of
+from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnets, loaded_subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import estimate_statistics
 from fedloom.platform.federation.planning import assign, evaluation_macs, in_plan_order
 from fedloom.platform.federation.selection import Choice, Cohort
-from fedloom.platform.federation.stage import Merged, Plan, RoundResult, Stage
+from fedloom.platform.federation.stage import Plan, RoundResult, RoundUpdate, Stage
 from fedloom.platform.federation.training import SUPERNET, Round, Slots, Tasks, TrainingStage, fresh_supernet
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
@@ -149,7 +149,7 @@ class Statistics:
 
     subnet: Subnet
 
-    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> Outcome:
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Sends the statistics, weighted by the client's samples."""
         module = loaded_subnet(worker, self.subnet, weights)
         x, _ = worker.client_data(client_of(assignment), "train")
@@ -158,12 +158,12 @@ class Statistics:
         update = Update(found, {name: Slice(name) for name in found}, dict.fromkeys(found, float(len(x))))
         return replace(self.account(worker, assignment), update=update)
 
-    def account(self, worker: Worker, assignment: Assignment) -> Outcome:
+    def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
         """The costs of `run`, counted without a pass."""
         samples = worker.data.size(client_of(assignment), "train")
         module = worker.subnet(self.subnet.architecture)
         found = {name: t for name, t in module.named_buffers() if t.is_floating_point()}
-        return Outcome(
+        return ClientResult(
             samples=samples,
             macs=worker.spec.macs_table.cost(self.subnet.architecture) * samples,
             bytes_down=bytes_of(worker.tensors_of(module)),
@@ -222,10 +222,10 @@ class TierModelsStage(Stage):
         planned = [assign(world, self.name, index, cohort, c, task) for c in in_plan_order(world, drawn)]
         return Plan([replace(a, deadline_s=None) for a in planned], self.bag(index))
 
-    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> Merged:
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """The tier's model with the mean statistics."""
         bag = self.bag(state.round)
-        return Merged(state.with_bag(bag, result.sums.finish(state.weights(bag)).weights))
+        return RoundUpdate(state.with_bag(bag, result.sums.finish(state.weights(bag)).weights))
 
     def jobs(self, state: RunState) -> list[EvaluationJob]:
         """The evaluation of every tier's model, on the clients of the tier."""
