@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from fedloom.experiments.reproduce.help import REPRODUCE_HELP
 from fedloom.experiments.terminal.exit_codes import CONFIGURATION
-from fedloom.platform.search.criterion import METRICS
+from fedloom.platform.search.base import METRICS
 from fedloom.platform.settings import POSITIVE, Range
 from fedloom.platform.words import MOST_SAID, shown
 

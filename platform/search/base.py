@@ -1,9 +1,11 @@
-"""The interface of searchers, which ask for architectures to be scored and are told their scores."""
+"""The interface of searchers, asked for architectures and told their scores, and what models are ranked by."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from fedloom.platform.settings import OneOf
 
 Architecture = tuple[int, ...]
 """One chosen option index per decision of the space."""
@@ -123,3 +125,19 @@ def winner(history: Iterable[Scored]) -> Scored:
     if not feasible:
         raise ValueError("no feasible model was scored: widen the tier's interval or look at the failed models")
     return min(feasible, key=rank)
+
+
+# -- what a search ranks models by: their accuracy, or their loss (SuperFedNAS, Eq. 6) --------------------------------
+
+METRICS = OneOf(("accuracy", "loss"))
+METRIC_TEXT = "models are ranked by accuracy, or by loss (of texts, the logarithm of perplexity)"
+
+
+def merit(metric: str, accuracy: float, loss: float) -> float:
+    """The value that a search maximises: the accuracy, or the loss with its sign changed."""
+    return accuracy if metric == "accuracy" else -loss
+
+
+def in_unit(metric: str, value: float) -> float:
+    """A merit in the unit of its metric."""
+    return value if metric == "accuracy" else -value

@@ -1,21 +1,120 @@
-"""The configuration of a search, and the registry of searchers."""
+"""The configuration of a search, the registry of searchers, and the checks of a user's own."""
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Annotated, Any
 
 from fedloom.platform.clients.networks import ESTIMATED, STATISTICS
-from fedloom.platform.plugins import PluginError, Registry, is_import_path
-from fedloom.platform.search.base import Interval, Searcher
-from fedloom.platform.search.criterion import METRIC_TEXT, METRICS
-from fedloom.platform.search.evolution import EvolutionSearch
-from fedloom.platform.search.nsga2 import METRIC, OBJECTIVES, NSGA2Search
-from fedloom.platform.search.own import OwnSearcher, check_searcher
-from fedloom.platform.search.random_search import RandomSearch
+from fedloom.platform.plugins import PluginError, Registry, blaming, is_import_path
+from fedloom.platform.search.base import METRIC_TEXT, METRICS, Architecture, Interval, Scored, Searcher, State
+from fedloom.platform.search.generations import METRIC, OBJECTIVES, EvolutionSearch, NSGA2Search, RandomSearch
 from fedloom.platform.settings import ONE_OR_MORE, PART, SHARE, UP_TO_A_MILLION, ComponentName, OneOf, component_specs
 from fedloom.platform.spaces.genome import Genome
 from fedloom.tiers.costs import CostTable
+
+# -- a user's searcher: tested before a run, its answers checked, its errors reported with its name -------------------
+
+KIND = "searcher"
+MEMBERS = ("done", "reason", "history", "ask", "tell", "state", "restore")
+
+
+class CheckedSearcher:
+    """Wraps a user's searcher: PluginError, with the searcher's name, for its errors and invalid answers."""
+
+    def __init__(self, name: str, searcher: Any, options: Sequence[int], table: CostTable, interval: Interval) -> None:
+        missing = [member for member in MEMBERS if not hasattr(searcher, member)]
+        if missing:
+            raise PluginError(
+                f"searcher {name!r} gives {type(searcher).__name__}, which has no {', '.join(missing)}: see "
+                "fedloom.platform.search.base.Searcher"
+            )
+        self.name, self.searcher = name, searcher
+        self.options, self.table, self.interval = options, table, interval
+
+    @property
+    def done(self) -> bool:
+        with blaming(KIND, self.name):
+            return bool(self.searcher.done)
+
+    @property
+    def reason(self) -> str:
+        with blaming(KIND, self.name):
+            return str(self.searcher.reason)
+
+    @property
+    def history(self) -> list[Scored]:
+        with blaming(KIND, self.name):
+            history = list(self.searcher.history)
+        if not all(isinstance(scored, Scored) for scored in history):
+            raise PluginError(
+                f"searcher {self.name!r}: its history holds {history!r:.60}: give Scored of what was told"
+            )
+        return history
+
+    def ask(self) -> list[Architecture]:
+        with blaming(KIND, self.name):
+            given = self.searcher.ask()
+        if not isinstance(given, list | tuple):
+            raise PluginError(f"searcher {self.name!r}: ask gives {given!r:.60}: give a list of architectures")
+        asked = [self._architecture(architecture) for architecture in given]
+        if len(set(asked)) < len(asked):
+            raise PluginError(f"searcher {self.name!r}: ask gives an architecture twice")
+        return asked
+
+    def _architecture(self, given: Any) -> Architecture:
+        options, table, interval = self.options, self.table, self.interval
+        try:
+            architecture = tuple(map(index, given))
+        except TypeError:
+            architecture = ()
+        if len(architecture) != len(options) or not all(0 <= a < n for a, n in zip(architecture, options, strict=True)):
+            raise PluginError(
+                f"searcher {self.name!r}: ask gives {given!r:.60}: give tuples of {len(options)} whole numbers, each "
+                "below its entry of problem.options"
+            )
+        cost = table.cost(architecture)
+        if not interval.contains(cost):
+            raise PluginError(
+                f"searcher {self.name!r}: ask gives an architecture of {cost:.6g} {table.measure}, which is outside "
+                f"problem.interval ({interval.lower:.6g}, {interval.upper:.6g}]"
+            )
+        return architecture
+
+    def tell(self, architectures: Sequence[Architecture], metrics: Sequence[float], losses: Sequence[float]) -> None:
+        with blaming(KIND, self.name):
+            self.searcher.tell(architectures, metrics, losses)
+
+    def state(self) -> State:
+        with blaming(KIND, self.name):
+            given = self.searcher.state()
+        try:
+            state: State = json.loads(json.dumps(given, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise PluginError(f"searcher {self.name!r}: its state cannot be written as JSON: {error}") from error
+        return state
+
+    def restore(self, state: State) -> None:
+        with blaming(KIND, self.name):
+            self.searcher.restore(state)
+
+
+def check_searcher(name: str, first: Searcher, second: Searcher) -> None:
+    """Tests a searcher on a generation with invented scores, then restores its state; PluginError if it fails."""
+    asked = first.ask()
+    if asked:
+        first.tell(asked, [0.5] * len(asked), [1.0] * len(asked))
+    state = first.state()
+    second.restore(state)
+    for what, there, here in (
+        ("the length of its history", len(asked), len(first.history)),
+        ("the state that it restores", state, second.state()),
+        ("what it asks for when it is restored", first.ask(), second.ask()),
+    ):
+        if there != here:
+            raise PluginError(f"searcher {name!r}: after a generation, {what} is {here!r:.60}: give {there!r:.60}")
 
 
 @dataclass
@@ -120,7 +219,7 @@ def build_searcher(problem: SearchProblem, key: str = "method.search") -> Search
     searcher = SEARCHERS.make(choice)(problem)
     if not is_import_path(config.searcher):
         return searcher
-    return OwnSearcher(config.searcher, searcher, problem.options, problem.table, problem.interval)
+    return CheckedSearcher(config.searcher, searcher, problem.options, problem.table, problem.interval)
 
 
 def generations_left(problem: SearchProblem, scored: int) -> int:

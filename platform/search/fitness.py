@@ -21,7 +21,7 @@ from torch import nn
 
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.constraint import TableConstraint
-from fedloom.platform.search.predicted import search_predicted
+from fedloom.platform.search.predictors import search_predicted
 from fedloom.platform.spaces.base import SearchSpace, once
 from fedloom.platform.spaces.capabilities import HasBlocks, with_blocks
 from fedloom.platform.spaces.genome import ElasticGenome, Floats, Ints, as_array

@@ -1,29 +1,181 @@
-"""The models that NSGA-II proposes: pymoo's algorithm with our operators."""
+"""The models that NSGA-II proposes: pymoo's algorithm with operators on integer architectures.
+
+pymoo's own discrete operators round floats and repair only some of the children; these only use integers.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from pymoo.algorithms.moo.nsga2 import NSGA2
+from pymoo.core.crossover import Crossover
+from pymoo.core.duplicate import DuplicateElimination
+from pymoo.core.mutation import Mutation
 from pymoo.core.population import Population
 from pymoo.core.problem import Problem
+from pymoo.core.repair import Repair
+from pymoo.core.sampling import Sampling
 from pymoo.core.termination import NoTermination
 
 from fedloom.platform.search.base import Architecture, Interval, Scored
-from fedloom.platform.search.constraint import TableConstraint
-from fedloom.platform.search.operators import (
-    ConstraintSampling,
-    GenomeCrossover,
-    GenomeMutation,
-    HalfGeneCrossover,
-    IntervalRepair,
-    NewOnly,
-    OptionMutation,
-    TierSampling,
-)
+from fedloom.platform.search.constraint import Constraint, TableConstraint, distance
 from fedloom.platform.search.sampling import IntervalSampler, as_architecture, sample_new
 from fedloom.platform.spaces.genome import Genome
 from fedloom.tiers.costs import CostTable
+
+Ints = NDArray[np.int64]
+
+
+class TierSampling(Sampling):  # type: ignore[misc]
+    """Distinct random architectures of the interval; fewer than asked only if there are no more."""
+
+    def __init__(self, sampler: IntervalSampler) -> None:
+        super().__init__()
+        self.sampler = sampler
+
+    def _do(self, problem: Any, n_samples: int, *_args: Any, random_state: np.random.Generator, **_: Any) -> Ints:
+        new = sample_new(self.sampler, n_samples, (), random_state)
+        return np.array(new, dtype=np.int64).reshape(len(new), problem.n_var)
+
+
+class HalfGeneCrossover(Crossover):  # type: ignore[misc]
+    """Two children, each with half of its genes, at random positions, swapped between the parents.
+
+    An odd number of genes is rounded down or up at random.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(n_parents=2, n_offsprings=2, prob=1.0)
+
+    def _do(self, _problem: Any, X: Ints, *_args: Any, random_state: np.random.Generator, **_: Any) -> Ints:
+        _parents, matings, genes = X.shape
+        half = (genes + random_state.integers(2, size=(matings, 1))) // 2
+        places = random_state.permuted(np.tile(np.arange(genes), (matings, 1)), axis=1)
+        swapped = places < half
+        return np.stack([np.where(swapped, X[1], X[0]), np.where(swapped, X[0], X[1])])
+
+
+class OptionMutation(Mutation):  # type: ignore[misc]
+    """Every gene changes with probability `probability` to another option, uniformly."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__(prob=1.0)
+        self.probability = probability
+
+    def _do(self, problem: Any, X: Ints, *_args: Any, random_state: np.random.Generator, **_: Any) -> Ints:
+        options = np.asarray(problem.xu, dtype=np.int64) + 1
+        # A step of 1..options-1 modulo options reaches each other option with equal probability.
+        steps = random_state.integers(1, np.maximum(options, 2), size=X.shape)
+        moved = (random_state.random(X.shape) < self.probability) & (options > 1)
+        return np.where(moved, (X + steps) % options, X).astype(np.int64)
+
+
+class ConstraintSampling(Sampling):  # type: ignore[misc]
+    """Distinct random architectures inside a constraint; fewer than asked only if there are no more."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        super().__init__()
+        self.constraint = constraint
+
+    def _do(self, problem: Any, n_samples: int, *_args: Any, random_state: np.random.Generator, **_: Any) -> Ints:
+        new = self.constraint.sample(n_samples, (), random_state)
+        return np.array(new, dtype=np.int64).reshape(len(new), problem.n_var)
+
+
+class GenomeCrossover(Crossover):  # type: ignore[misc]
+    """Two children per pair, each by the genome's uniform crossover."""
+
+    def __init__(self, genome: Genome) -> None:
+        super().__init__(n_parents=2, n_offsprings=2, prob=1.0)
+        self.genome = genome
+
+    def _do(self, _problem: Any, X: Ints, *_args: Any, random_state: np.random.Generator, **_: Any) -> Ints:
+        a, b = X.astype(np.int64)
+        return np.stack([self.genome.cross(a, b, random_state) for _child in range(2)])
+
+
+class GenomeMutation(Mutation):  # type: ignore[misc]
+    """Every gene changes with probability `probability` to another of its choices, uniformly."""
+
+    def __init__(self, genome: Genome, probability: float) -> None:
+        super().__init__(prob=1.0)
+        self.genome = genome
+        self.probability = probability
+
+    def _do(self, _problem: Any, X: Ints, *_args: Any, random_state: np.random.Generator, **_: Any) -> Ints:
+        return self.genome.mutate(X.astype(np.int64), self.probability, random_state)
+
+
+class IntervalRepair(Repair):  # type: ignore[misc]
+    """Moves every child into the interval by random single-gene changes, or replaces it by a random draw.
+
+    A change must bring the cost strictly closer, so repairing terminates; changes that land inside are preferred, which
+    preserves most of the parents' genes.
+    """
+
+    def __init__(self, sampler: IntervalSampler) -> None:
+        super().__init__()
+        self.sampler = sampler
+
+    def _do(self, _problem: Any, X: Ints, *, random_state: np.random.Generator, **_: Any) -> Ints:
+        repaired = [self.repair_one(as_architecture(row), random_state) for row in X]
+        return np.array(repaired, dtype=np.int64).reshape(X.shape)
+
+    def repair_one(self, architecture: Architecture, rng: np.random.Generator) -> Architecture:
+        """The architecture itself if it is inside the interval, otherwise a repaired one."""
+        if self.sampler.contains(architecture):
+            return architecture
+        row: Ints | None = self._supported(architecture, rng)
+        while row is not None:
+            candidate = as_architecture(row)
+            if self.sampler.contains(candidate):
+                return candidate
+            row = self._closer(row, rng)
+        drawn = self.sampler.sample(rng)
+        assert drawn is not None, "children exist only where the interval holds architectures"
+        return drawn
+
+    def _supported(self, architecture: Architecture, rng: np.random.Generator) -> Ints:
+        row = np.array(architecture, dtype=np.int64)
+        for gene, choices in enumerate(self.sampler.supported):
+            if row[gene] not in choices:
+                row[gene] = rng.choice(choices)
+        return row
+
+    def _closer(self, row: Ints, rng: np.random.Generator) -> Ints | None:
+        """A random single-gene change towards the interval; None if no change gets closer."""
+        neighbours = np.repeat(row[None], sum(len(c) for c in self.sampler.supported), axis=0)
+        start = 0
+        for gene, choices in enumerate(self.sampler.supported):
+            neighbours[start : start + len(choices), gene] = choices
+            start += len(choices)
+        distances = distance(self.sampler.table.costs(neighbours), self.sampler.interval)
+        closer = np.flatnonzero(distances < distance(self.sampler.table.costs(row[None]), self.sampler.interval))
+        inside = np.flatnonzero(distances == 0)
+        if len(closer) == 0:
+            return None
+        moved: Ints = neighbours[rng.choice(inside if len(inside) else closer)]
+        return moved
+
+
+class NewOnly(DuplicateElimination):  # type: ignore[misc]
+    """Drops architectures asked before, and duplicates among the children."""
+
+    def __init__(self, asked: set[Architecture]) -> None:
+        super().__init__()
+        self.asked = asked
+
+    def do(self, pop: Population, *others: Population, **_: Any) -> Population:
+        """Returns the new individuals."""
+        taken = {as_architecture(individual.X) for other in others for individual in other}
+        kept = []
+        for index, individual in enumerate(pop):
+            architecture = as_architecture(individual.X)
+            if architecture not in taken and architecture not in self.asked:
+                taken.add(architecture)
+                kept.append(index)
+        return pop[kept]
 
 
 class Breeding(Protocol):

@@ -1,8 +1,8 @@
-"""Predictors of metric and latency: a small MLP on one-hot architectures, fitted on measured samples."""
+"""Predictors of metric and latency, a small MLP on one-hot architectures, and searches by what they predict."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,13 +10,46 @@ from typing import Annotated
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, blaming, is_import_path
-from fedloom.platform.search.ranking import kendall_tau
+from fedloom.platform.search.base import Architecture, Interval, Scored, pareto_front, rank
+from fedloom.platform.search.constraint import Constraint, inside_interval
+from fedloom.platform.search.generations import METRIC_AND_COST, Evolution, NSGA2Search, at_least
 from fedloom.platform.seeding import Id, stream, torch_stream
 from fedloom.platform.settings import UP_TO_A_MILLION, Range
-from fedloom.platform.spaces.genome import Floats, Genome
+from fedloom.platform.spaces.genome import Floats, Genome, Ints, as_array
+from fedloom.tiers.costs import CostTable
+
+# -- rank correlation of two scorings of the same models --------------------------------------------------------------
+
+Values = Sequence[float] | NDArray[np.float64]
+
+
+def kendall_tau(a: Values, b: Values) -> tuple[float, float]:
+    """Kendall's tau-b of two scorings of the same models, and the p-value of no association.
+
+    Both are NaN if one scoring is constant.
+    Raises ValueError unless both have the same number of finite values, at least two.
+    """
+    from scipy.stats import kendalltau  # half a second, which only evaluations need
+
+    x, y = _pairs(a, b)
+    result = kendalltau(x, y)
+    return float(result.statistic), float(result.pvalue)
+
+
+def _pairs(a: Values, b: Values) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    if x.shape != y.shape or x.ndim != 1 or len(x) < 2:
+        raise ValueError(f"ranking needs two scorings of the same models, two at least: got {len(a)} and {len(b)}")
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise ValueError("ranking needs finite scores: leave failed models out")
+    return x, y
+
+
+# -- predictors -------------------------------------------------------------------------------------------------------
 
 FEWEST_SAMPLES = 10
 HIDDEN = Range(least=1, most=65536)
@@ -159,9 +192,8 @@ def mlp(
     epochs: Annotated[int, UP_TO_A_MILLION, "passes over the samples"] = 100,
 ) -> Predict:
     """An MLP on one-hot architectures, trained by AdamW on the squared error (Cai et al. 2020, OFA)."""
-    for name, value in (("hidden", hidden), ("epochs", epochs)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}, it must be at least 1")
+    at_least("hidden", hidden, 1)
+    at_least("epochs", epochs, 1)
     mean, scale = float(values.mean()), float(values.std()) or 1.0
     x = torch.as_tensor(features, dtype=torch.float32)
     y = torch.as_tensor((values - mean) / scale, dtype=torch.float32)
@@ -227,3 +259,119 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+# -- search with a cheap score, such as a predictor's, without measurements -------------------------------------------
+
+EVERYTHING = Interval(-math.inf, math.inf)
+
+Score = Callable[[Ints], Floats]
+"""Returns predicted metrics (n,), larger is better, of architectures (n, decisions)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedCandidate:
+    """An architecture with its predicted metric, its cost, and its generation; to be verified by measurement."""
+
+    architecture: Architecture
+    metric: float
+    cost: float
+    generation: int
+
+
+def search_predicted(
+    genome: Genome,
+    score: Score,
+    constraint: Constraint,
+    *,
+    seed: int,
+    name: str,
+    population: int = 100,
+    generations: int = 50,
+    parents: float = 0.25,
+    mutation: float = 0.1,
+    keep: int = 10,
+) -> list[PredictedCandidate]:
+    """The best `keep` distinct architectures inside the constraint, best first (SuperFedNAS, search stage).
+
+    There are fewer only if no more are inside with a finite score. The random stream is (seed, "predicted_search",
+    name).
+    Raises ValueError if no architecture is found inside the constraint, or a setting is out of range.
+    """
+    at_least("generations", generations, 1)
+    at_least("keep", keep, 1)
+    rng = stream(seed, "predicted_search", name)
+    evolution = Evolution(genome, constraint, rng, population=population, parents=parents, mutation=mutation)
+    best: list[Scored] = []
+    for generation in range(generations):
+        proposed = evolution.propose(population)
+        if not proposed:
+            break
+        scored = _scored(proposed, score, constraint, generation)
+        evolution.observe(scored)
+        best = sorted([*best, *(s for s in scored if s.feasible)], key=rank)[:keep]
+    if not evolution.asked:
+        raise ValueError(_nothing_inside(constraint, name, rng))
+    return [_candidate(s) for s in best]
+
+
+def predicted_front(
+    genome: Genome,
+    score: Score,
+    table: CostTable,
+    *,
+    seed: int,
+    name: str,
+    interval: Interval = EVERYTHING,
+    population: int = 100,
+    generations: int = 50,
+    mutation: float = 0.1,
+) -> list[PredictedCandidate]:
+    """The Pareto front of predicted metric and cost in a cost range, by default the whole; sorted by cost (NSGA-II).
+
+    The seed of the search comes from the random stream (seed, "predicted_front", name).
+    Raises ValueError if the range holds no architecture or a setting is out of range.
+    """
+    at_least("generations", generations, 1)
+    search = NSGA2Search(
+        tuple(len(row) for row in table.options),
+        table,
+        interval,
+        int(stream(seed, "predicted_front", name).integers(2**62)),
+        population=population,
+        offspring=population,
+        mutation=mutation,
+        budget=population * generations,
+        genome=genome,
+        objectives=METRIC_AND_COST,
+    )
+    while candidates := search.ask():
+        metrics = score(as_array(candidates)).tolist()
+        search.tell(candidates, metrics, [math.nan] * len(candidates))
+    if not search.history:
+        raise ValueError(
+            f"{name}: no architecture costs {table.measure} in ({interval.lower:g}, {interval.upper:g}]; "
+            f"the space reaches from {table.smallest:g} to {table.largest:g}: widen the range"
+        )
+    return [_candidate(s) for s in pareto_front(search.history)]
+
+
+def _scored(proposed: Sequence[Architecture], score: Score, constraint: Constraint, generation: int) -> list[Scored]:
+    rows = as_array(proposed)
+    metrics, costs = score(rows), constraint.costs(rows)
+    # A predicted cost at the bound may round differently between batches; the reported cost decides.
+    feasible = np.isfinite(metrics) & inside_interval(costs, constraint.interval)
+    told = zip(proposed, metrics.tolist(), costs.tolist(), feasible.tolist(), strict=True)
+    return [Scored(a, metric, math.nan, cost, generation, ok) for a, metric, cost, ok in told]
+
+
+def _candidate(scored: Scored) -> PredictedCandidate:
+    return PredictedCandidate(scored.architecture, scored.metric, scored.cost, scored.generation)
+
+
+def _nothing_inside(constraint: Constraint, name: str, rng: np.random.Generator) -> str:
+    interval = constraint.interval
+    return (
+        f"{name}: no architecture found with a cost in ({interval.lower:g}, {interval.upper:g}]; "
+        f"the nearest reachable cost found is {constraint.nearest(rng):g}: choose another target or widen the interval"
+    )

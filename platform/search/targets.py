@@ -8,17 +8,17 @@ from typing import Annotated, Any
 import numpy as np
 
 from fedloom.platform.plugins import ComponentSpec, PluginError
-from fedloom.platform.search.base import Architecture, Interval
+from fedloom.platform.search.base import METRIC_TEXT, METRICS, Architecture, Interval, merit
 from fedloom.platform.search.constraint import Constraint, PredictedConstraint, TableConstraint
-from fedloom.platform.search.criterion import METRIC_TEXT, METRICS, merit
-from fedloom.platform.search.predicted import predicted_front, search_predicted
 from fedloom.platform.search.predictors import (
     FEWEST_SAMPLES,
     HIDDEN,
     PREDICTORS,
     Fitted,
     fit_predictor,
+    predicted_front,
     refusal,
+    search_predicted,
 )
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import (

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from fedloom.platform.search.base import Architecture, Interval, Scored, Searcher, pareto_front, winner
 from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher
-from fedloom.platform.search.evolution import EvolutionSearch
-from fedloom.platform.search.nsga2 import NSGA2Search
-from fedloom.platform.search.random_search import RandomSearch
+from fedloom.platform.search.generations import EvolutionSearch, NSGA2Search, RandomSearch
 from fedloom.platform.settings import check_settings
 from fedloom.platform.spaces.genome import PlainGenome
 from fedloom.tiers.costs import CostTable

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.platform.search.base import Interval
-from fedloom.platform.search.constraint import Constraint, PredictedConstraint, TableConstraint, distance
-from fedloom.platform.search.halves import Halves
+from fedloom.platform.search.constraint import Constraint, Halves, PredictedConstraint, TableConstraint, distance
 from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage, PlainGenome, as_array
 from fedloom.tiers.costs import CostTable
 

@@ -9,9 +9,7 @@ import pytest
 from fedloom.platform.search.base import Architecture, Interval, Scored, winner
 from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher
 from fedloom.platform.search.constraint import TableConstraint
-from fedloom.platform.search.evolution import Evolution, EvolutionSearch
-from fedloom.platform.search.nsga2 import NSGA2Search
-from fedloom.platform.search.random_search import RandomSearch
+from fedloom.platform.search.generations import Evolution, EvolutionSearch, NSGA2Search, RandomSearch
 from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage, Floats, Genome, Ints, PlainGenome, as_array
 from fedloom.tiers.costs import CostTable
 

@@ -11,9 +11,14 @@ from pymoo.core.population import Population
 from pymoo.core.problem import Problem
 
 from fedloom.platform.search.base import Architecture, Interval, Searcher, pareto_front, winner
-from fedloom.platform.search.nsga2 import OBJECTIVES, NSGA2Search
-from fedloom.platform.search.operators import HalfGeneCrossover, IntervalRepair, NewOnly, OptionMutation, TierSampling
-from fedloom.platform.search.random_search import RandomSearch
+from fedloom.platform.search.generations import OBJECTIVES, NSGA2Search, RandomSearch
+from fedloom.platform.search.nsga2_proposer import (
+    HalfGeneCrossover,
+    IntervalRepair,
+    NewOnly,
+    OptionMutation,
+    TierSampling,
+)
 from fedloom.platform.search.sampling import IntervalSampler
 from fedloom.tiers.costs import CostTable
 

@@ -17,7 +17,7 @@ from fedloom.platform.methods.stages.target_search import (
     samples_in,
     targets_of,
 )
-from fedloom.platform.search.criterion import in_unit
+from fedloom.platform.search.base import in_unit
 from fedloom.platform.search.targets import Sample, TargetSearchConfig, check_reachable, check_target_search, choose
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id
 

@@ -22,8 +22,7 @@ from fedloom.platform.methods.stages.tier_search import (
     TierSearchStage,
     check_validation_data,
 )
-from fedloom.platform.search.base import Interval, Scored, pareto_front
-from fedloom.platform.search.criterion import merit
+from fedloom.platform.search.base import Interval, Scored, merit, pareto_front
 from fedloom.platform.search.predictors import FEWEST_SAMPLES, check_predictor
 from fedloom.platform.search.targets import (
     UNFITTED,

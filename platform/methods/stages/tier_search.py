@@ -26,10 +26,9 @@ from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.stages.candidates import candidate_rows
 from fedloom.platform.plugins import ComponentSpec
-from fedloom.platform.search.base import Interval, Scored, Searcher, pareto_front, winner
+from fedloom.platform.search.base import Interval, Scored, Searcher, merit, pareto_front, winner
 from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher, generations_left, try_searcher
-from fedloom.platform.search.criterion import merit
-from fedloom.platform.search.ranking import kendall_tau
+from fedloom.platform.search.predictors import kendall_tau
 from fedloom.platform.settings import ONE_OR_MORE, UP_TO_A_MILLION, OneOf
 from fedloom.platform.spaces.capabilities import with_subspaces
 from fedloom.platform.spaces.genome import Genome

@@ -28,9 +28,8 @@ from fedloom.platform.methods.stages.candidates import candidate_rows
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.stages.tier_search import WINNERS, check_validation_data, winner_of
 from fedloom.platform.methods.tiered.fedoras import bag_name, tier_stage
-from fedloom.platform.search.base import Interval, Scored, pareto_front, winner
-from fedloom.platform.search.criterion import METRIC_TEXT, METRICS, merit
-from fedloom.platform.search.random_search import RandomSearch
+from fedloom.platform.search.base import METRIC_TEXT, METRICS, Interval, Scored, merit, pareto_front, winner
+from fedloom.platform.search.generations import RandomSearch
 from fedloom.platform.settings import UP_TO_A_THOUSAND
 from fedloom.platform.spaces.slices import Architecture, architecture_id, parse_architecture
 

@@ -11,9 +11,14 @@ import torch
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.constraint import Constraint, PredictedConstraint, TableConstraint
-from fedloom.platform.search.predicted import predicted_front, search_predicted
-from fedloom.platform.search.predictors import Fitted, fit_predictor, refusal
-from fedloom.platform.search.ranking import kendall_tau
+from fedloom.platform.search.predictors import (
+    Fitted,
+    fit_predictor,
+    kendall_tau,
+    predicted_front,
+    refusal,
+    search_predicted,
+)
 from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage, Floats, Ints
 from fedloom.tiers.costs import CostTable
 
@@ -180,3 +185,20 @@ def test_the_front_covers_the_range_and_nothing_on_it_is_dominated() -> None:
     assert front == predicted_front(GENOME, planted, TABLE, seed=0, name="front", population=40, generations=10)
     with pytest.raises(ValueError, match="widen the range"):
         predicted_front(GENOME, planted, TABLE, seed=0, name="front", interval=Interval(0.0, 1.0))
+
+
+def test_kendall_tau_of_literal_rankings() -> None:
+    assert kendall_tau([1, 2, 3, 4], [1, 2, 3, 4])[0] == 1.0
+    assert kendall_tau([1, 2, 3, 4], [4, 3, 2, 1])[0] == -1.0
+    tau, p_value = kendall_tau([1, 2, 3, 4], [1, 2, 4, 3])  # five pairs agree, one does not
+    assert tau == pytest.approx(4 / 6)
+    assert p_value == pytest.approx(8 / 24)  # of the 24 orders, 4 reach 4/6 or more, and 4 as much below
+    assert math.isnan(kendall_tau([1, 1, 1], [1, 2, 3])[0])
+
+
+def test_rankings_that_cannot_be_compared_are_refused() -> None:
+    for a, b in (([1.0], [1.0]), ([1.0, 2.0], [1.0, 2.0, 3.0])):
+        with pytest.raises(ValueError, match="two at least"):
+            kendall_tau(a, b)
+    with pytest.raises(ValueError, match="leave failed models out"):
+        kendall_tau([1.0, math.nan], [1.0, 2.0])
