@@ -242,9 +242,8 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from fedloom.experiments.report.pages import ablation as of_ablation
-    from fedloom.experiments.report.pages.runs import summary_table, write_report
-    from fedloom.experiments.report.pages.values import report_json
+    from fedloom.experiments.report import ablation as of_ablation
+    from fedloom.experiments.report.runs import report_json, summary_table, write_report
     from fedloom.experiments.show import show_report
 
     results = _here(args, args.runs or None, tensors=False)
@@ -270,7 +269,7 @@ def _reproduce(args: argparse.Namespace) -> int:
 
 def _written(args: argparse.Namespace, write: Callable[[], Any]) -> Any:
     """The report; with --follow written anew until what it is about has ended, for the page that loads itself again."""
-    from fedloom.experiments.report.pages.content import REFRESH_S
+    from fedloom.experiments.report.content import REFRESH_S
 
     files = write()
     if args.follow and files.is_live and not args.json:

@@ -12,7 +12,7 @@ from fedloom.platform.results.copies import fetch
 from fedloom.platform.runs.logs import round_line
 
 if TYPE_CHECKING:
-    from fedloom.experiments.report.pages.files import ReportFiles
+    from fedloom.experiments.report.pages import ReportFiles
 
     # A report needs no torch, which these import.
     from fedloom.platform.federation.loop import RoundProgress
@@ -81,13 +81,13 @@ def _write_end(run_id: str, kind: str, message: str, summary: Mapping[str, Any])
 
 
 def _summary(results: Path, run_id: str) -> dict[str, Any]:
-    from fedloom.experiments.report.pages.values import report_json  # a run begins without what its end needs
+    from fedloom.experiments.report.runs import report_json  # a run begins without what its end needs
 
     return report_json(results, [run_id])
 
 
 def _print_summary(console: Console, results: Path, run_id: str) -> None:
-    from fedloom.experiments.report.pages.runs import summary_table  # a run begins without what its end needs
+    from fedloom.experiments.report.runs import summary_table  # a run begins without what its end needs
 
     console.print(summary_table(results, run_id))
 

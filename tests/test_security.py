@@ -22,7 +22,7 @@ from fedloom.experiments.ablation.plan import plan_ablation, planned_ablation
 from fedloom.experiments.cli import main
 from fedloom.experiments.export.export import export
 from fedloom.experiments.export.selection import Wanted
-from fedloom.experiments.report.pages.runs import write_report
+from fedloom.experiments.report.runs import write_report
 from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict, stored_config
 from fedloom.experiments.runs.search import load_trained
 from fedloom.experiments.store.ablations import write_ablation

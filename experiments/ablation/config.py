@@ -84,7 +84,7 @@ class AblationConfig:
     """An ablation: each point of its axes runs with every seed; `overrides` apply to all trials.
 
     `title` is the question that it answers. `figures` names the figures of its report (see
-    `fedloom.experiments.report.pages.ablation`). `attempts` limits the starts of a trial whose process dies;
+    `fedloom.experiments.report.ablation`). `attempts` limits the starts of a trial whose process dies;
     `concurrent` limits the number of trials that run at once, in addition to the cluster's resources.
     """
 

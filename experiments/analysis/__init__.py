@@ -14,25 +14,14 @@ from fedloom.experiments.analysis.ablation import (
     marginal,
     references,
 )
+from fedloom.experiments.analysis.clients import confusions, failures, fairness, paragraphs, per_class
 from fedloom.experiments.analysis.compare import compare
-from fedloom.experiments.analysis.convergence import convergence
-from fedloom.experiments.analysis.details import confusions, paragraphs, per_class
-from fedloom.experiments.analysis.frames import (
-    communication,
-    communication_by_kind,
-    failures,
-    fairness,
-    pareto,
-    per_tier,
-)
-from fedloom.experiments.analysis.fronts import hypervolume
-from fedloom.experiments.analysis.intervals import Estimate, estimate
-from fedloom.experiments.analysis.labels import decoded
-from fedloom.experiments.analysis.outcomes import OUTCOMES, outcomes
-from fedloom.experiments.analysis.reused import with_training
-from fedloom.experiments.analysis.summary import MEASURES, per_model, summary
-from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load
-from fedloom.experiments.analysis.texts import with_perplexity
+from fedloom.experiments.analysis.outcomes import MEASURES, OUTCOMES, outcomes, per_model, summary
+from fedloom.experiments.analysis.rounds import communication, communication_by_kind, convergence
+from fedloom.experiments.analysis.seeds import Estimate, estimate
+from fedloom.experiments.analysis.subnets import decoded
+from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load, with_training
+from fedloom.experiments.analysis.tiers import hypervolume, pareto, per_tier, with_perplexity
 
 __all__ = [
     "ALL_TABLES",

@@ -9,14 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedloom.experiments.analysis.compare import difference, measured_by
-from fedloom.experiments.analysis.frames import METRIC
-from fedloom.experiments.analysis.intervals import estimate
-from fedloom.experiments.analysis.paired import Difference
-from fedloom.experiments.analysis.reused import with_training
-from fedloom.experiments.analysis.seeds import by_seed
-from fedloom.experiments.analysis.summary import MODEL_KEY, by_model
-from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load_paths
+from fedloom.experiments.analysis.compare import Difference, difference, measured_by
+from fedloom.experiments.analysis.outcomes import MODEL_KEY, by_model
+from fedloom.experiments.analysis.seeds import by_seed, estimate
+from fedloom.experiments.analysis.tables import ALL_TABLES, METRIC, Tables, load_paths, with_training
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, short
 from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.paths import RunPaths

@@ -1,21 +1,37 @@
-"""Tidy frames of cross-silo runs, whose methods give every silo its own model."""
+"""Frames of cross-silo runs: accuracy per silo, curves and phases of the search, and personalisation gains."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.analysis.frames import METRIC
-from fedloom.experiments.analysis.kinds import silo_run_ids
-from fedloom.experiments.analysis.stages import EVALUATION, MEASUREMENTS
-from fedloom.experiments.analysis.tables import RUN_KEY, Tables, configuration, only
+from fedloom.experiments.analysis.seeds import Estimate, estimate_by_seed
+from fedloom.experiments.analysis.settings import Setting, settings_of
+from fedloom.experiments.analysis.tables import (
+    EVALUATION,
+    GAINS,
+    MEASUREMENTS,
+    METRIC,
+    RUN_KEY,
+    SILOS,
+    Tables,
+    configuration,
+    only,
+    real_rounds,
+    rounds_by_stage,
+    silo_run_ids,
+)
+from fedloom.platform.plugins import called
 
 PERSONAL, GLOBAL = "personal", "global"
 """The models that are measured for a silo: its own, and the one that all silos share."""
 
+
 EDGES_KEPT = 2
 """Number of incoming edges that a node keeps if edges are pruned, as in DARTS."""
+
 
 PER_SILO = ("accuracy", "loss", "global_accuracy", "parameters", "macs", "neighbour_share")
 
@@ -161,3 +177,244 @@ def in_short(architecture: str) -> str:
     marks = [p or "." if "," not in p else "{" + p.replace(",", "") + "}" for p in pieces]
     half = len(marks) // 2
     return " ".join(("".join(marks[:half]), "".join(marks[half:])))
+
+
+def curves(tables: Tables) -> pd.DataFrame:
+    """Loss and accuracy of the silos' own models over the finished rounds of all training stages.
+
+    Columns: experiment, run_id, series (train: on a silo's training data; validation: on its validation data),
+    rounds_done, mean_loss, mean, std (of the accuracy over silos, with divisor n), silos.
+    """
+    own = silos(tables)
+    before, rounds = _rounds_before(own.rounds), rounds_by_stage(training(own.rounds))
+    parts = [_train_rows(own), _validation_rows(own)]
+    rows = pd.concat([p.astype({"loss": "float64", "metric": "float64"}) for p in parts], ignore_index=True)
+    places = list(zip(rows["run_id"], rows["stage"], rows["round"], strict=True))
+    # A silo is scored after the round's training; a score after the last round has the next round number.
+    done = [
+        min(int(n) + 1, rounds.get((run, stage), int(n) + 1)) + before.get((run, stage), 0) for run, stage, n in places
+    ]
+    rows = rows.assign(rounds_done=pd.Series(done, rows.index, dtype="int64")).sort_values("round", kind="stable")
+    rows = rows.drop_duplicates(["run_id", "series", "client_id", "rounds_done"], keep="last")
+    grouped = rows.groupby([*RUN_KEY, "series", "rounds_done"], sort=False)
+    frame = grouped.agg(
+        mean_loss=("loss", "mean"),
+        mean=("metric", "mean"),
+        std=("metric", lambda v: v.std(ddof=0)),
+        silos=("client_id", "nunique"),
+    ).reset_index()
+    return frame.sort_values(["run_id", "series", "rounds_done"], kind="stable", ignore_index=True)
+
+
+def _rounds_before(rounds: pd.DataFrame) -> dict[tuple[str, str], int]:
+    """By (run, stage): the number of rounds of earlier training stages, since each stage counts from 0."""
+    found: dict[tuple[str, str], int] = {}
+    sums: dict[str, int] = {}
+    for (run_id, stage), count in rounds_by_stage(training(rounds)).items():
+        found[run_id, stage] = sums.get(run_id, 0)
+        sums[run_id] = found[run_id, stage] + count
+    return found
+
+
+_CURVE = [*RUN_KEY, "stage", "round", "client_id", "series", "loss", "metric"]
+
+
+def _train_rows(tables: Tables) -> pd.DataFrame:
+    rows = training(tables.clients)
+    return rows[took_part(rows) & rows["loss"].notna()].assign(series="train")[_CURVE]
+
+
+def _validation_rows(tables: Tables) -> pd.DataFrame:
+    rows = training(tables.evaluations)
+    rows = rows[(rows["split"] == "validation") & rows["client_id"].notna() & rows["model"].isin([PERSONAL, GLOBAL])]
+    with_own = set(rows.loc[rows["model"] == PERSONAL, "run_id"])
+    rows = rows[(rows["model"] == PERSONAL) | ~rows["run_id"].isin(with_own)]
+    index = [*RUN_KEY, "stage", "round", "client_id"]
+    table = rows.pivot_table(index=index, columns="metric", values="value", aggfunc="last", sort=False)
+    wide = table.reindex(columns=["loss", METRIC]).reset_index().rename_axis(columns=None)
+    return wide.rename(columns={METRIC: "metric"}).assign(series="validation")[_CURVE]
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The phases of a run's silos, in finished rounds: pre-training until `search_start`, then the search.
+
+    The first silo had decided every edge after `first_decided` rounds and the last silo after `last_decided` rounds;
+    the latter is None while a silo is undecided, and both while all are. Decisions are made before the training of a
+    round. `rounds` is the number of finished rounds. Source: SPIDER, Sec. 4.3 and Fig. 6.
+    """
+
+    run_id: str
+    search_start: int
+    first_decided: int | None
+    last_decided: int | None
+    rounds: int
+
+
+def phases(tables: Tables) -> list[Phases]:
+    """The phases of every run that searches per silo; runs without a search or a finished round are left out."""
+    own = silos(tables)
+    found = (_phases(only(own, [p.run_id]), configuration(own, p.run_id)) for p in own.paths)
+    return [p for p in found if p is not None]
+
+
+def _phases(run: Tables, config: Mapping[str, Any]) -> Phases | None:
+    search = config["method"].get("search")
+    rows = training(run.clients)
+    rows = rows[took_part(rows) & rows["subspace"].notna()]
+    if not search or rows.empty:
+        return None
+    decided = decided_ones(rows["subspace"], config)
+    if decided.all():
+        return None
+    before = _rounds_before(run.rounds)
+    places = zip(rows["run_id"], rows["stage"], rows["round"], strict=True)
+    begun = [before.get((str(run_id), str(stage)), 0) + int(round_) for run_id, stage, round_ in places]
+    finished = max(begun) + 1
+    # The decisions in a row of round n were made before that round, which is after n finished rounds.
+    rows = rows.assign(begun=begun, decided=decided)
+    first = rows[rows["decided"]].groupby("client_id")["begun"].min()
+    whole = len(first) == rows["client_id"].nunique()
+    ends = (int(first.min()) if len(first) else None, int(first.max()) if whole else None)
+    by_gradient = search.get("kind") == "milenas"
+    if by_gradient and "rounds" in search:
+        ends = (int(search["rounds"]),) * 2 if finished >= int(search["rounds"]) else (None, None)
+    start = 0 if by_gradient else int(search.get("start", 0))
+    return Phases(str(rows["run_id"].iloc[0]), start, *ends, finished)
+
+
+SILO = "silo-"
+"""Prefix of models in the stage `gains`: "silo-3" is the architecture of silo 3, fine-tuned on another silo's data."""
+
+
+BEST = "best_test_accuracy"
+"""The paper's p_ij, where it was measured: the highest test accuracy of all epochs."""
+
+
+def p_matrix(tables: Tables) -> pd.DataFrame:
+    """p_ij, one row per (run, client_id i, silo j): the accuracy of j's architecture on i's test data.
+
+    j's architecture was fine-tuned on i's data. Columns: experiment, run_id, client_id, silo, accuracy. Pairs that were
+    not measured have no row; with `BEST`, it is the accuracy. Source: SPIDER, Sec. 5.2.2, Fig. 3.
+    """
+    rows = silos(tables).evaluations
+    chosen = (rows["stage"] == GAINS) & (rows["split"] == "test") & rows["metric"].isin([METRIC, BEST])
+    chosen &= rows["client_id"].notna() & rows["model"].str.fullmatch(rf"{SILO}\d+")
+    rows = rows[chosen.fillna(False).astype(bool)]
+    rows = rows[(rows["samples"].isna() | (rows["samples"] > 0)) & rows["value"].notna()]
+    rows = rows.assign(best=(rows["metric"] == BEST).astype(bool)).sort_values("best", kind="stable")
+    number = rows["model"].astype(object).str.removeprefix(SILO).astype("Int64")
+    frame = rows.assign(silo=number, accuracy=rows["value"].astype("float64"))[
+        [*RUN_KEY, "client_id", "silo", "accuracy"]
+    ].drop_duplicates([*RUN_KEY, "client_id", "silo"], keep="last")
+    return in_order(frame.sort_values(["client_id", "silo"], kind="stable"), tables)
+
+
+def best_on_test(tables: Tables) -> bool:
+    """Whether some p_ij are the best of all epochs on test data."""
+    rows = silos(tables).evaluations
+    return bool(((rows["stage"] == GAINS) & (rows["metric"] == BEST)).fillna(False).any())
+
+
+def personalisation_gains(matrix: pd.DataFrame) -> pd.DataFrame:
+    """The personalisation gain of every (run, client i).
+
+    Columns: experiment, run_id, client_id, own (p_ii), others (mean p_ij over j != i), best_other, compared (number of
+    j), gain (g_i). g_i is the mean over j != i of p_ii - p_ij; it is null if p_ii or every p_ij is missing. Source:
+    SPIDER, Eq. 6.
+    """
+    found = []
+    for key, rows in matrix.groupby([*RUN_KEY, "client_id"], sort=False):
+        is_own = rows["silo"] == rows["client_id"]
+        own, others = rows.loc[is_own, "accuracy"].mean(), rows.loc[~is_own, "accuracy"]
+        found.append((*key, own, others.mean(), others.max(), len(others), own - others.mean()))
+    columns = [*RUN_KEY, "client_id", "own", "others", "best_other", "compared", "gain"]
+    numbers = dict.fromkeys(["own", "others", "best_other", "gain"], "float64")
+    return pd.DataFrame(found, columns=columns).astype({**numbers, "client_id": "Int64", "compared": "int64"})
+
+
+def as_square(matrix: pd.DataFrame) -> pd.DataFrame:
+    """The `p_matrix` of one run with a row per client i and a column per architecture j; missing pairs are NaN."""
+    names = sorted({*matrix["client_id"], *matrix["silo"]})
+    square = matrix.pivot(index="client_id", columns="silo", values="accuracy")
+    return square.reindex(index=names, columns=names).astype("float64")
+
+
+MEASURED = (
+    "accuracy",
+    "std",
+    "worst",
+    "best_accuracy",
+    "best_round",
+    "global_accuracy",
+    "gain",
+    "parameters",
+    "macs",
+    "peak_memory_bytes",
+    "bytes_per_round",
+    "wall_s",
+    "architectures",
+)
+
+
+@dataclass(frozen=True)
+class SiloSummary:
+    """Estimates of one setting over its seeds.
+
+    `values` holds an estimate, or None, for: accuracy, std and worst (of the silos' own test accuracies);
+    best_accuracy and best_round (`silos.best_round`);
+    global_accuracy (mean of the shared model, if silos also have their own model); gain (mean personalisation gain);
+    parameters and macs (means over the silos' models); peak_memory_bytes (maximum over silos in training);
+    bytes_per_round (received and sent, per silo); wall_s (of all training rounds); architectures (number of distinct
+    architectures of the silos).
+    """
+
+    setting: Setting
+    method: str
+    model: str
+    values: dict[str, Estimate | None]
+
+
+def silo_settings(tables: Tables) -> list[Setting]:
+    """The settings of cross-silo methods, with names that are unique among all settings."""
+    return [s for s in settings_of(tables) if s.kind == SILOS]
+
+
+def silo_summaries(tables: Tables) -> list[SiloSummary]:
+    """One summary per setting of a cross-silo method; settings without any value are left out."""
+    own = silos(tables)
+    measured, values = per_silo(own), {p.run_id: _run_values(only(own, [p.run_id])) for p in own.paths}
+    found = []
+    for setting in silo_settings(tables):
+        runs = [values[run_id] for run_id in setting.run_ids]
+        estimates = {name: estimate_by_seed([run[name] for run in runs], setting.seeds) for name in MEASURED}
+        models = measured.loc[measured["run_id"].isin(setting.run_ids), "model"]
+        if any(estimates.values()):
+            model = str(models.iloc[0]) if len(models) else PERSONAL
+            method = called(str(setting.config.get("method", {}).get("name", "")))
+            found.append(SiloSummary(setting, method, model, estimates))
+    return found
+
+
+def _run_values(run: Tables) -> dict[str, float | None]:
+    """The values of one run by the names of `MEASURED`; every silo with test data has the same weight."""
+    rows, gains = per_silo(run), personalisation_gains(p_matrix(run))
+    best, rounds = best_round(run), real_rounds(training(run.rounds))
+    sent, tasks = rounds["bytes_down"].sum() + rounds["bytes_up"].sum(), rounds["clients_planned"].sum()
+    architectures = int(rows["architecture"].nunique())
+    values: dict[str, Any] = {
+        "accuracy": rows["accuracy"].mean(),
+        "std": rows["accuracy"].std(ddof=0),
+        "worst": rows["accuracy"].min(),
+        "best_accuracy": None if best is None else best[0],
+        "best_round": None if best is None else best[1],
+        "global_accuracy": rows["global_accuracy"].mean(),
+        "gain": gains["gain"].mean(),
+        "parameters": rows["parameters"].mean(),
+        "macs": rows["macs"].mean(),
+        "peak_memory_bytes": training(run.clients)["peak_memory_bytes"].max(),
+        "bytes_per_round": sent / tasks if tasks else None,
+        "wall_s": rounds["wall_s"].sum(min_count=1),
+        "architectures": architectures or None,
+    }
+    return {name: None if value is None or pd.isna(value) else float(value) for name, value in values.items()}

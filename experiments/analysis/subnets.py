@@ -1,24 +1,113 @@
-"""The evaluated subnets of SuperFedNAS runs: cost and quality of each, over the seeds of a setting."""
+"""The subnets of elastic supernets: readable architectures, cost and quality of each, and the cost of training k."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, groupby, product
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from fedloom.experiments.analysis.intervals import Estimate
-from fedloom.experiments.analysis.kinds import elastic_run_ids
-from fedloom.experiments.analysis.labels import Labels
-from fedloom.experiments.analysis.seeds import SEEDS, estimate_by_seed
-from fedloom.experiments.analysis.settings import Setting, settings_of
-from fedloom.experiments.analysis.stages import ALONE
-from fedloom.experiments.analysis.tables import Tables, configuration
+from fedloom.experiments.analysis.rounds import communication
+from fedloom.experiments.analysis.seeds import SEEDS, Estimate, estimate_by_seed
+from fedloom.experiments.analysis.settings import Setting, flat, settings_of
+from fedloom.experiments.analysis.tables import ALONE, SUBNETS, Tables, configuration, elastic_run_ids
+
+if TYPE_CHECKING:
+    from fedloom.platform.spaces.base import SearchSpace
+    from fedloom.platform.spaces.elastic import ElasticSpace
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labels of subnets for runs whose stored configuration defines an elastic space; other runs keep the ids."""
+
+    spaces: Mapping[str, "ElasticSpace"]
+
+    def of(self, run_id: str, architecture: str) -> str:
+        """The subnet's label, or its id if it has none."""
+        space = self.spaces.get(run_id)
+        if space is None:
+            return architecture
+        try:
+            return space.label(space.parse(architecture))
+        except ValueError:
+            return architecture  # written with another version of the space
+
+    def is_largest(self, run_id: str, architecture: str) -> bool:
+        """Whether this is the largest subnet of the run's space; False if the space is unknown."""
+        space = self.spaces.get(run_id)
+        return space is not None and architecture == "-".join(map(str, space.largest))
+
+
+def labels_of(tables: Tables) -> Labels:
+    """The labels of the runs' spaces, without spaces that this version cannot build."""
+    spaces: dict[str, ElasticSpace] = {}
+    for run_id in elastic_run_ids(tables):
+        space = _elastic(configuration(tables, run_id))
+        if space is not None:
+            spaces[run_id] = space
+    return Labels(spaces)
+
+
+def _elastic(config: Mapping[str, Any]) -> "ElasticSpace | None":
+    from fedloom.platform.spaces.elastic import ElasticSpace
+
+    space = space_of(config)
+    return space if isinstance(space, ElasticSpace) else None
+
+
+def decoded(tables: Tables, run_id: str, architecture: str) -> str:
+    """What an architecture such as "8-8-2" is: its label, or the operators in order, such as "2× conv(3), identity".
+
+    The id itself if the space has no names for its options, is the user's own (reading results runs no code that they
+    name), or is not known to this version.
+    """
+    from fedloom.platform.plugins import is_import_path
+
+    config = configuration(tables, run_id)
+    if is_import_path(str(config.get("space", {}).get("name", ""))):
+        return architecture
+    space = space_of(config)
+    if space is None:
+        return architecture
+    try:
+        options = space.parse(architecture)
+    except ValueError:
+        return architecture  # written with another version of the space
+    operators = [(name, len([*same])) for name, same in groupby(space.meaning(options).get("operators", ()))]
+    named = ", ".join(name if count == 1 else f"{count}× {name}" for name, count in operators)
+    return named or space.label(options)
+
+
+def space_of(config: Mapping[str, Any]) -> "SearchSpace | None":
+    """The space of a stored configuration; None if it has none or one that this version cannot build."""
+    # Imported here, because torch takes seconds to load and other reports do not need it.
+    from fedloom.platform.spaces.registry import build_space
+    from fedloom.platform.spaces.space_config import SpaceConfig
+
+    stored = config.get("space")
+    if stored is None or not set(stored) <= {f.name for f in fields(SpaceConfig)}:
+        return None
+    try:
+        return build_space(SpaceConfig(**stored))
+    except ValueError:
+        return None
+
 
 SUPERNET, SEARCHED = "supernet", "searched"
+
+
 SAMPLES, FRONT = "samples", "front"
 """Values of `tier` in the table `candidates` that are not targets: training samples of predictors, NSGA-II's front."""
+
+
 COSTS = ("macs", "parameters")
+
+
 QUALITIES = ("accuracy", "perplexity", "loss")
+
+
 MEASURED = (*COSTS, *(f"{split}_{quality}" for split in ("validation", "test") for quality in QUALITIES))
 
 
@@ -159,3 +248,136 @@ def targets_of(tables: Tables, run_id: str) -> list[str]:
         return named
     recorded = tables.runs.loc[tables.runs["run_id"] == run_id, "tiers"].dropna()
     return [str(tier["tier"]) for text in recorded for tier in json.loads(text)]
+
+
+HEURISTIC_KEYS = ("distribution", "shares", "shrinking", "travels", "evaluate", "evaluate_every")
+"""Keys of `method.train` that only a supernet has: a comparison on equal terms may differ in them."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of training, summed over all clients: bytes received and sent, and MACs."""
+
+    size_bytes: float
+    macs: float
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.size_bytes + other.size_bytes, self.macs + other.macs)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A subnet that was trained alone, and the cost of its training."""
+
+    architecture: str
+    label: str
+    cost: Cost
+    is_largest: bool
+    """Whether it is the largest subnet of the space."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The cost of iFedAvg for the first k members, and its ratio to the supernet's cost."""
+
+    k: int
+    member: Member
+    total: Cost
+    communication_ratio: float
+    compute_ratio: float
+
+
+@dataclass(frozen=True)
+class CostComparison:
+    """The cost of training a supernet compared with training a family one by one, as means over the setting's seeds.
+
+    `largest` is the most expensive member alone, as a step (FedAvg on the largest subnet). `differences` lists the
+    configuration keys in which the two were not trained on equal terms, with both values.
+    """
+
+    supernet: str
+    separately: str
+    dataset: str
+    supernet_cost: Cost
+    steps: tuple[Step, ...]
+    largest: Step
+    differences: tuple[str, ...]
+
+
+def cost_comparisons(tables: Tables, labels: Labels) -> list[CostComparison]:
+    """Compares every supernet setting with every setting that trained members alone, on the same data set and space.
+
+    Members are in the order of the configured family. Stages that did not run all their rounds are left out, and so
+    are the search, which trains nothing, and the final evaluation.
+    """
+    settings = [s for s in settings_of(tables) if s.kind == SUBNETS]
+    stages = _complete(communication(tables), settings)
+    costs = {s.name: _stage_costs(s.rows(stages)) for s in settings}
+    supernets = [s for s in settings if "supernet" in costs[s.name]]
+    separate = [s for s in settings if any(name.startswith("alone/") for name in costs[s.name])]
+    return [
+        _compare(one, other, costs[one.name]["supernet"], _members(other, costs[other.name], labels))
+        for one, other in product(supernets, separate)
+        if _same(one, other, ("data", "dataset")) and _same(one, other, ("space",))
+    ]
+
+
+def _same(one: Setting, other: Setting, path: Sequence[str]) -> bool:
+    first: Any = one.config
+    second: Any = other.config
+    for key in path:
+        first, second = first[key], second[key]
+    return bool(first == second)
+
+
+def _complete(stages: pd.DataFrame, settings: Iterable[Setting]) -> pd.DataFrame:
+    """The stages that trained for all configured rounds."""
+    wanted = {run_id: s.config["method"]["train"]["rounds"] for s in settings for run_id in s.run_ids}
+    rounds = stages["run_id"].map(wanted)
+    return stages[(stages["rounds"] >= rounds).fillna(False) & stages["kind"].isin(["supernet", "alone"])]
+
+
+def _stage_costs(stages: pd.DataFrame) -> dict[str, Cost]:
+    """Mean cost over seeds by stage, in the stages' order."""
+    sums = stages.assign(both=stages["bytes_down"] + stages["bytes_up"])
+    per_seed = sums.groupby(["stage", SEEDS], sort=False)[["both", "macs"]].mean()
+    means = per_seed.groupby("stage", sort=False).mean()
+    return {str(stage): Cost(float(row["both"]), float(row["macs"])) for stage, row in means.iterrows()}
+
+
+def _members(setting: Setting, costs: dict[str, Cost], labels: Labels) -> list[Member]:
+    run_id = setting.run_ids[0]
+    names = {stage: stage.removeprefix("alone/") for stage in costs if stage.startswith("alone/")}
+    return [
+        Member(name, labels.of(run_id, name), costs[stage], labels.is_largest(run_id, name))
+        for stage, name in names.items()
+    ]
+
+
+def _compare(one: Setting, other: Setting, supernet: Cost, members: Sequence[Member]) -> CostComparison:
+    totals = list(accumulate(m.cost for m in members))
+    steps = tuple(_step(k, m, total, supernet) for k, (m, total) in enumerate(zip(members, totals, strict=True), 1))
+    largest = max(members, key=lambda m: m.cost.macs)
+    return CostComparison(
+        supernet=one.name,
+        separately=other.name,
+        dataset=str(one.config["data"]["dataset"]),
+        supernet_cost=supernet,
+        steps=steps,
+        largest=_step(1, largest, largest.cost, supernet),
+        differences=tuple(_differences(one, other)),
+    )
+
+
+def _step(k: int, member: Member, total: Cost, supernet: Cost) -> Step:
+    return Step(k, member, total, total.size_bytes / supernet.size_bytes, total.macs / supernet.macs)
+
+
+def _differences(one: Setting, other: Setting) -> Iterable[str]:
+    """Differing keys of data and training with both values, the supernet's first."""
+    first, second = dict(flat(one.config)), dict(flat(other.config))
+    for key in sorted({*first, *second}):
+        part = key.removeprefix("method.train.").split(".")[0]
+        terms = key.startswith("data.") or (key.startswith("method.train.") and part not in HEURISTIC_KEYS)
+        if terms and key not in ("data.root", "data.cache", "data.download") and first.get(key) != second.get(key):
+            yield f"{key} ({first.get(key)} and {second.get(key)})"

@@ -1,21 +1,25 @@
-"""Loads the result tables of runs into memory."""
+"""Loads the result tables of runs, with what the runs' methods produce and the kinds of their stages."""
 
 import json
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from fedloom.platform.results.copies import fetch
-from fedloom.platform.results.paths import RunPaths, find_runs, list_runs, start_of
+from fedloom.platform.results.paths import RunPaths, find_runs, list_runs, runs_called, start_of
 from fedloom.platform.results.tables import TABLES, read_runs
 
 ALL_TABLES = tuple(TABLES)
+
+
 RUN_KEY = ["experiment", "run_id"]
 """The columns that identify the run of a row."""
+
 
 CLIENT_COLUMNS = (
     "stage", "round", "client_id", "tier", "architecture", "subspace", "macs", "bytes_down", "bytes_up", "loss",
@@ -149,3 +153,200 @@ def configuration(tables: Tables, run_id: str) -> dict[str, Any]:
     """The configuration that the run stored; empty if it ended before storing it."""
     config: dict[str, Any] = tables.recorded(run_id, "config") or {}
     return config
+
+
+TRAINING = "supernet"
+"""The kind of the stage that trains a supernet; several runs may share the supernet."""
+
+
+ALONE = "alone"
+"""The kind of the stages that train a subnet without a supernet, and the name of the resulting model."""
+
+
+SEARCH, EVALUATION, GAINS = "search", "evaluation", "gains"
+
+
+MEASUREMENTS = (EVALUATION, GAINS)
+"""Kinds of stages that measure trained models and do not count as communication of the method itself."""
+
+
+def by_stage(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with the columns `kind` and `stage_tier`: stage "search/tier2" has kind "search" and tier "tier2"."""
+    # Parses each of the few stages once, since there may be millions of rows.
+    parts = {stage: stage.partition("/") for stage in frame["stage"].dropna().unique()}
+    kinds = frame["stage"].map({stage: part[0] for stage, part in parts.items()}).astype(object)
+    tiers = frame["stage"].map({stage: part[2] for stage, part in parts.items()}).astype(object)
+    return frame.assign(kind=kinds, stage_tier=tiers)
+
+
+def real_rounds(rounds: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `rounds` without those in which a training stage only scored its final weights.
+
+    Such a row follows the stage's last training round and has no planned clients.
+    """
+    trains = ~by_stage(rounds)["kind"].isin([SEARCH, *MEASUREMENTS])
+    last = rounds["round"] == rounds.groupby(["run_id", "stage"])["round"].transform("max")
+    only_scored = trains & last & (rounds["clients_planned"] == 0)
+    return rounds[~only_scored.fillna(False).astype(bool)]
+
+
+def rounds_by_stage(rounds: pd.DataFrame) -> dict[tuple[str, str], int]:
+    """Number of finished rounds by (run, stage), in the order of the rows."""
+    last = real_rounds(rounds).groupby(["run_id", "stage"], sort=False, as_index=False)["round"].max()
+    return {(str(row.run_id), str(row.stage)): int(row.round) + 1 for row in last.itertuples()}
+
+
+TIERS, SUBNETS, SILOS, SHARED = "tiers", "subnets", "silos", "shared"
+"""What a run produces: a model per tier, subnets for targets, a model per silo, or one model for all clients."""
+
+
+ALL_TIERS = "all"
+"""The tier in rows that concern all tiers."""
+
+
+def traits_of(tables: Tables, run_id: str) -> Mapping[str, Any]:
+    """The traits of the run's method; empty if the run stored no configuration."""
+    recorded: Mapping[str, Any] | None = tables.recorded(run_id, "traits")
+    if recorded is not None:
+        return recorded
+    return _of_older_runs(str(configuration(tables, run_id).get("method", {}).get("name", "")))
+
+
+@cache
+def _of_older_runs(method: str) -> Mapping[str, Any]:
+    """A method's current traits, for older runs that recorded none; these assigned a shared model to a tier."""
+    from fedloom.platform.methods.registry import METHODS
+
+    if method not in METHODS:
+        return {}
+    traits = METHODS[method].traits(METHODS[method].config())
+    return {**traits, "kind": TIERS if traits["kind"] == SHARED else traits["kind"]}
+
+
+def kind_of(tables: Tables, run_id: str) -> str:
+    """TIERS, SUBNETS, SILOS or SHARED; TIERS for a run that stored no configuration."""
+    return str(traits_of(tables, run_id).get("kind", TIERS))
+
+
+def runs_of_kind(tables: Tables, kind: str) -> list[str]:
+    """The runs whose method has this kind."""
+    return [p.run_id for p in tables.paths if kind_of(tables, p.run_id) == kind]
+
+
+def elastic_run_ids(tables: Tables) -> list[str]:
+    """The runs that produce subnets of an elastic supernet."""
+    return runs_of_kind(tables, SUBNETS)
+
+
+def silo_run_ids(tables: Tables) -> list[str]:
+    """The runs of cross-silo methods."""
+    return runs_of_kind(tables, SILOS)
+
+
+def keeps_own_models(tables: Tables, run_id: str) -> bool:
+    """Whether silos keep their own model between rounds; the shared model is scored for a silo that has none."""
+    return traits_of(tables, run_id).get("own") == "model"
+
+
+def keeps_own_cells(tables: Tables, run_id: str) -> bool:
+    """Whether silos have their own cells on top of a shared base."""
+    return traits_of(tables, run_id).get("own") == "cells"
+
+
+def for_all(tables: Tables, frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with tier "all" in the rows of models that all clients share; rows of single clients stay unchanged."""
+    shared = frame["run_id"].isin(runs_of_kind(tables, SHARED))
+    if not shared.any():
+        return frame
+    if "client_id" in frame.columns:
+        shared &= frame["client_id"].isna()
+    return frame.assign(tier=frame["tier"].astype(object).where(~shared, ALL_TIERS))
+
+
+def with_silo_clients(tables: Tables) -> Tables:
+    """The tables with `clients` of the cross-silo runs, which have few rows; other runs' rows are not read."""
+    own = set(silo_run_ids(tables))
+    paths = [p for p in tables.paths if p.run_id in own]
+    return replace(tables, clients=read_table_of(paths, "clients")) if paths else tables
+
+
+def is_dry(tables: Tables, run_id: str) -> bool:
+    """Whether the run was a dry run, which counts the clients' work without training."""
+    return bool(configuration(tables, run_id).get("dry_run", False))
+
+
+Bounds = dict[tuple[str, str], float]
+"""By (run, tier): the largest cost that the tier affords, in the unit of `tiers.cost`."""
+
+
+def upper_bounds(tables: Tables) -> Bounds:
+    """The bounds of all runs that recorded them."""
+    found: Bounds = {}
+    for row in tables.runs.itertuples():
+        recorded = json.loads(row.tiers) if isinstance(row.tiers, str) else []
+        found |= {(str(row.run_id), tier["tier"]): float(tier["upper"]) for tier in recorded}
+    return found
+
+
+def with_training(tables: Tables) -> Tables:
+    """Adds the rows of the supernet's training to the tables of runs that started from a trained supernet.
+
+    The rows of `rounds` and `evaluations` of the run that trained it (`supernet_run_id`) are copied under the id of the
+    run that reused it, so that curves start where the training started and costs are those of a run that shares no
+    supernet. If the run that trained the supernet was deleted, no rows are added.
+    """
+    sources = _sources(tables)
+    if not sources:
+        return tables
+    known = {p.run_id: [p] for p in tables.paths}
+    experiments = {p.run_id: p.experiment for p in tables.paths}
+    root = tables.paths[0].root
+    trained = [p for r in dict.fromkeys(sources.values()) for p in (known.get(r) or runs_called(root, r))[-1:]]
+
+    def joined(name: str, frame: pd.DataFrame) -> pd.DataFrame:
+        copies = _copies(name, trained, sources, experiments) if name in tables.read else []
+        return pd.concat([*copies, frame], ignore_index=True) if copies else frame
+
+    return replace(
+        tables, rounds=joined("rounds", tables.rounds), evaluations=joined("evaluations", tables.evaluations)
+    )
+
+
+def _sources(tables: Tables) -> dict[str, str]:
+    """For each run that reused a supernet, the run that trained it."""
+    rows = tables.runs[tables.runs["supernet_run_id"].notna()]
+    pairs = {str(r.run_id): str(r.supernet_run_id) for r in rows.itertuples()}
+    stages = tables.rounds["stage"].astype(object)
+    own = set(tables.rounds.loc[stages == TRAINING, "run_id"])
+    return {run: source for run, source in pairs.items() if run != source and run not in own}
+
+
+def _copies(
+    name: str, trained: list[RunPaths], sources: Mapping[str, str], experiments: Mapping[str, str]
+) -> list[pd.DataFrame]:
+    """The rows of a supernet's training, one copy per run that reused it."""
+    rows = by_stage(read_table_of(trained, name))
+    rows = rows[rows["kind"] == TRAINING].drop(columns=["kind", "stage_tier"])
+    by_source = {str(run_id): group for run_id, group in rows.groupby("run_id", sort=False)}
+    return [
+        by_source[source].assign(run_id=run, experiment=experiments[run])
+        for run, source in sources.items()
+        if source in by_source
+    ]
+
+
+METRIC = "accuracy"
+
+
+MODELS = ("supernet_init", "fine_tuned", "rand_init")
+"""Models in display order: slices of the supernet, the slices after fine-tuning, and models from fresh weights."""
+
+
+def natural(name: str) -> tuple[Any, ...]:
+    """A sort key that puts tier10 after tier2."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)
+
+
+def shown_models(names: Sequence[str]) -> list[str]:
+    """Distinct names in display order: first the known models, then the others by name."""
+    return sorted(set(names), key=lambda n: (MODELS.index(n) if n in MODELS else len(MODELS), n))

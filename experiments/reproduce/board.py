@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fedloom.experiments.report.parts.block import Block
-from fedloom.experiments.report.parts.numbers import ABSENT, si
+from fedloom.experiments.report.content import Block
+from fedloom.experiments.report.wording import ABSENT, si
 from fedloom.experiments.reproduce.claims import NOT_RUN, STATES, Verdict, in_the_paper
 from fedloom.experiments.reproduce.fields import read_yaml
 from fedloom.experiments.reproduce.files import ITEMS, item_names, load_item

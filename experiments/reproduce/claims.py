@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from fedloom.experiments.analysis.compare import difference
-from fedloom.experiments.analysis.intervals import estimate
+from fedloom.experiments.analysis.seeds import estimate
 from fedloom.experiments.reproduce.measure import NOTHING, Measured, at, combined, paired
 from fedloom.experiments.reproduce.schema import Check, Claim, Combined, Item, Operand, Published, Spot
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from fedloom.experiments.report.pages.files import ReportFiles
-from fedloom.experiments.report.parts.block import rich_block
+from fedloom.experiments.report.content import rich_block
+from fedloom.experiments.report.pages import ReportFiles
 from fedloom.experiments.reproduce.board import (
     Entry,
     all_items,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.analysis.frames import communication
+from fedloom.experiments.analysis.rounds import communication
 from fedloom.experiments.analysis.tables import load
 from fedloom.experiments.reproduce.counted import stood_in
 from fedloom.experiments.runs.configuration import compose_config

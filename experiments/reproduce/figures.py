@@ -7,9 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fedloom.experiments.report.figures.drawing import Drawing
-from fedloom.experiments.report.figures.style import LEGEND, MARKERS, SERIES, quiet, tint
-from fedloom.experiments.report.parts.picture import Picture
+from fedloom.experiments.report.content import Picture
+from fedloom.experiments.report.drawing import LEGEND, MARKERS, SERIES, Drawing, quiet, tint
 from fedloom.experiments.reproduce.table import Outcome, Row
 
 MOST_PANELS, MOST_SETTINGS = 4, 7

@@ -2,10 +2,8 @@
 
 import pandas as pd
 
-from fedloom.experiments.analysis.labels import labels_of
-from fedloom.experiments.analysis.silo_gains import p_matrix, personalisation_gains
-from fedloom.experiments.analysis.silos import latest_architectures
-from fedloom.experiments.analysis.subnets import SEARCHED, subnets
+from fedloom.experiments.analysis.silos import latest_architectures, p_matrix, personalisation_gains
+from fedloom.experiments.analysis.subnets import SEARCHED, labels_of, subnets
 from fedloom.experiments.analysis.tables import RUN_KEY, Tables, requires
 
 SMALLEST, LARGEST = "smallest", "largest"

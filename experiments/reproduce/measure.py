@@ -9,14 +9,12 @@ from typing import Any
 import pandas as pd
 from scipy.stats import kendalltau
 
-from fedloom.experiments.analysis.convergence import convergence
-from fedloom.experiments.analysis.frames import communication, communication_by_kind, fairness, pareto, per_tier
-from fedloom.experiments.analysis.fronts import hypervolume
+from fedloom.experiments.analysis.clients import fairness
+from fedloom.experiments.analysis.outcomes import per_model
+from fedloom.experiments.analysis.rounds import communication, communication_by_kind, convergence
 from fedloom.experiments.analysis.silos import per_silo
-from fedloom.experiments.analysis.stages import by_stage
-from fedloom.experiments.analysis.summary import per_model
-from fedloom.experiments.analysis.tables import Tables
-from fedloom.experiments.analysis.texts import PERPLEXITY, perplexity_of
+from fedloom.experiments.analysis.tables import Tables, by_stage
+from fedloom.experiments.analysis.tiers import PERPLEXITY, hypervolume, pareto, per_tier, perplexity_of
 from fedloom.experiments.reproduce.counted import OF_DATA, fact, facts_of, stood_in
 from fedloom.experiments.reproduce.frames import cells, gains, subnets_by_size
 from fedloom.experiments.reproduce.schema import ONLY, Combined, Counted, Item, Operand, Quantity, Read, Scale, Spot

@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fedloom.experiments.report.pages.content import Content
-from fedloom.experiments.report.pages.files import ReportFiles, write_content
-from fedloom.experiments.report.parts.block import Block
-from fedloom.experiments.report.parts.picture import Picture
+from fedloom.experiments.report.content import Block, Content, Picture
+from fedloom.experiments.report.pages import ReportFiles, write_content
 from fedloom.experiments.reproduce.board import (
     Entry,
     claims_block,

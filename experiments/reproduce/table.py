@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fedloom.experiments.report.parts.block import Block
-from fedloom.experiments.report.parts.numbers import ABSENT
+from fedloom.experiments.report.content import Block
+from fedloom.experiments.report.wording import ABSENT
 from fedloom.experiments.reproduce.claims import Interval, Verdict, in_the_paper, interval_at, spot_name
 from fedloom.experiments.reproduce.measure import NOTHING, Measured
 from fedloom.experiments.reproduce.records import Record

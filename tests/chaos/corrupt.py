@@ -22,8 +22,7 @@ from chaos.attack import arguments, attack
 from chaos.interrupted import Template, interrupted
 from chaos.subjects import SHARED, UNDISTURBED, run_on, undisturbed
 from chaos.victims import SERIAL, TINY, frames, same
-from fedloom.experiments.report.pages.runs import write_report
-from fedloom.experiments.report.pages.values import report_json
+from fedloom.experiments.report.runs import report_json, write_report
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.runs.run import make_serial, resume_run

@@ -6,14 +6,14 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
-from fedloom.experiments.report.figures import style
+from fedloom.experiments.report import drawing
 
 
 @pytest.fixture(scope="session", autouse=True)
 def rough_fonts() -> Iterator[None]:
     """Pictures whose fonts are embedded as matplotlib does it by default, which takes a tenth of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(style, "PDF_FONTS", 3)
+        patch.setattr(drawing, "PDF_FONTS", 3)
         yield
 
 

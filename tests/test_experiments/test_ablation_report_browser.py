@@ -12,10 +12,9 @@ import pytest
 from PIL import Image
 
 from fedloom.experiments.benchmarks.generated_ablation import Fates, write_planned
-from fedloom.experiments.report.pages.ablation import write_ablation_report
-from fedloom.experiments.report.pages.content import Content
-from fedloom.experiments.report.pages.html import html_page
-from fedloom.experiments.report.parts.block import Block
+from fedloom.experiments.report.ablation import write_ablation_report
+from fedloom.experiments.report.content import Block, Content
+from fedloom.experiments.report.pages import html_page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 INSTALL = (

@@ -16,15 +16,9 @@ from rich.console import Console
 from fedloom.experiments.analysis.tables import latest_run
 from fedloom.experiments.benchmarks.generated_ablation import Fates, write_planned
 from fedloom.experiments.cli import main
-from fedloom.experiments.report.pages.ablation import (
-    ablation_json,
-    ablation_table,
-    chosen_ablation,
-    write_ablation_report,
-)
-from fedloom.experiments.report.pages.files import ReportFiles
-from fedloom.experiments.report.pages.latex import LONG, escaped, latex_table, latex_tables
-from fedloom.experiments.report.parts.block import Block
+from fedloom.experiments.report.ablation import ablation_json, ablation_table, chosen_ablation, write_ablation_report
+from fedloom.experiments.report.content import Block
+from fedloom.experiments.report.pages import LONG, ReportFiles, escaped, latex_table, latex_tables
 from fedloom.experiments.store.ablations import FIGURES, Ablation
 from fedloom.platform.results.files import sealed_json, unsealed
 from fedloom.platform.results.writer import RunWriter

@@ -8,8 +8,8 @@ import pytest
 
 from fedloom.experiments import analysis
 from fedloom.experiments.analysis.ablation import held, is_grid
+from fedloom.experiments.analysis.rounds import steps
 from fedloom.experiments.analysis.settings import settings_of
-from fedloom.experiments.analysis.steps import steps
 from fedloom.experiments.analysis.tables import Tables
 from fedloom.experiments.benchmarks.generated_ablation import Fates, write_planned
 from fedloom.experiments.store.ablations import Ablation

@@ -8,8 +8,7 @@ import pandas as pd
 import pytest
 
 from fedloom.experiments.analysis.outcomes import OUTCOMES
-from fedloom.experiments.report.figures.outcomes import outcomes_figure
-from fedloom.experiments.report.tables.outcomes import outcomes_block
+from fedloom.experiments.report.outcomes import outcomes_block, outcomes_figure
 
 
 def rows(model: str | None, accuracies: list[float], **values: Any) -> pd.DataFrame:

@@ -9,14 +9,13 @@ from matplotlib.lines import Line2D
 
 from fedloom.experiments.analysis.seeds import SEEDS
 from fedloom.experiments.analysis.settings import Setting
-from fedloom.experiments.report.figures import style
-from fedloom.experiments.report.figures.ablation_axes import values_legend
-from fedloom.experiments.report.figures.communication import communication_figure
-from fedloom.experiments.report.figures.convergence import convergence_figure
-from fedloom.experiments.report.figures.settings import same_limits
-from fedloom.experiments.report.figures.style import pdf, png, tint
+from fedloom.experiments.report import drawing
+from fedloom.experiments.report.ablation import values_legend
+from fedloom.experiments.report.communication import communication_figure
+from fedloom.experiments.report.convergence import convergence_figure
+from fedloom.experiments.report.drawing import pdf, png, same_limits, tint
 
-REAL_FONTS = style.PDF_FONTS
+REAL_FONTS = drawing.PDF_FONTS
 """Before the other tests' fonts are rough."""
 
 
@@ -105,7 +104,7 @@ def test_a_tint_is_lighter_and_hides_what_is_below() -> None:
 
 
 def test_papers_get_fonts_that_conferences_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(style, "PDF_FONTS", REAL_FONTS)
+    monkeypatch.setattr(drawing, "PDF_FONTS", REAL_FONTS)
     figure = Figure()
     figure.subplots().set_title("accuracy")
     content = pdf(figure)

@@ -9,8 +9,8 @@ import psutil
 import pytest
 from matplotlib.figure import Figure
 
-from fedloom.experiments.report.figures import drawing
-from fedloom.experiments.report.figures.drawing import Drawing
+from fedloom.experiments.report import drawing
+from fedloom.experiments.report.drawing import Drawing
 
 
 def figure() -> Figure:
@@ -73,7 +73,7 @@ def test_a_figure_that_cannot_be_drawn_raises_here_and_says_nothing_elsewhere(
 STRUCK = """
 import os, signal, sys, time
 from matplotlib.figure import Figure
-from fedloom.experiments.report.figures import drawing
+from fedloom.experiments.report import drawing
 
 def asked_to_end(*_):
     raise KeyboardInterrupt
@@ -111,7 +111,7 @@ def test_copies_end_with_an_interrupted_command_and_say_nothing(struck: signal.S
 UNREAD = """
 import time
 from matplotlib.figure import Figure
-from fedloom.experiments.report.figures import drawing
+from fedloom.experiments.report import drawing
 
 drawing._draw = lambda figure: drawing.Images(bytes(10**7), b"")
 drawing.COPIES_PER_CPU = 100

@@ -8,15 +8,16 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from fedloom.experiments.analysis import frames
-from fedloom.experiments.analysis.convergence import convergence
-from fedloom.experiments.analysis.intervals import Estimate, estimate
+from fedloom.experiments.analysis.clients import failures, fairness
+from fedloom.experiments.analysis.outcomes import per_model
+from fedloom.experiments.analysis.rounds import communication, communication_by_kind, convergence
+from fedloom.experiments.analysis.seeds import Estimate, estimate
 from fedloom.experiments.analysis.settings import settings_of
-from fedloom.experiments.analysis.summary import per_model
 from fedloom.experiments.analysis.tables import Tables, latest_run, load
-from fedloom.experiments.report.pages.values import records
-from fedloom.experiments.report.parts.numbers import percent, seconds, si
-from fedloom.experiments.report.tables.tiers import cell, columns_of, summarise
+from fedloom.experiments.analysis.tiers import architectures, pareto, per_tier
+from fedloom.experiments.report.runs import records
+from fedloom.experiments.report.tiers import cell, columns_of, summarise
+from fedloom.experiments.report.wording import percent, seconds, si
 from fedloom.platform.results.writer import RunWriter
 
 CONFIG = {"tiers": {"count": 3, "upper_bounds": None, "cost": "macs"}, "method": {"name": "fedoras", "search": {}}}
@@ -100,7 +101,7 @@ def tables(tmp_path: Path) -> Tables:
 
 
 def test_per_tier_joins_winners_costs_and_test_metrics(tables: Tables) -> None:
-    frame = frames.per_tier(tables, {("r1", "tier2"): 95.5})
+    frame = per_tier(tables, {("r1", "tier2"): 95.5})
     assert frame["tier"].tolist() == ["tier1", "tier2", "tier3"]
     first, second, third = records(frame)
     assert first["architecture"] == "0-1"
@@ -118,11 +119,11 @@ def test_the_winner_of_a_search_that_is_not_evaluated_yet_ties_to_fewer_macs(tmp
     for architecture, macs, metric in (("1-1", 60, 0.5), ("0-1", 50, 0.5), ("0-0", 40, 0.4), ("2-2", 10, None)):
         writer.add("candidates", **candidate("tier1", architecture, macs, metric))
     writer.close()
-    assert frames.architectures(load(tmp_path)) == {("r1", "tier1"): "0-1"}
+    assert architectures(load(tmp_path)) == {("r1", "tier1"): "0-1"}
 
 
 def test_fairness_counts_clients_with_test_data_only(tables: Tables) -> None:
-    rows = records(frames.fairness(tables))
+    rows = records(fairness(tables))
     assert [(r["model"], r["tier"]) for r in rows] == [
         (model, tier) for model in ("supernet_init", "fine_tuned", "rand_init") for tier in ("tier1", "all")
     ]
@@ -139,7 +140,7 @@ def test_fairness_over_all_tiers_pools_the_clients(tmp_path: Path) -> None:
         for client_id, value in enumerate(values):
             writer.add("evaluations", **evaluation("evaluation", 0, "fine_tuned", tier, value, client_id))
     writer.close()
-    frame = frames.fairness(load(tmp_path))
+    frame = fairness(load(tmp_path))
     assert frame["tier"].tolist() == ["tier2", "tier10", "all"]
     assert frame["mean"].tolist() == pytest.approx([0.65, 0.2, 0.5])
     assert frame["worst"].tolist() == [0.6, 0.2, 0.2]
@@ -148,13 +149,13 @@ def test_fairness_over_all_tiers_pools_the_clients(tmp_path: Path) -> None:
 def test_communication_sums_per_stage_and_leaves_baseline_and_evaluation_out_of_the_method(
     tables: Tables,
 ) -> None:
-    stages = frames.communication(tables)
+    stages = communication(tables)
     assert stages["stage"].tolist() == ["supernet", "fine_tuned/tier1", "rand_init/tier1", "evaluation"]
     assert stages["bytes_down"].tolist() == [220, 30, 30, 21]
     assert stages["bytes_up"].tolist() == [200, 20, 20, 0]
     assert stages["rounds"].tolist() == [2, 1, 1, 3]
     assert stages["clients"].tolist() == [4, 2, 2, 6]
-    method = frames.communication_by_kind(stages).set_index("kind").loc["method"]
+    method = communication_by_kind(stages).set_index("kind").loc["method"]
     assert (method["bytes_down"], method["bytes_up"], method["macs"]) == (250, 220, 3000)
     assert (method["simulated_s"], method["wall_s"]) == (1.5, 6.0)
 
@@ -164,7 +165,7 @@ def test_without_a_supernet_rand_init_is_the_method(tmp_path: Path) -> None:
     writer.add("rounds", **round_row("rand_init/tier1", 0, 30, 20, 1.0))
     writer.add("rounds", **round_row("evaluation", 0, 5, 0))
     writer.close()
-    kinds = frames.communication_by_kind(frames.communication(load(tmp_path))).set_index("kind")
+    kinds = communication_by_kind(communication(load(tmp_path))).set_index("kind")
     assert kinds.loc["method", "bytes_down"] == 30
 
 
@@ -199,7 +200,7 @@ def test_scores_after_the_last_round_are_no_round_of_training(tmp_path: Path) ->
         write_run(tmp_path, run_id, scored=scored)
     both = [load(tmp_path, [run_id]) for run_id in ("r1", "r2")]
     assert len(both[1].rounds) == len(both[0].rounds) + 3
-    for frame in (frames.communication, per_model, lambda t: frames.communication_by_kind(frames.communication(t))):
+    for frame in (communication, per_model, lambda t: communication_by_kind(communication(t))):
         expected, found = (frame(tables).drop(columns=["run_id", "seeds"], errors="ignore") for tables in both)
         pd.testing.assert_frame_equal(found, expected)
 
@@ -210,19 +211,19 @@ def test_a_round_in_training_without_clients_counts_and_so_does_a_central_search
         writer.add("rounds", **round_row("supernet", round_, 10, 10, clients_planned=planned))
     writer.add("rounds", **round_row("search/tier1", 0, 0, 0, clients_planned=0))
     writer.close()
-    stages = frames.communication(load(tmp_path))
+    stages = communication(load(tmp_path))
     assert dict(zip(stages["stage"], stages["rounds"], strict=True)) == {"supernet": 3, "search/tier1": 1}
 
 
 def test_pareto_keeps_feasible_candidates_and_marks_front_and_winner(tables: Tables) -> None:
-    frame = frames.pareto(tables).set_index("architecture")
+    frame = pareto(tables).set_index("architecture")
     assert frame.index.tolist() == ["0-1", "0-0", "1-1", "2-2"]
     assert frame["on_front"].tolist() == [True, True, False, True]
     assert frame["is_winner"].tolist() == [True, False, False, True]
 
 
 def test_failures_group_causes_that_differ_in_numbers_only(tables: Tables) -> None:
-    (row,) = records(frames.failures(tables))
+    (row,) = records(failures(tables))
     assert (row["kind"], row["status"], row["count"]) == ("fine_tuned", "timed_out", 2)
     assert row["example"] == "simulated time 1.25 s is over the deadline of 0.5 s"
     assert (row["client_id"], row["stage"], row["round"]) == (5, "fine_tuned/tier1", 3)
@@ -233,7 +234,7 @@ def test_summaries_give_student_intervals_over_the_seeds_of_a_setting(tmp_path: 
         write_run(tmp_path, run_id, value)
     write_run(tmp_path, "r4", 0.1, experiment="other")
     tables = load(tmp_path, ["r1", "r2", "r3", "r4"])
-    first, other = summarise(frames.per_tier(tables), frames.fairness(tables), settings_of(tables))
+    first, other = summarise(per_tier(tables), fairness(tables), settings_of(tables))
     assert (first.setting.name, first.setting.run_ids) == ("demo", ("r1", "r2", "r3"))
     tier = first.tiers[0]
     tuned = tier.values["test_fine_tuned"]

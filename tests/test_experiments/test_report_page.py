@@ -15,18 +15,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
-from fedloom.experiments.analysis.bounds import upper_bounds
-from fedloom.experiments.analysis.tables import load
+from fedloom.experiments.analysis.tables import load, upper_bounds
 from fedloom.experiments.cli import main
-from fedloom.experiments.report.figures.drawing import Drawing
-from fedloom.experiments.report.pages.content import Content, RunFacts
-from fedloom.experiments.report.pages.files import ReportFiles
-from fedloom.experiments.report.pages.html import html_page
-from fedloom.experiments.report.pages.markdown import markdown_page
-from fedloom.experiments.report.pages.runs import summary_table, write_report
-from fedloom.experiments.report.pages.values import report_json
-from fedloom.experiments.report.parts.block import Block, rich_block
-from fedloom.experiments.report.parts.picture import Picture
+from fedloom.experiments.report.content import Block, Content, Picture, RunFacts, rich_block
+from fedloom.experiments.report.drawing import Drawing
+from fedloom.experiments.report.pages import ReportFiles, html_page, markdown_page
+from fedloom.experiments.report.runs import report_json, summary_table, write_report
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.writer import RunWriter
 
@@ -269,7 +263,7 @@ def test_nothing_in_a_table_is_cut_however_narrow_the_terminal_is() -> None:
 def test_the_summary_does_without_matplotlib(tmp_path: Path) -> None:
     write_run(tmp_path, "r1").close()
     code = (
-        "import sys; from pathlib import Path; from fedloom.experiments.report.pages.runs import summary_table\n"
+        "import sys; from pathlib import Path; from fedloom.experiments.report.runs import summary_table\n"
         f"summary_table(Path({str(tmp_path)!r}), 'r1')\n"
         "assert 'matplotlib' not in sys.modules"
     )

@@ -10,18 +10,18 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from fedloom.experiments.analysis.convergence import convergence
-from fedloom.experiments.analysis.frames import by_stage, client_metrics, communication, communication_by_kind, pareto
+from fedloom.experiments.analysis.clients import client_metrics
+from fedloom.experiments.analysis.rounds import communication, communication_by_kind, convergence
 from fedloom.experiments.analysis.settings import Setting, settings_of
-from fedloom.experiments.analysis.tables import Tables, load
-from fedloom.experiments.report.figures.clients import clients_figure
-from fedloom.experiments.report.figures.communication import communication_figure
-from fedloom.experiments.report.figures.convergence import convergence_figure
-from fedloom.experiments.report.figures.fronts import pareto_figure
-from fedloom.experiments.report.figures.settings import setting_label
-from fedloom.experiments.report.pages.runs import summary_table, write_report
-from fedloom.experiments.report.pages.sheets import MOST_SETTINGS
-from fedloom.experiments.report.pages.values import report_json
+from fedloom.experiments.analysis.tables import Tables, by_stage, load
+from fedloom.experiments.analysis.tiers import pareto
+from fedloom.experiments.report.clients import clients_figure
+from fedloom.experiments.report.communication import communication_figure
+from fedloom.experiments.report.content import MOST_SETTINGS
+from fedloom.experiments.report.convergence import convergence_figure
+from fedloom.experiments.report.drawing import setting_label
+from fedloom.experiments.report.runs import report_json, summary_table, write_report
+from fedloom.experiments.report.tiers import pareto_figure
 from fedloom.platform.results.writer import RunWriter
 
 OPA, FEDAVG = "demo, weighting=opa", "demo, weighting=fedavg"
@@ -93,7 +93,7 @@ def page_of(root: Path, run_ids: Sequence[str]) -> str:
     """The page without its pictures, which take long to draw."""
     with pytest.MonkeyPatch.context() as patch:
         for pictures in ("subnet_pictures", "silo_pictures", "stage_pictures"):
-            patch.setattr(f"fedloom.experiments.report.pages.runs.{pictures}", lambda *_: ())
+            patch.setattr(f"fedloom.experiments.report.runs.{pictures}", lambda *_: ())
         return write_report(root, run_ids, root / "out").markdown.read_text()
 
 

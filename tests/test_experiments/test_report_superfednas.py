@@ -10,16 +10,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fedloom.experiments.analysis.convergence import convergence
-from fedloom.experiments.analysis.costs import Cost, cost_comparisons
-from fedloom.experiments.analysis.frames import fairness, per_tier
-from fedloom.experiments.analysis.intervals import Estimate
-from fedloom.experiments.analysis.labels import labels_of
+from fedloom.experiments.analysis.clients import fairness
+from fedloom.experiments.analysis.rounds import convergence
+from fedloom.experiments.analysis.seeds import Estimate
 from fedloom.experiments.analysis.settings import settings_of
-from fedloom.experiments.analysis.subnets import subnet_summaries, subnets, targets_of
+from fedloom.experiments.analysis.subnets import (
+    Cost,
+    cost_comparisons,
+    labels_of,
+    subnet_summaries,
+    subnets,
+    targets_of,
+)
 from fedloom.experiments.analysis.tables import load
-from fedloom.experiments.report.pages.runs import summary_table, write_report
-from fedloom.experiments.report.pages.values import report_json
+from fedloom.experiments.analysis.tiers import per_tier
+from fedloom.experiments.report.runs import report_json, summary_table, write_report
 from fedloom.platform.results.writer import RunWriter
 
 SMALLEST, MIDDLE, LARGEST = "0-0", "5-5", "11-11"

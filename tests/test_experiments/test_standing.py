@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from fedloom.experiments import standing
-from fedloom.experiments.analysis.reused import with_training
-from fedloom.experiments.analysis.tables import load
+from fedloom.experiments.analysis.tables import load, with_training
 from fedloom.experiments.benchmarks.generated import EXPERIMENT, write_results
 from fedloom.experiments.cli import main
-from fedloom.experiments.report.pages.runs import summary_table, write_report
+from fedloom.experiments.report.runs import summary_table, write_report
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results import tables
@@ -288,7 +287,7 @@ def test_what_steers_a_terminal_is_shown_and_not_obeyed(
 
 def test_what_only_reads_does_not_wait_for_what_trains() -> None:
     """Importing torch takes seconds, which is most of the time of a command that shows a few rows."""
-    parts = ("standing", "show", "report.pages.runs", "report.pages.ablation", "report.pages.values")
+    parts = ("standing", "show", "report.runs", "report.ablation")
     modules = ", ".join(f"fedloom.experiments.{part}" for part in parts)
     code = (
         "import sys, fedloom.experiments.standing\nassert 'pandas' not in sys.modules\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.experiments.report.pages.runs import write_report
+from fedloom.experiments.report.runs import write_report
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.experiments.verify import Verified, verified
 from fedloom.platform.federation.config import RunConfig

@@ -12,8 +12,7 @@ import pytest
 from scipy import stats
 
 from fedloom.experiments import analysis
-from fedloom.experiments.analysis.compare import difference
-from fedloom.experiments.analysis.paired import paired
+from fedloom.experiments.analysis.compare import difference, paired
 
 WEIGHTING = "method.train.weighting"
 

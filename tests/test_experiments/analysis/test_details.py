@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom.experiments.analysis.details import confusions, paragraphs, per_class
+from fedloom.experiments.analysis.clients import confusions, paragraphs, per_class
 from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.tables import Tables, load
-from fedloom.experiments.report.figures.confusion import confusion_figure, shares
-from fedloom.experiments.report.pages.runs import report_content
-from fedloom.experiments.report.tables.details import class_blocks, paragraph_block
+from fedloom.experiments.report.classes import class_blocks, confusion_figure, paragraph_block, shares
+from fedloom.experiments.report.runs import report_content
 from fedloom.platform.results.writer import RunWriter
 
 PAIRS = {("cat", "cat"): 3, ("cat", "dog"): 1, ("dog", "cat"): 2, ("dog", "dog"): 2, ("emu", "dog"): 2}

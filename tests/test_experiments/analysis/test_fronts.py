@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.experiments import analysis
-from fedloom.experiments.analysis.fronts import front_of
+from fedloom.experiments.analysis.tiers import front_of
 
 
 def add_candidates(runs: Any, run_id: str, points: list[tuple[int, float]]) -> None:

@@ -17,7 +17,7 @@ def test_no_module_knows_methods_by_their_names() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and node.value in METHODS
     }
-    assert named == {"report/parts/words.py"}, "how a model of that name is written"
+    assert named == {"report/wording.py"}, "how a model of that name is written"
 
 
 def test_the_methods_for_silos_are_those_that_train_silos() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from fedloom.experiments.analysis import frames
+from fedloom.experiments.analysis.clients import fairness
 from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.tables import Tables, load
-from fedloom.experiments.analysis.texts import with_perplexity
-from fedloom.experiments.report.tables.tiers import narrow_tier_block, summarise
+from fedloom.experiments.analysis.tiers import pareto, per_tier, with_perplexity
+from fedloom.experiments.report.tiers import narrow_tier_block, summarise
 from fedloom.platform.results.writer import RunWriter
 
 PLACE = {"stage": "evaluation", "round": 0, "tier": "tier1", "architecture": "0-1", "split": "test", "samples": 10}
@@ -39,7 +39,7 @@ def write_run(root: Path, perplexity: bool = True) -> Tables:
 
 def test_perplexities_stand_beside_accuracies(tmp_path: Path) -> None:
     tables = write_run(tmp_path)
-    frame = with_perplexity(frames.per_tier(tables), tables)
+    frame = with_perplexity(per_tier(tables), tables)
     tier = frame[frame["tier"] == "tier1"].iloc[0]
     assert tier["architecture"] == "0-1"
     assert (tier["perplexity_fine_tuned"], tier["perplexity_rand_init"], tier["perplexity_gain"]) == (3.0, 3.5, 0.5)
@@ -52,14 +52,14 @@ def test_perplexities_stand_beside_accuracies(tmp_path: Path) -> None:
 
 def test_the_search_by_loss_has_the_winner_by_loss(tmp_path: Path) -> None:
     tables = write_run(tmp_path)
-    winners = frames.pareto(tables).set_index("architecture")["is_winner"]
+    winners = pareto(tables).set_index("architecture")["is_winner"]
     assert winners.to_dict() == {"0-0": False, "0-1": True}
 
 
 def test_a_texts_table_is_in_perplexity(tmp_path: Path) -> None:
     tables = write_run(tmp_path)
-    frame = with_perplexity(frames.per_tier(tables), tables)
-    (summary,) = summarise(frame, frames.fairness(tables), settings_of(tables))
+    frame = with_perplexity(per_tier(tables), tables)
+    (summary,) = summarise(frame, fairness(tables), settings_of(tables))
     block = narrow_tier_block(summary)
     heads = [head.replace("\n", " ").strip() for head in block.heads]
     assert heads == [
@@ -80,12 +80,12 @@ def test_a_texts_table_is_in_perplexity(tmp_path: Path) -> None:
 
 def test_runs_without_texts_have_no_further_columns(tmp_path: Path) -> None:
     tables = write_run(tmp_path, perplexity=False)
-    plain = frames.per_tier(tables)
+    plain = per_tier(tables)
     assert with_perplexity(plain, tables) is plain
 
 
 def test_families_on_texts_have_no_tiers(tmp_path: Path) -> None:
     """A family's subnets belong to no tier, whoever has tested them."""
     tables = write_run(tmp_path)
-    none = frames.per_tier(tables).iloc[:0]
+    none = per_tier(tables).iloc[:0]
     assert with_perplexity(none, tables).empty

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
-from fedloom.experiments.analysis.silo_summaries import silo_summaries
+from fedloom.experiments.analysis.silos import silo_summaries
 from fedloom.experiments.analysis.tables import load
-from fedloom.experiments.report.figures.cells import darts_space_of
-from fedloom.experiments.report.pages.runs import summary_table
+from fedloom.experiments.report.cells import darts_space_of
+from fedloom.experiments.report.runs import summary_table
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.spaces.darts import DartsSpace
 

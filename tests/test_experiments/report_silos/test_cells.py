@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from fedloom.experiments.analysis.tables import load
-from fedloom.experiments.report.figures import cells
-from fedloom.experiments.report.figures.cells import Cell, CellEdge, cell_edges, darts_space_of, dot_source, parse
-from fedloom.experiments.report.figures.style import png
+from fedloom.experiments.report import cells
+from fedloom.experiments.report.cells import Cell, CellEdge, cell_edges, darts_space_of, dot_source, parse
+from fedloom.experiments.report.drawing import png
 from fedloom.platform.spaces.darts import DartsSpace
 
 EDGES = tuple(CellEdge(s, n, ("skip_connect", "sep_conv_3x3")) for n in range(2, 6) for s in range(n))

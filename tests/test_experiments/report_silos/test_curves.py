@@ -7,10 +7,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from fedloom.experiments.analysis.settings import settings_of
-from fedloom.experiments.analysis.silo_curves import curves, phases
-from fedloom.experiments.analysis.silos import per_silo
+from fedloom.experiments.analysis.silos import curves, per_silo, phases
 from fedloom.experiments.analysis.tables import load
-from fedloom.experiments.report.figures.silos import curves_figure, silo_accuracy_figure
+from fedloom.experiments.report.silos import curves_figure, silo_accuracy_figure
 
 
 def test_curves_are_means_over_silos_with_rounds_counted_over_all_stages(silos: Any) -> None:

@@ -7,11 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedloom.experiments.analysis.silo_gains import as_square, best_on_test, p_matrix, personalisation_gains
+from fedloom.experiments.analysis.silos import as_square, best_on_test, p_matrix, personalisation_gains
 from fedloom.experiments.analysis.tables import load
-from fedloom.experiments.report.figures.gains import gains_figure
-from fedloom.experiments.report.pages.runs import write_report
-from fedloom.experiments.report.tables.silos import gains_block
+from fedloom.experiments.report.runs import write_report
+from fedloom.experiments.report.silos import gains_block, gains_figure
 
 
 def matrix(values: Mapping[tuple[int, int], float]) -> pd.DataFrame:

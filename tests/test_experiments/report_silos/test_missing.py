@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from fedloom.experiments.analysis.silo_curves import phases
+from fedloom.experiments.analysis.silos import phases
 from fedloom.experiments.analysis.tables import load
-from fedloom.experiments.report.pages.runs import write_report
-from fedloom.experiments.report.pages.silo_gaps import missing_of_silos
+from fedloom.experiments.report.runs import write_report
+from fedloom.experiments.report.silos import missing_of_silos
 
 
 def said_of(silos: Any, run_id: str = "r1") -> str:

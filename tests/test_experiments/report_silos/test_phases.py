@@ -4,10 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.experiments.analysis.silo_curves import Phases, phases
-from fedloom.experiments.analysis.silos import in_short, is_decided, latest_architectures
+from fedloom.experiments.analysis.silos import Phases, in_short, is_decided, latest_architectures, phases
 from fedloom.experiments.analysis.tables import load
-from fedloom.experiments.report.figures.silos import spans_of
+from fedloom.experiments.report.silos import spans_of
 from fedloom.platform.methods.silo.perturbation import is_settled
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import subspace_id

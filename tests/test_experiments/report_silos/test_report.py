@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from fedloom.experiments.analysis.silos import in_short
-from fedloom.experiments.report.pages.runs import write_report
-from fedloom.experiments.report.pages.values import report_json
+from fedloom.experiments.report.runs import report_json, write_report
 
 
 def test_the_report_of_a_run_has_all_tables_and_figures_and_no_tiers(

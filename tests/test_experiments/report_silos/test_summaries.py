@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.experiments.analysis.silo_summaries import silo_summaries
-from fedloom.experiments.analysis.silos import per_silo
+from fedloom.experiments.analysis.silos import per_silo, silo_summaries
 from fedloom.experiments.analysis.tables import load
 
 

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from fedloom.experiments.analysis.labels import Labels
+from fedloom.experiments.analysis.subnets import Labels
 from fedloom.experiments.analysis.tables import load_paths
 from fedloom.experiments.reproduce import frames
 from fedloom.platform.spaces.elastic import ElasticSpace

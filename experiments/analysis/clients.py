@@ -1,0 +1,161 @@
+"""Frames of clients and of what final evaluations say beside accuracy: classes, confusions, and written paragraphs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pandas as pd
+
+from fedloom.experiments.analysis.subnets import SEARCHED
+from fedloom.experiments.analysis.tables import (
+    ALL_TIERS,
+    METRIC,
+    RUN_KEY,
+    Tables,
+    by_stage,
+    elastic_run_ids,
+    for_all,
+    natural,
+    requires,
+    shown_models,
+    silo_run_ids,
+)
+from fedloom.platform.results.columns import CONFUSION, PARAGRAPH
+
+LOWER_IS_BETTER = ("loss", "perplexity")
+
+
+def measured_rows(evaluations: pd.DataFrame, split: str, metric: str) -> pd.DataFrame:
+    chosen = (evaluations["split"] == split) & (evaluations["metric"] == metric)
+    return evaluations[chosen.fillna(False)]
+
+
+def client_metrics(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
+    """One row per (run, model, tier, client) that was measured on its own test share: value, samples, and `counts`.
+
+    `counts` is False for a client without test samples, which has no metric. Cross-silo runs are left out; they have
+    their own frames.
+    """
+    requires(tables, "evaluations")
+    rows = measured_rows(tables.evaluations, "test", metric)
+    rows = rows[rows["client_id"].notna() & ~rows["run_id"].isin(silo_run_ids(tables))]
+    counts = (rows["samples"].fillna(0) > 0).astype(bool) & rows["value"].notna()
+    # A family has several subnets for the clients of one tier.
+    several = rows["run_id"].isin(elastic_run_ids(tables)) & (rows["model"] != "searched")
+    model = rows["model"].astype(object)
+    rows = rows.assign(model=model.where(~several, model + " " + rows["architecture"].astype(object)))
+    return rows[[*RUN_KEY, "model", "tier", "client_id", "value", "samples"]].assign(counts=counts)
+
+
+def fairness(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
+    """Distribution of the metric over clients per (run, model, tier), and with tier "all" per (run, model).
+
+    Columns: experiment, run_id, model, tier, clients (that count), excluded (no test samples), mean, std (over the
+    clients, with divisor n), worst (the lowest; of loss and perplexity the highest). Every client has the same weight.
+    Source: FedorAS, Tab. 7.
+    """
+    rows = client_metrics(tables, metric)
+    whole = pd.concat([rows, rows.assign(tier=ALL_TIERS)], ignore_index=True)
+    out = []
+    for key, group in whole.groupby([*RUN_KEY, "model", "tier"], sort=False):
+        values = group.loc[group["counts"], "value"]
+        spread = (values.mean(), values.std(ddof=0), values.max() if metric in LOWER_IS_BETTER else values.min())
+        out.append((*key, len(values), int((~group["counts"]).sum()), *spread))
+    columns = [*RUN_KEY, "model", "tier", "clients", "excluded", "mean", "std", "worst"]
+    return _sorted(pd.DataFrame(out, columns=columns), tables)
+
+
+def _sorted(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
+    """Sorted by run in the order of `tables`, then model, then tier with "all" last."""
+    runs = {p.run_id: i for i, p in enumerate(tables.paths)}
+    models = shown_models(list(frame["model"]))
+
+    def key(i: int) -> tuple[Any, ...]:
+        run_id, model, tier = frame.loc[i, "run_id"], frame.loc[i, "model"], str(frame.loc[i, "tier"])
+        return (runs[str(run_id)], models.index(str(model)), tier == ALL_TIERS, natural(tier))
+
+    return frame.loc[sorted(frame.index, key=key)].reset_index(drop=True)
+
+
+def failures(tables: Tables) -> pd.DataFrame:
+    """Client rows whose status is not ok, counted by kind of stage, status and cause, with one example each.
+
+    Columns: experiment, run_id, kind, status, cause, count, example (of the error), and the example's stage, round and
+    client_id. Numbers in the cause are replaced by "#", so that 200 missed deadlines are one row.
+    """
+    requires(tables, "clients")
+    rows = by_stage(tables.clients[tables.clients["status"] != "ok"])
+    causes = rows["error"].astype(object).fillna("")
+    rows = rows.assign(error=causes, cause=causes.str.replace(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", regex=True))
+    grouped = rows.groupby([*RUN_KEY, "kind", "status", "cause"], sort=False)
+    first = {"stage": ("stage", "first"), "round": ("round", "first"), "client_id": ("client_id", "first")}
+    counted = grouped.agg(count=("status", "size"), example=("error", "first"), **first)
+    return counted.reset_index().sort_values("count", ascending=False, kind="stable", ignore_index=True)
+
+
+MODEL = [*RUN_KEY, "model", "tier", "architecture"]
+
+
+def confusions(tables: Tables) -> pd.DataFrame:
+    """How often models of the final evaluation took a class for another, on the whole test set of at most 35 classes.
+
+    Columns: experiment, run_id, model, tier, architecture, class_name, prediction, count, share (of the class's
+    samples). Pairs that do not occur have no row.
+    """
+    rows = _of(tables, CONFUSION)
+    pairs = [json.loads(text) for text in rows["detail"]]
+    names = {"class_name": [pair[0] for pair in pairs], "prediction": [pair[1] for pair in pairs]}
+    found = rows[MODEL].assign(**names, count=rows["value"].astype("int64"))
+    return found.assign(share=found["count"] / rows["samples"].astype("float64")).reset_index(drop=True)
+
+
+def per_class(tables: Tables) -> pd.DataFrame:
+    """Figures of every class of the test set per model, for data sets of at most 35 classes.
+
+    Columns: experiment, run_id, model, tier, architecture, class_name, samples, recall (the class's accuracy),
+    precision (null for a class that was never predicted) and f1 (their harmonic mean; 0 if nothing of it was found).
+    """
+    pairs = confusions(tables)
+    key = [*MODEL, "class_name"]
+    of_class = pairs.groupby(key, sort=False, dropna=False)["count"].sum().rename("samples")
+    right = pairs[pairs["class_name"] == pairs["prediction"]].groupby(key, sort=False, dropna=False)["count"].sum()
+    predicted = pairs.groupby([*MODEL, "prediction"], sort=False, dropna=False)["count"].sum()
+    predicted.index = predicted.index.set_names(key)
+    found = of_class.to_frame().join(right.rename("right")).join(predicted.rename("predicted"))
+    right_of = found["right"].fillna(0)
+    both = found["samples"] + found["predicted"].fillna(0)
+    measured = found.assign(
+        recall=right_of / found["samples"], precision=right_of / found["predicted"], f1=2 * right_of / both
+    )
+    return measured.drop(columns=["right", "predicted"]).reset_index()
+
+
+def paragraphs(tables: Tables) -> pd.DataFrame:
+    """What language models wrote in the final evaluation, each after the same beginning of a test text.
+
+    Columns: experiment, run_id, model, tier, architecture, given, written, loss (the written tokens' mean, in nats).
+    """
+    rows = _of(tables, PARAGRAPH)
+    texts = [json.loads(text) for text in rows["detail"]]
+    columns = {"given": [text[0] for text in texts], "written": [text[1] for text in texts]}
+    return rows[MODEL].assign(**columns, loss=rows["value"].astype("float64")).reset_index(drop=True)
+
+
+def of_final_models(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the models that a method ends with: fine-tuned ones, those of a search, else all.
+
+    Where a run has several of a tier, as of a family of subnets, each has its architecture as the tier.
+    """
+    models = set(rows["model"])
+    last = next((model for model in ("fine_tuned", SEARCHED) if model in models), None)
+    rows = rows if last is None else rows[rows["model"] == last]
+    alike = rows.groupby(["run_id", "model", "tier"])["architecture"].transform("nunique")
+    return rows.assign(tier=rows["tier"].where(alike == 1, rows["architecture"]))
+
+
+def _of(tables: Tables, metric: str) -> pd.DataFrame:
+    requires(tables, "evaluations")
+    rows = for_all(tables, tables.evaluations)
+    rows = rows[(rows["metric"] == metric) & rows["detail"].notna()]
+    return rows.assign(**{name: rows[name].astype(object) for name in MODEL})

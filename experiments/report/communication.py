@@ -1,0 +1,233 @@
+"""The section of communication: bytes, MACs and time per stage, and bytes over the rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from fedloom.experiments.analysis.rounds import communication, communication_by_kind, is_own
+from fedloom.experiments.analysis.seeds import SEEDS
+from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.subnets import Labels
+from fedloom.experiments.analysis.tables import ALONE, GAINS, SILOS, SUBNETS, Tables, only
+from fedloom.experiments.report.content import Block
+from fedloom.experiments.report.drawing import (
+    BLUE,
+    INK,
+    LEGEND,
+    VERMILION,
+    legend_line,
+    multiples,
+    quiet,
+    same_limits,
+    tint,
+    whole_numbers,
+)
+from fedloom.experiments.report.wording import (
+    count,
+    mean_over_seeds,
+    seconds,
+    setting_head,
+    si,
+    si_scale,
+    size,
+    stage_name,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def communication_block(tables: Tables, settings: Sequence[Setting], labels: Labels) -> Block:
+    """One row per setting and stage, and one row per setting with the total of the method itself."""
+    stages = communication(tables)
+    kinds = communication_by_kind(stages)
+    rows = [row for s in settings for row in _communication_rows(s, s.rows(stages), s.rows(kinds), labels)]
+    heads = (setting_head(settings), "stage", "rounds", "client tasks", "down", "up", "MACs", "simulated", "wall")
+    return Block("Communication and work per stage", (_communication_text(tables, settings),), heads, tuple(rows))
+
+
+def _communication_rows(
+    setting: Setting, stages: pd.DataFrame, kinds: pd.DataFrame, labels: Labels
+) -> Iterator[tuple[str, ...]]:
+    """The rows of each kind of stage (its tiers and their sum), and the total of the method."""
+    # The parts of a SuperFedNAS stage are subnets, or the steps of a search.
+    every = "in all" if setting.kind == SUBNETS else "all tiers"
+    for kind in dict.fromkeys(stages["kind"]):
+        of_kind = stages[stages["kind"] == kind]
+        tiers = list(dict.fromkeys(of_kind["tier"]))
+        for tier in tiers:
+            stage = _stage_label(setting.run_ids[0], kind, tier, labels)
+            yield (setting.name, stage, *_work(of_kind[of_kind["tier"] == tier]))
+        if len(tiers) > 1:
+            yield (setting.name, f"{stage_name(kind)}, {every}", *_work(kinds[kinds["kind"] == kind]))
+    if len(stages):
+        yield (setting.name, stage_name("method"), *_work(kinds[kinds["kind"] == "method"]))
+
+
+def _communication_text(tables: Tables, settings: Sequence[Setting]) -> str:
+    others = any(s.kind != SILOS for s in settings)
+    left_out = ["the rand-init baseline (where there is a supernet)"] if others else []
+    left_out += ["the final evaluation", *(["personalisation gains"] if tables.rounds["stage"].eq(GAINS).any() else [])]
+    return (
+        f"Sums over all clients that took part. The method in total is without {' and without '.join(left_out)}. "
+        f"{'A central search sends nothing. ' if others else ''}"
+        "Simulated time is that of the virtual clock, wall time that of this machine."
+    )
+
+
+def _work(rows: pd.DataFrame) -> Sequence[str]:
+    counts = [mean_over_seeds(rows, c, count) for c in ("rounds", "clients")]
+    sizes = [mean_over_seeds(rows, c, size) for c in ("bytes_down", "bytes_up")]
+    times = [mean_over_seeds(rows, c, seconds) for c in ("simulated_s", "wall_s")]
+    return (*counts, *sizes, mean_over_seeds(rows, "macs", si), *times)
+
+
+def dry_block(tables: Tables, run_id: str, labels: Labels) -> Block:
+    """The counts of a dry run, per stage and in total."""
+    stages = communication(only(tables, [run_id]))
+    sums = {name: stages[name].sum() for name in ("rounds", "clients", "bytes_down", "bytes_up", "macs", "simulated_s")}
+    rows = [
+        (_stage_label(run_id, str(row["kind"]), str(row["tier"]), labels), *_counted(row))
+        for row in stages.to_dict(orient="records")
+    ]
+    if len(rows) > 1:
+        rows.append(("in total", *_counted(sums)))
+    heads = ("stage", "rounds", "client\ntasks", "\ndown", "\nup", "\nMACs", "simulated\ntime")
+    return Block(f"Dry run {run_id}", ("Counted over all clients; nothing was trained.",), heads, tuple(rows), labels=1)
+
+
+def _stage_label(run_id: str, kind: str, tier: str, labels: Labels) -> str:
+    """The readable name of a stage and its tier, or of the subnet that it trained alone."""
+    return f"{stage_name(kind)} {labels.of(run_id, tier) if kind == ALONE else tier}".strip()
+
+
+def _counted(row: Mapping[Any, Any]) -> Sequence[str]:
+    sizes = (size(row["bytes_down"]), size(row["bytes_up"]))
+    return (f"{row['rounds']:.0f}", f"{row['clients']:.0f}", *sizes, si(row["macs"]), seconds(row["simulated_s"]))
+
+
+SIMILAR = 10.0
+"""Settings share an axis if none of them fills less than one part in so many of it."""
+
+
+DIRECTIONS: dict[str, tuple[str, Any, float]] = {
+    "bytes_down": (BLUE, "-", 3.6),
+    "bytes_up": (VERMILION, (0, (2.2, 1.6)), 2.0),
+}
+"""Colour, line style and width of both directions: dashes over a broad line, since often both are the same curve."""
+
+
+WORDS = {"bytes_down": "down (server to clients)", "bytes_up": "up (clients to server)"}
+
+
+def communication_figure(kinds: pd.DataFrame, rounds: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
+    """Bytes down and up per kind of stage, and cumulative over the rounds; None if no bytes were sent.
+
+    `kinds` comes from `communication_by_kind`, `rounds` from `by_stage` of the finished rounds. Several settings are
+    stacked with the same axes; bars are means over seeds.
+    """
+    sums = {s.name: _sums(s.rows(kinds)) for s in settings}
+    shown = [s for s in settings if len(sums[s.name])]
+    if not shown:
+        return None
+    scale = si_scale(max(float(sums[s.name].to_numpy().max()) for s in shown))
+    whole_scale = si_scale(max(float(_totals(s.rows(rounds)).max()) for s in shown))
+    figure, parts = multiples(shown, (10.2, 4.2), (10.2, 3.6))
+    panels = [part.subplots(1, 2, width_ratios=(1, 1.15)) for part in parts]
+    for (left, right), setting in zip(panels, shown, strict=True):
+        _bars(left, sums[setting.name], *scale)
+        _cumulative(right, setting.rows(rounds), *whole_scale)
+    same_limits([left for left, _ in panels], x=True, most=SIMILAR)
+    same_limits([right for _, right in panels], x=True, y=True, most=SIMILAR)
+    handles = [
+        legend_line(color=colour, linestyle=line, linewidth=width, label=WORDS[column])
+        for column, (colour, line, width) in DIRECTIONS.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, **LEGEND)
+    return figure
+
+
+def _sums(kinds: pd.DataFrame) -> pd.DataFrame:
+    """Bytes down and up by kind of stage, as means over seeds; kinds that sent no bytes are left out."""
+    rows = kinds[kinds["kind"] != "method"]
+    per_seed = rows.groupby(["kind", SEEDS], sort=False)[["bytes_down", "bytes_up"]].mean()
+    sums = per_seed.astype("float64").groupby("kind", sort=False).mean()
+    return sums[sums.sum(axis=1) > 0]
+
+
+def _bars(axes: Axes, sums: pd.DataFrame, scale: float, prefix: str) -> None:
+    at = np.arange(len(sums), dtype=float)
+    for column, colour, offset in (("bytes_down", BLUE, -0.2), ("bytes_up", VERMILION, 0.2)):
+        values = sums[column].to_numpy(dtype=float)
+        axes.barh(at + offset, values / scale, height=0.36, color=colour)
+        for y, value in zip(at + offset, values, strict=True):
+            place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}
+            axes.annotate(size(value), (value / scale, y), (4, 0), **place)
+    quiet(axes, xlabel=f"{prefix}B")
+    _title(axes, "Sum over all clients, per stage")
+    axes.set_yticks(at, [stage_name(str(kind)) for kind in sums.index])
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.grid(False, axis="y")
+
+
+def _title(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=18)  # room for stage names
+
+
+def _cumulative(axes: Axes, rounds: pd.DataFrame, scale: float, prefix: str) -> None:
+    own, rest = _parts(rounds)
+    for rows, width, look in ((own, 1.0, str), (rest, 0.7, tint)):
+        for _, run in rows.groupby("run_id", sort=False):
+            x = np.arange(len(run) + 1)
+            for column, (colour, line, size_pt) in DIRECTIONS.items():
+                y = np.concatenate([[0.0], np.cumsum(run[column].to_numpy(dtype=float))]) / scale
+                axes.plot(x, y, color=look(colour), linestyle=line, linewidth=width * size_pt)
+    quiet(axes, xlabel="rounds of all stages", ylabel=f"{prefix}B")
+    _title(axes, "Cumulative")
+    whole_numbers(axes)
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    _stage_marks(axes, own)
+    if len(rest):
+        handles = [
+            legend_line(color=INK, linewidth=2.6, label="method"),
+            legend_line(color=tint(INK), linewidth=1.8, label="rand-init baseline alone"),
+        ]
+        axes.legend(handles=handles, loc="upper left", fontsize=9, edgecolor="none", framealpha=1.0)
+
+
+def _parts(rounds: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The rounds of the method itself, and those of its rand-init baseline."""
+    return rounds[is_own(rounds)], rounds[~is_own(rounds) & (rounds["kind"] == "rand_init")]
+
+
+def _totals(rounds: pd.DataFrame) -> NDArray[np.float64]:
+    """The total bytes down and up of every run, for the method and for its baseline."""
+    sums = [rows.groupby("run_id")[["bytes_down", "bytes_up"]].sum().to_numpy(dtype=float) for rows in _parts(rounds)]
+    return np.concatenate([*(part.ravel() for part in sums), [0.0]])
+
+
+def _stage_marks(axes: Axes, own: pd.DataFrame) -> None:
+    """Marks the limits between kinds of stages, as in the first run."""
+    first = own[own["run_id"] == own["run_id"].iloc[0]] if len(own) else own
+    kinds = list(first["kind"])
+    starts = [i for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
+    for start in starts:
+        if start:
+            axes.axvline(start, color="#B5B5B5", linewidth=0.9, linestyle=":")
+    for start, end in pairwise([*starts, len(kinds)]):
+        text = stage_name(str(kinds[start])).removesuffix(" training")
+        if end - start >= 0.017 * len(text) * len(kinds):  # the text's share of the axes' width
+            place = ((start + end) / 2, 1.02)
+            where = axes.get_xaxis_transform()
+            axes.annotate(
+                text, place, xycoords=where, ha="center", fontsize=8.5, color="#6B6B6B", annotation_clip=False
+            )

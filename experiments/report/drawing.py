@@ -1,0 +1,361 @@
+"""How all figures are drawn: colours that colour-blind readers can distinguish, plain axes, small multiples."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from io import BytesIO
+from itertools import cycle
+from math import inf
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pandas as pd
+
+from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.tables import natural
+from fedloom.experiments.report.content import Images
+from fedloom.experiments.report.wording import runs_in_brief
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+# Okabe & Ito 2008: colours that readers with any common colour vision can distinguish.
+BLUE, VERMILION, GREEN, GREY, INK = "#0072B2", "#D55E00", "#009E73", "#8A8A8A", "#222222"
+
+
+MODEL_COLOURS = {"supernet_init": GREY, "fine_tuned": BLUE, "rand_init": VERMILION}
+
+
+SERIES = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", INK)
+"""Colours of lines without a natural order."""
+
+
+MARKERS = "osD^vPX<>*"
+
+
+DPI = 160
+
+
+PDF_FONTS = 42
+"""Text embedded as TrueType, Type 42; conferences reject matplotlib's default, Type 3."""
+
+
+def new_figure(size_in: tuple[float, float]) -> Figure:
+    """An empty figure of this width and height in inches, whose parts find their places by themselves."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=size_in, layout="constrained")
+
+
+def legend_line(**style: Any) -> Line2D:
+    """A line, a marker or both for a legend."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], **style)
+
+
+def legend_patch(**style: Any) -> Patch:
+    """A rectangle for a legend."""
+    from matplotlib.patches import Patch
+
+    return Patch(**style)
+
+
+def tint(colour: str) -> str:
+    """A lighter tone of a colour, for what is beside the point; unlike transparency it hides what it is drawn over."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    red, green, blue = ((1 + 1.2 * part) / 2.2 for part in to_rgb(colour))
+    return to_hex((red, green, blue))
+
+
+def tier_colours(tiers: Sequence[str]) -> dict[str, str]:
+    """A colour per tier, from dark to light (viridis without its yellow, which is hardly visible on paper)."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    last = max(len(tiers) - 1, 1)
+    return {tier: to_hex(colormaps["viridis"](0.84 * i / last)) for i, tier in enumerate(tiers)}
+
+
+def model_colours(models: Sequence[str]) -> dict[str, str]:
+    """A colour per model; a known model always has the same colour."""
+    free = cycle((INK, GREEN, "#CC79A7", "#E69F00", "#56B4E9"))
+    return {m: MODEL_COLOURS[m] if m in MODEL_COLOURS else next(free) for m in models}
+
+
+def tier_markers(tiers: Sequence[str]) -> dict[str, str]:
+    """A marker per tier, so that tiers differ in more than colour."""
+    return {tier: MARKERS[i % len(MARKERS)] for i, tier in enumerate(tiers)}
+
+
+def quiet(axes: Axes, *, title: str = "", xlabel: str = "", ylabel: str = "") -> None:
+    """Sets labels and draws a light grid behind the data, without a box."""
+    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
+    axes.set_xlabel(xlabel, fontsize=10, color=INK)
+    axes.set_ylabel(ylabel, fontsize=10, color=INK)
+    axes.tick_params(labelsize=9, colors=INK, length=3)
+    axes.grid(True, color="#E3E3E3", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#9A9A9A")
+
+
+def with_bars(axes: Axes, x: Iterable[float], rows: pd.DataFrame, colour: str, **style: Any) -> None:
+    """Draws the 95 % interval in % of each row with `mean`, `half_width` and `values`; of one or two seeds the values.
+
+    Rows are drawn at the places `x`.
+    """
+    for place, mean, half, values in zip(x, rows["mean"], rows["half_width"], rows["values"], strict=True):
+        if pd.notna(half):
+            axes.errorbar([place], [100 * mean], [100 * half], color=colour, linestyle="none", **BAR, **style)
+        else:
+            heights = 100 * np.array(values)
+            axes.scatter(np.full(len(heights), place), heights, s=12, color=colour, marker="_", **style)
+
+
+def whole_numbers(axes: Axes) -> None:
+    """Restricts the ticks of the x axis to whole numbers, since rounds are whole."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+
+
+def logarithmic(axes: Axes) -> None:
+    """A logarithmic y axis whose ticks are plain numbers: perplexities fall from the vocabulary's size to a few."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as PNG, with the same bytes for the same figure."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def pdf(figure: Figure) -> bytes:
+    """The figure as a vector PDF for papers, with the same bytes for the same figure."""
+    from matplotlib import rc_context
+
+    buffer = BytesIO()
+    with rc_context({"pdf.fonttype": PDF_FONTS}):
+        figure.savefig(buffer, format="pdf", metadata={"CreationDate": None})
+    return buffer.getvalue()
+
+
+LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False}
+"""Options of every legend."""
+
+
+COUNTS = {
+    "": "",
+    "k": " (thousands)",
+    "M": " (millions)",
+    "G": " (billions)",
+    "T": " (10¹²)",
+    "P": " (10¹⁵)",
+    "E": " (10¹⁸)",
+}
+"""Labels of axes with counts, by SI prefix."""
+
+
+DASHED = (0, (4, 2))
+
+
+BAR: dict[str, Any] = {"elinewidth": 1.0, "capsize": 2.0}
+
+
+def tiers_in_order(names: Iterable[str]) -> list[str]:
+    """The distinct non-empty names in natural order, tier2 before tier10."""
+    return sorted({str(n) for n in names if n}, key=natural)
+
+
+TITLE_LETTERS, LEGEND_LETTERS = 11, 13
+"""Characters per inch in the font sizes of titles and of legends."""
+
+
+LEGEND_LINE_IN = 0.2
+"""Height of a line of a legend, in inches."""
+
+
+Look = dict[str, tuple[str, str]]
+"""Colour and marker by the name of the setting."""
+
+
+def looks(settings: Sequence[Setting], colours: Sequence[str] = SERIES) -> Look:
+    """A colour and a marker per setting; the last marker is reserved for the winners of searches."""
+    pairs = zip(cycle(colours), cycle(MARKERS[:-1]), strict=False)
+    return {s.name: pair for s, pair in zip(settings, pairs, strict=False)}
+
+
+def legend_text(text: str, width_in: float) -> str:
+    """Breaks a setting's name into lines that fit the legend of a figure of this width."""
+    return fill(text, round(LEGEND_LETTERS * (width_in - 0.8)))
+
+
+def legend_height_in(texts: Sequence[str], width_in: float) -> float:
+    """Height in inches of a legend with these texts, one below the other."""
+    return LEGEND_LINE_IN * sum(1 + legend_text(text, width_in).count("\n") for text in texts)
+
+
+def setting_label(setting: Setting) -> str:
+    """The setting's name with its number of runs or seeds."""
+    return f"{setting.name}{runs_in_brief(setting)}"
+
+
+def line_width(i: int, count: int) -> float:
+    """Width of line `i` of `count`: later lines are thinner, so that equal lines of several settings stay visible."""
+    return min(6.0, 1.8 + 1.1 * (count - 1 - i))
+
+
+def title_text(text: str, width_in: float) -> str:
+    """Breaks a setting's name into lines that fit above a panel of this width."""
+    return fill(text, round(TITLE_LETTERS * width_in))
+
+
+def multiples(
+    settings: Sequence[Setting], alone: tuple[float, float], each: tuple[float, float], columns: int = 1
+) -> tuple[Figure, Sequence[Figure | SubFigure]]:
+    """A figure, and for each setting the subfigure, titled with its name, in which it is drawn.
+
+    The only setting of an experiment is drawn in the figure itself. `alone` and `each` are the sizes in inches (width,
+    height) of such a figure, and of a subfigure.
+    """
+    if [s.name for s in settings] == [settings[0].experiment]:
+        figure = new_figure(alone)
+        return figure, [figure]
+    columns = min(columns, len(settings))
+    lines = -(-len(settings) // columns)
+    figure = new_figure((columns * each[0], lines * each[1] + 0.5))
+    parts: list[SubFigure] = list(figure.subfigures(lines, columns, squeeze=False).ravel())[: len(settings)]
+    for part, setting in zip(parts, settings, strict=True):
+        name = title_text(setting.name, each[0])
+        part.suptitle(name, x=0.01, ha="left", fontsize=10.5, fontweight="bold", color=INK)
+    return figure, parts
+
+
+def same_limits(panels: Sequence[Axes], *, x: bool = False, y: bool = False, most: float = inf) -> bool:
+    """Gives all panels the same range, so that they can be compared, and returns whether it did.
+
+    It does not where a panel's own range would fill less than one part in `most` of it, and so be flat.
+    """
+    shared = [_share([axes.get_xlim() for axes in panels], [axes.set_xlim for axes in panels], most)] if x else []
+    shared += [_share([axes.get_ylim() for axes in panels], [axes.set_ylim for axes in panels], most)] if y else []
+    return all(shared)
+
+
+def _share(
+    ranges: Sequence[tuple[float, float]], setters: Sequence[Callable[[float, float], object]], most: float
+) -> bool:
+    if not ranges:
+        return True
+    low, high = min(min(ends) for ends in ranges), max(max(ends) for ends in ranges)
+    if any(abs(end - begin) * most < high - low for begin, end in ranges):
+        return False
+    for set_range in setters:
+        set_range(low, high)
+    return True
+
+
+COPIES_PER_CPU = 2
+
+
+PATIENCE_S = 60.0
+"""Seconds after which a figure that nobody delivered is drawn here."""
+
+
+class Drawing:
+    """A figure that is being drawn by a copy of this process, or will be drawn here when it is asked for."""
+
+    _running: ClassVar[deque[Drawing]] = deque()
+
+    def __init__(self, figure: Figure) -> None:
+        self._figure = figure
+        self._answer = _in_copy(lambda: _draw(figure), self._unread()) if _may_copy() else None
+        if self._answer is not None:
+            # Only so many copies at a time: the oldest is waited for, its answer kept.
+            self._running.append(self)
+            while len(self._running) > COPIES_PER_CPU * len(os.sched_getaffinity(0)):
+                _ = self._running.popleft()._delivered
+
+    @classmethod
+    def _unread(cls) -> list[Connection]:
+        return [drawing._answer for drawing in cls._running if drawing._answer is not None]
+
+    @cached_property
+    def images(self) -> Images:
+        """The PNG and the PDF, the same bytes wherever they are drawn."""
+        return self._delivered or _draw(self._figure)
+
+    @cached_property
+    def _delivered(self) -> Images | None:
+        return None if self._answer is None else _delivered(self._answer)
+
+
+def _draw(figure: Figure) -> Images:
+    page = png(figure)
+    figure.set_layout_engine("none")  # its parts are in their places now; finding these takes half of the time
+    return Images(page, pdf(figure))
+
+
+def _may_copy() -> bool:
+    """Whether a fork is safe: Linux, no other Python thread, and no Ray, whose threads do not survive it."""
+    return hasattr(os, "sched_getaffinity") and threading.active_count() == 1 and "ray" not in sys.modules
+
+
+def _in_copy(work: Callable[[], Images], unread: list[Connection]) -> Connection | None:
+    """Where the images will arrive; None if the system has no room for another process."""
+    context = get_context("fork")
+    answer, question = context.Pipe(duplex=False)
+    copy = context.Process(target=_send, args=(work, question, [answer, *unread]), daemon=True)
+    # What interrupts the command is its own business: a copy has no line to say, and ends with it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        copy.start()
+    except OSError:
+        answer.close()
+        return None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        question.close()
+    return answer
+
+
+def _send(work: Callable[[], Images], question: Connection, inherited: list[Connection]) -> None:
+    for end in inherited:  # or copies would wait for each other to read, once the command that reads is dead
+        end.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    with suppress(Exception):  # it happens again, and is told, where the figure is drawn instead
+        question.send(work())
+
+
+def _delivered(answer: Connection) -> Images | None:
+    """What a copy sends; None if it died or is stuck, so that the figure is drawn, or fails, in this process."""
+    with answer:
+        try:
+            found: Images | None = answer.recv() if answer.poll(PATIENCE_S) else None
+        except (EOFError, OSError):  # it died before it sent anything, or while it did
+            return None
+        return found

@@ -1,1 +1,0 @@
-"""The figures of reports; the only part that needs matplotlib."""

@@ -1,0 +1,193 @@
+"""The section of outcomes: what each setting ends with, and accuracy against cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from fedloom.experiments.analysis.seeds import by_seed, estimate_by_seed
+from fedloom.experiments.analysis.tables import METRIC
+from fedloom.experiments.analysis.tiers import front_of
+from fedloom.experiments.report.content import Block, Picture
+from fedloom.experiments.report.drawing import (
+    GREY,
+    LEGEND,
+    LEGEND_LINE_IN,
+    MARKERS,
+    SERIES,
+    Drawing,
+    legend_line,
+    new_figure,
+    quiet,
+    with_bars,
+)
+from fedloom.experiments.report.wording import (
+    BARS,
+    INTERVALS,
+    Write,
+    mean_over_seeds,
+    model_name,
+    percent,
+    seconds,
+    si,
+    si_scale,
+    size,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Groups = Sequence[tuple[tuple[str, ...], pd.DataFrame]]
+"""Settings: their labels, and their rows of `analysis.outcomes`."""
+
+
+COLUMNS: tuple[tuple[str, str, Write], ...] = (
+    (METRIC, "accuracy %", percent),
+    ("least_accuracy", "worst model", percent),
+    ("validation_accuracy", "validation", percent),
+    ("client_accuracy", "clients", percent),
+    ("worst_client", "worst client", percent),
+    ("total_bytes", "bytes", size),
+    ("total_macs", "total MACs", si),
+    ("simulated_s", "simulated", seconds),
+    ("epsilon", "epsilon", lambda value: f"{float(value):.3g}"),
+    ("macs", "MACs", si),
+    ("parameters", "parameters", si),
+)
+"""The measure, its head and its format."""
+
+
+TEXT = (
+    "What a setting ends with, so that methods with different models can be compared: accuracy in %, the mean over its "
+    "final models on the whole test data (a model per tier; one for all; over the silos where each has its own), and "
+    "the worst of them; the mean on validation data; on each client's own test data with its tier's model the mean "
+    "and the worst client. A model for all is measured on all clients, also those that could not run it.",
+    "Bytes are received and sent by all clients; total MACs are those of forward passes; both, and the simulated time, "
+    "are of all stages of the method. MACs of one forward pass and parameters are means over the models. "
+    f"{INTERVALS}",
+)
+
+
+def outcomes_block(groups: Groups, heads: tuple[str, ...]) -> Block:
+    """A row per setting, without the columns that no setting has; `heads` are those of the labels."""
+    known = [(labels, rows) for labels, every in groups if len(rows := evaluated(every))]
+    shown = [column for column in COLUMNS if any(rows[column[0]].notna().any() for _, rows in known)]
+    cells = [
+        (
+            *labels,
+            _models(own),
+            str(own["seeds"].nunique()),
+            *(mean_over_seeds(own, measure, write) for measure, _, write in shown),
+        )
+        for labels, own in known
+    ]
+    names = (*heads, "models", "n", *(head for _, head, _ in shown))
+    return Block("What each setting ends with", TEXT, names, tuple(cells), labels=len(heads) + 1)
+
+
+def evaluated(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of runs that were evaluated: the others' costs are those of a part of the work."""
+    return rows[rows["model"].notna()]
+
+
+def _models(rows: pd.DataFrame) -> str:
+    """The final model's name (names, where a seed's search found nothing), with their number if there are several."""
+    names = dict.fromkeys(model_name(str(name)) for name in rows["final_model"])
+    name, most = " or ".join(names), int(rows["models"].max())
+    return name if most == 1 else f"{most} × {name}"
+
+
+COSTS = (
+    ("total_bytes", "bytes, both ways", "B"),
+    ("total_macs", "MACs", ""),
+    ("simulated_s", "simulated time", "s"),
+)
+"""The panels: the measure, its label and its unit."""
+
+
+_DECADE, _HOUR_S = 10.0, 3600.0
+
+
+def outcomes_figure(groups: Groups) -> Figure | None:
+    """A panel per cost and a point per setting: means over seeds, bars are 95 % intervals of the accuracy.
+
+    The line joins the settings that no other beats in both. None with fewer than two evaluated settings.
+    """
+    means = _means(groups)
+    shown = [cost for cost in COSTS if means[cost[0]].notna().any() and float(means[cost[0]].max()) > 0]
+    if len(means) < 2 or not shown:
+        return None
+    columns = 4 if max(map(len, means["name"])) < 22 else 2
+    height = 3.9 + LEGEND_LINE_IN * -(-len(means) // columns)
+    figure = new_figure((1.0 + 3.7 * len(shown), height))
+    panels = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
+    for axes, (measure, label, unit) in zip(panels, shown, strict=True):
+        _panel(axes, means, measure, label, unit)
+    low, high = panels[0].get_ylim()
+    panels[0].set_ylim(max(low, -1.0), min(high, 101.0))
+    panels[0].set_ylabel("test accuracy, mean of the models (%)")
+    handles = [
+        legend_line(color=row["colour"], marker=row["marker"], markersize=6, linewidth=0, label=row["name"])
+        for row in means.to_dict("records")
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, **LEGEND)
+    return figure
+
+
+def _means(groups: Groups) -> pd.DataFrame:
+    """A row per evaluated setting: name, colour, marker, accuracy (metric, mean) with its interval, and the costs."""
+    found: list[dict[str, Any]] = []
+    # Seven colours and ten markers have no common divisor: no two of seventy settings look alike.
+    for (labels, every), colour, marker in zip(groups, cycle(SERIES), cycle(MARKERS), strict=False):
+        rows = evaluated(every)
+        known = estimate_by_seed(rows[METRIC], rows["seeds"])
+        if known is None:
+            continue
+        looks = {"name": ", ".join(labels), "colour": colour, "marker": marker}
+        costs = {measure: by_seed(rows, [measure])[measure].mean() for measure, _, _ in COSTS}
+        found.append({**looks, "metric": known.mean, **vars(known), **costs})
+    columns = ["name", "colour", "marker", "metric", "mean", "half_width", "values", *(c[0] for c in COSTS)]
+    return pd.DataFrame(found, columns=columns)
+
+
+def _panel(axes: Axes, means: pd.DataFrame, measure: str, label: str, unit: str) -> None:
+    values = means[measure].astype("float64")
+    scale, prefix = si_scale(float(values.max()))
+    if unit == "s":
+        scale, unit, prefix = (_HOUR_S, "h", "") if float(values.max()) >= _HOUR_S else (1.0, "s", "")
+    known = means.assign(cost=values / scale)[np.isfinite(values)]
+    for i, row in enumerate(known.to_dict("records")):
+        with_bars(axes, [row["cost"]], known.iloc[[i]], row["colour"], zorder=3)
+        style: dict[str, Any] = {"color": row["colour"], "marker": row["marker"], "markersize": 6, "zorder": 3}
+        axes.plot([row["cost"]], [100 * row["metric"]], **style)
+    front = front_of(known, "cost")
+    axes.plot(front[:, 0], 100 * front[:, 1], color=GREY, linewidth=1.0, drawstyle="steps-post", zorder=2)
+    if float(known["cost"].max()) >= _DECADE * float(known["cost"].min()) > 0:
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(0, 1.06 * float(known["cost"].max()))
+    written = f"{prefix}{unit}".strip()
+    quiet(axes, xlabel=f"{label} ({written})" if written else label)
+
+
+FRONTS = (
+    "Accuracy against what it costs",
+    "A point per setting: the mean test accuracy of its final models against the bytes that all clients received and "
+    "sent, the MACs of forward passes and the simulated time, all of the method's own stages. The "
+    "line joins the settings that no other beats in both. "
+    f"{BARS}",
+)
+"""Title and caption."""
+
+
+def outcome_pictures(groups: Groups) -> Iterator[Picture]:
+    """The figure, if at least two settings were evaluated."""
+
+    figure = outcomes_figure(groups)
+    if figure is not None:
+        yield Picture("fronts", *FRONTS, Drawing(figure))

@@ -1,1 +1,0 @@
-"""Whole reports: their content and their files."""

@@ -1,1 +1,0 @@
-"""The parts of tables, figures and pages: words, numbers, blocks and pictures."""

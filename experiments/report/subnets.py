@@ -1,0 +1,461 @@
+"""The section of SuperFedNAS: evaluated subnets, the search, beta, and the cost of training k models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from fedloom.experiments.analysis.seeds import SEEDS, is_absent, spread
+from fedloom.experiments.analysis.settings import Setting, settings_of
+from fedloom.experiments.analysis.subnets import (
+    FRONT,
+    SAMPLES,
+    SEARCHED,
+    SUPERNET,
+    CostComparison,
+    Labels,
+    Predictor,
+    Step,
+    Subnet,
+    SubnetSummary,
+    cost_comparisons,
+    scored,
+    subnets,
+)
+from fedloom.experiments.analysis.tables import ALONE, SUBNETS, Tables, elastic_run_ids, only, real_rounds
+from fedloom.experiments.report.content import Block, Drawn, Picture, sheets
+from fedloom.experiments.report.drawing import (
+    BLUE,
+    COUNTS,
+    DASHED,
+    GREEN,
+    GREY,
+    INK,
+    LEGEND,
+    LEGEND_LINE_IN,
+    MARKERS,
+    VERMILION,
+    Drawing,
+    legend_height_in,
+    legend_line,
+    legend_text,
+    line_width,
+    looks,
+    new_figure,
+    quiet,
+    setting_label,
+    tier_colours,
+    tiers_in_order,
+    title_text,
+    whole_numbers,
+)
+from fedloom.experiments.report.wording import (
+    ABSENT,
+    REPEATED,
+    Write,
+    over_runs,
+    percent,
+    seconds,
+    sentence,
+    si,
+    si_scale,
+    size,
+    times,
+    with_interval,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+KINDS = {
+    SUPERNET: "the family's subnets are cut from the supernet",
+    SEARCHED: "targets and tiers name the search's winners, cut without any training",
+    ALONE: "every subnet was trained alone",
+}
+
+
+def subnet_block(summary: SubnetSummary, *, wide: bool) -> Block:
+    """One row per evaluated subnet, or per target; `wide` adds the winners' choices, too wide for a terminal."""
+    columns = [c for c in _columns() if any(s.values[c[0]] is not None for s in summary.subnets)]
+    labels = ("subnet", "choices", "id") if wide else ("subnet",)
+    heads = (*labels, *(head for _, head, _ in columns))
+    rows = tuple((*_names(s)[: len(labels)], *_cells(s, columns)) for s in summary.subnets)
+    return Block(f"Subnets: {summary.setting.name}", _text(summary), heads, rows, labels=len(labels))
+
+
+def _cells(subnet: Subnet, columns: Sequence[tuple[str, str, Write]]) -> list[str]:
+    return [with_interval(subnet.values[key], write) for key, _, write in columns]
+
+
+def _columns() -> list[tuple[str, str, Write]]:
+    columns: list[tuple[str, str, Write]] = [("macs", "MACs", si), ("parameters", "params", si)]
+    for quality, unit, write in (("accuracy", " %", percent), ("perplexity", "\nperplexity", _perplexity)):
+        columns += [(f"{split}_{quality}", f"{split}{unit}", write) for split in ("validation", "test")]
+    return columns
+
+
+def _perplexity(value: Any) -> str:
+    return ABSENT if is_absent(value) else f"{float(value):.4g}"
+
+
+def _names(subnet: Subnet) -> tuple[str, str, str]:
+    return (subnet.target or subnet.label, subnet.label, subnet.architecture or ABSENT)
+
+
+def _text(summary: SubnetSummary) -> tuple[str, ...]:
+    over = sentence(over_runs(summary.setting))
+    found = dict.fromkeys(s.model for s in summary.subnets)
+    kinds = "; ".join(KINDS[model] for model in found)
+    measured = f"{kinds[:1].upper()}{kinds[1:]}. Validation and test: the server's whole data."
+    return (over, measured, *(_quality(p) for p in summary.predictors))
+
+
+_MEASURES: Mapping[str, tuple[str, Write, str]] = {
+    "accuracy": ("accuracy", percent, " percentage points"),
+    "loss": ("loss", lambda value: f"{value:.4f}", ""),
+    "latency_s": ("latency", seconds, ""),
+}
+"""Per measure of a predictor its name, how its values are written, and their unit."""
+
+
+def _quality(predictor: Predictor) -> str:
+    """A sentence on the predictor's rank correlation and error on held-out subnets."""
+    what, shows, unit = _MEASURES[predictor.measure]
+    tau, error = predictor.kendall_tau, predictor.mean_absolute_error
+    shown = with_interval(error, shows)
+    held_out = ABSENT if predictor.held_out is None else f"{predictor.held_out.mean:.0f}"
+    return (
+        f"Predictor of {what}, on {held_out} held-out subnets: "
+        f"Kendall tau {with_interval(tau, lambda v: f'{v:.2f}')}, mean absolute error {shown}{unit}."
+    )
+
+
+def cost_block(comparison: CostComparison) -> Block:
+    """iFedAvg over the first k members compared with the supernet, and FedAvg on the largest member alone."""
+    c = comparison
+    heads = ("k", "with member", "bytes,\niFedAvg", "bytes,\nsupernet", "\nratio", "MACs,\niFedAvg", "MACs,\nsupernet")
+    last = ("FedAvg", f"{c.largest.member.label} alone")
+    rows = [(*_step_names(step), *_step_cells(step, c)) for step in c.steps]
+    rows.append((*last, *_step_cells(c.largest, c)))
+    return Block(
+        f"Cost of k models: {c.supernet} against {c.separately}", _cost_text(c), (*heads, "\nratio"), tuple(rows)
+    )
+
+
+def _step_names(step: Step) -> tuple[str, str]:
+    return str(step.k), step.member.label
+
+
+def _step_cells(step: Step, c: CostComparison) -> Sequence[str]:
+    sent = (size(step.total.size_bytes), size(c.supernet_cost.size_bytes), times(step.communication_ratio))
+    return (*sent, si(step.total.macs), si(c.supernet_cost.macs), times(step.compute_ratio))
+
+
+def _cost_text(c: CostComparison) -> tuple[str, ...]:
+    last, largest = c.steps[-1], c.largest
+    which = "the largest subnet" if largest.member.is_largest else f"the largest member, {largest.member.label},"
+    members = "member costs" if last.k == 1 else "members cost"
+    text = [
+        "Training alone, summed over all clients: bytes down and up, and MACs. iFedAvg trains the first k members of "
+        "the family one by one; one supernet serves any number of them.",
+        f"{last.k} {members} {times(last.communication_ratio)} the supernet's communication and "
+        f"{times(last.compute_ratio)} its compute; {which} alone "
+        f"{times(largest.communication_ratio)} and {times(largest.compute_ratio)}.",
+    ]
+    if c.differences:
+        text.append(f"They were not trained at equal terms: {'; '.join(c.differences)}.")
+    return tuple(text)
+
+
+LOGARITHMIC_FROM = 20.0
+"""Ratio of the largest to the smallest MACs from which the axis is logarithmic, so that small subnets stay apart."""
+
+
+PANEL_IN = 5.4
+"""The width of a setting's panel in inches."""
+
+
+def subnet_accuracy_figure(subnets: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
+    """Test accuracy (perplexity for text) against MACs, a panel per data set, a line per setting; None without values.
+
+    `subnets` comes from `analysis.subnets.subnets`. Source: SuperFed, Fig. 4.
+    """
+    panels = _panels(subnets, settings)
+    if not panels:
+        return None
+    drawn, width = looks(settings), 2.2 + 5.6 * len(panels)
+    height = 4.4 + legend_height_in([setting_label(s) for s in settings], width)
+    figure = new_figure((width, height))
+    row = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (dataset, quality, rows) in zip(row, panels, strict=True):
+        scale, prefix = si_scale(float(rows["macs"].max()))
+        for setting in settings:
+            own = setting.rows(rows)
+            _family(axes, own[own["model"] != SEARCHED], drawn[setting.name], scale)
+            _winners(axes, own[own["model"] == SEARCHED], drawn[setting.name][0], scale)
+        if rows["macs"].max() >= LOGARITHMIC_FROM * rows["macs"].min():
+            axes.set_xscale("log")
+        label = "test perplexity" if quality == "perplexity" else "test accuracy (%)"
+        quiet(axes, title=dataset, xlabel=f"MACs of one forward pass{COUNTS[prefix]}", ylabel=label)
+    shown = [s for s in settings if any(len(s.rows(rows)) for _, _, rows in panels)]
+    with_winners = any((rows["model"] == SEARCHED).any() for _, _, rows in panels)
+    handles = [
+        legend_line(color=colour, marker=marker, markersize=6, label=legend_text(setting_label(s), width))
+        for s in shown
+        for colour, marker in [drawn[s.name]]
+    ]
+    handles += [_star("winner of the search")] if with_winners else []
+    figure.legend(handles=handles, loc="outside lower center", ncols=1, **LEGEND)
+    return figure
+
+
+def _panels(subnets: pd.DataFrame, settings: Sequence[Setting]) -> list[tuple[str, str, pd.DataFrame]]:
+    """For each data set: its name, the compared quality, and the rows with `value` in the unit of the axis."""
+    dataset_of = {r: str(s.config["data"]["dataset"]) for s in settings for r in s.run_ids}
+    datasets = subnets["run_id"].map(dataset_of)
+    panels = []
+    for dataset in dict.fromkeys(datasets):
+        rows = subnets[datasets == dataset]
+        quality = "perplexity" if rows["test_perplexity"].notna().any() else "accuracy"
+        values = rows[f"test_{quality}"] * (1 if quality == "perplexity" else 100)
+        rows = rows.assign(value=values)[values.notna() & rows["macs"].notna()]
+        if len(rows):
+            panels.append((str(dataset), quality, rows))
+    return panels
+
+
+def _family(axes: Axes, rows: pd.DataFrame, look: tuple[str, str], scale: float) -> None:
+    if rows.empty:
+        return
+    macs = spread(rows, ["architecture"], "macs")["mean"]
+    points = spread(rows, ["architecture"], "value").assign(macs=macs).sort_values("macs")
+    x = points["macs"].to_numpy(dtype=float) / scale
+    colour, marker = look
+    axes.plot(x, points["mean"].to_numpy(dtype=float), color=colour, marker=marker, markersize=6, linewidth=1.6)
+    if rows[SEEDS].nunique() > 1:
+        low, high = (points[end].to_numpy(dtype=float) for end in ("min", "max"))
+        axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
+
+
+def _winners(axes: Axes, rows: pd.DataFrame, colour: str, scale: float) -> None:
+    if rows.empty:
+        return
+    points = spread(rows, ["target"], "value")
+    x, y = spread(rows, ["target"], "macs")["mean"] / scale, points["mean"]
+    if rows[SEEDS].nunique() > 1:
+        bars = [y - points["min"], points["max"] - y]
+        axes.errorbar(x, y, yerr=bars, fmt="none", ecolor=colour, elinewidth=1.0, capsize=2)
+    axes.scatter(x, y, s=170, marker="*", color=colour, edgecolors="black", linewidths=0.8, zorder=4)
+
+
+def _star(label: str) -> Line2D:
+    style: dict[str, Any] = {"color": "none", "markerfacecolor": "white", "markeredgecolor": "black"}
+    return legend_line(marker="*", markersize=12, label=label, **style)
+
+
+def search_figure(scored: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
+    """Validation accuracy against MACs of all scored subnets, a panel per setting; None without rows.
+
+    `scored` comes from `analysis.subnets.scored`. Samples are faint, the verified front is a line per run, the
+    finalists of each target are dots and its winner is a star.
+    """
+    shown = [s for s in settings if len(s.rows(scored))]
+    if not shown:
+        return None
+    targets = tiers_in_order(t for t in scored["tier"] if t not in (SAMPLES, FRONT))
+    columns = min(len(shown), 2)
+    lines = -(-len(shown) // columns)
+    figure = new_figure((3.0 + PANEL_IN * columns, 0.6 + 4.0 * lines))
+    grid = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axes, setting in zip(grid, shown, strict=False):
+        rows = setting.rows(scored)
+        scale, prefix = si_scale(float(rows["macs"].max()))
+        _seen(axes, rows.assign(macs=rows["macs"] / scale, metric=rows["metric"] * 100), targets)
+        title = title_text(setting.name, PANEL_IN) if len(shown) > 1 else ""
+        quiet(axes, title=title, xlabel=f"MACs of one forward pass{COUNTS[prefix]}", ylabel="validation accuracy (%)")
+    for axes in grid[len(shown) :]:
+        axes.set_axis_off()
+    figure.legend(handles=_search_handles(scored, targets), loc="outside right center", **LEGEND)
+    return figure
+
+
+def _seen(axes: Axes, rows: pd.DataFrame, targets: Sequence[str]) -> None:
+    colours = tier_colours(targets)
+    samples = rows[rows["tier"] == SAMPLES]
+    axes.scatter(samples["macs"], samples["metric"], s=12, color=GREY, alpha=0.35, linewidths=0, zorder=2)
+    front = rows[rows["tier"] == FRONT]
+    axes.scatter(front["macs"], front["metric"], s=16, color=VERMILION, alpha=0.45, linewidths=0, zorder=3)
+    for _, run in front[front["on_front"]].sort_values("macs").groupby("run_id"):
+        axes.plot(run["macs"], run["metric"], color=VERMILION, marker="o", markersize=4, linewidth=1.4, zorder=3)
+    for target in targets:
+        own = rows[rows["tier"] == target]
+        axes.scatter(own["macs"], own["metric"], s=22, color=colours[target], alpha=0.75, linewidths=0, zorder=4)
+        won = own[own["is_winner"]]
+        star: dict[str, Any] = {"s": 190, "marker": "*", "edgecolors": "black", "linewidths": 0.9, "zorder": 5}
+        axes.scatter(won["macs"], won["metric"], color=colours[target], **star)
+
+
+def _search_handles(scored: pd.DataFrame, targets: Sequence[str]) -> list[Line2D]:
+    dot: dict[str, Any] = {"color": "none", "marker": "o", "markeredgecolor": "none"}
+    colours, tiers = tier_colours(targets), set(scored["tier"])
+    handles = []
+    if SAMPLES in tiers:
+        handles.append(legend_line(markerfacecolor=GREY, alpha=0.6, markersize=4.5, label="sample", **dot))
+    if FRONT in tiers:
+        handles.append(legend_line(color=VERMILION, marker="o", markersize=4, label="verified front"))
+    handles += [legend_line(markerfacecolor=colours[t], markersize=6, label=f"scored for {t}", **dot) for t in targets]
+    return [*handles, _star("winner")] if scored["is_winner"].any() else handles
+
+
+def beta_figure(rounds: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
+    """beta against rounds, a line per setting; None if no run recorded it. Source: SuperFed, Sec. 4 and Fig. 5."""
+    known = rounds[rounds["beta"].notna()]
+    shown = [s for s in settings if len(s.rows(known))]
+    if not shown:
+        return None
+    drawn, width = looks(settings), 7.0
+    height = 3.6 + legend_height_in([s.name for s in shown], width)
+    figure = new_figure((width, height))
+    axes = figure.subplots()
+    for i, setting in enumerate(shown):
+        beta = spread(setting.rows(known), ["round"], "beta")["mean"]
+        style: dict[str, Any] = {"color": drawn[setting.name][0], "label": legend_text(setting.name, width)}
+        axes.plot(beta.index + 1, beta.to_numpy(dtype=float), linewidth=line_width(i, len(shown)), **style)
+    quiet(axes, xlabel="round", ylabel="beta")
+    whole_numbers(axes)
+    axes.set_ylim(0, 1)
+    if len(settings) > 1:
+        figure.legend(loc="outside lower center", ncols=1, **LEGEND)
+    return figure
+
+
+def cost_figure(comparisons: Sequence[CostComparison]) -> Figure | None:
+    """Bytes and MACs to train k models with iFedAvg and with a supernet; None without comparisons.
+
+    Source: SuperFedNAS, Fig. 6.
+    """
+    if not comparisons:
+        return None
+    separate, supernets = {c.separately: c for c in comparisons}, {c.supernet: c for c in comparisons}
+    width, handles = 10.2, _cost_handles(separate, supernets)
+    for handle in handles:
+        handle.set_label(legend_text(str(handle.get_label()), width))
+    lines = sum(1 + str(handle.get_label()).count("\n") for handle in handles)
+    figure = new_figure((width, 4.0 + LEGEND_LINE_IN * lines))
+    for axes, what, title, unit in zip(
+        figure.subplots(1, 2), COST_FIELDS, ("communication, both ways", "compute"), ("B", "MACs"), strict=True
+    ):
+        totals = [getattr(step.total, what) for c in comparisons for step in (*c.steps, c.largest)]
+        scale, prefix = si_scale(max(totals))
+        most = max(len(c.steps) for c in comparisons)
+        for comparison, colour, marker in zip(separate.values(), cycle(ALONE_COLOURS), cycle(MARKERS), strict=False):
+            _growing(axes, comparison, what, scale, colour, marker, most + 0.3)
+        for i, (comparison, colour) in enumerate(zip(supernets.values(), cycle(TOGETHER_COLOURS), strict=False)):
+            level = getattr(comparison.supernet_cost, what) / scale
+            axes.plot([0.7, most + 0.3], [level, level], color=colour, linewidth=line_width(i, len(supernets)))
+        if len(comparisons) == 1:
+            _ratio(axes, comparisons[0], what, scale)
+        quiet(axes, title=title, xlabel="models k", ylabel=f"{prefix}{unit}")
+        whole_numbers(axes)
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(0.7, most + 0.5)
+    figure.legend(handles=handles, loc="outside lower center", ncols=1, **LEGEND)
+    return figure
+
+
+COST_FIELDS = ("size_bytes", "macs")
+
+
+ALONE_COLOURS = (VERMILION, "#E69F00", "#CC79A7")
+
+
+TOGETHER_COLOURS = (BLUE, GREEN, "#56B4E9", INK)
+
+
+def _growing(
+    axes: Axes, comparison: CostComparison, what: str, scale: float, colour: str, marker: str, end: float
+) -> None:
+    k = [step.k for step in comparison.steps]
+    totals = [getattr(step.total, what) / scale for step in comparison.steps]
+    axes.plot(k, totals, color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3)
+    largest = getattr(comparison.largest.total, what) / scale
+    axes.plot([0.7, end], [largest, largest], color=colour, linewidth=1.0, linestyle=DASHED)
+
+
+def _ratio(axes: Axes, comparison: CostComparison, what: str, scale: float) -> None:
+    last = comparison.steps[-1]
+    ratio = last.communication_ratio if what == "size_bytes" else last.compute_ratio
+    place: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": INK, "ha": "right", "va": "center"}
+    axes.annotate(times(ratio), (last.k, getattr(last.total, what) / scale), (-9, 0), **place)
+
+
+def _cost_handles(separate: Mapping[str, CostComparison], supernets: Mapping[str, CostComparison]) -> list[Line2D]:
+    handles = []
+    for (name, c), colour, marker in zip(separate.items(), cycle(ALONE_COLOURS), cycle(MARKERS), strict=False):
+        label = f"{name}: each of the first k alone"
+        handles.append(legend_line(color=colour, marker=marker, markersize=5, label=label))
+        label = f"{name}: {c.largest.member.label} alone (FedAvg)"
+        handles.append(legend_line(color=colour, linewidth=1.0, linestyle=DASHED, label=label))
+    for name, colour in zip(supernets, cycle(TOGETHER_COLOURS), strict=False):
+        handles.append(legend_line(color=colour, linewidth=2.0, label=f"{name}: one supernet for all"))
+    return handles
+
+
+CAPTIONS = {
+    "accuracy-macs": (
+        "Test accuracy against MACs",
+        "Every point is a subnet on the server's whole test set. Lines join a family: subnets cut from one supernet as "
+        "it is, or each trained alone. Stars are winners of the search, cut without any training. Over several runs of "
+        "a configuration points are means, and bands and bars reach from the least to the greatest.",
+    ),
+    "search": (
+        "What the search saw",
+        "Subnets of the trained supernet, scored on the server's validation data. Grey: the samples that the "
+        "predictors learn from. The line joins what no other of NSGA-II's verified front beats, paler dots are its "
+        "rest. Coloured dots were scored for a target; the star is its winner.",
+    ),
+    "beta": (
+        "Share of the largest subnet",
+        "beta, the weight in the average of the client that was assigned the largest subnet, in every round; the other "
+        "clients share the rest.",
+    ),
+    "cost": (
+        "Cost of k models",
+        "Bytes both ways and MACs of training, over all clients. Marked: iFedAvg, which trains each member of the "
+        "family alone, added up in the family's order. Level: one supernet for all of them. Dashed: FedAvg on the "
+        "largest member alone. The number is iFedAvg's cost in units of the supernet's.",
+    ),
+}
+
+
+def subnet_pictures(tables: Tables, labels: Labels) -> Iterator[Picture]:
+    """The figures of all SuperFedNAS runs; none if there is no such run."""
+    elastic = only(tables, elastic_run_ids(tables))
+    if not elastic.paths:
+        return
+
+    settings = [s for s in settings_of(tables) if s.kind == SUBNETS]
+    frames = (subnets(elastic, labels), scored(elastic), real_rounds(elastic.rounds))
+    for sheet in sheets(settings):
+        figures = {
+            "accuracy-macs": subnet_accuracy_figure(frames[0], sheet.settings),
+            "search": search_figure(frames[1], sheet.settings),
+            "beta": beta_figure(frames[2], sheet.settings),
+        }
+        for name, figure in figures.items():
+            if figure is not None:
+                yield sheet.labelled(_picture(name, Drawing(figure), sheet.settings))
+    figure = cost_figure(cost_comparisons(tables, labels))
+    if figure is not None:
+        yield _picture("cost", Drawing(figure), settings)
+
+
+def _picture(name: str, drawing: Drawn, settings: Sequence[Setting]) -> Picture:
+    title, caption = CAPTIONS[name]
+    repeated = f" {sentence(REPEATED)}" if any(s.repeats_seeds for s in settings) else ""
+    return Picture(name, title, f"{caption}{repeated}", drawing)

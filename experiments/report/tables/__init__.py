@@ -1,1 +1,0 @@
-"""The tables of reports, as blocks of text."""

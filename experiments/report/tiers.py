@@ -1,0 +1,297 @@
+"""The section of tiers: a table per setting, and the candidates of their searches with the Pareto fronts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from fedloom.experiments.analysis.seeds import SEEDS, Estimate, estimate_by_seed, is_absent
+from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.subnets import decoded
+from fedloom.experiments.analysis.tables import ALL_TIERS, Tables, natural, shown_models
+from fedloom.experiments.report.content import Block
+from fedloom.experiments.report.drawing import (
+    COUNTS,
+    GREY,
+    LEGEND,
+    legend_line,
+    multiples,
+    quiet,
+    same_limits,
+    tier_colours,
+    tier_markers,
+    tiers_in_order,
+)
+from fedloom.experiments.report.wording import (
+    ABSENT,
+    Write,
+    model_name,
+    over_runs,
+    percent,
+    points,
+    sentence,
+    si,
+    si_scale,
+    two_digits,
+    with_interval,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+FAIRNESS = ("mean", "std", "worst")
+
+
+@dataclass(frozen=True)
+class TierSummary:
+    """One tier of one setting, over the setting's seeds.
+
+    `architecture` is None if the runs chose different ones. `values` holds an estimate, or None, for upper_bound, macs,
+    parameters, search_metric, test_MODEL, gain, kendall_tau and MODEL_mean, MODEL_std, MODEL_worst (fairness over the
+    tier's clients), and for texts the columns of `analysis.with_perplexity`; tier "all" has only what is over clients.
+    """
+
+    tier: str
+    architecture: str | None
+    values: dict[str, Estimate | None]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One setting and its tiers."""
+
+    setting: Setting
+    tiers: tuple[TierSummary, ...]
+
+
+def summarise(per_tier: pd.DataFrame, fairness: pd.DataFrame, settings: Sequence[Setting]) -> list[Summary]:
+    """Means and intervals over seeds of the frames' numbers, per setting and tier; settings without tiers have none."""
+    both = per_tier.merge(_wide(fairness), on=["experiment", "run_id", "tier"], how="outer", sort=False)
+    summaries = []
+    for setting in settings:
+        if len(setting.rows(per_tier)):
+            rows = setting.rows(both)
+            tiers = sorted(dict.fromkeys(rows["tier"]), key=lambda t: (t == ALL_TIERS, natural(t)))
+            summaries.append(Summary(setting, tuple(_tier(t, rows[rows["tier"] == t]) for t in tiers)))
+    return summaries
+
+
+def _wide(fairness: pd.DataFrame) -> pd.DataFrame:
+    key = ["experiment", "run_id", "tier"]
+    if fairness.empty:
+        return pd.DataFrame(columns=key, dtype=object)
+    pieces = [fairness.pivot(index=key, columns="model", values=what).add_suffix(f"_{what}") for what in FAIRNESS]
+    wide = pd.concat(pieces, axis=1).rename_axis(columns=None)
+    return wide.reset_index().astype(dict.fromkeys(key, object))
+
+
+def _tier(tier: str, rows: pd.DataFrame) -> TierSummary:
+    names = {str(a) for a in rows["architecture"] if not is_absent(a)}
+    numbers = [c for c in rows.columns if c not in ("experiment", "run_id", "tier", "architecture", SEEDS)]
+    values = {c: estimate_by_seed(rows[c], rows[SEEDS]) for c in numbers}
+    return TierSummary(tier, names.pop() if len(names) == 1 else None, values)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: its head, a head for narrow terminals, the key of its value, and its format."""
+
+    head: str
+    short: str
+    key: str
+    write: Write
+
+
+def columns_of(summary: Summary) -> list[Column]:
+    """The columns for which the setting has any value."""
+    keys = _keys(summary)
+    costs = [
+        Column("upper bound", "upper\nbound", "upper_bound", si),
+        Column("MACs", "MACs", "macs", si),
+        Column("parameters", "params", "parameters", si),
+    ]
+    measured = _by_perplexity(keys) if is_text(keys) else _by_accuracy(keys)
+    return [c for c in (*costs, *measured) if c.key in keys]
+
+
+def _keys(summary: Summary) -> set[str]:
+    return {key for tier in summary.tiers for key, value in tier.values.items() if value is not None}
+
+
+def is_text(keys: Iterable[str]) -> bool:
+    """Whether the setting's models are measured by perplexity."""
+    return any(key.startswith("perplexity_") for key in keys)
+
+
+_HEADS = {"mean": "client\nmean", "std": "\nstd", "worst": "\nworst"}
+
+
+def _by_accuracy(keys: set[str]) -> list[Column]:
+    last = last_measured(keys)
+    return [
+        Column("search, validation %", "search", "search_metric", percent),
+        *(Column(f"{model_name(m)}, test %", _narrow(model_name(m)), f"test_{m}", percent) for m in _tested(keys)),
+        Column("gain over rand-init", "gain", "gain", points),
+        _tau(),
+        *(Column(f"clients' test %, {what}", _HEADS[what], f"{last}_{what}", percent) for what in FAIRNESS),
+    ]
+
+
+def _by_perplexity(keys: set[str]) -> list[Column]:
+    last, write = _last_clients(keys), two_digits
+    tested = [(f"perplexity_{m}", model_name(m)) for m in _tested(keys)]
+    return [
+        Column("search, validation perplexity", "search", "search_perplexity", write),
+        *(Column(f"{name}, test perplexity", _narrow(name), key, write) for key, name in tested),
+        Column("gain over rand-init", "gain", "perplexity_gain", _signed),
+        _tau(),
+        *(Column(f"clients' perplexity, {w}", _HEADS[w], f"clients_{last}_{w}", write) for w in FAIRNESS),
+    ]
+
+
+def _tau() -> Column:
+    return Column("Kendall tau", "Kendall\ntau", "kendall_tau", two_digits)
+
+
+def _tested(keys: Iterable[str]) -> list[str]:
+    return shown_models([key.removeprefix("test_") for key in keys if key.startswith("test_")])
+
+
+def _last_clients(keys: Iterable[str]) -> str:
+    """`last_measured` of the columns of perplexity."""
+    return last_measured({key.removeprefix("clients_") for key in keys if key.startswith("clients_")})
+
+
+def last_measured(keys: Iterable[str]) -> str:
+    """The model whose fairness the table shows: fine_tuned, else the last in display order that clients measured."""
+    measured = {key.removesuffix("_mean") for key in keys if key.endswith("_mean")}
+    return next((m for m in ("fine_tuned", *reversed(shown_models(list(measured)))) if m in measured), "")
+
+
+def _narrow(name: str) -> str:
+    return name.replace("supernet", "super").replace(" ", "\n", 1).replace("-", "-\n", 1)
+
+
+def _signed(value: Any) -> str:
+    return ABSENT if is_absent(value) else f"{float(value):+.2f}"
+
+
+def cell(column: Column, tier: TierSummary) -> str:
+    """The formatted value over seeds; see `with_interval`."""
+    return with_interval(tier.values.get(column.key), column.write)
+
+
+def tasks_text(setting: Setting) -> tuple[str, ...]:
+    """Which labels each tier has, if they differ: then the row of all tiers is a mean over tasks."""
+    tasks = setting.config.get("tiers", {}).get("tasks")
+    if not tasks or len(set(tasks)) == 1:
+        return ()
+    of_tiers = ", ".join(f"tier{i} {task}" for i, task in enumerate(tasks, 1))
+    return (f"tasks: {of_tiers}; what is said of all tiers, or of the supernet, is a mean over them",)
+
+
+def legend(summary: Summary) -> tuple[str, ...]:
+    """Explanations of the narrow table's columns."""
+    keys = _keys(summary)
+    text = is_text(keys)
+    quality, lines = "perplexity" if text else "accuracy in %", []
+    if "search_metric" in keys:
+        lines.append(f"search: validation {quality}, with the supernet's weights")
+    if tested := [model_name(m) for m in _tested(keys)]:
+        lines.append(f"{', '.join(tested)}: {quality} on the whole test set")
+    if "gain" in keys:
+        difference = "rand-init less fine-tuned" if text else "fine-tuned less rand-init, in percentage points"
+        lines.append(f"gain: {difference}")
+    if last := _last_clients(keys) if text else last_measured(keys):
+        lines.append(f"clients: {model_name(last)}, {quality} on each client's own test data")
+    return (*lines, *tasks_text(summary.setting))
+
+
+def tier_block(summary: Summary, tables: Tables) -> Block:
+    """One row per tier with its architecture in words, for the page."""
+    columns = columns_of(summary)
+    heads = ("tier", "architecture", *(c.head for c in columns))
+    rows = tuple((t.tier, _architecture(t, summary, tables), *(cell(c, t) for c in columns)) for t in summary.tiers)
+    texts = (over_runs(summary.setting), *tasks_text(summary.setting))
+    return Block(f"Tiers: {summary.setting.name}", tuple(map(sentence, texts)), heads, rows)
+
+
+def narrow_tier_block(summary: Summary) -> Block:
+    """One row per tier for a terminal; fits into 80 characters for a run with four tiers."""
+    columns = columns_of(summary)
+    heads = ("tier", *(c.short for c in columns))
+    rows = tuple((t.tier, *(cell(c, t) for c in columns)) for t in summary.tiers)
+    return Block(f"{summary.setting.name}: {over_runs(summary.setting)}", legend(summary), heads, rows, labels=1)
+
+
+def _architecture(tier: TierSummary, summary: Summary, tables: Tables) -> str:
+    if tier.architecture is not None:
+        words = decoded(tables, summary.setting.run_ids[0], tier.architecture)
+        return words if words == tier.architecture else f"{words} ({tier.architecture})"
+    known = tier.values.get("macs") is not None and len(summary.setting.run_ids) > 1
+    return "differs" if known else ABSENT
+
+
+def pareto_figure(
+    pareto: pd.DataFrame, settings: Sequence[Setting], upper_bounds: Mapping[str, Mapping[str, float]] | None = None
+) -> Figure | None:
+    """Validation accuracy against MACs of all candidates, with a line per tier's front and a star for its winner.
+
+    There is a panel per setting, all with the same axes. `upper_bounds` (MACs per tier, by the setting's name) are thin
+    vertical lines. None without candidates.
+    """
+    known = pareto[pareto["metric"].notna() & pareto["macs"].notna()].astype({"macs": "float64"})
+    shown = [s for s in settings if len(s.rows(known))]
+    if not shown:
+        return None
+    tiers = tiers_in_order(known["tier"])
+    scale, prefix = si_scale(float(known["macs"].max()))
+    bounds = {s.name: [b / scale for b in (upper_bounds or {}).get(s.name, {}).values()] for s in shown}
+    figure, parts = multiples(shown, (8.8, 4.6), (5.4, 3.9), columns=2)
+    panels = []
+    for part, setting in zip(parts, shown, strict=True):
+        axes = part.subplots()
+        _candidates(axes, setting.rows(known), tiers, scale)
+        for bound in sorted(bounds[setting.name])[:-1]:
+            axes.axvline(bound, color="#B5B5B5", linewidth=0.9, linestyle=":", zorder=1)
+        quiet(axes, xlabel=f"MACs of one forward pass{COUNTS[prefix]}", ylabel="validation accuracy in search (%)")
+        panels.append(axes)
+    same_limits(panels, x=True, y=True)
+    handles = _handles(tiers, with_bounds=any(bounds.values()))
+    place: dict[str, Any] = {"loc": "outside right center"}
+    if parts[0] is not figure:
+        place = {"loc": "outside lower center", "ncols": min(len(handles), 6)}
+    figure.legend(handles=handles, **place, **LEGEND)
+    return figure
+
+
+def _candidates(axes: Axes, candidates: pd.DataFrame, tiers: Sequence[str], scale: float) -> None:
+    """Draws the candidates of one setting; every run has its own front."""
+    colours, markers = tier_colours(tiers), tier_markers(tiers)
+    star: dict[str, Any] = {"s": 190, "marker": "*", "edgecolors": "black", "linewidths": 0.9, "zorder": 4}
+    for tier in tiers:
+        rows = candidates[candidates["tier"] == tier]
+        x, y = rows["macs"] / scale, rows["metric"] * 100
+        axes.scatter(x, y, s=14, color=colours[tier], alpha=0.28, linewidths=0, zorder=2)
+        for _, run in rows[rows["on_front"]].sort_values("macs").groupby("run_id"):
+            style: dict[str, Any] = {"marker": markers[tier], "markersize": 4.5, "linewidth": 1.6, "zorder": 3}
+            axes.plot(run["macs"] / scale, run["metric"] * 100, color=colours[tier], **style)
+        won = rows["is_winner"]
+        axes.scatter(x[won], y[won], color=colours[tier], **star)
+
+
+def _handles(tiers: Sequence[str], *, with_bounds: bool) -> list[Line2D]:
+    colours, markers = tier_colours(tiers), tier_markers(tiers)
+    handles = [legend_line(color=colours[t], marker=markers[t], markersize=4.5, label=f"{t}: front") for t in tiers]
+    dot: dict[str, Any] = {"color": "none", "markerfacecolor": GREY, "markeredgecolor": "none"}
+    handles.append(legend_line(marker="o", markersize=4.5, alpha=0.5, label="candidate", **dot))
+    star: dict[str, Any] = {"color": "none", "markerfacecolor": "white", "markeredgecolor": "black"}
+    handles.append(legend_line(marker="*", markersize=12, label="winner", **star))
+    if with_bounds:
+        handles.append(legend_line(color="#B5B5B5", linestyle=":", label="tier's bound"))
+    return handles
