@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from fedloom.experiments.benchmarks.cases import Case
-from fedloom.experiments.benchmarks.networks import Logistic, TinyCnn, TwoConvCnn
+from fedloom.experiments.benchmarks.cases import Case, Logistic, TinyCnn, TwoConvCnn
 
 NETWORKS = {"cnn": TwoConvCnn, "logistic": Logistic, "tiny": TinyCnn}
 

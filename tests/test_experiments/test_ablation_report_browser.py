@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedloom.experiments.benchmarks.generated_ablation import Fates, write_planned
 from fedloom.experiments.report.ablation import write_ablation_report
 from fedloom.experiments.report.content import Block, Content
 from fedloom.experiments.report.pages import html_page
+from tools.generated_ablation import Fates, write_planned
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 INSTALL = (

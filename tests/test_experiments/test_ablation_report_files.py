@@ -14,7 +14,6 @@ from PIL import Image
 from rich.console import Console
 
 from fedloom.experiments.analysis.tables import latest_run
-from fedloom.experiments.benchmarks.generated_ablation import Fates, write_planned
 from fedloom.experiments.cli import main
 from fedloom.experiments.report.ablation import ablation_json, ablation_table, chosen_ablation, write_ablation_report
 from fedloom.experiments.report.content import Block
@@ -22,6 +21,7 @@ from fedloom.experiments.report.pages import LONG, ReportFiles, escaped, latex_t
 from fedloom.experiments.store.ablations import FIGURES, Ablation
 from fedloom.platform.results.files import sealed_json, unsealed
 from fedloom.platform.results.writer import RunWriter
+from tools.generated_ablation import Fates, write_planned
 
 BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]
 BUDGET = ["ablation=comm_budget", "experiment=fedoras_digits", "ablation.axes.averaging.values=[opa,fedavg,plain]"]

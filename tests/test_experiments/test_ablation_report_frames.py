@@ -11,8 +11,8 @@ from fedloom.experiments.analysis.ablation import held, is_grid
 from fedloom.experiments.analysis.rounds import steps
 from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.tables import Tables
-from fedloom.experiments.benchmarks.generated_ablation import Fates, write_planned
 from fedloom.experiments.store.ablations import Ablation
+from tools.generated_ablation import Fates, write_planned
 
 BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]
 WHAT = ["ablation=comm_budget", "experiment=fedoras_digits"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedloom.experiments.benchmarks import gpu, gpu_variant
-from fedloom.experiments.benchmarks.utilisation import Utilisation, sample_of, summed_up
+from fedloom.experiments.benchmarks.gpu import Utilisation, sample_of, summed_up
 from fedloom.experiments.runs.configuration import compose_config
 
 

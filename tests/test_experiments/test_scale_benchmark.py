@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fedloom.experiments.benchmarks import scale
+from fedloom.experiments.benchmarks.scale import LARGE, SMALL, Figures
 from fedloom.experiments.benchmarks.scale_case import ScaleCase, measure, run_config
 from fedloom.experiments.benchmarks.scale_model import Cluster, Load, Server, most_actors, predict, server_of
-from fedloom.experiments.benchmarks.scale_parts import LARGE, SMALL, Figures
 from fedloom.platform.results.checkpoint import load_checkpoint
 
 SERVER = Server(
