@@ -12,8 +12,8 @@ from fedloom.platform.federation.costs import measure_costs
 from fedloom.platform.federation.tasks import task_names
 from fedloom.platform.methods.tiered.fedoras import PUBLISHED_RATIOS, FedorASConfig, epochs_per_operator
 from fedloom.platform.spaces.registry import build_space
-from fedloom.tiers.bounds import share_of_models
 from fedloom.tiers.measure import COUNTED_AS_MACS
+from fedloom.tiers.tier import share_of_models
 
 
 def describe(overrides: Sequence[str]) -> dict[str, Any]:

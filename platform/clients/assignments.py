@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-from fedloom.tiers.clock import TRAINING_FACTOR
-from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile
+from fedloom.tiers.devices import DEFAULT_PROFILE, TRAINING_FACTOR, DeviceProfile
 
 if TYPE_CHECKING:
     import torch

@@ -28,7 +28,7 @@ from fedloom.platform.clients.together import Together, trained_together
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.plugins import PluginError, ends_process, place_in_own, raised_by_own
 from fedloom.platform.spaces.slices import Weights, bytes_of
-from fedloom.tiers.clock import EVALUATION_FACTOR, client_time_s
+from fedloom.tiers.devices import EVALUATION_FACTOR, client_time_s
 
 
 @dataclass(frozen=True)

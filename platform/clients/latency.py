@@ -7,7 +7,7 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import loaded_subnet
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id
-from fedloom.tiers.clock import EVALUATION_FACTOR
+from fedloom.tiers.devices import EVALUATION_FACTOR
 from fedloom.tiers.measure import latency_s_of
 
 

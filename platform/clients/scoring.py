@@ -23,7 +23,7 @@ from fedloom.platform.clients.networks import ESTIMATED, Network, Subnet, in_tas
 from fedloom.platform.clients.training import BatchNorm, Samples, Score, estimate_statistics, evaluate, evaluate_all
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Architecture, Slice, Weights, architecture_id, bytes_of
-from fedloom.tiers.clock import EVALUATION_FACTOR
+from fedloom.tiers.devices import EVALUATION_FACTOR
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.worker import Worker

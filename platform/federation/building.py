@@ -25,12 +25,18 @@ from fedloom.platform.settings import component_specs
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.genome import Genome
 from fedloom.platform.spaces.registry import build_space
-from fedloom.tiers.assignment import by_device_table, by_list, by_shares
-from fedloom.tiers.bounds import check_upper_bounds, tier_upper_bounds
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.device_files import read_device_table
 from fedloom.tiers.devices import DeviceProfile, DeviceTable, generate_device_table
-from fedloom.tiers.tier import Tier, make_tiers
+from fedloom.tiers.tier import (
+    Tier,
+    by_device_table,
+    by_list,
+    by_shares,
+    check_upper_bounds,
+    make_tiers,
+    tier_upper_bounds,
+)
 
 TOP_TIER_MACS_PER_S = 2e10
 """Assumed training speed of a recent phone; lower tiers are slower in proportion to their budgets."""

@@ -26,7 +26,7 @@ from fedloom.platform.federation.stage import Plan, PostRoundEvaluation, RoundRe
 from fedloom.platform.federation.state import CLIENT, RunState
 from fedloom.platform.plugins import NOT_CAUGHT, an, in_one_line, place_in_own
 from fedloom.platform.results.status import StatusFile
-from fedloom.tiers.clock import VirtualClock
+from fedloom.tiers.devices import VirtualClock
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from fedloom.platform.averaging.conformance import (
     check_server_rule,
     check_space,
     check_weighting_rule,
-    means,
-    rounds,
     server_rule_laws,
+    server_rules,
     weighting_rule_laws,
+    weighting_rules,
 )
 from fedloom.platform.averaging.conformance.law import differing, far_apart
 from fedloom.platform.averaging.server import SERVER_RULES, ServerStep, serve
@@ -199,7 +199,7 @@ def test_the_reference_by_hand() -> None:
     old = {"w": torch.tensor([9.0] * 5), "n": torch.tensor(3)}
     updates = [sent([1.0, 2.0, 3.0], ((0, 3),), 1.0), sent([7.0, 8.0], ((2, 4),), 3.0), sent([0.0] * 5, None, 0.0)]
     counted = [Update({"n": torch.tensor(n)}, {"n": Slice("n")}, {"n": 0.5}) for n in (4, 9)]
-    found = means.reference(old, [*updates, *counted])
+    found = weighting_rules.reference(old, [*updates, *counted])
     assert found["w"].tolist() == [1.0, 2.0, (3 + 21) / 4, 8.0, 9.0]
     assert found["n"].item() == 9.0
 
@@ -276,7 +276,7 @@ def test_an_average_that_treats_slices_otherwise_is_refused(monkeypatch: pytest.
                 piece.of(new[piece.source]).mul_(2)
         return new
 
-    monkeypatch.setattr(means, "average", doubled)
+    monkeypatch.setattr(weighting_rules, "average", doubled)
     for law in OF_THE_AVERAGE:
         with pytest.raises(AssertionError, match=rf"{law}': layers.0.ops.1.weight\[0, 0\] is .*, expected"):
             the(law, weighting_rule_laws("fedavg"))()
@@ -356,7 +356,7 @@ def test_a_server_that_moves_what_is_no_parameter_is_refused(monkeypatch: pytest
         new, kept = serve(*given)
         return {**new, "layer.running_mean": new["layer.running_mean"] * 2}, kept
 
-    monkeypatch.setattr(rounds, "serve", eager)
+    monkeypatch.setattr(server_rules, "serve", eager)
     with pytest.raises(AssertionError, match=r"'buffers are the clients mean': round 0, layer.running_mean\[0\] is"):
         check_server_rule("fedadam")
 

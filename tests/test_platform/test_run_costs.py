@@ -11,7 +11,7 @@ from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.costs import load_costs, measure_costs, store_costs
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.space_config import SpaceConfig
-from fedloom.tiers.bounds import share_of_models
+from fedloom.tiers.tier import share_of_models
 
 SPACE = build_space(SpaceConfig(name="cnn_digits", stem_channels=4))
 CELLS = build_space(

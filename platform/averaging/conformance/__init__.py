@@ -19,9 +19,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fedloom.platform.averaging.conformance import architectures, means, networks, rounds
-from fedloom.platform.averaging.conformance.architectures import Tried
+from fedloom.platform.averaging.conformance import server_rules, spaces, weighting_rules
 from fedloom.platform.averaging.conformance.law import Law, laws_of
+from fedloom.platform.averaging.conformance.spaces import Tried
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRule
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES, WeightingRule
 from fedloom.platform.plugins import Registry
@@ -68,14 +68,14 @@ def weighting_rule_laws(
     rule: str | WeightingRule, options: Mapping[str, Any] = NO_OPTIONS, *, skip: Collection[str] = ()
 ) -> list[Law]:
     """The laws of a weighting rule as callables; ValueError for an unknown rule or law."""
-    return laws_of("weighting rule", *_rule(WEIGHTING_RULES, rule, options), means.LAWS, skip)
+    return laws_of("weighting rule", *_rule(WEIGHTING_RULES, rule, options), weighting_rules.LAWS, skip)
 
 
 def server_rule_laws(
     rule: str | ServerRule, options: Mapping[str, Any] = NO_OPTIONS, *, skip: Collection[str] = ()
 ) -> list[Law]:
     """The laws of a server rule as callables; ValueError for an unknown rule or law."""
-    return laws_of("server rule", *_rule(SERVER_RULES, rule, options), rounds.LAWS, skip)
+    return laws_of("server rule", *_rule(SERVER_RULES, rule, options), server_rules.LAWS, skip)
 
 
 def space_laws(
@@ -83,7 +83,7 @@ def space_laws(
 ) -> list[Law]:
     """The laws of a space as callables; ValueError for an unknown space or law, PluginError if the space fails."""
     name, tried = _tried(space, settings)
-    return laws_of("space", name, tried, (*architectures.LAWS, *networks.LAWS), skip)
+    return laws_of("space", name, tried, spaces.LAWS, skip)
 
 
 def _check(laws: list[Law]) -> None:

@@ -20,7 +20,7 @@ from fedloom.platform.federation.selection import Choice, Cohort, SelectionTrait
 from fedloom.platform.methods.selection.oort import oort, statistical_utility
 from fedloom.platform.plugins import declares
 from fedloom.platform.settings import BELOW_ONE, PART, ZERO_OR_MORE
-from fedloom.tiers.clock import TRAINING_FACTOR
+from fedloom.tiers.devices import TRAINING_FACTOR
 
 
 @declares(SelectionTraits(needs_loss_norm=True, shortens_updates=True))

@@ -25,7 +25,7 @@ from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silo
 from fedloom.platform.methods.silo.whole_federation import KEPT, kept_of, restricted_bag, train_kept
 from fedloom.platform.spaces.capabilities import with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
-from fedloom.tiers.clock import EVALUATION_FACTOR
+from fedloom.tiers.devices import EVALUATION_FACTOR
 
 
 @dataclass

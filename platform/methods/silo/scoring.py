@@ -19,7 +19,7 @@ from fedloom.platform.methods.silo.personal import begun
 from fedloom.platform.methods.silo.searchers import own_network
 from fedloom.platform.spaces.capabilities import summing_options
 from fedloom.platform.spaces.slices import Weights
-from fedloom.tiers.clock import EVALUATION_FACTOR, TRAINING_FACTOR
+from fedloom.tiers.devices import EVALUATION_FACTOR, TRAINING_FACTOR
 
 
 def final_measurements(worker: Worker, model: str, network: Network, score: Score) -> tuple[Measurement, ...]:

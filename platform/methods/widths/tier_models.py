@@ -25,7 +25,7 @@ from fedloom.platform.methods.tiered.fedoras import bag_name
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import ONE_OR_MORE
 from fedloom.platform.spaces.slices import Architecture, Slice, Weights, bytes_of, extract
-from fedloom.tiers.clock import EVALUATION_FACTOR
+from fedloom.tiers.devices import EVALUATION_FACTOR
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.networks import Countable
