@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fedloom.experiments.reproduce.help import REPRODUCE_HELP
-from fedloom.experiments.terminal.exit_codes import CONFIGURATION
+from fedloom.experiments.terminal import CONFIGURATION
 from fedloom.platform.search.base import METRICS
 from fedloom.platform.settings import POSITIVE, Range
 from fedloom.platform.words import MOST_SAID, shown

@@ -13,7 +13,7 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.presets import DEFAULT_METHOD, PRESET
 from fedloom.experiments.runs.registries import REGISTRIES, registry_of
 from fedloom.experiments.runs.spelling import METHOD, meant
-from fedloom.experiments.terminal.output import console, write_json
+from fedloom.experiments.terminal import console, write_json
 from fedloom.platform.data.sources import DATASETS, TORCHVISION
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import METHODS

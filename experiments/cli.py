@@ -15,8 +15,17 @@ from typing import Any, TextIO
 
 from fedloom.experiments.arguments import Handler, build_parser, parse
 from fedloom.experiments.runs.huge_pages import prefer_huge_pages
-from fedloom.experiments.terminal.exit_codes import CONFIGURATION, INFRASTRUCTURE, INTERRUPTED, OK, of_run_end
-from fedloom.experiments.terminal.reading import complain, stop_printing, tell_at_once, while_read
+from fedloom.experiments.terminal import (
+    CONFIGURATION,
+    INFRASTRUCTURE,
+    INTERRUPTED,
+    OK,
+    complain,
+    of_run_end,
+    stop_printing,
+    tell_at_once,
+    while_read,
+)
 from fedloom.experiments.typed import check_typed
 from fedloom.platform.plugins import blaming_own
 from fedloom.platform.words import NO_SUCH_PLACE, PrintableFormatter, in_words, is_out_of_memory, naming, said
@@ -198,7 +207,7 @@ def _ablate(args: argparse.Namespace) -> int:
 def _describe(args: argparse.Namespace) -> int:
     _check_spelling(args.overrides, but=("space=",))  # short for space.name=
     from fedloom.experiments.runs.described import described
-    from fedloom.experiments.terminal.output import show_facts
+    from fedloom.experiments.terminal import show_facts
 
     show_facts(described(args.overrides, _counted), as_json=args.json)
     return OK
@@ -235,7 +244,7 @@ def _tables(args: argparse.Namespace) -> int:
 def _prepare(args: argparse.Namespace) -> int:
     _check_spelling(args.overrides, but=("dataset=",))  # short for data.dataset=
     from fedloom.experiments.prepare import prepare
-    from fedloom.experiments.terminal.output import show_facts
+    from fedloom.experiments.terminal import show_facts
 
     show_facts(prepare(args.overrides), as_json=args.json)
     return OK
@@ -285,7 +294,7 @@ def _written(args: argparse.Namespace, write: Callable[[], Any]) -> Any:
 def _export(args: argparse.Namespace) -> int:
     from fedloom.experiments.export.export import export
     from fedloom.experiments.export.selection import Wanted
-    from fedloom.experiments.terminal.output import show_facts
+    from fedloom.experiments.terminal import show_facts
 
     wanted = Wanted(tier=args.tier, target=args.target, architecture=args.architecture, model=args.model)
     results = _here(args, [args.run], tensors=True)
@@ -343,8 +352,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from fedloom.experiments.leftovers import clean_leftovers, hint_at_leftovers
-    from fedloom.experiments.standing import show_status
+    from fedloom.experiments.status import clean_leftovers, hint_at_leftovers, show_status
 
     if args.clean and (args.runs or args.all):
         raise ValueError("--clean ends what any dead run left behind on this machine: give it no RUN and no --all")

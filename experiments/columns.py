@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import Any
 
-from fedloom.experiments.terminal.output import console, write_json
+from fedloom.experiments.terminal import console, write_json
 from fedloom.platform.plugins import nearest
 from fedloom.platform.results.columns import ABOUT, OF_EVERY_TABLE, TEXTS, unit_of
 from fedloom.platform.results.tables import TABLES

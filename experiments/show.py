@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 
-from fedloom.experiments.terminal.output import console, where, write_json
-from fedloom.experiments.terminal.reading import complain
+from fedloom.experiments.terminal import complain, console, where, write_json
 from fedloom.platform.results.copies import fetch
 from fedloom.platform.runs.logs import round_line
 

@@ -20,7 +20,7 @@ from fedloom.actors.cluster import SET_TOKEN
 from fedloom.experiments.ablation.config import PREFIX, load_ablation_config
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.shipping import Shipment, plan_shipment, shipped, target_of
-from fedloom.experiments.terminal.exit_codes import INFRASTRUCTURE, INTERRUPTED, OK
+from fedloom.experiments.terminal import INFRASTRUCTURE, INTERRUPTED, OK
 from fedloom.platform.federation.config import GENERATED, RunConfig
 from fedloom.platform.results.store import local_root
 from fedloom.platform.words import shown

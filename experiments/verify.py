@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from fedloom.experiments.terminal.output import console, write_json
+from fedloom.experiments.terminal import console, write_json
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.partition import prepared_for

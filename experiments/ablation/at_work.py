@@ -24,7 +24,7 @@ from fedloom.experiments.store.trials import (
     trial_states,
     write_ends,
 )
-from fedloom.experiments.terminal.reading import while_read
+from fedloom.experiments.terminal import while_read
 from fedloom.platform.results.copies import mirror_folder
 from fedloom.platform.results.lock import OwnedError, OwnershipLostError, check_unowned, owned
 from fedloom.platform.results.paths import RunPaths

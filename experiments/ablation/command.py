@@ -15,9 +15,7 @@ from fedloom.experiments.ablation.launch import AblationEnd, resume_ablation, re
 from fedloom.experiments.ablation.view import TerminalView
 from fedloom.experiments.store.ablations import Ablation
 from fedloom.experiments.store.trials import FAILED, TrialState, counted
-from fedloom.experiments.terminal.exit_codes import INFRASTRUCTURE, OK, of_run_end
-from fedloom.experiments.terminal.output import console, where, write_json
-from fedloom.experiments.terminal.reading import complain
+from fedloom.experiments.terminal import INFRASTRUCTURE, OK, complain, console, of_run_end, where, write_json
 from fedloom.platform.results.store import is_remote
 
 

@@ -27,7 +27,7 @@ from fedloom.experiments.ablation.needs import Cluster
 from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.ablations import Ablation, write_ablation
 from fedloom.experiments.store.trials import FAILED, FINAL, TrialState, trial_states
-from fedloom.experiments.terminal.reading import while_read
+from fedloom.experiments.terminal import while_read
 from fedloom.platform.federation.config import GENERATED, RayConfig
 from fedloom.platform.results.copies import check_results, fetch
 from fedloom.platform.runs.run import Label

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fedloom.experiments.store.ablations import Ablation, Trial
 from fedloom.experiments.store.trials import WAITING, End, TrialState
-from fedloom.experiments.terminal.output import console
+from fedloom.experiments.terminal import console
 from fedloom.platform.runs.logs import as_time
 
 MOST_LINES = 40

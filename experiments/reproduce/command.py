@@ -26,9 +26,7 @@ from fedloom.experiments.reproduce.recording import check_recordable, record
 from fedloom.experiments.reproduce.schema import Item
 from fedloom.experiments.reproduce.settings import missing_data
 from fedloom.experiments.reproduce.table import Outcome, blocks, outcome_json
-from fedloom.experiments.terminal.exit_codes import OK, of_run_end
-from fedloom.experiments.terminal.output import console, write_json
-from fedloom.experiments.terminal.reading import complain, tell_at_once
+from fedloom.experiments.terminal import OK, complain, console, of_run_end, tell_at_once, write_json
 
 DONE, INTERRUPTED = "done", "interrupted"
 """Ends of an ablation."""

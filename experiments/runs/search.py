@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from fedloom.experiments.runs.configuration import stored_config
-from fedloom.experiments.terminal.output import console, write_json
+from fedloom.experiments.terminal import console, write_json
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World

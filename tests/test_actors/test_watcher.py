@@ -13,7 +13,7 @@ import pytest
 
 from fedloom.actors.watcher import clean, left_over
 from fedloom.experiments.cli import main
-from fedloom.experiments.leftovers import hint_at_leftovers
+from fedloom.experiments.status import hint_at_leftovers
 from fedloom.platform.results.lock import Process, descendants, is_process, started_ticks, this_place
 
 DRIVER = """
@@ -112,7 +112,7 @@ def test_what_is_left_after_the_watcher_was_killed_too_is_told_and_cleaned(
     process.wait()
     (record,) = left_over(tmp_path)
     assert set(record.processes) == set(found)
-    monkeypatch.setattr("fedloom.experiments.leftovers.records_folder", lambda: tmp_path)
+    monkeypatch.setattr("fedloom.experiments.status.records_folder", lambda: tmp_path)
     hint_at_leftovers()
     assert "2 processes of dead runs are left on this machine" in capsys.readouterr().err
     assert set(clean([record])) == set(found)
@@ -125,7 +125,7 @@ def test_what_is_left_after_the_watcher_was_killed_too_is_told_and_cleaned(
 def test_status_clean_ends_what_is_left_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fedloom.experiments.leftovers.records_folder", lambda: tmp_path)
+    monkeypatch.setattr("fedloom.experiments.status.records_folder", lambda: tmp_path)
     with subprocess.Popen(["sleep", "600"]) as left:
         content = {"place": this_place(), "driver": [2**22 + 1, 1], "processes": [[left.pid, started_ticks(left.pid)]]}
         (tmp_path / "1-1.json").write_text(json.dumps(content))

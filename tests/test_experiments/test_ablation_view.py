@@ -16,7 +16,7 @@ from fedloom.experiments.ablation.launch import AblationEnd
 from fedloom.experiments.ablation.view import MOST_LINES, TerminalView
 from fedloom.experiments.store.ablations import Ablation, Trial
 from fedloom.experiments.store.trials import End, TrialState
-from fedloom.experiments.terminal.exit_codes import OK, of_run_end
+from fedloom.experiments.terminal import OK, of_run_end
 
 ID = "20260101-000000-mine-abcdef"
 ROUND = {"stage": "supernet", "round": 2, "rounds_total": 9, "wall_s": 1.0, "metric": 0.51234}

@@ -18,15 +18,15 @@ from fedloom.experiments.cli import HANDLERS, main
 from fedloom.experiments.runs.launch import _interrupt, _lost_server, _Shown
 from fedloom.experiments.runs.presets import experiments
 from fedloom.experiments.show import RunView
-from fedloom.experiments.terminal.exit_codes import (
+from fedloom.experiments.terminal import (
     CLIENTS_FAILED,
     CONFIGURATION,
     INFRASTRUCTURE,
     INTERRUPTED,
     OK,
     of_run_end,
+    show_facts,
 )
-from fedloom.experiments.terminal.output import show_facts
 from fedloom.platform.federation.loop import AT_ONCE, RoundProgress, Validated
 from fedloom.platform.runs.logs import as_bytes, as_time, round_line
 from fedloom.platform.runs.run import FREE_ON_RESUME, NOT_BEGUN, RunEnd
@@ -257,7 +257,7 @@ def test_what_the_machine_refuses_is_one_line_and_an_exit_code(
 
 def test_a_run_that_nobody_reads_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     silenced: list[int] = []
-    monkeypatch.setattr("fedloom.experiments.terminal.reading.stop_printing", lambda: silenced.append(1))
+    monkeypatch.setattr("fedloom.experiments.terminal.stop_printing", lambda: silenced.append(1))
 
     class Closed:
         def started(self, run_id: str, supernet_of: str) -> None:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fedloom.experiments.terminal.output import console
-from fedloom.experiments.terminal.run_list import ListedRun, place_of, run_lines
+from fedloom.experiments.status import ListedRun, place_of, run_lines
+from fedloom.experiments.terminal import console
 from fedloom.platform.results.paths import NO_NAMES, Names
 from fedloom.platform.results.status import Status
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.experiments.export.comparison import Agreement, Comparison, check_agreement, compare
+from fedloom.experiments.export.formats import Agreement, Comparison, check_agreement, compare
 
 
 def test_differences_are_counted_by_hand() -> None:

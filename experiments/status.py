@@ -1,21 +1,103 @@
-"""`fedloom status`: how runs and ablations stand, from their status files."""
+"""`fedloom status`: the state of runs and ablations, and processes that dead runs left behind on this machine."""
 
+import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
 
+from fedloom.actors.watcher import clean, left_over, records_folder
 from fedloom.experiments.store.ablations import FOLDER, Ablation, ablation_ids, meant_ablation
 from fedloom.experiments.store.trials import STATUS, counted, trial_states
-from fedloom.experiments.terminal.output import console, write_json
-from fedloom.experiments.terminal.run_list import ListedRun, place_of, run_lines, shortened
-from fedloom.platform.results.paths import RunPaths, find_runs, list_runs, read_names
+from fedloom.experiments.terminal import console, write_json
+from fedloom.platform.results.paths import Names, RunPaths, find_runs, list_runs, read_names
 from fedloom.platform.results.status import Status, read_status
+
+LEAST_MESSAGE = 24
+"""Characters of a message that fit beside a run; with less room the message stands below it."""
+
+
+BELOW = "    "
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run with its names and its status, or why that cannot be read."""
+
+    run_id: str
+    names: Names
+    status: Status | ValueError
+
+    @property
+    def message(self) -> str:
+        """What the status says, or why it cannot be read, on one line."""
+        said = str(self.status) if isinstance(self.status, ValueError) else self.status.message
+        return " ".join(said.split())
+
+    def as_dict(self) -> dict[str, Any]:
+        """All that is known, by name."""
+        known = {"run_id": self.run_id, **asdict(self.names)}
+        if isinstance(self.status, ValueError):
+            nothing = dict.fromkeys(field.name for field in fields(Status))
+            return {**known, **nothing, "state": "unknown", "message": str(self.status)}
+        return {**known, **asdict(self.status)}
+
+
+def place_of(status: Status) -> str:
+    """The round that a run has reached in its stage, counted from 1 as people do; empty before the first stage."""
+    if not status.stage:
+        return ""
+    return f"{status.round_shown}/{status.rounds_total}"
+
+
+def run_lines(runs: Sequence[ListedRun], width: int | None, *, whole: bool) -> list[str]:
+    """A line of heads and a line per run, as wide as they have to be: only messages are cut to the terminal's width.
+
+    Without a width (a pipe, a file) nothing is cut, and every run is one line; neither is a message if it is `whole`.
+    """
+    rows = [("run", "name", "tags", "state", "stage", "round"), *map(_cells, runs)]
+    kept = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in kept]
+    heads, *starts = (
+        "  ".join(cell.ljust(length) for cell, length in zip(row, widths, strict=True))
+        for row in zip(*kept, strict=True)
+    )
+    lines = [f"{heads}  message" if any(run.message for run in runs) else heads]
+    for run, start in zip(runs, starts, strict=True):
+        lines += _with_message(start, run.message, width, whole=whole)
+    return [line.rstrip() for line in lines]
+
+
+def _cells(run: ListedRun) -> tuple[str, ...]:
+    status, called = run.status, (run.names.name or "", " ".join(run.names.tags))
+    if isinstance(status, ValueError):
+        return run.run_id, *called, "unknown", "", ""
+    return run.run_id, *called, status.state, status.stage, place_of(status)
+
+
+def _with_message(start: str, message: str, width: int | None, *, whole: bool) -> list[str]:
+    room = len(message) if width is None else width - len(start) - 2
+    if not message or len(message) <= room:
+        return [f"{start}  {message}"]
+    if not whole and room >= LEAST_MESSAGE:
+        return [f"{start}  {shortened(message, room)}"]
+    if width is None or whole:
+        return [start, f"{BELOW}{message}"]
+    return [start, f"{BELOW}{shortened(message, width - len(BELOW))}"]
+
+
+def shortened(text: str, length: int) -> str:
+    """The text, cut to this length with an ellipsis."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
 
 MOST = 50
 """The number of the newest runs, and of the newest ablations, that are shown if none is named."""
+
+
 LONGEST_MESSAGE = 70
 
 
@@ -158,3 +240,26 @@ def _ablation_as_dict(results: Path, ablation: Ablation) -> dict[str, Any]:
     ]
     state = _state_of(_driver_status(results, ablation.ablation_id))
     return {"ablation_id": ablation.ablation_id, "state": state, "trials": trials}
+
+
+def clean_leftovers(*, as_json: bool) -> None:
+    """Ends the processes that dead drivers of this machine left behind, and says which."""
+    records = left_over(records_folder())
+    ended = clean(records)
+    if as_json:
+        write_json({"drivers": [r.driver.pid for r in records], "ended": sorted(p.pid for p in ended)})
+    elif not ended:
+        sys.stdout.write("no processes of dead runs are left on this machine\n")
+    else:
+        numbers = ", ".join(str(p.pid) for p in sorted(ended))
+        drivers = ", ".join(str(r.driver.pid) for r in records)
+        sys.stdout.write(f"ended {len(ended)} processes that dead runs (drivers {drivers}) left behind: {numbers}\n")
+
+
+def hint_at_leftovers() -> None:
+    """Says on standard error if there are such processes."""
+    left = [process for record in left_over(records_folder()) for process in record.processes]
+    if left:
+        sys.stderr.write(
+            f"fedloom: {len(left)} processes of dead runs are left on this machine; fedloom status --clean ends them\n"
+        )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.experiments import standing
+from fedloom.experiments import status
 from fedloom.experiments.analysis.tables import load, with_training
 from fedloom.experiments.benchmarks.generated import EXPERIMENT, write_results
 from fedloom.experiments.cli import main
@@ -96,10 +96,10 @@ def ask(root: Path) -> dict[str, Callable[[], object]]:
         "tables": lambda: load(root, ["g0001"]),
         "reused": lambda: with_training(load(root, ["g0001"])),
         "a summary": lambda: summary_table(root, "g0001"),
-        "status": lambda: standing.show_status(root, ["g0001"], as_json=True),
+        "status": lambda: status.show_status(root, ["g0001"], as_json=True),
         "by its beginning": lambda: load(root, ["g0001"[:5]]),
-        "by its name": lambda: standing.show_status(root, ["best"], as_json=True),
-        "newest": lambda: standing.show_status(root, [], as_json=False),
+        "by its name": lambda: status.show_status(root, ["best"], as_json=True),
+        "newest": lambda: status.show_status(root, [], as_json=False),
         "latest": lambda: summary_table(root),
     }
 
@@ -108,7 +108,7 @@ def ask(root: Path) -> dict[str, Callable[[], object]]:
 def test_what_is_asked_about_a_run_costs_the_same_among_many(
     what: str, tmp_path: Path, accesses: Callable[[Callable[[], object]], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standing, "MOST", 2)
+    monkeypatch.setattr(status, "MOST", 2)
     named = RunPaths(tmp_path, EXPERIMENT, write_runs(tmp_path, 2)[-1]).artifacts
     write_names(named, Names("best"))
     alone = accesses(ask(tmp_path)[what])
@@ -287,10 +287,10 @@ def test_what_steers_a_terminal_is_shown_and_not_obeyed(
 
 def test_what_only_reads_does_not_wait_for_what_trains() -> None:
     """Importing torch takes seconds, which is most of the time of a command that shows a few rows."""
-    parts = ("standing", "show", "report.runs", "report.ablation")
+    parts = ("status", "show", "report.runs", "report.ablation")
     modules = ", ".join(f"fedloom.experiments.{part}" for part in parts)
     code = (
-        "import sys, fedloom.experiments.standing\nassert 'pandas' not in sys.modules\n"
+        "import sys, fedloom.experiments.status\nassert 'pandas' not in sys.modules\n"
         f"import {modules}\nassert not {{'torch', 'ray', 'scipy.stats'}} & {{*sys.modules}}"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -1,0 +1,123 @@
+"""Output that all commands share: exit codes, lines for people, tables and JSON."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fedloom.platform.words import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+import json
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+OK = 0
+
+
+CONFIGURATION = 2
+
+
+CLIENTS_FAILED = 3
+
+
+INFRASTRUCTURE = 4
+
+
+INTERRUPTED = 130
+
+
+_BY_KIND = {
+    "done": OK,
+    "refused": CONFIGURATION,
+    "failed": CLIENTS_FAILED,
+    "infrastructure": INFRASTRUCTURE,
+    "interrupted": INTERRUPTED,
+}
+
+
+def of_run_end(kind: str) -> int:
+    """The exit code for the kind of a run's end."""
+    return _BY_KIND[kind]
+
+
+def stop_printing() -> None:
+    """Discards all further output."""
+    # Output that is still buffered would otherwise fail again when the interpreter exits.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def complain(text: str) -> None:
+    """Says a line on standard error."""
+    sys.stderr.write(f"fedloom: {printable(text)}\n")
+
+
+def tell_at_once(text: str) -> None:
+    """Says on a terminal what is being done, before anything slow is loaded; files and pipes get results alone."""
+    if sys.stdout.isatty():
+        while_read(print, text)
+
+
+def while_read(show: Callable[..., None], *values: object) -> None:
+    """Calls `show(*values)` and flushes; discards this and all later output if the reader is gone."""
+    try:
+        show(*values)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich turns a broken pipe into a SystemExit
+        stop_printing()
+
+
+LOG_WIDTH = 110
+
+
+def console(quiet: bool = False) -> "Console":
+    """A console for the terminal, or for a log file with a width of `LOG_WIDTH` characters.
+
+    Text is printed as it is: brackets in a value or a message are no markup, and control characters are shown.
+    """
+    from rich.console import Console  # half of the time that `fedloom --help` takes
+
+    class PrintingConsole(Console):
+        def render(self, renderable: "RenderableType", options: "ConsoleOptions | None" = None) -> Iterable["Segment"]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    settings: dict[str, Any] = {"highlight": False, "soft_wrap": True, "quiet": quiet, "markup": False, "emoji": False}
+    terminal = PrintingConsole(**settings)
+    return terminal if terminal.is_terminal else PrintingConsole(**settings, width=LOG_WIDTH)
+
+
+def where(results: str | Path) -> str:
+    """The option `--results` for these results; empty for the default folder."""
+    return "" if Path(results) == Path("results") else f" --results {shlex.quote(str(results))}"
+
+
+def write_json(value: object) -> None:
+    """Prints a value as JSON on one line."""
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+def show_facts(facts: dict[str, Any], as_json: bool) -> None:
+    """Prints names and values as a table or as one JSON object."""
+    if as_json:
+        write_json(facts)
+        return
+    # Lines are as long as they have to be, and the terminal folds them: a path is there to be copied.
+    length = max(map(len, facts), default=0)
+    for name, value in facts.items():
+        console().print(f" {name.replace('_', ' '):<{length}}  {_text(value)}")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return "  ".join(f"{k} {_text(v)}" for k, v in value.items())
+    if isinstance(value, list):
+        return "  ".join(_text(v) for v in value)
+    return str(value)

@@ -1,1 +1,0 @@
-"""Output that all commands share: text, tables, JSON and exit codes."""
