@@ -124,9 +124,9 @@ def make_budget(
         near = difflib.get_close_matches(kind, KINDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"budget kind {kind!r} is unknown: use one of {', '.join(KINDS)}{hint}")
-    own = {"static": "share", "schedule": "factors", "trace": "states"}[kind]
+    allowed = {"static": "share", "schedule": "factors", "trace": "states"}[kind]
     for name, value in (("share", share), ("factors", factors), ("states", states)):
-        if value is not None and name != own:
+        if value is not None and name != allowed:
             raise ValueError(f"a {kind} budget takes no {name}: leave it out, or use another kind")
     if kind == "schedule":
         return ScheduleBudget(tuple(float(value) for value in factors or ()))

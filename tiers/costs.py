@@ -60,10 +60,10 @@ class CostTable:
         return self.cost(self.extreme(max))
 
 
-def size_of(table: CostTable, kept: Sequence[Sequence[int]]) -> float:
+def size_of(table: CostTable, subspace: Sequence[Sequence[int]]) -> float:
     """Sum of the costs of the fixed part and of the options `kept[decision]` of every decision."""
     return table.fixed + sum(
-        row[option] for row, options in zip(table.options, kept, strict=True) for option in options
+        row[option] for row, options in zip(table.options, subspace, strict=True) for option in options
     )
 
 

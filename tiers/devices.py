@@ -93,25 +93,25 @@ def generate_device_table(num_devices: int, rng: np.random.Generator) -> DeviceT
     if num_devices < 1:
         raise ValueError(f"num_devices={num_devices} must be at least 1")
     z_DF = rng.standard_normal((num_devices, 5))  # one row per device, so that a larger table extends a smaller one
-    link, own = z_DF[:, 1], z_DF[:, 2]
+    link, independent = z_DF[:, 1], z_DF[:, 2]
     return DeviceTable(
         device_id=np.arange(num_devices, dtype=np.int64),
         macs_per_s=DEFAULT_PROFILE.macs_per_s * np.exp(0.8 * z_DF[:, 0]),
         down_bytes_per_s=DEFAULT_PROFILE.down_bytes_per_s * np.exp(link),
-        up_bytes_per_s=DEFAULT_PROFILE.up_bytes_per_s * np.exp(0.7 * link + math.sqrt(1 - 0.7**2) * own),
+        up_bytes_per_s=DEFAULT_PROFILE.up_bytes_per_s * np.exp(0.7 * link + math.sqrt(1 - 0.7**2) * independent),
         availability=_logistic(0.5 + z_DF[:, 3]),
         dropout=_logistic(-3.0 + 0.7 * z_DF[:, 4]),
     )
 
 
 def _read_only(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
-    given = np.asarray(values)
-    if given.ndim != 1 or given.dtype.kind not in ("iu" if name == "device_id" else "iuf"):
+    array = np.asarray(values)
+    if array.ndim != 1 or array.dtype.kind not in ("iu" if name == "device_id" else "iuf"):
         kind = "whole numbers" if name == "device_id" else "numbers"
-        raise ValueError(f"column {name} must be a list of {kind}, not {given.dtype} of shape {given.shape}")
-    if given.dtype.kind == "u" and given.size and int(given.max()) > np.iinfo(np.int64).max:
-        raise ValueError(f"column {name} has {given.max()}: give whole numbers of at most 63 bits")
-    column = given.astype(np.int64 if name == "device_id" else np.float64, copy=False).view()
+        raise ValueError(f"column {name} must be a list of {kind}, not {array.dtype} of shape {array.shape}")
+    if array.dtype.kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"column {name} has {array.max()}: give whole numbers of at most 63 bits")
+    column = array.astype(np.int64 if name == "device_id" else np.float64, copy=False).view()
     column.setflags(write=False)
     return column
 

@@ -33,8 +33,8 @@ def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 def _mean(x: Tensor, dims: Sequence[int] | None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     gone = {d % x.dim() for d in (dims or range(x.dim()))}
-    kept = [1 if d in gone else n for d, n in enumerate(x.shape) if keepdim or d not in gone]
-    return x.new_empty(kept, dtype=dtype or x.dtype)
+    shape = [1 if d in gone else n for d, n in enumerate(x.shape) if keepdim or d not in gone]
+    return x.new_empty(shape, dtype=dtype or x.dtype)
 
 
 def _linear(_bias: Tensor, x: Tensor, weight: Tensor, **_: Any) -> Tensor:

@@ -261,20 +261,20 @@ def by_list(tier_of_client: Sequence[int] | npt.NDArray[np.integer], num_tiers: 
 
     Raises ValueError if the number of entries is not `num_clients` or if an entry is not the index of a tier.
     """
-    given = np.asarray(tier_of_client)
-    if given.shape != (num_clients,):
+    tiers = np.asarray(tier_of_client)
+    if tiers.shape != (num_clients,):
         raise ValueError(
-            f"the list of tiers has shape {given.shape}, but there are {num_clients} clients: give one each"
+            f"the list of tiers has shape {tiers.shape}, but there are {num_clients} clients: give one each"
         )
-    if given.size and given.dtype.kind not in "iu":
-        raise ValueError(f"the list of tiers must hold whole numbers, not {given.dtype}")
-    outside = (given < 0) | (given >= num_tiers)
+    if tiers.size and tiers.dtype.kind not in "iu":
+        raise ValueError(f"the list of tiers must hold whole numbers, not {tiers.dtype}")
+    outside = (tiers < 0) | (tiers >= num_tiers)
     if outside.any():
         client = int(np.argmax(outside))
         raise ValueError(
-            f"client {client} is in tier index {given[client]}, which must be from 0 (tier1) to {num_tiers - 1}"
+            f"client {client} is in tier index {tiers[client]}, which must be from 0 (tier1) to {num_tiers - 1}"
         )
-    return given.astype(np.int16)
+    return tiers.astype(np.int16)
 
 
 def by_device_table(

@@ -235,7 +235,7 @@ def class_shares(
 def by_shares(classes: list[IntArray], shares: FloatArray) -> list[IntArray]:
     """Every client's samples, ascending, if each class's samples are cut by its row of the shares (C, num_clients)."""
     pieces = [cut_in_shares(samples, row) for samples, row in zip(classes, shares, strict=True)]
-    return [np.sort(np.concatenate(own)) for own in zip(*pieces, strict=True)]
+    return [np.sort(np.concatenate(client_pieces)) for client_pieces in zip(*pieces, strict=True)]
 
 
 def shuffled_classes(labels: IntArray, num_classes: int, rng: np.random.Generator) -> list[IntArray]:
@@ -370,14 +370,16 @@ def _split_drawn(
 
 def _class_by_class(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
     C, labels = dataset.num_classes, dataset.labels("train")
-    own, shares = split_classes(config.alpha, labels, C, config.num_clients, stream(seed, "partition", "train"))
+    train_pieces, shares = split_classes(
+        config.alpha, labels, C, config.num_clients, stream(seed, "partition", "train")
+    )
 
     def pieces_of(part: str) -> list[IntArray]:
         if part == "train":
-            return own
+            return train_pieces
         return by_shares(shuffled_classes(dataset.labels(part), C, stream(seed, "partition", part)), shares)
 
-    counts = np.stack([np.bincount(labels[piece], minlength=C) for piece in own])
+    counts = np.stack([np.bincount(labels[piece], minlength=C) for piece in train_pieces])
     return {"label_distributions": counts / counts.sum(axis=1, keepdims=True), **_arrays(config, pieces_of, seed)}
 
 
@@ -408,12 +410,14 @@ def _rows_of(clients: IntArray, chosen: IntArray) -> list[IntArray]:
 
 def _arrays(config: DataConfig, pieces_of: Callable[[str], list[IntArray]], seed: int) -> dict[str, AnyArray]:
     """All splits of every client; `pieces_of` returns the clients' samples of a part of the data set."""
-    own = pieces_of("train")
+    train_pieces = pieces_of("train")
     if config.test_share is None:
-        rest, test = own, pieces_of("test")
+        rest, test = train_pieces, pieces_of("test")
     else:
-        rest, test = _split_each(own, own, config.test_share, stream(seed, "partition", "test_share"))
-    train, validation = _split_each(rest, own, config.validation_share, stream(seed, "partition", "validation"))
+        rest, test = _split_each(train_pieces, train_pieces, config.test_share, stream(seed, "partition", "test_share"))
+    train, validation = _split_each(
+        rest, train_pieces, config.validation_share, stream(seed, "partition", "validation")
+    )
     arrays: dict[str, AnyArray] = {}
     for split, pieces in zip(SPLITS, (train, validation, test), strict=True):
         arrays[split] = np.concatenate(pieces)
@@ -426,7 +430,7 @@ def _split_each(
 ) -> tuple[list[IntArray], list[IntArray]]:
     """Splits off a random part of every client's piece, of the size `share` of its whole; returns rests and parts."""
     pairs = [_split_one(piece, len(whole), share, rng) for piece, whole in zip(pieces, wholes, strict=True)]
-    return [kept for kept, _ in pairs], [aside for _, aside in pairs]
+    return [rest for rest, _ in pairs], [aside for _, aside in pairs]
 
 
 def _split_one(samples: IntArray, num_all: int, share: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:

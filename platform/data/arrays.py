@@ -53,35 +53,35 @@ class _Part:
     clients: AnyArray | None
 
 
-def source_of(given: Any, name: str) -> Source | TokenSource:
+def source_of(returned: Any, name: str) -> Source | TokenSource:
     """The source made from the return value of a data set function; PluginError with the name and the problem.
 
-    `given` is `Arrays`, a mapping with the same fields, or a source.
+    `returned` is `Arrays`, a mapping with the same fields, or a source.
     """
     with blaming("data set", name):
-        return _source(given, name)
+        return _source(returned, name)
 
 
-def _source(given: Any, name: str) -> Source | TokenSource:
-    if isinstance(given, Mapping):
+def _source(returned: Any, name: str) -> Source | TokenSource:
+    if isinstance(returned, Mapping):
         known = [f.name for f in fields(Arrays)]
-        unknown = [key for key in given if key not in known]
-        if unknown or "train" not in given:
+        unknown = [key for key in returned if key not in known]
+        if unknown or "train" not in returned:
             problem = f"has no {unknown[0]!r}" if unknown else "lacks 'train'"
             raise PluginError(f"data set {name!r} returns a mapping that {problem}: its keys are {', '.join(known)}")
-        given = Arrays(**given)
-    if isinstance(given, Source | TokenSource):
-        return given
-    if not isinstance(given, Arrays):
+        returned = Arrays(**returned)
+    if isinstance(returned, Source | TokenSource):
+        return returned
+    if not isinstance(returned, Arrays):
         raise PluginError(
-            f"data set {name!r} returns {type(given).__name__}: give Arrays of fedloom.platform.data.arrays"
+            f"data set {name!r} returns {type(returned).__name__}: give Arrays of fedloom.platform.data.arrays"
         )
-    return _checked(given, f"data set {name!r}")
+    return _checked(returned, f"data set {name!r}")
 
 
-def _checked(given: Arrays, blame: str) -> Source | TokenSource:
-    train = _part(given.train, f"{blame}: train")
-    test = None if given.test is None else _part(given.test, f"{blame}: test")
+def _checked(arrays: Arrays, blame: str) -> Source | TokenSource:
+    train = _part(arrays.train, f"{blame}: train")
+    test = None if arrays.test is None else _part(arrays.test, f"{blame}: test")
     for part in (test,) if test is not None else ():
         if part.x.shape[1:] != train.x.shape[1:] or part.x.dtype != train.x.dtype or part.y.ndim != train.y.ndim:
             raise PluginError(
@@ -90,21 +90,21 @@ def _checked(given: Arrays, blame: str) -> Source | TokenSource:
             )
     if test is None:
         train, test = _held_out(train)
-    names = _class_names(given, (train, test), blame)
+    names = _class_names(arrays, (train, test), blame)
     parts = {"train": train, "test": test}
     clients, numbers = _clients(parts, blame)
     if train.y.ndim == 2:
         return TokenArrays(parts, names, clients, numbers)
-    scale = given.scale if given.scale is not None else 255 if train.x.dtype == np.uint8 else 1
+    scale = arrays.scale if arrays.scale is not None else 255 if train.x.dtype == np.uint8 else 1
     if not isinstance(scale, Real) or not 0 < scale < math.inf:
         raise PluginError(f"{blame}: scale={scale!r:.60}: give a finite number greater than 0")
-    return LabelledArrays(parts, names, clients, numbers, scale, _normalisation(given, train, blame))
+    return LabelledArrays(parts, names, clients, numbers, scale, _normalisation(arrays, train, blame))
 
 
-def _part(given: Any, blame: str) -> _Part:
-    if not isinstance(given, Sequence) or len(given) not in (2, 3):
-        raise PluginError(f"{blame} is {type(given).__name__}: give (inputs, labels) or (inputs, labels, clients)")
-    x, y, *rest = (np.asarray(array) for array in given)
+def _part(pair: Any, blame: str) -> _Part:
+    if not isinstance(pair, Sequence) or len(pair) not in (2, 3):
+        raise PluginError(f"{blame} is {type(pair).__name__}: give (inputs, labels) or (inputs, labels, clients)")
+    x, y, *rest = (np.asarray(array) for array in pair)
     if not x.shape:
         raise PluginError(f"{blame} inputs are {x.dtype} (): give numbers (n, ...)")
     for array, what in ((y, "labels"), *((r, "clients") for r in rest)):
@@ -164,14 +164,14 @@ def _held_out(part: _Part) -> tuple[_Part, _Part]:
     return rows(rest), rows(test)
 
 
-def _class_names(given: Arrays, parts: Sequence[_Part], blame: str) -> tuple[str, ...]:
+def _class_names(arrays: Arrays, parts: Sequence[_Part], blame: str) -> tuple[str, ...]:
     greatest = max(int(p.y.max()) for p in parts)
     tokens = parts[0].y.ndim == 2
     if tokens:
         greatest = max(greatest, *(int(p.x.max()) for p in parts))
-    if isinstance(given.class_names, str) or not isinstance(given.class_names, Iterable | None):
-        raise PluginError(f"{blame}: class_names={given.class_names!r:.60}: give a list of names")
-    names = tuple(map(str, given.class_names)) if given.class_names is not None else None
+    if isinstance(arrays.class_names, str) or not isinstance(arrays.class_names, Iterable | None):
+        raise PluginError(f"{blame}: class_names={arrays.class_names!r:.60}: give a list of names")
+    names = tuple(map(str, arrays.class_names)) if arrays.class_names is not None else None
     count = len(names) if names is not None else greatest + 1
     for part in parts:
         labels = part.y[part.y != IGNORED_LABEL] if tokens else part.y
@@ -192,12 +192,12 @@ def _clients(parts: Mapping[str, _Part], blame: str) -> tuple[tuple[str, ...], d
     return tuple(map(str, values.tolist())), {name: np.searchsorted(values, c) for name, c in known.items()}
 
 
-def _normalisation(given: Arrays, train: _Part, blame: str) -> tuple[Sequence[float], Sequence[float]] | None:
-    if given.mean is None and given.std is None:
+def _normalisation(arrays: Arrays, train: _Part, blame: str) -> tuple[Sequence[float], Sequence[float]] | None:
+    if arrays.mean is None and arrays.std is None:
         return None
-    if given.mean is None or given.std is None:
+    if arrays.mean is None or arrays.std is None:
         raise PluginError(f"{blame} gives one of mean and std: give both, or neither")
-    mean, std = (np.atleast_1d(np.asarray(v, dtype=np.float64)) for v in (given.mean, given.std))
+    mean, std = (np.atleast_1d(np.asarray(v, dtype=np.float64)) for v in (arrays.mean, arrays.std))
     channels = train.x.shape[1]
     for name, values in (("mean", mean), ("std", std)):
         sound = np.isfinite(values).all() and (name == "mean" or (values > 0).all())
@@ -292,8 +292,8 @@ class TokenArrays(_Brought, TokenSource):
         return {"layout": "token arrays", "sha256": self._digests, **names}
 
     def sequences(self, part: str) -> TokenPart:
-        own = self.parts[part]
-        return TokenPart(own.x, own.y, self.numbers.get(part))
+        arrays = self.parts[part]
+        return TokenPart(arrays.x, arrays.y, self.numbers.get(part))
 
 
 # -- one `.npz` file of NumPy -----------------------------------------------------------------------------------------
@@ -336,8 +336,8 @@ def _npz_part(arrays: Mapping[str, Any], part: str) -> tuple[Any, ...] | None:
 
 
 def _named_arrays(arrays: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> tuple[Any, ...] | None:
-    found = {what: next((arrays[n] for n in own if n in arrays), None) for what, own in names.items()}
-    x, y, clients = found["x"], found["y"], found["clients"]
+    array_of = {what: next((arrays[n] for n in accepted if n in arrays), None) for what, accepted in names.items()}
+    x, y, clients = array_of["x"], array_of["y"], array_of["clients"]
     if x is None or y is None:
         return None
     # Some data sets publish labels as a column (n, 1).

@@ -219,8 +219,8 @@ def cut_out(x_BCHW: Tensor, generator: torch.Generator, length: int) -> Tensor:
     B, _, H, W = x_BCHW.shape
     centres = [torch.randint(0, side, (B, 1), generator=generator, device=generator.device) for side in (H, W)]
     rows, columns = (
-        (place := torch.arange(side, device=centre.device)).ge(centre - length // 2)
-        & place.lt(centre - length // 2 + length)
+        (pixel := torch.arange(side, device=centre.device)).ge(centre - length // 2)
+        & pixel.lt(centre - length // 2 + length)
         for side, centre in zip((H, W), centres, strict=True)
     )
     return x_BCHW.masked_fill(upload(rows[:, None, :, None] & columns[:, None, None, :], x_BCHW.device), 0)
@@ -275,10 +275,12 @@ COLOURS = ("black", "white")
 
 def coloured(choice: ComponentSpec, colours: Sequence[Sequence[float]]) -> ComponentSpec:
     """The augmentation with the data set's normalised values of black and white, if it asks for them by these names."""
-    own = AUGMENTATIONS.options_of(choice.name)
-    asked = {name: list(value) for name, value in zip(COLOURS, colours, strict=True) if name in own}
-    given = {name: value for name, value in choice.options if value is not None}
-    return replace(choice, options=tuple(sorted({**asked, **given}.items()))) if asked else choice
+    parameters = AUGMENTATIONS.options_of(choice.name)
+    colours_by_name = {name: list(value) for name, value in zip(COLOURS, colours, strict=True) if name in parameters}
+    configured = {name: value for name, value in choice.options if value is not None}
+    return (
+        replace(choice, options=tuple(sorted({**colours_by_name, **configured}.items()))) if colours_by_name else choice
+    )
 
 
 def augmentation(choice: ComponentSpec) -> Augmentation | None:
@@ -311,9 +313,9 @@ def check_augmentation(choice: ComponentSpec, x_B: Tensor) -> None:
         return
     result = augment(x_B.clone(), torch.Generator().manual_seed(0))
     if not isinstance(result, Tensor) or result.shape != x_B.shape or result.dtype != x_B.dtype:
-        given = f"{tuple(result.shape)} of {result.dtype}" if isinstance(result, Tensor) else repr(result)[:60]
+        described = f"{tuple(result.shape)} of {result.dtype}" if isinstance(result, Tensor) else repr(result)[:60]
         raise PluginError(
-            f"augmentation {choice.name!r} makes {given} of a batch of {tuple(x_B.shape)} of {x_B.dtype}: "
+            f"augmentation {choice.name!r} makes {described} of a batch of {tuple(x_B.shape)} of {x_B.dtype}: "
             "it must keep shape and type"
         )
     if result.is_floating_point() and not bool(torch.isfinite(result).all()):

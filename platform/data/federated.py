@@ -83,7 +83,7 @@ class FederatedData:
         """Stored samples of several clients in splits of the same part, client after client, and their numbers."""
         (part,) = {self.partition.part(split) for split in splits}
         indices = [np.concatenate([self.indices(client_id, split) for split in splits]) for client_id in client_ids]
-        return self.dataset.stored(part, np.concatenate(indices)), [len(own) for own in indices]
+        return self.dataset.stored(part, np.concatenate(indices)), [len(client_indices) for client_indices in indices]
 
     def num_central(self, split: str) -> int:
         """The number of samples of `central`."""
@@ -115,8 +115,8 @@ def _keep(indices: IntArray, share: float, rng: np.random.Generator | None) -> I
         return indices
     if rng is None:
         raise ValueError(f"share={share}: a share below 1 needs a random generator")
-    kept = rng.choice(len(indices), size=max(1, round(share * len(indices))), replace=False)
-    return indices[np.sort(kept)]
+    positions = rng.choice(len(indices), size=max(1, round(share * len(indices))), replace=False)
+    return indices[np.sort(positions)]
 
 
 CLIENTS_AT_ONCE = 10_000

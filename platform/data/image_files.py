@@ -26,24 +26,24 @@ from fedloom.platform.settings import NOT_EMPTY, Range
 
 
 def decode_image(
-    encoded: bytes, place: str, shape: tuple[int, int], *, grey: bool = False, resized: bool = False
+    encoded: bytes, where: str, shape: tuple[int, int], *, grey: bool = False, resized: bool = False
 ) -> ByteArray:
     """The pixels (3, H, W), or (1, H, W) if `grey`, of an encoded image; a grey image gets three equal channels.
 
-    `resized` scales the image to `shape` (H, W) bilinearly. Raises a ValueError that starts with `place` if the image
+    `resized` scales the image to `shape` (H, W) bilinearly. Raises a ValueError that starts with `where` if the image
     cannot be decoded, or has another shape and is not resized.
     """
     # Pillow gives the same pixels as torchvision's decoder at the same speed (75 µs measured), without importing it.
     try:
         image = Image.open(io.BytesIO(encoded)).convert("L" if grey else "RGB")
     except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"{place} is not an image ({error}); expected PNG or JPEG") from error
+        raise ValueError(f"{where} is not an image ({error}); expected PNG or JPEG") from error
     if resized and (image.height, image.width) != shape:
         image = image.resize((shape[1], shape[0]), Image.Resampling.BILINEAR)
     pixels = np.asarray(image)
     if pixels.shape[:2] != shape:
         channels = (1,) if grey else (3,)
-        raise ValueError(f"{place} has shape {(*pixels.shape[:2], *channels)}; expected {(*shape, *channels)}")
+        raise ValueError(f"{where} has shape {(*pixels.shape[:2], *channels)}; expected {(*shape, *channels)}")
     return pixels[None] if grey else pixels.transpose(2, 0, 1)
 
 
@@ -309,18 +309,18 @@ def _read_archive(folder: Path, names: Sequence[str], take: Callable[[IO[bytes]]
     Raises ValueError if it is damaged or lacks one.
     """
     archive = _archive(folder)
-    found: dict[str, _T] = {}
+    content_of: dict[str, _T] = {}
     try:
         with tarfile.open(archive) as tar:
             for member in tar:
                 name = member.name.removeprefix(f"{folder.name}/")
                 if name in names and (file := tar.extractfile(member)) is not None:
-                    found[name] = take(file)
-                if len(found) == len(names):
+                    content_of[name] = take(file)
+                if len(content_of) == len(names):
                     break
-        return {name: found[name] for name in names}
+        return {name: content_of[name] for name in names}
     except (tarfile.TarError, EOFError, OSError, zlib.error, KeyError) as error:
-        lost = next(name for name in names if name not in found)
+        lost = next(name for name in names if name not in content_of)
         raise ValueError(
             f"{archive}: {lost} cannot be read from it ({in_one_line(error)}); download the archive again"
         ) from error
@@ -432,8 +432,8 @@ def find_parquet(folder: Path, dataset: str) -> "ParquetSource | None":
 
     Raises ValueError naming the file whose columns are not the expected ones.
     """
-    for place in (folder, folder / "plain_text", folder / dataset, folder / "data"):
-        files = {part: tuple(sorted(place.glob(f"{part}-*.parquet"))) for part in ("train", "test")}
+    for candidate in (folder, folder / "plain_text", folder / dataset, folder / "data"):
+        files = {part: tuple(sorted(candidate.glob(f"{part}-*.parquet"))) for part in ("train", "test")}
         if files["train"] and files["test"]:
             for file in (*files["train"], *files["test"]):
                 _check_columns(file, LABEL_COLUMNS[dataset])
@@ -589,9 +589,9 @@ def torchvision_set(
 
 def _open_torchvision(kind: Any, part: str, config: DataConfig, split: str | None, blame: str) -> Any:
     parameters = inspect.signature(kind).parameters
-    given: dict[str, Any] = {"split": split} if split is not None else {}
+    options: dict[str, Any] = {"split": split} if split is not None else {}
     if "download" in parameters:
-        given["download"] = config.download
+        options["download"] = config.download
     if "train" in parameters:
         choices: list[dict[str, Any]] = [{"train": part == "train"}]
     elif "split" in parameters and split is None:
@@ -603,7 +603,7 @@ def _open_torchvision(kind: Any, part: str, config: DataConfig, split: str | Non
     root, problem = data_root(config), ""
     for choice in choices:
         try:
-            return kind(str(root), **choice, **given)
+            return kind(str(root), **choice, **options)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
             problem = problem or in_one_line(error).partition(" (line ")[0]
     download = "" if config.download else ", or set data.download=true"
@@ -618,7 +618,7 @@ class TorchvisionSource(Source):
     def __init__(self, name: str, parts: dict[str, Any], size: int | None) -> None:
         self.name, self.parts, self.size = name, parts, size
         self._labels = {
-            part: _torchvision_labels(found, f"data set 'torchvision:{name}'") for part, found in parts.items()
+            part: _torchvision_labels(dataset, f"data set 'torchvision:{name}'") for part, dataset in parts.items()
         }
         self._names = self._found_names()
 
@@ -666,15 +666,17 @@ class TorchvisionSource(Source):
         return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
 
 
-def _torchvision_labels(found: Any, blame: str) -> IntArray:
+def _torchvision_labels(dataset: Any, blame: str) -> IntArray:
     """The labels (n,), read without decoding images if the data set stores them separately."""
-    known = next((getattr(found, name) for name in LABEL_ATTRIBUTES if getattr(found, name, None) is not None), None)
-    if known is None:
-        known = [found[row][1] for row in range(len(found))]
+    targets = next(
+        (getattr(dataset, name) for name in LABEL_ATTRIBUTES if getattr(dataset, name, None) is not None), None
+    )
+    if targets is None:
+        targets = [dataset[row][1] for row in range(len(dataset))]
     try:
-        labels = np.asarray(known).reshape(-1).astype(np.int64)
+        labels = np.asarray(targets).reshape(-1).astype(np.int64)
     except (TypeError, ValueError):
         labels = np.array([], dtype=np.int64)
-    if len(labels) != len(found) or not len(labels) or labels.min() < 0:
+    if len(labels) != len(dataset) or not len(labels) or labels.min() < 0:
         raise PluginError(f"{blame}: its targets are not one class per image; it is no classification set")
     return labels

@@ -41,8 +41,8 @@ class OnDevice:
         if whole is None:
             x, y = read(indices)
             return upload(x, self.device), upload(y, self.device)
-        place = upload(torch.from_numpy(np.array(indices, dtype=np.int64)), self.device)
-        return whole[0].index_select(0, place), whole[1].index_select(0, place)
+        on_device = upload(torch.from_numpy(np.array(indices, dtype=np.int64)), self.device)
+        return whole[0].index_select(0, on_device), whole[1].index_select(0, on_device)
 
     def _whole(self, read: Read, num_samples: int) -> tuple[Tensor, Tensor] | None:
         one = read(np.arange(min(1, num_samples)))

@@ -51,11 +51,11 @@ def prepare_partition(config: DataConfig, dataset: Dataset, seed: int) -> Path:
 def prepared_for(config: DataConfig, partition_hash: str) -> Path | None:
     """The folder in the cache of the data set to which the partition with this hash belongs; None if either is gone."""
     root = cache_root(config)
-    place = _with_hash(root.glob(f"partitions/*/{MANIFEST}"), partition_hash)
-    if place is None:
+    partition_manifest = _with_hash(root.glob(f"partitions/*/{MANIFEST}"), partition_hash)
+    if partition_manifest is None:
         return None
-    found = _with_hash(root.glob(f"*/{DATASET}"), read_manifest(place)["dataset"]["hash"])
-    return found and found.parent
+    dataset_manifest = _with_hash(root.glob(f"*/{DATASET}"), read_manifest(partition_manifest)["dataset"]["hash"])
+    return dataset_manifest and dataset_manifest.parent
 
 
 def _with_hash(manifests: Iterable[Path], wanted: str) -> Path | None:

@@ -45,15 +45,15 @@ class LabelSet:
         return cls(tuple(of.get(c, 0) for c in range(classes)), tuple(names))
 
 
-def write_label_sets(folder: Path, find: Callable[[], Mapping[str, LabelSet]]) -> None:
+def write_label_sets(folder: Path, read: Callable[[], Mapping[str, LabelSet]]) -> None:
     """Keeps a data set's label sets beside its manifest, unless they are there or it has none.
 
     In the manifest they would change the hash of data sets that were prepared before there were any.
     """
-    if (folder / LABEL_SETS_FILE).is_file() or not (found := find()):
+    if (folder / LABEL_SETS_FILE).is_file() or not (label_sets := read()):
         return
     temporary = folder / f".{LABEL_SETS_FILE}.{uuid4().hex}"
-    temporary.write_text(json.dumps({name: asdict(labels) for name, labels in found.items()}, ensure_ascii=False))
+    temporary.write_text(json.dumps({name: asdict(labels) for name, labels in label_sets.items()}, ensure_ascii=False))
     temporary.replace(folder / LABEL_SETS_FILE)
 
 
@@ -78,9 +78,9 @@ def of_classes(of: Any, classes: int, key: str) -> tuple[int, ...]:
     if not whole or len(of) != classes:
         given = f"{len(of)} values" if whole else f"{of!r:.60}"
         raise ValueError(f"{key} has {given}: give the coarser class of each of the {classes} classes")
-    found = sorted(set(of))
-    if len(found) < 2 or (found[0], found[-1]) != (0, len(found) - 1):
-        raise ValueError(f"{key} names the coarser classes {found}: number two or more 0, 1, ...")
+    coarser = sorted(set(of))
+    if len(coarser) < 2 or (coarser[0], coarser[-1]) != (0, len(coarser) - 1):
+        raise ValueError(f"{key} names the coarser classes {coarser}: number two or more 0, 1, ...")
     return tuple(of)
 
 

@@ -104,9 +104,9 @@ def _differences(known: Published, config: DataConfig, dataset: Dataset) -> Iter
         what = "tokens in its vocabulary" if dataset.kind == "tokens" else "classes"
         yield f"it has {dataset.num_classes} {what}, published are {known.classes}"
     for name, count in (known.coarse or {}).items():
-        found = dataset.label_sets.get(name)
-        if found is None or len(found.names) != count:
-            yield f"it has {0 if found is None else len(found.names)} {name} classes, published are {count}"
+        label_set = dataset.label_sets.get(name)
+        if label_set is None or len(label_set.names) != count:
+            yield f"it has {0 if label_set is None else len(label_set.names)} {name} classes, published are {count}"
     clients = len(dataset.client_names)
     if known.clients is not None and clients != known.clients:
         yield f"it has {clients} clients, published are {known.clients}"
@@ -183,8 +183,8 @@ def shakespeare(
     padded_lines: Annotated[bool, "cut every line alone, and predict its padding, as FedorAS seems to"] = False,
 ) -> TokenSource:
     """Shakespeare's plays by character, one client per role, as published for TensorFlow Federated."""
-    found = ShakespeareSource.find(data_root(config), config.sequence_length, padded_lines=padded_lines)
-    return found or _not_found(config)
+    source = ShakespeareSource.find(data_root(config), config.sequence_length, padded_lines=padded_lines)
+    return source or _not_found(config)
 
 
 def ptb(config: DataConfig) -> TokenSource:
@@ -232,9 +232,9 @@ def npz(
 
 def _place(config: DataConfig, path: str) -> Path:
     """The given path if it exists, otherwise the path relative to the folder of the originals if that exists."""
-    given = Path(path).expanduser()
-    below = data_root(config) / given
-    return below if not given.exists() and below.exists() else given
+    as_given = Path(path).expanduser()
+    below = data_root(config) / as_given
+    return below if not as_given.exists() and below.exists() else as_given
 
 
 class _Known(Mapping[str, DataSet]):

@@ -73,8 +73,8 @@ def word_of(name: str) -> str:
 
 def part_of(path: str) -> str:
     """Where the authors' hash of a speaker puts all of its clips: train, or validation or test (a tenth each)."""
-    place = _hash(speaker_of(path)) % 2**27 * (100.0 / (2**27 - 1))
-    return "validation" if place < 10 else "test" if place < 20 else "train"
+    percent = _hash(speaker_of(path)) % 2**27 * (100.0 / (2**27 - 1))
+    return "validation" if percent < 10 else "test" if percent < 20 else "train"
 
 
 def mfcc(sound: Sound, features: str = "htk") -> Sound:
@@ -84,11 +84,11 @@ def mfcc(sound: Sound, features: str = "htk") -> Sound:
     if features == "htk":
         of_bands = {**bands, "n_fft": f["fft"], "win_length": f["window"], "htk": True, "norm": None}
         power = librosa.feature.melspectrogram(y=halved(sound), pad_mode="reflect", **of_bands)
-        found: Sound = librosa.feature.mfcc(S=librosa.power_to_db(power), n_mfcc=f["coefficients"])
+        coefficients: Sound = librosa.feature.mfcc(S=librosa.power_to_db(power), n_mfcc=f["coefficients"])
     else:
         low = librosa.resample(sound, orig_sr=RATE, target_sr=f["rate"], res_type=f["resampler"])
-        found = librosa.feature.mfcc(y=low, n_mfcc=f["coefficients"], n_fft=f["window"], **bands)
-    return found.astype(np.float32)
+        coefficients = librosa.feature.mfcc(y=low, n_mfcc=f["coefficients"], n_fft=f["window"], **bands)
+    return coefficients.astype(np.float32)
 
 
 def halved(sound: Sound) -> Sound:
@@ -203,8 +203,8 @@ class SpeechSource(Source):
     def inputs(self, part: str, rows: IntArray) -> AnyArray:
         clips = self._clips[part]
         features = np.empty((len(rows), 1, OF_ALL["coefficients"], FRAMES), dtype=np.float32)
-        for place, row in enumerate(rows.tolist()):
-            features[place, 0] = mfcc(read_second(self.folder / clips[row].path, clips[row].start), self.features)
+        for i, row in enumerate(rows.tolist()):
+            features[i, 0] = mfcc(read_second(self.folder / clips[row].path, clips[row].start), self.features)
         return features
 
     @cached_property
@@ -272,8 +272,8 @@ class SpeechSource(Source):
             return [(c.path, 0, 0) for i, c in enumerate(self._seconds()) if self._turn(i, alone) == part]
         low, high = {"train": (0, 8), "validation": (8, 9), "test": (9, 10)}[part]
         frames = {name: _frames(self.folder / name) for name in self._noises()}
-        found = [(name, n * low // 10, n * high // 10 - RATE) for name, n in frames.items()]
-        fitting = [place for place in found if place[1] <= place[2]]
+        stretches = [(name, n * low // 10, n * high // 10 - RATE) for name, n in frames.items()]
+        fitting = [stretch for stretch in stretches if stretch[1] <= stretch[2]]
         if not fitting:
             raise ValueError(
                 f"{self.folder / NOISE}: has no recording of ten seconds or more; unpack the archive again"

@@ -155,7 +155,7 @@ class ShakespeareSource(TokenSource):
         path = self.folder / SHAKESPEARE_FILES[part]
         with _clients_of(path) as group:
             lines = {role: _snippets(group[role], path) for role in sorted(group)}
-        cuts = [self._cut(own) for own in lines.values()]
+        cuts = [self._cut(of_role) for of_role in lines.values()]
         clients = np.searchsorted(self.client_names, list(lines))
         return TokenPart(
             np.concatenate([x for x, _ in cuts]),
@@ -212,10 +212,10 @@ PTB_FILES = {"train": "ptb.train.txt", "test": "ptb.test.txt"}
 def make_vocabulary(words: list[str], size: int = PTB_VOCABULARY_SIZE) -> tuple[str, ...]:
     """The `size` most frequent words, by descending frequency, then alphabetically; `<unk>` is always one of them."""
     ranked = sorted(Counter(words).items(), key=lambda item: (-item[1], item[0]))
-    kept = [word for word, _ in ranked[:size]]
-    if UNKNOWN not in kept:
-        kept = [*kept[: size - 1], UNKNOWN]
-    return tuple(kept)
+    words_kept = [word for word, _ in ranked[:size]]
+    if UNKNOWN not in words_kept:
+        words_kept = [*words_kept[: size - 1], UNKNOWN]
+    return tuple(words_kept)
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,23 +56,23 @@ class CheckedSearcher:
 
     def ask(self) -> list[Architecture]:
         with blaming(KIND, self.name):
-            given = self.searcher.ask()
-        if not isinstance(given, list | tuple):
-            raise PluginError(f"searcher {self.name!r}: ask gives {given!r:.60}: give a list of architectures")
-        asked = [self._architecture(architecture) for architecture in given]
+            answer = self.searcher.ask()
+        if not isinstance(answer, list | tuple):
+            raise PluginError(f"searcher {self.name!r}: ask gives {answer!r:.60}: give a list of architectures")
+        asked = [self._architecture(architecture) for architecture in answer]
         if len(set(asked)) < len(asked):
             raise PluginError(f"searcher {self.name!r}: ask gives an architecture twice")
         return asked
 
-    def _architecture(self, given: Any) -> Architecture:
+    def _architecture(self, answer: Any) -> Architecture:
         options, table, interval = self.options, self.table, self.interval
         try:
-            architecture = tuple(map(index, given))
+            architecture = tuple(map(index, answer))
         except TypeError:
             architecture = ()
         if len(architecture) != len(options) or not all(0 <= a < n for a, n in zip(architecture, options, strict=True)):
             raise PluginError(
-                f"searcher {self.name!r}: ask gives {given!r:.60}: give tuples of {len(options)} whole numbers, each "
+                f"searcher {self.name!r}: ask gives {answer!r:.60}: give tuples of {len(options)} whole numbers, each "
                 "below its entry of problem.options"
             )
         cost = table.cost(architecture)
@@ -89,9 +89,9 @@ class CheckedSearcher:
 
     def state(self) -> State:
         with blaming(KIND, self.name):
-            given = self.searcher.state()
+            answer = self.searcher.state()
         try:
-            state: State = json.loads(json.dumps(given, allow_nan=False))
+            state: State = json.loads(json.dumps(answer, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise PluginError(f"searcher {self.name!r}: its state cannot be written as JSON: {error}") from error
         return state

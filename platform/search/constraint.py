@@ -152,11 +152,11 @@ class TableConstraint:
     def sample(self, count: int, known: Collection[Architecture], rng: np.random.Generator) -> list[Architecture]:
         new: dict[Architecture, None] = {}
         for size in BATCHES:
-            found = len(new)
+            before = len(new)
             self._add(new, self._genome.draw(size, rng), known, count)
             if len(new) >= count:
                 return list(new)
-            if len(new) - found < USEFUL * size:
+            if len(new) - before < USEFUL * size:
                 break
         if self._halves is not None and self._uniform(self._halves, new, count, known, rng):
             return list(new)
@@ -243,11 +243,11 @@ class PredictedConstraint:
     ) -> Ints:
         """Adds random draws inside to `new`; returns the initial population: the nearest draws, and known ones."""
         for size in BATCHES:
-            found = len(new)
+            before = len(new)
             drawn = self.genome.draw(size, rng)
             away = distance(self.costs(drawn), self.interval)
             add_new(new, drawn[away == 0], known, count)
-            if len(new) >= count or len(new) - found < USEFUL * size:
+            if len(new) >= count or len(new) - before < USEFUL * size:
                 break
         nearest = drawn[np.argsort(away, kind="stable")[:CLIMBERS]]
         if not known or len(new) >= count:

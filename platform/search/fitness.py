@@ -58,8 +58,8 @@ class Fitness:
         layers = layers + count
         rho = layers / np.exp((log_widths + log_sum) / layers)
         uneven = np.exp(np.var(features @ self.depths.T, axis=1))
-        found: Floats = entropy - UNEVEN * uneven + EFFECTIVE * rho
-        return np.where(rho > MOST_RHO, -np.inf, found)
+        values: Floats = entropy - UNEVEN * uneven + EFFECTIVE * rho
+        return np.where(rho > MOST_RHO, -np.inf, values)
 
 
 def _log_widths(module: nn.Module) -> list[float]:
@@ -82,10 +82,10 @@ def _fitness_of(space: HasBlocks) -> Fitness:
         volume = math.log(space.stage_inputs[index + 1].numel())
         columns += [(0.0, 0.0, 0, index, 0)] * (stage.most - stage.fewest + 1)
         for block, width in itertools.product(range(stage.most), range(stage.widths)):
-            found = _log_widths(on_meta(partial(space.design.build_block, index, block, width)))
-            if not found:
+            log_filters = _log_widths(on_meta(partial(space.design.build_block, index, block, width)))
+            if not log_filters:
                 raise ValueError(f"space {space.name}: DeepFedNAS' fitness is of convolutions, it has none")
-            columns.append((volume * math.fsum(found), math.fsum(found), len(found), index, 1))
+            columns.append((volume * math.fsum(log_filters), math.fsum(log_filters), len(log_filters), index, 1))
     entropy, log_widths, layers, of_stage, blocks = (
         np.array(column, dtype=np.float64) for column in zip(*columns, strict=True)
     )
@@ -110,18 +110,18 @@ def _path(space: HasBlocks, limits: int) -> tuple[Architecture, ...]:
     def score(architectures: Ints) -> Floats:
         return fitness(genome.one_hot(architectures))
 
-    found: dict[Architecture, None] = {}
+    path: dict[Architecture, None] = {}
     for limit in np.linspace(table.smallest, table.largest, limits).tolist():
         within = TableConstraint(table, Interval(-math.inf, limit), genome)
         best = search_predicted(genome, score, within, seed=0, name=f"path {limit:.10g}", keep=1, generations=30)
         # What was best within less is within this limit, too.
-        starts = [*(candidate.architecture for candidate in best), *list(found)[-1:]]
+        starts = [*(candidate.architecture for candidate in best), *list(path)[-1:]]
         tops = [_climbed(start, genome, score, table, limit) for start in starts]
         if tops:
-            found[max(tops, key=lambda a: float(score(as_array([a]))[0]))] = None
-    if not found:
+            path[max(tops, key=lambda a: float(score(as_array([a]))[0]))] = None
+    if not path:
         raise ValueError(f"space {space.name}: rho of all subnets is above {MOST_RHO}: their layers are too narrow")
-    return tuple(found)
+    return tuple(path)
 
 
 def _climbed(
@@ -132,7 +132,7 @@ def _climbed(
     while True:
         near = genome.neighbours(best)
         scores = np.where(table.costs(near) <= limit, score(near), -np.inf)
-        place = int(np.argmax(scores))
-        if scores[place] <= fitness:
+        row = int(np.argmax(scores))
+        if scores[row] <= fitness:
             return best
-        best, fitness = tuple(near[place].tolist()), float(scores[place])
+        best, fitness = tuple(near[row].tolist()), float(scores[row])

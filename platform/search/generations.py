@@ -330,10 +330,10 @@ class Evolution:
     def _breed(self, new: dict[Architecture, None], count: int, breed: Callable[[int], Ints]) -> None:
         most = len(new) + count
         for times in BREEDING:
-            found = len(new)
+            before = len(new)
             children = breed(times * count)
             add_new(new, children[self.constraint.inside(children)], self.asked, most)
-            if len(new) >= most or len(new) - found < USEFUL * len(children):
+            if len(new) >= most or len(new) - before < USEFUL * len(children):
                 return
 
     def _mutants(self, parents: Ints, count: int) -> Ints:

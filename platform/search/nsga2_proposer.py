@@ -169,13 +169,13 @@ class NewOnly(DuplicateElimination):  # type: ignore[misc]
     def do(self, pop: Population, *others: Population, **_: Any) -> Population:
         """Returns the new individuals."""
         taken = {as_architecture(individual.X) for other in others for individual in other}
-        kept = []
+        new = []
         for index, individual in enumerate(pop):
             architecture = as_architecture(individual.X)
             if architecture not in taken and architecture not in self.asked:
                 taken.add(architecture)
-                kept.append(index)
-        return pop[kept]
+                new.append(index)
+        return pop[new]
 
 
 class Breeding(Protocol):

@@ -80,8 +80,8 @@ class IntervalSampler:
 
         Raises ValueError if the next one is not found within MAX_NODES steps.
         """
-        found = self._search(None) if not self._empty else iter(())
-        for index, architecture in enumerate(found):
+        architectures = self._search(None) if not self._empty else iter(())
+        for index, architecture in enumerate(architectures):
             if limit is not None and index >= limit:
                 return
             yield architecture

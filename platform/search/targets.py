@@ -121,9 +121,9 @@ def parse_target(text: str, tolerance: float, macs: CostTable, above: float | No
     # A bin (above, value] may reach beyond the largest subnet, a target by itself may not.
     outside = value < macs.smallest or (value > macs.largest if above is None else above >= macs.largest)
     if measure == "macs" and outside:
-        given = text if above is None else f"{text} above {above:.10g}"
+        shown = text if above is None else f"{text} above {above:.10g}"
         raise ValueError(
-            f"target {given!r}: subnets have {macs.smallest:.10g} (smallest) to {macs.largest:.10g} (largest) MACs; "
+            f"target {shown!r}: subnets have {macs.smallest:.10g} (smallest) to {macs.largest:.10g} (largest) MACs; "
             "choose a target in between"
         )
     if above is not None and above >= value:
@@ -184,10 +184,10 @@ def draw_samples(genome: Genome, table: CostTable, count: int, seed: int) -> lis
     spread = [places[turn] for turn in range(4) for places in _places_by_bin(bins) if turn < len(places)]
     # The smallest and the largest subnet are always included, because predictors extrapolate poorly.
     taken = dict.fromkeys([table.extreme(min), table.extreme(max)][:count])
-    for place in [*range(count - count // 2), *spread, *range(len(pool))]:
+    for row in [*range(count - count // 2), *spread, *range(len(pool))]:
         if len(taken) == count:
             break
-        taken[tuple(pool[place].tolist())] = None
+        taken[tuple(pool[row].tolist())] = None
     return list(taken)
 
 
@@ -286,7 +286,7 @@ def finalists(
     constraint = constraint_of(target, costs, predictors)
     if not constraint.sample(1, (), stream(seed, "reachable", target.name)):
         return {}
-    found = search_predicted(
+    candidates = search_predicted(
         costs.genome,
         _on(costs.genome, predictors.metric.predictor),
         constraint,
@@ -298,14 +298,14 @@ def finalists(
         mutation=config.mutation,
         keep=config.verify,
     )
-    return {c.architecture: c.metric for c in found}
+    return {c.architecture: c.metric for c in candidates}
 
 
 def front_finalists(
     costs: SearchSpaceCosts, predictors: Predictors, config: TargetSearchConfig, seed: int
 ) -> dict[Architecture, float]:
     """`config.front` subnets spread over NSGA-II's front of predicted metric against MACs."""
-    found = predicted_front(
+    candidates = predicted_front(
         costs.genome,
         _on(costs.genome, predictors.metric.predictor),
         costs.macs,
@@ -315,8 +315,8 @@ def front_finalists(
         generations=config.generations,
         mutation=config.mutation,
     )
-    places = np.unique(np.linspace(0, len(found) - 1, min(config.front, len(found))).round().astype(int))
-    return {found[i].architecture: found[i].metric for i in places}
+    spread = np.unique(np.linspace(0, len(candidates) - 1, min(config.front, len(candidates))).round().astype(int))
+    return {candidates[i].architecture: candidates[i].metric for i in spread}
 
 
 def choose(

@@ -60,9 +60,9 @@ def cost_of(
     input_dtype: torch.dtype = torch.float32,
 ) -> float:
     """A module's cost on an input of zeros; the global generators' states do not change."""
-    place = torch.device(device)
-    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
-        return float(of(ready(build, device), torch.zeros(input_shape, device=place, dtype=input_dtype)))
+    torch_device = torch.device(device)
+    with torch.random.fork_rng(devices=[torch_device] if torch_device.type == "cuda" else []):
+        return float(of(ready(build, device), torch.zeros(input_shape, device=torch_device, dtype=input_dtype)))
 
 
 def zeros_on(device: str, x: Tensor) -> Tensor:

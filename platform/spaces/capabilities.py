@@ -31,7 +31,7 @@ class HasSubspaces(SearchSpace, Protocol):
         """Every option of every decision."""
         ...
 
-    def subspace_slices(self, kept: Subspace) -> SliceMap:
+    def subspace_slices(self, subspace: Subspace) -> SliceMap:
         """The tensors of the fixed part and of the kept options, as slices of the supernet."""
         ...
 
@@ -81,8 +81,8 @@ class HasCells(SumsOptions, Protocol):
         """Names of the tensors before the first cell and of the first `base_cells` cells."""
         ...
 
-    def cost_of_cells(self, measure: str, kept: Subspace, base_cells: int) -> float:
-        """Cost of a network whose first `base_cells` cells keep everything and whose others keep `kept`."""
+    def cost_of_cells(self, measure: str, subspace: Subspace, base_cells: int) -> float:
+        """Cost of a network whose first `base_cells` cells keep everything and whose others keep `subspace`."""
         ...
 
 
@@ -185,8 +185,8 @@ def lacking(space: object, what: type) -> list[str]:
 
 @cache
 def _members(what: type) -> list[str]:
-    own: dict[str, None] = {}
+    names: dict[str, None] = {}
     for kind in reversed(what.__mro__):
         if kind.__module__.startswith("fedloom."):
-            own |= dict.fromkeys(name for name in (*vars(kind), *vars(kind).get("__annotations__", {})))
-    return [name for name in own if not name.startswith("_")]
+            names |= dict.fromkeys(name for name in (*vars(kind), *vars(kind).get("__annotations__", {})))
+    return [name for name in names if not name.startswith("_")]

@@ -352,7 +352,7 @@ class SearchableEdge(nn.Module):
 
 
 class Cell(nn.Module):
-    """`forward(before, last, kept)`: the concatenation of the nodes, (N, nodes * channels, H', W')."""
+    """`forward(before, last, subspace)`: the concatenation of the nodes, (N, nodes * channels, H', W')."""
 
     def __init__(self, plan: CellPlan, edges: Sequence[SearchableEdge], nodes: int, affine: bool) -> None:
         super().__init__()
@@ -363,10 +363,10 @@ class Cell(nn.Module):
         self.preprocess1 = ReluConvNorm(last, plan.channels, affine)
         self.edges = nn.ModuleList(edges)
 
-    def forward(self, before: State, last: State, kept: Subspace, mix: Tensor | None = None) -> State:
+    def forward(self, before: State, last: State, subspace: Subspace, mix: Tensor | None = None) -> State:
         states = [State(before.through(self.preprocess0)), State(last.through(self.preprocess1))]
-        mixes = itertools.repeat(None, len(kept)) if mix is None else mix
-        rows = zip(self.edges, kept, mixes, strict=True)
+        mixes = itertools.repeat(None, len(subspace)) if mix is None else mix
+        rows = zip(self.edges, subspace, mixes, strict=True)
         for _ in range(self.nodes):
             incoming = zip(states, itertools.islice(rows, len(states)), strict=True)
             terms = [edge(state, options, row) for state, (edge, options, row) in incoming if options]
@@ -388,36 +388,36 @@ def _with_dense_gradient(x: Tensor) -> Tensor:
 
 
 class DartsNetwork(nn.Module):
-    """Stem, cells and classifier: `forward(x_NCHW, kept)` returns logits (N, classes).
+    """Stem, cells and classifier: `forward(x_NCHW, subspace)` returns logits (N, classes).
 
-    `kept` is a subspace of the network's operators, or an architecture; by default all of them are used. `mix`
+    `subspace` (or an architecture) says which operators are used, by default all of the network. `mix`
     (decisions, options) are weights of the operators, by default 1 (MiLeNAS's softmax). The first `base_cells` cells
     always use all of their operators (FedPNAS's shared base).
     The active operators are an argument, not state of the module.
     """
 
-    def __init__(self, design: DartsDesign, kept: Subspace) -> None:
+    def __init__(self, design: DartsDesign, subspace: Subspace) -> None:
         super().__init__()
         width = design.stem_multiplier * design.channels
         plans = plan_cells(design)
-        self.design, self.plans, self.held = design, plans, kept
+        self.design, self.plans, self.held = design, plans, subspace
         self.stem = nn.Sequential(
             nn.Conv2d(design.input_shape[0], width, 3, design.stem_stride, padding=1, bias=False), nn.BatchNorm2d(width)
         )
         self.cells = nn.ModuleList(
-            Cell(plan, _edges(design, plan, kept), design.nodes, design.affine) for plan in plans
+            Cell(plan, _edges(design, plan, subspace), design.nodes, design.affine) for plan in plans
         )
         self.head = nn.Linear(design.nodes * plans[-1].channels, design.num_classes)
 
     def forward(
         self,
         x: Tensor,
-        kept: Subspace | Architecture | None = None,
+        subspace: Subspace | Architecture | None = None,
         mix: Tensor | None = None,
         base_cells: int = 0,
     ) -> Tensor:
-        """Raises ValueError naming the edge if `kept` has an operator that the network does not hold."""
-        used = self.held if kept is None else as_subspace(kept)
+        """Raises ValueError naming the edge if `subspace` has an operator that the network does not hold."""
+        used = self.held if subspace is None else as_subspace(subspace)
         by_type, all_held = _of_types(self.design, used), _of_types(self.design, self.held)
         mixes = (None, None) if mix is None else torch.chunk(mix, 2)
         before = last = State(self.stem(x))
@@ -428,29 +428,29 @@ class DartsNetwork(nn.Module):
         return y
 
 
-def as_subspace(kept: Subspace | Architecture) -> Subspace:
+def as_subspace(operators: Subspace | Architecture) -> Subspace:
     """An architecture as the subspace of its operators; a subspace is returned unchanged."""
-    return tuple(tuple(row) if isinstance(row, (tuple, list)) else (int(row),) for row in kept)
+    return tuple(tuple(row) if isinstance(row, (tuple, list)) else (int(row),) for row in operators)
 
 
-def _of_types(design: DartsDesign, kept: Subspace) -> tuple[Subspace, Subspace]:
+def _of_types(design: DartsDesign, subspace: Subspace) -> tuple[Subspace, Subspace]:
     edges = len(design.edges)
-    if len(kept) != 2 * edges:
-        raise ValueError(f"{design.name} has {2 * edges} edges ({edges} per cell type), given {len(kept)}")
-    return kept[:edges], kept[edges:]
+    if len(subspace) != 2 * edges:
+        raise ValueError(f"{design.name} has {2 * edges} edges ({edges} per cell type), given {len(subspace)}")
+    return subspace[:edges], subspace[edges:]
 
 
-def _edges(design: DartsDesign, plan: CellPlan, kept: Subspace) -> list[SearchableEdge]:
+def _edges(design: DartsDesign, plan: CellPlan, subspace: Subspace) -> list[SearchableEdge]:
     first = len(design.edges) if plan.reduction else 0
-    found = []
+    edges = []
     for decision, (source, _node) in enumerate(design.edges, start=first):
         names = design.operator_names[decision]
         ops = {
             option: OPERATORS[names[option]](plan.channels, plan.stride(source), design.affine)
-            for option in kept[decision]
+            for option in subspace[decision]
         }
-        found.append(SearchableEdge(design.edge_name(decision), names, ops))
-    return found
+        edges.append(SearchableEdge(design.edge_name(decision), names, ops))
+    return edges
 
 
 # -- the space --------------------------------------------------------------------------------------------------------
@@ -513,8 +513,8 @@ class DartsSpace(SummedOperatorSpace):
 
     # -- networks ---------------------------------------------------------------------------------------------------
 
-    def _network(self, kept: Subspace) -> nn.Module:
-        return DartsNetwork(self.design, kept)
+    def _network(self, subspace: Subspace) -> nn.Module:
+        return DartsNetwork(self.design, subspace)
 
     def _owner(self, tensor_name: str) -> tuple[int, int] | None:
         match = _OWNED.match(tensor_name)
@@ -550,8 +550,8 @@ class DartsSpace(SummedOperatorSpace):
         build = partial(OPERATORS[name], plan.channels, stride, self.design.affine)
         return Part((name, stride), plan.state_shape(source), build)
 
-    def cost_of_cells(self, measure: str, kept: Subspace, base_cells: int) -> float:
-        """Cost of a network whose first `base_cells` cells keep all operators and whose other cells keep `kept`.
+    def cost_of_cells(self, measure: str, subspace: Subspace, base_cells: int) -> float:
+        """Cost of a network whose first `base_cells` cells keep all operators and whose other cells keep `subspace`.
 
         `measure` is macs (of one sample), parameters or bytes (all tensors, buffers included). With no base cells it is
         the cost of the subspace. Source: FedPNAS's shared base (Hoang & Kingsford 2021, as in SPIDER's baselines).
@@ -561,11 +561,11 @@ class DartsSpace(SummedOperatorSpace):
         """
         if measure not in ADDITIVE_MEASURES:
             raise ValueError(f"{measure!r} is not counted by cells: choose one of {', '.join(ADDITIVE_MEASURES)}")
-        self.validate_subspace(kept)
+        self.validate_subspace(subspace)
         self._check_base(base_cells)
         total = self.cost_table(measure).fixed
         for cell, costs in enumerate(self._costs_by_cell(measure)):
-            rows = self.largest_subspace if cell < base_cells else kept
+            rows = self.largest_subspace if cell < base_cells else subspace
             decisions = self._decisions_of(cell)
             total += sum(
                 row[option] for decision, row in zip(decisions, costs, strict=True) for option in rows[decision]
@@ -699,7 +699,7 @@ def kept_by(design: DartsDesign, cells: tuple[Genotype, Genotype]) -> Subspace:
     """The subspace of a published normal and reduction cell; edges that they do not name are pruned."""
     rows: list[tuple[int, ...]] = []
     for first, cell in zip((0, len(design.edges)), cells, strict=True):
-        operators = {(source, 2 + place // 2): name for place, (name, source) in enumerate(cell)}
+        operators = {(source, 2 + i // 2): name for i, (name, source) in enumerate(cell)}
         for decision, edge in enumerate(design.edges, start=first):
             names = design.operator_names[decision]
             rows.append((names.index(operators[edge]),) if edge in operators else ())

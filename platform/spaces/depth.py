@@ -130,10 +130,10 @@ class CnnDepthDesign:
         if not self.stage_widths:
             raise ValueError("space.stage_widths=[]: give the channels of at least one block")
         for name in ("stage_layers", "stage_strides"):
-            given = getattr(self, name)
-            if len(given) != len(self.stage_widths):
+            values = getattr(self, name)
+            if len(values) != len(self.stage_widths):
                 raise ValueError(
-                    f"space.{name}={list(given)}: give one number for each of the {len(self.stage_widths)} blocks of "
+                    f"space.{name}={list(values)}: give one number for each of the {len(self.stage_widths)} blocks of "
                     f"space.stage_widths={list(self.stage_widths)}"
                 )
         if self.norm == "group" and any(width % MULTIPLE for width in self.stage_widths):

@@ -299,10 +299,10 @@ class ElasticSpace(SearchSpace):
     def slices(self, architecture: Architecture) -> SliceMap:
         """The slice of each subnet tensor: leading channels of the supernet tensor of the same name."""
         self.validate(architecture)
-        found = dict(self._fixed_slices[0])
+        slices_by_name = dict(self._fixed_slices[0])
         for stage, content in enumerate(self.contents(architecture)):
-            found.update(self._stage_slices(stage, content))
-        return found | self._fixed_slices[1]
+            slices_by_name.update(self._stage_slices(stage, content))
+        return slices_by_name | self._fixed_slices[1]
 
     @cached_property
     def _fixed_slices(self) -> tuple[dict[str, Slice], dict[str, Slice]]:

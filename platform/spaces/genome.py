@@ -157,10 +157,10 @@ class ElasticGenome:
         """The subnets (n, decisions) that differ in one gene; a deeper stage's new blocks are the narrowest."""
         genes = np.maximum(self.genes(as_array([architecture])), 0)
         changes = [(gene, choice) for gene, most in enumerate(self._choices) for choice in range(most)]
-        found = np.repeat(genes, len(changes), axis=0)
-        for row, (gene, choice) in zip(found, changes, strict=True):
+        rows = np.repeat(genes, len(changes), axis=0)
+        for row, (gene, choice) in zip(rows, changes, strict=True):
             row[gene] = choice
-        return self.architectures(found)
+        return self.architectures(rows)
 
     def one_hot(self, architectures: Ints) -> Floats:
         return _one_hot(self.genes(architectures), self._choices)

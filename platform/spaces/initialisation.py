@@ -70,23 +70,23 @@ def initialise(module: nn.Module, generator: torch.Generator) -> TensorsByName:
     weights: TensorsByName = {}
     for prefix, part in module.named_modules():
         state = part.state_dict(keep_vars=True)
-        own = {n: torch.empty(t.shape, dtype=t.dtype, device="cpu") for n, t in state.items() if "." not in n}
-        if own:
-            _fill(part, own, generator)
-            weights.update({f"{prefix}.{name}" if prefix else name: t for name, t in own.items()})
+        own_tensors = {n: torch.empty(t.shape, dtype=t.dtype, device="cpu") for n, t in state.items() if "." not in n}
+        if own_tensors:
+            _fill(part, own_tensors, generator)
+            weights.update({f"{prefix}.{name}" if prefix else name: t for name, t in own_tensors.items()})
     missing = module.state_dict().keys() - weights.keys()
     if missing:
         raise ValueError(f"tensors shared between modules are not supported: {', '.join(sorted(missing))}")
     return weights
 
 
-def _fill(part: nn.Module, own: TensorsByName, generator: torch.Generator) -> None:
+def _fill(part: nn.Module, tensors: TensorsByName, generator: torch.Generator) -> None:
     if isinstance(part, InitialisesItself):
-        part.initialise_own(own, generator)
+        part.initialise_own(tensors, generator)
         return
     for kinds, fill in _FILLS:
         if isinstance(part, kinds):
-            fill(own, generator)
+            fill(tensors, generator)
             return
     raise ValueError(f"no initial values are known for {type(part).__name__}: give it a method initialise_own")
 
@@ -99,35 +99,35 @@ class UniformConvolution(nn.Conv2d):
         _fill_uniform(tensors_by_name, math.prod(tensors_by_name["weight"].shape[1:]), generator)
 
 
-def _fill_convolution(own: TensorsByName, generator: torch.Generator) -> None:
-    for name, tensor in own.items():
+def _fill_convolution(tensors: TensorsByName, generator: torch.Generator) -> None:
+    for name, tensor in tensors.items():
         if name == "weight":
             nn.init.kaiming_normal_(tensor, mode="fan_out", nonlinearity="relu", generator=generator)
         else:
             tensor.zero_()
 
 
-def _fill_norm(own: TensorsByName, _generator: torch.Generator) -> None:
-    for name, tensor in own.items():
+def _fill_norm(tensors: TensorsByName, _generator: torch.Generator) -> None:
+    for name, tensor in tensors.items():
         tensor.fill_(1 if name in {"weight", "running_var"} else 0)
 
 
-def _fill_linear(own: TensorsByName, generator: torch.Generator) -> None:
-    _fill_uniform(own, own["weight"].shape[1], generator)
+def _fill_linear(tensors: TensorsByName, generator: torch.Generator) -> None:
+    _fill_uniform(tensors, tensors["weight"].shape[1], generator)
 
 
-def _fill_embedding(own: TensorsByName, generator: torch.Generator) -> None:
-    own["weight"].normal_(generator=generator)
+def _fill_embedding(tensors: TensorsByName, generator: torch.Generator) -> None:
+    tensors["weight"].normal_(generator=generator)
 
 
-def _fill_recurrent(own: TensorsByName, generator: torch.Generator) -> None:
+def _fill_recurrent(tensors: TensorsByName, generator: torch.Generator) -> None:
     # weight_hh_l0 is (gates * hidden, hidden): PyTorch's bound is 1/sqrt(hidden).
-    _fill_uniform(own, own["weight_hh_l0"].shape[1], generator)
+    _fill_uniform(tensors, tensors["weight_hh_l0"].shape[1], generator)
 
 
-def _fill_uniform(own: Mapping[str, Tensor], fan: int, generator: torch.Generator) -> None:
+def _fill_uniform(tensors: Mapping[str, Tensor], fan: int, generator: torch.Generator) -> None:
     bound = 1 / math.sqrt(max(fan, 1))
-    for tensor in own.values():
+    for tensor in tensors.values():
         tensor.uniform_(-bound, bound, generator=generator)
 
 

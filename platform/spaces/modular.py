@@ -69,22 +69,22 @@ class ModularBlock(nn.Module):
 
 
 class ModularNetwork(nn.Module):
-    """Stem, eight blocks, global average, classifier: `forward(x_NCHW, kept)` returns logits (N, classes).
+    """Stem, eight blocks, global average, classifier: `forward(x_NCHW, subspace)` returns logits (N, classes).
 
-    `kept` is a subspace of the network's branches, or an architecture; by default all branches are used. `mix` (blocks,
+    `subspace` (or an architecture) says which branches are used, by default all of the network. `mix` (blocks,
     branches) are weights of the branches, by default 1. The active branches are an argument, not state of the module.
     """
 
-    def __init__(self, design: ModularDesign, kept: Subspace) -> None:
+    def __init__(self, design: ModularDesign, subspace: Subspace) -> None:
         super().__init__()
-        self.design, self.held = design, kept
+        self.design, self.held = design, subspace
         self.stem = design.build_stem()
-        self.blocks = nn.ModuleList(ModularBlock(design, block, row) for block, row in enumerate(kept))
+        self.blocks = nn.ModuleList(ModularBlock(design, block, row) for block, row in enumerate(subspace))
         self.head = design.build_head()
 
-    def forward(self, x: Tensor, kept: Subspace | Architecture | None = None, mix: Tensor | None = None) -> Tensor:
-        """Raises ValueError naming the block if `kept` has a branch that the network does not hold."""
-        used = self.held if kept is None else as_subspace(kept)
+    def forward(self, x: Tensor, subspace: Subspace | Architecture | None = None, mix: Tensor | None = None) -> Tensor:
+        """Raises ValueError naming the block if `subspace` has a branch that the network does not hold."""
+        used = self.held if subspace is None else as_subspace(subspace)
         if len(used) != len(self.blocks):
             raise ValueError(f"{self.design.name} has {len(self.blocks)} blocks, given {len(used)}")
         mixes = [None] * len(self.blocks) if mix is None else mix
@@ -107,8 +107,8 @@ class ModularSpace(SummedOperatorSpace):
         super().__init__(design.name, design.input_shape, design.operator_names)
         self.design = design
 
-    def _network(self, kept: Subspace) -> nn.Module:
-        return ModularNetwork(self.design, kept)
+    def _network(self, subspace: Subspace) -> nn.Module:
+        return ModularNetwork(self.design, subspace)
 
     def _owner(self, tensor_name: str) -> tuple[int, int] | None:
         match = _OWNED.match(tensor_name)

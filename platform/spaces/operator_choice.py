@@ -61,7 +61,7 @@ class NamedOperatorSpace(SearchSpace, ABC):
     # -- to be overridden -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _network(self, kept: Subspace) -> nn.Module:
+    def _network(self, subspace: Subspace) -> nn.Module:
         """The network of these operators."""
 
     def _subnet(self, architecture: Architecture) -> nn.Module:
@@ -107,10 +107,10 @@ class NamedOperatorSpace(SearchSpace, ABC):
         for decision, option in enumerate(architecture):
             self._check_option(decision, option)
 
-    def validate_subspace(self, kept: Subspace) -> None:
+    def validate_subspace(self, subspace: Subspace) -> None:
         """Raises ValueError for unknown operators, operators out of order, and other invalid rows."""
-        self._check_length("a subspace", kept)
-        for decision, row in enumerate(kept):
+        self._check_length("a subspace", subspace)
+        for decision, row in enumerate(subspace):
             self._check_row(decision, row)
 
     def _check_decision(self, decision: int) -> None:
@@ -158,10 +158,10 @@ class NamedOperatorSpace(SearchSpace, ABC):
         """The whole supernet; floating tensors are NaN until weights are loaded."""
         return self.build_subspace(self.largest_subspace)
 
-    def build_subspace(self, kept: Subspace) -> nn.Module:
+    def build_subspace(self, subspace: Subspace) -> nn.Module:
         """The supernet with only the kept operators; floating tensors are NaN until weights are loaded."""
-        self.validate_subspace(kept)
-        return blank(partial(self._network, kept))
+        self.validate_subspace(subspace)
+        return blank(partial(self._network, subspace))
 
     def build_subnet(self, architecture: Architecture) -> nn.Module:
         """A stand-alone module of one architecture, `forward(x)`; floating tensors are NaN until weights are loaded."""
@@ -209,13 +209,13 @@ class NamedOperatorSpace(SearchSpace, ABC):
         self.validate(architecture)
         return self._slices_of(_path(architecture))
 
-    def subspace_slices(self, kept: Subspace) -> SliceMap:
+    def subspace_slices(self, subspace: Subspace) -> SliceMap:
         """The tensors of the fixed part and of the kept operators, as slices of the supernet."""
-        self.validate_subspace(kept)
-        return self._slices_of(kept)
+        self.validate_subspace(subspace)
+        return self._slices_of(subspace)
 
-    def _slices_of(self, kept: Subspace) -> SliceMap:
-        owners = [(decision, option) for decision, row in enumerate(kept) for option in row]
+    def _slices_of(self, subspace: Subspace) -> SliceMap:
+        owners = [(decision, option) for decision, row in enumerate(subspace) for option in row]
         groups = [self.fixed_tensors, *(self._tensors_of.get(owner, ()) for owner in owners)]
         return {name: self._slice_of[name] for group in groups for name in group}
 
@@ -276,10 +276,10 @@ class Candidate:
 class SearchableLayer(nn.Module):
     """Some or all candidate operators of one layer, by option index."""
 
-    def __init__(self, layer: int, candidates: Sequence[Candidate], kept: Sequence[int]) -> None:
+    def __init__(self, layer: int, candidates: Sequence[Candidate], options: Sequence[int]) -> None:
         super().__init__()
         self.layer = layer
-        self.ops = nn.ModuleDict({str(option): candidates[option].build() for option in kept})
+        self.ops = nn.ModuleDict({str(option): candidates[option].build() for option in options})
 
     def forward(self, x: Tensor, option: int) -> Tensor:
         key = str(option)
@@ -306,15 +306,15 @@ class Beginnings:
         self._path = architecture
         del self._outputs[same:]
 
-    def layer(self, place: int, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def layer(self, position: int, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """The output of the path's layer at this place."""
-        if place < len(self._outputs):
-            y, version = self._outputs[place]
+        if position < len(self._outputs):
+            y, version = self._outputs[position]
             if y._version == version:
                 return y
-            del self._outputs[place:]
+            del self._outputs[position:]
         y = layer(x)
-        if place == len(self._outputs):
+        if position == len(self._outputs):
             self._outputs.append((y, y._version))
         return y
 
@@ -336,7 +336,7 @@ class PathNetwork(nn.Module):
         layers: list[Callable[[Tensor], Tensor]] = [partial(layer, option=option) for layer, option in pairs]
         if known is not None:
             known.begin(architecture)
-            layers = [partial(known.layer, place, layer) for place, layer in enumerate(layers)]
+            layers = [partial(known.layer, position, layer) for position, layer in enumerate(layers)]
         y: Tensor = self.fixed(x, layers)
         return y
 
@@ -417,20 +417,20 @@ class OperatorChoiceSpace(NamedOperatorSpace):
 
     # -- modules ----------------------------------------------------------------------------------------------------
 
-    def _layers(self, kept: Subspace) -> list[SearchableLayer]:
-        return [SearchableLayer(i, *pair) for i, pair in enumerate(zip(self.candidates, kept, strict=True))]
+    def _layers(self, subspace: Subspace) -> list[SearchableLayer]:
+        return [SearchableLayer(i, *pair) for i, pair in enumerate(zip(self.candidates, subspace, strict=True))]
 
     @cached_property
     def keeps_statistics(self) -> bool:
         """Whether it has batch norms: what reaches them depends on the path, so that averages over paths fit none."""
         return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self._meta_supernet.modules())
 
-    def _network(self, kept: Subspace) -> nn.Module:
-        return PathNetwork(self.build_fixed(), self._layers(kept))
+    def _network(self, subspace: Subspace) -> nn.Module:
+        return PathNetwork(self.build_fixed(), self._layers(subspace))
 
     def _subnet(self, architecture: Architecture) -> nn.Module:
-        kept = tuple((option,) for option in architecture)
-        return StandAloneNetwork(self.build_fixed(), self._layers(kept), architecture)
+        subspace = tuple((option,) for option in architecture)
+        return StandAloneNetwork(self.build_fixed(), self._layers(subspace), architecture)
 
     def _owner(self, tensor_name: str) -> tuple[int, int] | None:
         match = _OWNED.match(tensor_name)
@@ -509,9 +509,9 @@ class Part:
 
 
 class SummedOperatorSpace(NamedOperatorSpace):
-    """A space whose networks are called as `forward(x, kept=None, mix=None)`.
+    """A space whose networks are called as `forward(x, subspace=None, mix=None)`.
 
-    `kept` is a subspace or an architecture, by default all operators of the network; `mix` (decisions, options) are
+    `subspace` (or an architecture) says which operators, by default all of the network; `mix` (decisions, options) are
     weights of the operators, by default 1. Subclasses define the modules of each operator.
     """
 

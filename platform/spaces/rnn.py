@@ -37,31 +37,31 @@ def ligru_steps(inputs: Tensor, hidden: Tensor) -> Tensor:
 def mixed(new: Tensor, forget: Tensor) -> Tensor:
     """What `Mixing` computes, step by step."""
     state, states = torch.zeros_like(new[0]), []
-    for value, kept in zip(new.unbind(0), forget.unbind(0), strict=True):
-        state = torch.lerp(value, state, kept)
+    for value, share in zip(new.unbind(0), forget.unbind(0), strict=True):
+        state = torch.lerp(value, state, share)
         states.append(state)
     return torch.stack(states)
 
 
-def _back_through_time(gradient: Tensor, factors: Tensor, kept: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def _back_through_time(gradient: Tensor, factors: Tensor, kept_share: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the states and of the gates that the states before them feed.
 
     Args:
         gradient: of all states (T, N, H), from outside the recurrence.
         factors: of every gate by its state (T, N, G, H).
-        kept: the share of the state before that a step keeps (T, N, H).
+        kept_share: the share of the state before that a step keeps (T, N, H).
         hidden: the gates' weights for the state before (G H, H).
 
     Returns the states' whole gradients (T, N, H) and the gates' (T, N, G H).
     """
     steps, samples, gates, units = factors.shape
-    states, of_gates = torch.empty_like(kept), torch.empty_like(factors)
+    states, of_gates = torch.empty_like(kept_share), torch.empty_like(factors)
     flat = of_gates.view(steps, samples, gates * units)
-    before = torch.zeros_like(kept[0])
+    before = torch.zeros_like(kept_share[0])
     for t in range(steps - 1, -1, -1):
         state = torch.add(gradient[t], before, out=states[t])
         torch.mul(factors[t], state.unsqueeze(1), out=of_gates[t])
-        before = torch.addmm(state * kept[t], flat[t], hidden)
+        before = torch.addmm(state * kept_share[t], flat[t], hidden)
     return states, flat
 
 
@@ -251,9 +251,9 @@ def _over_time(steps: Callable[..., Any], *tensors: Any, over: int = 1) -> Tenso
     """A recurrence, in float32 where the network is in half precision; the first `over` tensors are (N, T, ...)."""
     device = "cuda" if tensors[0].is_cuda else "cpu"
     with torch.autocast(device, enabled=False):
-        given = [t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in tensors]
-        given[:over] = [t.transpose(0, 1).contiguous() for t in given[:over]]
-        states: Tensor = steps(*given)
+        transposed = [t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in tensors]
+        transposed[:over] = [t.transpose(0, 1).contiguous() for t in transposed[:over]]
+        states: Tensor = steps(*transposed)
     return states.transpose(0, 1)
 
 

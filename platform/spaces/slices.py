@@ -74,9 +74,9 @@ def parse_architecture(text: str) -> Architecture:
     return tuple(int(choice) for choice in text.split("-"))
 
 
-def subspace_id(kept: Subspace) -> str:
+def subspace_id(subspace: Subspace) -> str:
     """A subspace's id in the result tables: the options of each layer, such as 0,1,3,8/8/2,5."""
-    return "/".join(",".join(str(option) for option in layer) for layer in kept)
+    return "/".join(",".join(str(option) for option in layer) for layer in subspace)
 
 
 def parse_subspace(text: str) -> Subspace:
@@ -121,7 +121,7 @@ class SlicedSupernet(nn.Module):
 
     def forward(self, x: Tensor, architecture: Architecture) -> Tensor:
         """Logits of a batch on one subnet."""
-        own: Mapping[str, Tensor] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        views = extract(own, self._slices(architecture))
+        tensors: Mapping[str, Tensor] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        views = extract(tensors, self._slices(architecture))
         y: Tensor = functional_call(self._skeleton(architecture), views, (x,))
         return y

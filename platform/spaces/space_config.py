@@ -81,8 +81,8 @@ def from_design(make: Callable[[Any], SearchSpace], default: Any, config: SpaceC
         if each.name in _NOT_OF_DESIGNS or value is None:
             continue
         if each.name not in known:
-            own = ", ".join(name for name in known if name != "name")
-            raise ValueError(f"space {config.name} has no {each.name}; it has {own}")
+            allowed = ", ".join(name for name in known if name != "name")
+            raise ValueError(f"space {config.name} has no {each.name}; it has {allowed}")
         changes[each.name] = tuple(value) if isinstance(value, list) else value
     return make(replace(default, **changes))
 

@@ -353,14 +353,14 @@ class WidthSpace(SearchSpace):
 
     def rolled(self, weights: Weights, step: int) -> dict[str, Tensor]:
         """The weights after all hidden channels have moved `step` places to the front, the first ones to the end."""
-        found = dict(weights)
+        parts = dict(weights)
         for name in weights:  # none in a dry run
             units = self.units[name]
             dims = [d for d, unit in enumerate(units) if unit]
             if dims:
                 shifts = [-step * self.design.multiple * units[d] for d in dims]
-                found[name] = torch.roll(weights[name], shifts, dims).contiguous()
-        return found
+                parts[name] = torch.roll(weights[name], shifts, dims).contiguous()
+        return parts
 
     def check_channels(self) -> None:
         """Raises ValueError if the network's channels cannot be permuted, as where layers are concatenated."""

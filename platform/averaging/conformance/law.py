@@ -43,13 +43,13 @@ class Law:
         what = f"{self.kind} {self.name!r}"
         broken = f"{what} breaks the law {self.law!r}"
         try:
-            found = next(self.disagreements(), None)
+            violation = next(self.disagreements(), None)
         except PluginError as error:
             raise AssertionError(f"{broken}: it {str(error).removeprefix(f'{what} ')}") from error
         except Exception as error:
             raise AssertionError(f"{broken}: it fails: {in_one_line(error)}") from error
-        if found is not None:
-            raise AssertionError(f"{broken}: {found}")
+        if violation is not None:
+            raise AssertionError(f"{broken}: {violation}")
 
 
 def laws_of(kind: str, name: str, checked: T, checks: Sequence[Check[T]], skip: Collection[str]) -> list[Law]:
@@ -70,40 +70,40 @@ def in_words(check: Check[T]) -> str:
 # -- comparisons of named tensors -------------------------------------------------------------------------------------
 
 
-def differing(found: Weights, expected: Weights) -> Iterator[str]:
+def differing(actual: Weights, expected: Weights) -> Iterator[str]:
     """Yields where two sets of tensors differ in names, shapes, dtypes or bits, at most one scalar per tensor."""
-    yield from _differing_names(found, expected)
-    for name in _common(found, expected):
-        yield from different_bits(name, found[name], expected[name])
+    yield from _differing_names(actual, expected)
+    for name in _common(actual, expected):
+        yield from different_bits(name, actual[name], expected[name])
 
 
-def different_bits(name: str, found: Tensor, expected: Tensor, where: Tensor | None = None) -> Iterator[str]:
+def different_bits(name: str, actual: Tensor, expected: Tensor, where: Tensor | None = None) -> Iterator[str]:
     """Yields the first scalar whose bits differ, within the mask `where` if one is given."""
-    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
-        yield f"{name} is {kind_of(found)}, expected {kind_of(expected)}"
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        yield f"{name} is {kind_of(actual)}, expected {kind_of(expected)}"
         return
-    wrong = (_bits(found) != _bits(expected)).any(dim=1).reshape(found.shape)
-    yield from _first(name, wrong if where is None else wrong & where, found, expected)
+    wrong = (_bits(actual) != _bits(expected)).any(dim=1).reshape(actual.shape)
+    yield from _first(name, wrong if where is None else wrong & where, actual, expected)
 
 
-def far_apart(found: Weights, expected: Weights, share: float = 1e-5) -> Iterator[str]:
+def far_apart(actual: Weights, expected: Weights, share: float = 1e-5) -> Iterator[str]:
     """Yields where two sets of tensors differ by more than rtol = `share` and atol = `share` / 10."""
-    yield from _differing_names(found, expected)
-    for name in _common(found, expected):
-        a, b = found[name].double(), expected[name].double()
+    yield from _differing_names(actual, expected)
+    for name in _common(actual, expected):
+        a, b = actual[name].double(), expected[name].double()
         if a.shape != b.shape:
-            yield f"{name} is {kind_of(found[name])}, expected {kind_of(expected[name])}"
+            yield f"{name} is {kind_of(actual[name])}, expected {kind_of(expected[name])}"
             return
         yield from _first(name, ~torch.isclose(a, b, rtol=share, atol=share / 10), a, b)
 
 
-def _differing_names(found: Weights, expected: Weights) -> Iterator[str]:
-    for name in sorted(found.keys() ^ expected.keys()):
+def _differing_names(actual: Weights, expected: Weights) -> Iterator[str]:
+    for name in sorted(actual.keys() ^ expected.keys()):
         yield f"{name} is {'missing' if name in expected else 'there, and should not be'}"
 
 
-def _common(found: Weights, expected: Weights) -> list[str]:
-    return [name for name in expected if name in found]
+def _common(actual: Weights, expected: Weights) -> list[str]:
+    return [name for name in expected if name in actual]
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -111,13 +111,13 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1, 1).view(torch.uint8)
 
 
-def _first(name: str, wrong: Tensor, found: Tensor, expected: Tensor) -> Iterator[str]:
+def _first(name: str, wrong: Tensor, actual: Tensor, expected: Tensor) -> Iterator[str]:
     if bool(wrong.any()):
-        place = tuple(wrong.nonzero()[0].tolist())
-        where = f"{name}[{', '.join(map(str, place))}]" if place else name
+        index = tuple(wrong.nonzero()[0].tolist())
+        where = f"{name}[{', '.join(map(str, index))}]" if index else name
         count = int(wrong.sum())
         others = f" (and {count - 1} others of {wrong.numel()} differ)" if count > 1 else ""
-        yield f"{where} is {_shown(found[place])}, expected {_shown(expected[place])}{others}"
+        yield f"{where} is {_shown(actual[index])}, expected {_shown(expected[index])}{others}"
 
 
 def _shown(scalar: Tensor) -> str:

@@ -57,9 +57,9 @@ class Served:
     round: int
     old: Weights
     averaged: Averaged
-    kept: Weights
+    state: Weights
     new: Weights
-    kept_after: Weights
+    state_after: Weights
 
     def covered(self, name: str) -> Tensor:
         """The mask of the scalars that the clients cover."""
@@ -69,22 +69,22 @@ class Served:
         return mask
 
 
-def served(rule: ServerRule, round_: int, old: Weights, averaged: Averaged, kept: Weights) -> Served:
+def served(rule: ServerRule, round_: int, old: Weights, averaged: Averaged, state: Weights) -> Served:
     """Runs one round with the platform's `serve`."""
     rules = dict.fromkeys(PARAMETERS, ("rule", rule))
-    new, kept_after = serve(rules, old, averaged, kept, ServerRound(round_, len(ROUNDS[0]), 10))
-    return Served(round_, old, averaged, kept, new, kept_after)
+    new, state_after = serve(rules, old, averaged, state, ServerRound(round_, len(ROUNDS[0]), 10))
+    return Served(round_, old, averaged, state, new, state_after)
 
 
 def played(
     rule: ServerRule, rounds: Sequence[int] = range(2 * len(ROUNDS)), start: Served | None = None, change: float = 1.0
 ) -> Iterator[Served]:
     """Runs several rounds, from the first weights or from the end of the round `start`."""
-    weights, kept = (first_weights(), {}) if start is None else (start.new, start.kept_after)
+    weights, state = (first_weights(), {}) if start is None else (start.new, start.state_after)
     for round_ in rounds:
-        moment = served(rule, round_, weights, averaged_in(round_, weights, change), kept)
+        moment = served(rule, round_, weights, averaged_in(round_, weights, change), state)
         yield moment
-        weights, kept = moment.new, moment.kept_after
+        weights, state = moment.new, moment.state_after
 
 
 # -- the laws ---------------------------------------------------------------------------------------------------------
@@ -92,16 +92,16 @@ def played(
 
 def new_values_are_finite_and_of_the_old_kind(rule: ServerRule) -> Iterator[str]:
     """For zero, small and large changes the rule returns finite values of the region's shape and dtype."""
-    found: list[str] = []
+    problems: list[str] = []
 
     def watched(step: ServerStep) -> Tensor:
         values: object = rule(step)
-        found.extend(f"round {step.about.round}, {step.name} is {problem}" for problem in _problems(values, step))
-        return values if isinstance(values, Tensor) and not found else step.old
+        problems.extend(f"round {step.about.round}, {step.name} is {problem}" for problem in _problems(values, step))
+        return values if isinstance(values, Tensor) and not problems else step.old
 
     for change in CHANGES:
         for _ in played(watched, change=change):
-            yield from found
+            yield from problems
 
 
 def _problems(values: object, step: ServerStep) -> Iterator[str]:
@@ -119,14 +119,14 @@ def what_nobody_trained_keeps_its_bits(rule: ServerRule) -> Iterator[str]:
     for moment in played(rule):
         for name in PARAMETERS:
             yield from _in(moment, different_bits(name, moment.new[name], moment.old[name], ~moment.covered(name)))
-        for place, tensor in moment.kept_after.items():
-            uncovered = ~moment.covered(_tensor_of(place))
-            before = moment.kept.get(place)
+        for slot, tensor in moment.state_after.items():
+            uncovered = ~moment.covered(_tensor_of(slot))
+            before = moment.state.get(slot)
             if before is not None:
-                yield from _in(moment, different_bits(place, tensor, before, uncovered))
+                yield from _in(moment, different_bits(slot, tensor, before, uncovered))
             elif bool(uncovered.any()):
                 first = torch.full_like(tensor, tensor[uncovered][0].item())
-                yield from _in(moment, different_bits(place, tensor, first, uncovered))
+                yield from _in(moment, different_bits(slot, tensor, first, uncovered))
 
 
 def buffers_are_the_clients_mean(rule: ServerRule) -> Iterator[str]:
@@ -134,24 +134,24 @@ def buffers_are_the_clients_mean(rule: ServerRule) -> Iterator[str]:
     for moment in played(rule):
         for name in (STATISTIC, COUNTER):
             yield from _in(moment, different_bits(name, moment.new[name], moment.averaged.weights[name]))
-        for place in moment.kept_after:
-            if _tensor_of(place) not in PARAMETERS:
-                yield f"it keeps {place}, which is of no parameter"
+        for slot in moment.state_after:
+            if _tensor_of(slot) not in PARAMETERS:
+                yield f"it keeps {slot}, which is of no parameter"
 
 
 def what_goes_in_is_only_read(rule: ServerRule) -> Iterator[str]:
     """A round does not change its inputs: the old weights, the mean and the previous state."""
     weights: Weights = first_weights()
-    kept: Weights = {}
+    state: Weights = {}
     for round_ in range(len(ROUNDS)):
         averaged = averaged_in(round_, weights)
-        given = {"old": weights, "mean": averaged.weights, "kept": kept}
-        copies = {what: {name: t.clone() for name, t in bag.items()} for what, bag in given.items()}
-        moment = served(rule, round_, weights, averaged, kept)
-        for what, bag in given.items():
+        inputs = {"old": weights, "mean": averaged.weights, "kept": state}
+        copies = {what: {name: t.clone() for name, t in bag.items()} for what, bag in inputs.items()}
+        moment = served(rule, round_, weights, averaged, state)
+        for what, bag in inputs.items():
             for problem in differing(bag, copies[what]):
                 yield f"round {round_}, {what} {problem}"
-        weights, kept = moment.new, moment.kept_after
+        weights, state = moment.new, moment.state_after
 
 
 def the_same_round_gives_the_same_bits(rule: ServerRule) -> Iterator[str]:
@@ -159,21 +159,21 @@ def the_same_round_gives_the_same_bits(rule: ServerRule) -> Iterator[str]:
     for moment in played(rule):
         turned = {name: dict(reversed([*covered.items()])) for name, covered in moment.averaged.coverage.items()}
         averaged = replace(moment.averaged, coverage=dict(reversed(turned.items())))
-        again = served(rule, moment.round, moment.old, averaged, moment.kept)
+        again = served(rule, moment.round, moment.old, averaged, moment.state)
         yield from _in(moment, differing(again.new, moment.new))
-        yield from _in(moment, differing(again.kept_after, moment.kept_after))
+        yield from _in(moment, differing(again.state_after, moment.state_after))
 
 
 def a_checkpoint_in_between_changes_nothing(rule: ServerRule) -> Iterator[str]:
     """State and weights survive a checkpoint unchanged, and rounds resumed from it give the same results."""
     whole = [*played(rule)]
     for moment in whole[:-1]:
-        weights, kept = (_reloaded(bag) for bag in (moment.new, moment.kept_after))
-        yield from _in(moment, differing(kept, moment.kept_after))
-        start = replace(moment, new=weights, kept_after=kept)
+        weights, state = (_reloaded(bag) for bag in (moment.new, moment.state_after))
+        yield from _in(moment, differing(state, moment.state_after))
+        start = replace(moment, new=weights, state_after=state)
         for resumed in played(rule, range(moment.round + 1, len(whole)), start):
             yield from _in(resumed, differing(resumed.new, whole[resumed.round].new))
-            yield from _in(resumed, differing(resumed.kept_after, whole[resumed.round].kept_after))
+            yield from _in(resumed, differing(resumed.state_after, whole[resumed.round].state_after))
 
 
 def no_change_is_no_step(rule: ServerRule) -> Iterator[str]:
@@ -191,9 +191,9 @@ def _in(moment: Served, problems: Iterator[str]) -> Iterator[str]:
         yield f"round {moment.round}, {problem}"
 
 
-def _tensor_of(place: str) -> str:
+def _tensor_of(slot: str) -> str:
     """The tensor that a state's key `SLOT/TENSOR` belongs to."""
-    return next(name for name in first_weights() if place.endswith(f"/{name}"))
+    return next(name for name in first_weights() if slot.endswith(f"/{name}"))
 
 
 def _reloaded(bag: Weights) -> dict[str, Tensor]:

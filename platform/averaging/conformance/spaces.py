@@ -164,8 +164,11 @@ def a_genomes_children_are_architectures(tried: Tried) -> Iterator[str]:
     genome, rng = tried.space.genome, np.random.default_rng(4)
     parents = as_array(tried.architectures)
     others = genome.draw(len(parents), rng)
-    kept = {"mutate with probability 0": genome.mutate(parents, 0.0, rng), "cross": genome.cross(parents, parents, rng)}
-    for what, children in kept.items():
+    unchanged = {
+        "mutate with probability 0": genome.mutate(parents, 0.0, rng),
+        "cross": genome.cross(parents, parents, rng),
+    }
+    for what, children in unchanged.items():
         for child, parent in zip(children.tolist(), parents.tolist(), strict=True):
             if child != parent:
                 yield f"{what} makes {child} of {parent}"
@@ -194,9 +197,9 @@ def costs_are_those_of_the_built_subnet(tried: Tried) -> Iterator[str]:
     for measure, architecture in itertools.product(MEASURES, tried.architectures):
         build = partial(space.build_subnet, architecture)
         built = cost_of(build, (1, *space.input_shape), *measure_of(measure), space.input_dtype)
-        found = space.cost_table(measure).cost(architecture)
-        if not math.isclose(found, built, rel_tol=1e-6):
-            yield f"{shown(architecture)} costs {found:.10g} {measure} by the table, and {built:.10g} as it is built"
+        in_table = space.cost_table(measure).cost(architecture)
+        if not math.isclose(in_table, built, rel_tol=1e-6):
+            yield f"{shown(architecture)} costs {in_table:.10g} {measure} by the table, and {built:.10g} as it is built"
 
 
 def nothing_costs_less_than_the_smallest(tried: Tried) -> Iterator[str]:
@@ -272,9 +275,9 @@ def what_is_trained_are_the_parameters(tried: Tried) -> Iterator[str]:
     for name in sorted(supernet ^ space.parameter_names):
         yield f"{name} is {'a parameter and not named' if name in supernet else 'named and no parameter'}"
     for architecture, subnet in tried.subnets.items():
-        own = {name for name, _ in subnet.named_parameters()}
+        parameters = {name for name, _ in subnet.named_parameters()}
         for name, piece in space.slices(architecture).items():
-            if (name in own) != (piece.source in supernet):
+            if (name in parameters) != (piece.source in supernet):
                 yield from _of(architecture, [f"{name} is a parameter in the subnet or in the supernet alone"])
 
 
@@ -313,7 +316,7 @@ def what_is_extracted_is_inserted_again(tried: Tried) -> Iterator[str]:
         unchanged = extract(tried.weights, slices)
         before = {name: tensor.clone() for name, tensor in tried.weights.items()}
         yield from _of(architecture, differing(_inserted(tried.weights, unchanged, slices), before))
-        changed = {name: tensor + place for place, (name, tensor) in enumerate(unchanged.items(), start=1)}
+        changed = {name: tensor + offset for offset, (name, tensor) in enumerate(unchanged.items(), start=1)}
         new = _inserted(tried.weights, changed, slices)
         for name, piece in slices.items():
             piece.of(before[piece.source]).copy_(changed[name])
@@ -367,15 +370,15 @@ def a_subnet_computes_what_the_supernet_does(tried: Tried) -> Iterator[str]:
         cut = extract(tried.weights, tried.space.slices(architecture))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)  # noise and dropout draw from the global generator
-            found = _loaded(tried.space.build_subnet(architecture), cut)(tried.inputs)
+            logits = _loaded(tried.space.build_subnet(architecture), cut)(tried.inputs)
             torch.manual_seed(0)
             expected = supernet(tried.inputs, architecture)
         classes = expected.shape[1] if classes is None else classes
-        yield from _of(architecture, far_apart({"logits": found}, {"logits": expected}, 1e-4))
-        if tuple(found.shape[:2]) != (SAMPLES, classes):
-            yield from _of(architecture, [f"logits are {tuple(found.shape)}, expected ({SAMPLES}, {classes}, ...)"])
-        if not bool(torch.isfinite(found).all()):
-            yield from _of(architecture, [f"a logit is {found[~torch.isfinite(found)][0].item()}"])
+        yield from _of(architecture, far_apart({"logits": logits}, {"logits": expected}, 1e-4))
+        if tuple(logits.shape[:2]) != (SAMPLES, classes):
+            yield from _of(architecture, [f"logits are {tuple(logits.shape)}, expected ({SAMPLES}, {classes}, ...)"])
+        if not bool(torch.isfinite(logits).all()):
+            yield from _of(architecture, [f"a logit is {logits[~torch.isfinite(logits)][0].item()}"])
 
 
 def training_touches_the_slices_alone(tried: Tried) -> Iterator[str]:

@@ -129,14 +129,14 @@ def reference(old: Mapping[str, Tensor], updates: Sequence[Update]) -> dict[str,
     for name, tensor in old.items():
         for index in itertools.product(*map(range, tensor.shape)):
             held = [(u.weights[name], _at(u, name, index)) for u in updates if u.weights.get(name, 0) > 0]
-            found = [(weight, value) for weight, value in held if value is not None]
-            if found and tensor.is_floating_point():
+            held_values = [(weight, value) for weight, value in held if value is not None]
+            if held_values and tensor.is_floating_point():
                 absent = [u.unheld for u in updates if u.weights.get(name, 0) == 0 or _at(u, name, index) is None]
-                found += [(weight, tensor[index].item()) for weight in absent]
-                total = math.fsum(weight for weight, _ in found)
-                new[name][index] = math.fsum(weight * value for weight, value in found) / total
-            elif found:
-                new[name][index] = max(value for _, value in found)
+                held_values += [(weight, tensor[index].item()) for weight in absent]
+                total = math.fsum(weight for weight, _ in held_values)
+                new[name][index] = math.fsum(weight * value for weight, value in held_values) / total
+            elif held_values:
+                new[name][index] = max(value for _, value in held_values)
     return new
 
 
@@ -146,8 +146,8 @@ def _at(update: Update, name: str, index: tuple[int, ...]) -> float | None:
         return None
     region = update.slices[name].region or tuple((0, n) for n in update.tensors[name].shape)
     inside = all(start <= i < stop for i, (start, stop) in zip(index, region, strict=True))
-    place = tuple(i - start for i, (start, _) in zip(index, region, strict=True))
-    return update.tensors[name][place].item() if inside else None
+    within = tuple(i - start for i, (start, _) in zip(index, region, strict=True))
+    return update.tensors[name][within].item() if inside else None
 
 
 def clients_of_the_same_work_count_alike(rule: WeightingRule) -> Iterator[str]:
@@ -157,9 +157,9 @@ def clients_of_the_same_work_count_alike(rule: WeightingRule) -> Iterator[str]:
     for name, weight in updated(rule, work, 0).weights.items():
         if name != COUNTER and name in work.seen_by_tensor:
             expected = 2.0 if weight > 0 else old[name].flatten()[0].item()
-            found = mean[name].flatten()[0].item()
-            if not math.isclose(found, expected, rel_tol=1e-6):
-                yield f"{name} is {found:.9g}, expected {expected:.9g}"
+            actual = mean[name].flatten()[0].item()
+            if not math.isclose(actual, expected, rel_tol=1e-6):
+                yield f"{name} is {actual:.9g}, expected {expected:.9g}"
 
 
 def the_mean_of_equal_values_is_that_value(rule: WeightingRule) -> Iterator[str]:
