@@ -32,7 +32,9 @@ RAY = str(Path(sys.executable).with_name("ray"))
 TINY_CNN = [
     "ray.address=local",
     "ray.object_store_memory_bytes=200000000",
-    "space.stem_channels=8",
+    "space.stem_channels=4",
+    "space.stage_layers=[1,2]",
+    "space.operators=['conv(1)','ds(3,.5)','mb(1,2)',identity]",
     "tiers.count=2",
     "tiers.paths=500",
     "executor.chunk_size=2",
@@ -86,7 +88,7 @@ TINY_SPIDER = [
     "ray.address=local",
     "ray.object_store_memory_bytes=200000000",
     "data.train_samples=200",
-    "data.num_clients=4",
+    "data.num_clients=3",
     "space.channels=4",
     "tiers.paths=100",
     "method.train.rounds=4",
@@ -184,7 +186,7 @@ def tiny_overrides(family: str) -> list[str]:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, tiny_overrides: list[str]) -> Callable[..., RunConfig]:
+def tiny(tmp_path: Path, tiny_overrides: list[str], remembered_spaces: None) -> Callable[..., RunConfig]:
     """A configuration with all stages of a method in a few seconds; overrides may follow."""
 
     def make(*overrides: str) -> RunConfig:

@@ -261,17 +261,15 @@ def test_an_actor_whose_device_is_broken_is_replaced_and_its_work_repeated(
         run(SerialExecutor(Worker(spec)), planned([BreaksTheDevice(str(tmp_path / ".."), Adds(1.0))]), 1)
 
 
-@pytest.mark.parametrize("node_is_gone", [False, True])
 def test_a_lost_node_counts_once_however_many_of_its_actors_had_the_client(
-    spec: WorkerSpec, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_is_gone: bool
+    spec: WorkerSpec, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = ActorPool(spec, [ActorGroup("clients", 2, 0.0, 0.0)], actor_attempts=2)
-    nodes = [{"NodeID": ray.get_runtime_context().get_node_id(), "Alive": not node_is_gone}]
+    nodes = [{"NodeID": ray.get_runtime_context().get_node_id(), "Alive": False}]
     monkeypatch.setattr("fedloom.actors.actor_set.ray.nodes", lambda: nodes)
     try:
         (report,) = reports_of(run(pool, planned([DiesTwice(str(tmp_path))]), 1))
-        assert report.status == ("ok" if node_is_gone else "failed")
-        assert ("ended 2 times" in report.error) != node_is_gone
+        assert (report.status, report.error) == ("ok", "")
         assert report.node == f"{os.uname().nodename}/{ray.get_runtime_context().get_node_id()[:8]}"
     finally:
         pool.close()
