@@ -13,16 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedloom.platform.algorithm import Method, Stage, TrainingStage, to_all
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.arrays import Arrays
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import Slots, TrainingStage, to_all
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Method
 from fedloom.platform.settings import ONE_OR_MORE, ZERO_OR_MORE
 from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpace
 from fedloom.platform.spaces.slices import Slice, Weights, bytes_of
@@ -74,8 +72,9 @@ def stages(config: NoOpConfig, world: World) -> list[Stage]:
     """The platform's own training stage."""
     check_training(config.train, "method.train", world.num_clients)
     rules = rules_of(config.train, "method.train")
-    slots = Slots(initial=lambda _state: config.weights, assign=to_all(lambda _round: Return(config.rest_s)))
-    return [TrainingStage(world, config.train, rules, slots, name=NAME, bag=NAME)]
+    tasks = to_all(lambda _round: Return(config.rest_s))
+    initial = config.weights
+    return [TrainingStage(world, config.train, rules, name=NAME, bag=NAME, initial=lambda _: initial, tasks=tasks)]
 
 
 METHOD = Method(NoOpConfig, stages, kind="shared", lacks=("candidates", "evaluations", "models"))

@@ -29,12 +29,12 @@ from fedloom.actors.address import stay_on_loopback
 from fedloom.actors.cluster import connected
 from fedloom.actors.server import make_pool
 from fedloom.experiments.benchmarks.cases import CASES, run_config
+from fedloom.platform.algorithm import TrainingStage
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients import execution
 from fedloom.platform.clients.assignments import ClientResult
 from fedloom.platform.federation.loop import Loop
 from fedloom.platform.federation.recorder import Recorder
-from fedloom.platform.federation.training import TrainingStage
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import Watcher, make_serial, start_run

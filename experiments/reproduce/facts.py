@@ -13,25 +13,24 @@ from fedloom.experiments.analysis.tables import load
 from fedloom.experiments.reproduce.counted import stood_in
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.describe import describe
+from fedloom.platform.algorithm import RunState, Stage
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.federated import size_variation
 from fedloom.platform.federation.building import split_into_tiers
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import measure_costs
 from fedloom.platform.federation.forecast import kind_of, macs_left
-from fedloom.platform.federation.planning import TRAINING
-from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.stages.tier_search import TierSearchConfig
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.methods.tiered.transfer import TransferConfig
-from fedloom.platform.runs.dry_run import DryStage
+from fedloom.platform.runs.dry_run import DryStage, is_countable
 from fedloom.platform.runs.run import make_serial, planned_stages, planned_world, start_run
 from fedloom.platform.search.base import Interval, Scored, winner
 from fedloom.platform.search.config import SearchProblem, build_searcher
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.registry import build_space
+from fedloom.tiers.devices import TRAINING_FACTOR
 
 DATASET = "data.dataset="
 MEASURES = ("rounds", "clients", "bytes_down", "bytes_up", "macs")
@@ -158,7 +157,7 @@ def _counted(config: RunConfig) -> list[RunConfig]:
 
 
 def _work(world: World, stage: Stage) -> float:
-    if not stage.countable:
+    if not is_countable(stage):
         return macs_left(stage, RunState()) or 0.0
     dry = DryStage(stage)
     state, worker = dry.begin(RunState()), Worker(world.spec)
@@ -166,7 +165,7 @@ def _work(world: World, stage: Stage) -> float:
     plans = [dry.plan(replace(state, round=number)) for number in range(rounds)]
     tasks: Any = [(a.task, a) for plan in plans for a in plan.assignments]
     macs = sum(task.account(worker, assignment).macs for task, assignment in tasks)
-    return float(macs) * TRAINING * dry.rounds_left(state) / rounds
+    return float(macs) * TRAINING_FACTOR * dry.rounds_left(state) / rounds
 
 
 def _without_content(overrides: Sequence[str], folder: str) -> list[str]:

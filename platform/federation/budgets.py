@@ -1,7 +1,10 @@
 """Client budgets: the share of its tier's budget that a client has in a round, by a built-in rule or the user's own."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,6 +13,9 @@ from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, is_im
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import component_specs
 from fedloom.tiers.budgets import Budget, ScheduleBudget, StaticBudget, TraceBudget, make_budget
+
+if TYPE_CHECKING:
+    from fedloom.platform.federation.world import World
 
 BUDGETS: Registry[Callable[[int, np.random.Generator], float]] = Registry(
     "budget", {"static": StaticBudget, "schedule": ScheduleBudget, "trace": TraceBudget}, ("round", "rng")
@@ -47,3 +53,10 @@ def configured_budget(config: BudgetConfig) -> Budget:
     for round_ in range(2):
         own.factor(round_, stream(0, "trial", round_))
     return own
+
+
+def training_budget(world: World, client_id: int, stage: str, round_: int) -> float:
+    """The largest cost of an architecture for the client in this round, at least the cost of the cheapest one."""
+    rng = stream(world.config.seed_for("selection"), "budget", stage, round_, client_id)
+    share, table = world.budget.factor(round_, rng), world.costs_by_tier[int(world.tier_of_client[client_id])]
+    return max(world.tier(client_id).upper * share, table.cost(world.space.cheapest(table)))

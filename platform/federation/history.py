@@ -45,15 +45,16 @@ History = Mapping[int, ClientRecord]
 _FIELDS = tuple(f.name for f in fields(ClientRecord))
 
 
-def with_results(history: History, round_: int, results: Iterable[ClientResult]) -> dict[int, ClientRecord]:
-    """The history after a round."""
-    after = dict(history)
+def recorded(values: Mapping[str, list[Any]], round_: int, results: Iterable[ClientResult]) -> dict[str, list[Any]]:
+    """The history's JSON values after a round, in which the records of its clients alone are changed."""
+    after = dict(values)
     for result in results:
         if result.client_id is None:
             continue
-        before = after.get(result.client_id, ClientRecord())
+        key = str(result.client_id)
+        before = unpacked({key: after[key]})[result.client_id] if key in after else ClientRecord()
         planned = replace(before, participations=before.participations + 1, last_round=round_)
-        after[result.client_id] = _answered(planned, result) if result.status == "ok" else planned
+        after |= packed({result.client_id: _answered(planned, result) if result.status == "ok" else planned})
     return after
 
 

@@ -17,7 +17,6 @@ from fedloom.platform.clients.objectives import OBJECTIVES, MaskedClasses
 from fedloom.platform.clients.sealing import SecurePlan
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.accounting import accounting, epsilon, mechanism, with_round
-from fedloom.platform.federation.planning import in_plan_order
 from fedloom.platform.federation.selection import selection_traits
 from fedloom.platform.federation.training_config import SPENT, cohort_size
 from fedloom.platform.seeding import stream, torch_stream
@@ -26,11 +25,10 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from fedloom.platform.algorithm import Plan, RoundResult, RunState
     from fedloom.platform.averaging.average import Averaged
     from fedloom.platform.clients.assignments import Task
     from fedloom.platform.clients.networks import Countable
-    from fedloom.platform.federation.stage import Plan, RoundResult
-    from fedloom.platform.federation.state import RunState
     from fedloom.platform.federation.training_config import PrivacyConfig, Rules, TrainingConfig
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.slices import SliceMap
@@ -214,5 +212,5 @@ class PrivateRounds:
         for index in range(EXPECTED_FROM):
             rng = stream(self.world.config.seed_for("selection"), "expected", self.stage, index)
             drawn = rng.choice(self.eligible, size=min(self.size, len(self.eligible)), replace=False)
-            ordered = tuple(in_plan_order(self.world, tuple(drawn.tolist())))
+            ordered = tuple(self.world.in_plan_order(tuple(drawn.tolist())))
             yield [(task.network.held(self.world.space), task.share) for task in tasks_of(index, ordered)]

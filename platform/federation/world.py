@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fedloom.platform.clients.worker import WorkerSpec
     from fedloom.platform.data.federated import FederatedData
     from fedloom.platform.federation.config import RunConfig
@@ -53,6 +55,10 @@ class World:
         """The ids of all clients, ascending."""
         # Without tasks the array that is there: there may be a hundred million clients.
         return np.arange(self.num_clients) if self.tasks.names else self.eligible_by_tier[0]
+
+    def in_plan_order(self, client_ids: Iterable[int]) -> tuple[int, ...]:
+        """The clients sorted by tier, then by id: the order of chunks, which do not mix tiers, and of summation."""
+        return tuple(sorted(client_ids, key=lambda c: (int(self.tier_of_client[c]), c)))
 
     def tier(self, client_id: int) -> Tier:
         """A client's tier."""

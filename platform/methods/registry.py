@@ -5,9 +5,8 @@ from dataclasses import fields, is_dataclass
 from inspect import signature
 from typing import Any, get_args
 
-from fedloom.platform.federation.stage import Stage
+from fedloom.platform.algorithm import Kind, Method, Own, SharedTraining, Stage
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Kind, Method, Own, SharedTraining
 from fedloom.platform.plugins import PluginError, Shipped, an, blaming, is_import_path, resolve
 from fedloom.platform.results.tables import TABLES
 from fedloom.platform.settings import check_settings
@@ -58,7 +57,7 @@ def find_method(name: str) -> Method:
     if not isinstance(found, Method):
         raise PluginError(
             f"method {name!r} is {an(type(found).__name__)}: give the import path of a Method, see "
-            "fedloom.platform.methods.method"
+            "fedloom.platform.algorithm"
         )
     if is_import_path(name):
         _check(name, found)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from fedloom.platform.algorithm import Plan, RoundResult, RoundUpdate, RunState, Stage, TrainingStage
 from fedloom.platform.clients.assignments import AccountableTask, Assignment, ClientResult
 from fedloom.platform.clients.execution import (
     Chunk,
@@ -17,8 +18,6 @@ from fedloom.platform.clients.execution import (
 )
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.forecast import macs_left
-from fedloom.platform.federation.stage import Plan, RoundResult, RoundUpdate, Stage
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.bag import Bag
 from fedloom.platform.spaces.slices import Weights
@@ -87,10 +86,23 @@ def dry_stages(stages: Sequence[Stage]) -> list[Stage]:
 
     Raises ValueError if there is none.
     """
-    dry: list[Stage] = [DryStage(stage) for stage in stages if stage.countable]
+    dry: list[Stage] = [DryStage(stage) for stage in stages if is_countable(stage)]
     if not dry:
         raise ValueError("dry_run=true: this method has no stage that can be counted without training")
     return dry
+
+
+def is_countable(stage: Stage) -> bool:
+    """Whether a stage starts from fresh weights and its clients' tasks can count their costs, which a plan tells."""
+    if not isinstance(stage, TrainingStage):
+        return False
+    try:
+        state = stage.begin(RunState())
+    except KeyError:  # it starts from the result of an earlier stage
+        return False
+    if stage.rounds_left(state) <= 0:
+        return False
+    return all(isinstance(a.task, AccountableTask) for a in stage.plan(state).assignments if a.client_id is not None)
 
 
 def dry_executor(world: World) -> DryExecutor:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from fedloom.platform.algorithm import RunState, Stage
 from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
@@ -20,8 +21,6 @@ from fedloom.platform.federation.event_files import FOLDER as EVENTS
 from fedloom.platform.federation.event_files import EventFiles, Events, NoEvents, check_event_files
 from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, Loop, RoundProgress, RunFailedError
 from fedloom.platform.federation.recorder import Recorder, restored_state, save_state
-from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.without_effect import keys_without_effect
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages, check_space, shared_training

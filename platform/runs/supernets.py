@@ -15,10 +15,10 @@ from uuid import uuid4
 
 import torch
 
+from fedloom.platform.algorithm import RunState
 from fedloom.platform.data.artefact import atomic_folder, hash_of
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.recorder import restored_state, save_state
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import shared_training
 from fedloom.platform.results.checkpoint import differences, load_checkpoint

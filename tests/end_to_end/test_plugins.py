@@ -19,12 +19,11 @@ from fedloom.actors.address import LOOPBACK_SWITCH
 from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.override_texts import override_text
+from fedloom.platform.algorithm import RunState, from_generator
 from fedloom.platform.clients.local_rules import STATE
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.recorder import restored_state
-from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import from_generator
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run

@@ -7,19 +7,17 @@ in the end             every silo's network is scored on the silo's own test dat
 
 from dataclasses import dataclass, field, replace
 
+from fedloom.platform.algorithm import Method, Round, Stage, to_all
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import client_samples, train_network, trained_outcome, update_of
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import Round, Slots, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.personal import Personal, begun
 from fedloom.platform.methods.silo.scoring import ScoreOwn
-from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silo_stages import SiloTraining
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, fresh_subnet, only
 from fedloom.platform.spaces.slices import Weights
 
@@ -66,8 +64,14 @@ def stages(config: FedPerConfig, world: World) -> list[Stage]:
     def client(round_: Round) -> TrainFedPer:
         return TrainFedPer(subnet, round_.local, rules, train.use_validation)
 
-    slots = Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))
-    return silo_stages(world, train, rules, slots, config.name, lambda _state: ScoreOwn(subnet))
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
+        initial=fresh_subnet(world, subnet),
+        tasks=to_all(client),
+        test=lambda _state: ScoreOwn(subnet),
+    )
+    return training.and_evaluation()
 
 
 METHOD = Method(FedPerConfig, stages, kind="silos", own="model", lacks=("candidates", "models"))

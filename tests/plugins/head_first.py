@@ -9,16 +9,14 @@ from typing import Annotated
 
 from torch import Tensor
 
+from fedloom.platform.algorithm import Initial, Method, Round, Stage, TrainingStage, from_generator, to_all
 from fedloom.platform.clients.local_rules import LocalClient
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import Correction
-from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import Round, Slots, TrainingStage, from_generator, to_all
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
 from fedloom.platform.settings import ONE_OR_MORE, SHARE
 
@@ -52,18 +50,19 @@ def stages(config: HeadFirstConfig, world: World) -> list[Stage]:
     head = replace(config.train, rounds=config.head_rounds, local_rule=f"{__name__}:only_the_head")
     whole = replace(config.train, lr=config.shrink * config.train.lr)
     fresh = from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), BODY)
-    training = []
-    for name, part, initial in ((BODY, head, fresh), (WHOLE, whole, lambda state: state.weights(BODY))):
+
+    def client(round_: Round) -> Train:
+        return Train(subnet, round_.local, round_.rules.weighting, rule=round_.rules.local)
+
+    def training(name: str, part: TrainingConfig, initial: Initial) -> TrainingStage:
         check_training(part, "method.train", world.num_clients)
-        rules, scored = rules_of(part, "method.train"), [ScoreSubnet(subnet, name, "validation")]
+        rules, score = rules_of(part, "method.train"), [ScoreSubnet(subnet, name, "validation")]
+        start = {"initial": initial, "tasks": to_all(client)}
+        return TrainingStage(world, part, rules, name=name, bag=name, score=lambda _state: score, **start)
 
-        def client(round_: Round, rules=rules) -> Train:
-            return Train(subnet, round_.local, rules.weighting, rule=rules.local)
-
-        slots = Slots(initial, to_all(client), score=lambda _state, scored=scored: scored)
-        training.append(TrainingStage(world, part, rules, slots, name=name, bag=name))
+    sequence = [training(BODY, head, fresh), training(WHOLE, whole, lambda state: state.weights(BODY))]
     job = EvaluationJob("", WHOLE, subnet, WHOLE, everybody(world), kept=WHOLE)
-    return [*training, EvaluationStage(world, config.evaluation, lambda _state: [job])]
+    return [*sequence, EvaluationStage(world, config.evaluation, lambda _state: [job])]
 
 
 METHOD = Method(HeadFirstConfig, stages, kind="shared", lacks=("candidates",))

@@ -11,14 +11,13 @@ import pandas as pd
 import pytest
 import torch
 
+from fedloom.platform.algorithm import Plan, RoundResult, RoundUpdate, RunState, Stage
 from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import Loop, merge_chunks
 from fedloom.platform.federation.recorder import Record, Recorder
-from fedloom.platform.federation.stage import Plan, RoundResult, RoundUpdate, Stage
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import ElasticTrainingConfig, SuperFedNASConfig
 from fedloom.platform.methods.registry import build_stages

@@ -160,7 +160,7 @@ def test_a_dry_run_needs_no_workers(elastic_config: Make, tmp_path: Path) -> Non
 def test_a_dry_run_without_anything_to_count_is_refused(
     elastic_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.platform.federation.training.TrainingStage.countable", False)
+    monkeypatch.setattr("fedloom.platform.runs.dry_run.is_countable", lambda _stage: False)
     with pytest.raises(ValueError, match="dry_run=true: this method has no stage that can be counted"):
         run(elastic_config(dry_run=True), tmp_path / "dry")
     assert not (tmp_path / "dry" / "runs").exists()

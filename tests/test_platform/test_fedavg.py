@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform.averaging.average import Update, WeightedSums, average
+from fedloom.platform.algorithm import Plan, RunState, TrainingStage
+from fedloom.platform.averaging.average import Update, average
 from fedloom.platform.clients.assignments import ClientResult, Measurement
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
@@ -19,9 +20,6 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.history import unpacked
 from fedloom.platform.federation.loop import RunFailedError
 from fedloom.platform.federation.selection import Choice
-from fedloom.platform.federation.stage import Plan, RoundResult
-from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import TrainingStage
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
@@ -144,8 +142,8 @@ def test_a_model_at_chance_whose_clients_are_not_is_warned_of_once(
         """The number of warnings so far."""
         score = Measurement("fedavg", "0-1-2", "validation", "accuracy", model, 32)
         reports = [ClientResult(client_id=0, tier="tier1", metric=clients, samples=10), ClientResult(tier="server")]
-        result = RoundResult(WeightedSums(), [reports[0], replace(reports[1], measurements=(score,))])
-        stage._compare_statistics(index, result)
+        results = [reports[0], replace(reports[1], measurements=(score,))]
+        stage.warnings.looked_at(RunState(round=index), results)
         return len(caplog.messages)
 
     assert compared(4, 0.82, 0.10) == 0, "the first rounds say nothing"

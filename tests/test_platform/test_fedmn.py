@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedloom.platform.algorithm import SUPERNET, RunState, Stage
 from fedloom.platform.averaging.average import Update, WeightedSums, average
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import (
@@ -24,9 +25,6 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import merge_chunks
-from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.training_config import local_sgd, rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages

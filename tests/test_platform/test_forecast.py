@@ -7,15 +7,14 @@ from typing import Any, cast
 
 import pytest
 
+from fedloom.platform.algorithm import RunState, Stage
 from fedloom.platform.clients.execution import Chunk, ChunkResult, SerialExecutor, SharedWeights
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.forecast import Forecast, Left
 from fedloom.platform.federation.loop import RoundProgress
-from fedloom.platform.federation.planning import TRAINING
-from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.runs.run import Watcher, start_run
+from fedloom.tiers.devices import TRAINING_FACTOR
 
 S_PER_MAC = 1e-9
 
@@ -32,7 +31,9 @@ class MacClock:
         class Timed(SerialExecutor):
             def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
                 for result in super().run(chunks, weights):
-                    macs = sum(report.macs * (TRAINING if report.steps else 1.0) for report in result.client_results)
+                    macs = sum(
+                        report.macs * (TRAINING_FACTOR if report.steps else 1.0) for report in result.client_results
+                    )
                     clock.now_s += S_PER_MAC * macs
                     yield result
 

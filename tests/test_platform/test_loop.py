@@ -10,6 +10,16 @@ import pandas as pd
 import pytest
 import torch
 
+from fedloom.platform.algorithm import (
+    Plan,
+    PostRoundEvaluation,
+    RoundResult,
+    RoundUpdate,
+    Row,
+    RunState,
+    Stage,
+    evaluation_rows,
+)
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import (
     Assignment,
@@ -21,16 +31,6 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig
 from fedloom.platform.federation.loop import InterruptedRunError, Loop, RoundProgress, round_row
 from fedloom.platform.federation.recorder import Recorder, restored_state
-from fedloom.platform.federation.stage import (
-    Plan,
-    PostRoundEvaluation,
-    RoundResult,
-    RoundUpdate,
-    Row,
-    Stage,
-    evaluation_rows,
-)
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import StatusFile

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
+from fedloom.platform.algorithm import Plan, PostRoundEvaluation, RoundResult, RoundUpdate, RunState, Stage
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import (
     Assignment,
@@ -30,8 +31,6 @@ from fedloom.platform.federation import recorder as recorder_module
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, FailuresConfig
 from fedloom.platform.federation.loop import InterruptedRunError, Loop, RunFailedError
 from fedloom.platform.federation.recorder import Recorder, restored_state
-from fedloom.platform.federation.stage import Plan, PostRoundEvaluation, RoundResult, RoundUpdate, Stage
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from fedloom.platform.algorithm import RunState
 from fedloom.platform.clients.training import Score
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.fednas import FedNasConfig
 from fedloom.platform.methods.silo.fedpnas import FedPnasConfig

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from fedloom.platform.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered.random_nas import RandomNasConfig, drawn

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from fedloom.platform.clients.assignments import ClientResult
-from fedloom.platform.federation.history import ClientRecord, History, packed, unpacked, with_results
+from fedloom.platform.federation.history import ClientRecord, History, packed, recorded, unpacked
 from fedloom.platform.federation.selection import (
     DRAWS_PER_CLIENT,
     SELECTION_RULES,
@@ -168,10 +168,11 @@ def test_the_history_holds_those_that_took_part() -> None:
         report(5, "failed"),
         report(None, loss=9.0),
     ]
-    history = with_results({}, 0, first)
+    history = unpacked(recorded({}, 0, first))
     assert history == {3: ClientRecord(1, 1, 0, 2.0, 2.5, 40, 7.0, answered=0), 5: ClientRecord(1, 0, 0)}
     # Who does not answer is remembered as asked; what it said before stays.
-    again = with_results(history, 4, [report(3, "timed_out", loss=1.0, samples=1), report(5, loss=0.5, samples=8)])
+    later = [report(3, "timed_out", loss=1.0, samples=1), report(5, loss=0.5, samples=8)]
+    again = unpacked(recorded(packed(history), 4, later))
     assert again == {
         3: ClientRecord(2, 1, 4, 2.0, 2.5, 40, 7.0, answered=0),
         5: ClientRecord(2, 1, 4, 0.5, None, 8, 0.0, answered=4),

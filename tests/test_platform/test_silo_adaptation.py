@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.platform.algorithm import RunState
 from fedloom.platform.clients.assignments import (
     Assignment,
     ClientResult,
@@ -26,7 +27,6 @@ from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, eval
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo import knn_per

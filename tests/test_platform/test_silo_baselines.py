@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.platform.algorithm import RunState
 from fedloom.platform.clients.assignments import (
     Assignment,
     ClientResult,
@@ -23,7 +24,6 @@ from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, endl
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages

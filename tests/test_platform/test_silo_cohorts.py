@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fedloom.platform.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.fednas import FedNasConfig
 from fedloom.platform.methods.silo.fedpnas import FedPnasConfig

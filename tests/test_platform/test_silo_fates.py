@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fedloom.platform.runs.run as run_module
+from fedloom.platform.algorithm import RunState
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import SerialExecutor
@@ -21,7 +22,6 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, FailuresConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.loop import InterruptedRunError, RunFailedError
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.gains import GainConfig
 from fedloom.platform.methods.silo.personal import unpacked

@@ -9,14 +9,13 @@ import pandas as pd
 import pytest
 import torch
 
+from fedloom.platform.algorithm import RunState, Stage
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, LocalSGD, Score, evaluate, train_locally
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo import crossed as crossed_task

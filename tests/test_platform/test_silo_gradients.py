@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.platform.algorithm import Plan, RoundResult, RunState
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.networks import Network
@@ -20,8 +21,6 @@ from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, endl
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.stage import Plan, RoundResult
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages

@@ -7,9 +7,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from fedloom.platform.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo.ditto import DittoConfig

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedloom.platform.algorithm import RoundResult, RunState
 from fedloom.platform.clients import together
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
@@ -24,8 +25,6 @@ from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import merge_chunks
-from fedloom.platform.federation.stage import RoundResult
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedloom.platform.algorithm import RunState
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
@@ -16,7 +17,6 @@ from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.shrinking import Shrinking
 from fedloom.platform.methods.elastic.superfednas import ShrinkingConfig, bag_of

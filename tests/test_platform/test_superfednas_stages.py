@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedloom.platform.algorithm import Plan, RoundResult, RunState
 from fedloom.platform.averaging.average import average
 from fedloom.platform.averaging.shares import SharesConfig
 from fedloom.platform.clients.networks import Subnet
@@ -17,8 +18,6 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import merge_chunks
-from fedloom.platform.federation.stage import Plan, RoundResult
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import DistributionConfig, ElasticTrainingConfig, ShrinkingConfig
 from fedloom.platform.methods.registry import build_stages

@@ -11,10 +11,10 @@ import pytest
 
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.budgets import training_budget
 from fedloom.platform.federation.building import build_world, split_into_tiers
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.distribution import Distribution, random
-from fedloom.platform.federation.planning import training_budget
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import SEARCHED
 from fedloom.platform.methods.stages.supernet_search import search_supernet

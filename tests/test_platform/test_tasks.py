@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from fedloom.platform.algorithm import RunState
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import BudgetConfig, RunConfig, TiersConfig
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered.fedavg import FedAvgConfig

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from fedloom.platform.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, RunConfig, TiersConfig
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.stages.tier_search import TierSearchStage, winner_of

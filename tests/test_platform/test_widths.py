@@ -12,6 +12,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedloom.platform.algorithm import RunState
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.distillation import Taught
@@ -22,7 +23,6 @@ from fedloom.platform.clients.training import LocalSGD, estimate_statistics
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import ObjectiveConfig, RunConfig, TiersConfig
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages, check_space

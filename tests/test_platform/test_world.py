@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedloom.platform.algorithm import Plan, RunState, choose_cohort, for_client
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.federation.budgets import training_budget
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import BudgetConfig, DevicesConfig, RunConfig, SeedsConfig, TiersConfig
-from fedloom.platform.federation.planning import assign, choose_cohort, in_plan_order, training_budget
 from fedloom.platform.federation.selection import Cohort
-from fedloom.platform.federation.stage import Plan
-from fedloom.platform.federation.state import RunState
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tiered.fedoras import Paths
@@ -65,7 +64,7 @@ def test_shares_are_exact_and_everyone_above_is_eligible(tiny_config: Make) -> N
 def test_an_explicit_list_of_tiers(tiny_config: Make) -> None:
     world = build_world(tiny_config(tiers=tiers(clients=[1, 0, 0, 0, 1, 0, 0, 0])))
     assert world.eligible_by_tier[1].tolist() == [0, 4]
-    assert in_plan_order(world, (0, 1, 3, 4)) == [1, 3, 0, 4]
+    assert world.in_plan_order((0, 1, 3, 4)) == (1, 3, 0, 4)
 
 
 def test_explicit_bounds(tiny_config: Make) -> None:
@@ -176,7 +175,7 @@ def test_dropouts_follow_their_probability_and_are_the_same_every_time(tiny_conf
 
     def dropped(round_: int) -> list[bool]:
         cohort = Cohort(tuple(range(8)), 1.0, "all")
-        return [bool(assign(world, "supernet", round_, cohort, c, TASK).dropped) for c in cohort.client_ids]
+        return [bool(for_client(world, "supernet", round_, cohort, c, TASK).dropped) for c in cohort.client_ids]
 
     drops = [dropped(r) for r in range(100)]
     assert 0.25 < np.mean(drops) < 0.35
@@ -186,7 +185,7 @@ def test_dropouts_follow_their_probability_and_are_the_same_every_time(tiny_conf
 def test_an_assignment_says_who_where_and_why(tiny_config: Make) -> None:
     world = build_world(tiny_config(devices=DevicesConfig(deadline_s=9.0)))
     cohort = cohort_of(world, 3, 4)
-    assignment = assign(world, "supernet", 3, cohort, cohort.client_ids[0], TASK)
+    assignment = for_client(world, "supernet", 3, cohort, cohort.client_ids[0], TASK)
     assert (assignment.stage, assignment.round, assignment.client_id) == ("supernet", 3, cohort.client_ids[0])
     assert (assignment.selection_probability, assignment.selection_reason) == (0.5, "uniform")
     assert (assignment.deadline_s, assignment.dropped) == (9.0, "")

@@ -18,10 +18,27 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from fedloom.platform.algorithm import (
+    SUPERNET,
+    KeptModel,
+    Method,
+    Plan,
+    Round,
+    RoundResult,
+    RoundTasks,
+    RunState,
+    SharedTraining,
+    Stage,
+    TrainingStage,
+    fresh_supernet,
+    from_generator,
+    to_all,
+)
 from fedloom.platform.averaging.shares import SHARES_RULES, SharesConfig, Sharing, check_shares, shares_of
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
+from fedloom.platform.federation.budgets import training_budget
 from fedloom.platform.federation.distribution import (
     FEWEST_FOR_SANDWICH,
     HEURISTICS,
@@ -33,23 +50,9 @@ from fedloom.platform.federation.distribution import (
     count_served,
     distribute,
 )
-from fedloom.platform.federation.planning import training_budget
-from fedloom.platform.federation.stage import KeptModel, Plan, RoundResult, Stage
-from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import (
-    SUPERNET,
-    Round,
-    Slots,
-    Tasks,
-    TrainingStage,
-    fresh_supernet,
-    from_generator,
-    to_all,
-)
 from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, cohort_size, rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.shrinking import FEWEST_OF_SANDWICH, Shrinking
-from fedloom.platform.methods.method import Method, SharedTraining
 from fedloom.platform.methods.stages.evaluation import (
     EvaluationConfig,
     EvaluationJob,
@@ -196,7 +199,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         check_heuristic(heuristic, given(0, tuple(range(clients)), {}))
         check_shares(shares_rule, config.shares, clients)
 
-    def give(round_: Round) -> Tasks:
+    def give(round_: Round) -> RoundTasks:
         client_ids, served = tuple(sorted(round_.client_ids)), round_.state.data[SERVED]
         subnets = distribute(heuristic, given(round_.index, client_ids, served))
         architectures = [subnets[client_id] for client_id in round_.client_ids]
@@ -206,7 +209,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
             Train(Subnet(architecture), round_.local, rules.weighting, share, rules.local)
             for architecture, share in zip(architectures, shares.values, strict=True)
         ]
-        return Tasks(tasks, shares.schedules)
+        return RoundTasks(tasks, shares.schedules)
 
     def whole(round_: Round) -> Train:
         widest = round_.index < config.shrinking.depth_share * config.rounds
@@ -221,16 +224,17 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
     evaluated = [Subnet(world.architecture(text, "method.train.evaluate")) for text in config.evaluate]
     if evaluated and config.evaluate_every:
         check_statistics(world)
-    slots = Slots(
+    return TrainingStage(
+        *(world, config, rules),
+        name=SUPERNET,
         initial=fresh_supernet(world),
-        assign=give if slices else to_all(whole),
+        tasks=give if slices else to_all(whole),
         score=lambda _state: [ScoreSubnet(subnet, SUPERNET, "validation") for subnet in evaluated],
         after=after,
         # Any subnet can later be sliced from the stored supernet, without training.
         keep=lambda state: [_kept(world, state, SUPERNET, space.largest)],
         data={SERVED: {}},
     )
-    return TrainingStage(world, config, rules, slots, name=SUPERNET)
 
 
 def distribution_of(
@@ -252,14 +256,16 @@ def alone_stage(world: World, config: ElasticTrainingConfig, architecture: Archi
     """Trains one subnet from its own fresh weights (FedAvg, and the members of iFedAvg)."""
     bag, subnet = bag_of(architecture), Subnet(architecture, stand_alone=True)
     rules = rules_of(config, "method.train")
-    slots = Slots(
+    return TrainingStage(
+        *(world, config, rules),
+        name=f"{ALONE}/{architecture_id(architecture)}",
+        bag=bag,
         initial=from_generator(world, lambda g: world.space.initial_subnet_weights(architecture, g), bag),
-        assign=to_all(lambda round_: Train(subnet, round_.local, rules.weighting, rule=rules.local)),
+        tasks=to_all(lambda round_: Train(subnet, round_.local, rules.weighting, rule=rules.local)),
         macs=lambda _state: world.macs_table.cost(architecture),
         score=lambda _state: [ScoreSubnet(subnet, ALONE, "validation")],
         keep=lambda state: [_kept(world, state, bag, architecture)],
     )
-    return TrainingStage(world, config, rules, slots, name=f"{ALONE}/{architecture_id(architecture)}", bag=bag)
 
 
 def bag_of(architecture: Architecture) -> str:

@@ -6,6 +6,7 @@ Settings of SPIDER, App. B.1.
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
+from fedloom.platform.algorithm import Method, Round, Stage, to_all
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.networks import Subnet
@@ -13,14 +14,11 @@ from fedloom.platform.clients.scoring import PERSONAL
 from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import Round, Slots, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.personal import Personal, begun
 from fedloom.platform.methods.silo.scoring import ScoreOwn
-from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silo_stages import SiloTraining
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, fresh_subnet, pair_outcome
 from fedloom.platform.settings import NOT_EMPTY, ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Weights
@@ -79,8 +77,14 @@ def stages(config: DittoConfig, world: World) -> list[Stage]:
     def client(round_: Round) -> TrainDitto:
         return TrainDitto(subnet, round_.local, train.pull, rules, train.use_validation, round_.scored)
 
-    slots = Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))
-    return silo_stages(world, train, rules, slots, config.name, lambda _state: ScoreOwn(subnet))
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
+        initial=fresh_subnet(world, subnet),
+        tasks=to_all(client),
+        test=lambda _state: ScoreOwn(subnet),
+    )
+    return training.and_evaluation()
 
 
 METHOD = Method(DittoConfig, stages, kind="silos", own="model", lacks=("candidates", "models"))

@@ -19,6 +19,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from fedloom.platform.algorithm import SUPERNET, Method, Round, RunState, Stage, from_generator, to_all
 from fedloom.platform.clients.assignments import (
     Assignment,
     ClientResult,
@@ -37,12 +38,8 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import SUPERNET, Round, Slots, from_generator, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.router import (
     PREFIX,
     Router,
@@ -54,7 +51,7 @@ from fedloom.platform.methods.silo.router import (
     straight_through,
 )
 from fedloom.platform.methods.silo.scoring import adapted_outcome
-from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silo_stages import SiloTraining
 from fedloom.platform.methods.silo.silos import AdaptationConfig, SiloTrainingConfig, adaptation, checked_silos
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import POSITIVE, ZERO_OR_MORE
@@ -205,18 +202,22 @@ def stages(config: FedMnConfig, world: World) -> list[Stage]:
         return TrainModular(round_.local, train.router_lr, train.temperature, rules, joined, scored)
 
     router = frozenset(initial_router(space, classes, torch.Generator()))
-    slots = Slots(
-        initial=from_generator(world, initial, SUPERNET),
-        assign=to_all(client),
-        parameters=space.parameter_names | router,
-    )
     task = ScoreModular(adaptation(world, config.adapt, train), train.use_validation)
 
     def adapted(state: RunState) -> bool:
         """The paper's accuracies are those of the second phase."""
         return state.round >= train.pretraining_rounds
 
-    return silo_stages(world, train, rules, slots, config.name, lambda _state: task, ready=adapted)
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
+        initial=from_generator(world, initial, SUPERNET),
+        tasks=to_all(client),
+        parameters=space.parameter_names | router,
+        test=lambda _state: task,
+        ready=adapted,
+    )
+    return training.and_evaluation()
 
 
 METHOD = Method(FedMnConfig, stages, kind="silos", lacks=("candidates", "models"), needs=summing_options)

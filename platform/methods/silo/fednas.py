@@ -8,6 +8,17 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from fedloom.platform.algorithm import (
+    SUPERNET,
+    Method,
+    Plan,
+    Round,
+    RoundResult,
+    RoundTasks,
+    RunState,
+    Stage,
+    fresh_supernet,
+)
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.trainer import (
@@ -20,18 +31,14 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.stage import Plan, RoundResult, Stage
-from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import SUPERNET, Round, Slots, Tasks, fresh_supernet
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.personal import ALPHAS, Personal
 from fedloom.platform.methods.silo.perturbation import is_settled
 from fedloom.platform.methods.silo.scoring import ScoreShared
 from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, check_target, only_by, searched_space
 from fedloom.platform.methods.silo.searchers import Milenas, chosen, first_alphas, own_network
-from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silo_stages import SiloTraining
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
 from fedloom.platform.methods.silo.whole_federation import KEPT, kept_of, restricted_bag, train_kept
 from fedloom.platform.spaces.capabilities import with_cells
@@ -84,11 +91,11 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
     def initial(state: RunState) -> dict[str, Tensor]:
         return {**(fresh(state) or {}), ALPHAS: first_alphas(space)}
 
-    def give(round_: Round) -> Tasks:
+    def give(round_: Round) -> RoundTasks:
         if ALPHAS not in round_.state.weights(SUPERNET):
             return fedavg(round_)
         task: Task = TrainMixed(kept_of(round_.state), round_.local, milenas, rules, round_.scored)
-        return Tasks([task] * len(round_.client_ids))
+        return RoundTasks([task] * len(round_.client_ids))
 
     def choose(state: RunState, _plan: Plan, _result: RoundResult) -> RunState:
         """Chooses the largest parameters after the last round of the search, or of the training if that is earlier."""
@@ -99,21 +106,24 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
             state.with_data(KEPT, subspace_id(chosen(space, alphas, kept_of(state), search.max_macs))), space
         )
 
-    slots = Slots(
-        initial=initial,
-        assign=give,
-        after=choose,
-        parameters=world.space.parameter_names | {ALPHAS},
-        data={KEPT: subspace_id(space.largest_subspace)},
-    )
-
     def score(state: RunState) -> Task:
         return ScoreShared(MixedNetwork(kept_of(state)))
 
     def has_chosen(state: RunState) -> bool:
         return ALPHAS not in state.weights(SUPERNET)
 
-    return silo_stages(world, train, rules, slots, config.name, score, ready=has_chosen)
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
+        initial=initial,
+        tasks=give,
+        after=choose,
+        parameters=world.space.parameter_names | {ALPHAS},
+        data={KEPT: subspace_id(space.largest_subspace)},
+        test=score,
+        ready=has_chosen,
+    )
+    return training.and_evaluation()
 
 
 METHOD = Method(FedNasConfig, stages, kind="silos", lacks=("candidates", "models"), needs=with_cells)

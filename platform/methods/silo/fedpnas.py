@@ -13,6 +13,7 @@ from typing import Annotated, cast
 
 from torch import Tensor
 
+from fedloom.platform.algorithm import Method, Round, Stage, fresh_supernet, to_all
 from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.scoring import PERSONAL, own_test_data, score_network
@@ -25,17 +26,14 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import Round, Slots, fresh_supernet, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.masking import Perturbation
 from fedloom.platform.methods.silo.personal import Personal, Searched, begun, restricted
 from fedloom.platform.methods.silo.scoring import final_measurements, scored_outcome
 from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, check_target, only_by, searched_space
 from fedloom.platform.methods.silo.searchers import searcher_of
-from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silo_stages import SiloTraining
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, only, participation
 from fedloom.platform.settings import UP_TO_A_THOUSAND
 from fedloom.platform.spaces.capabilities import HasCells, HasSubspaces, with_cells
@@ -191,8 +189,14 @@ def stages(config: FedPnasConfig, world: World) -> list[Stage]:
         assert isinstance(searcher, Perturbation), "checked before"
         return TrainSplit(round_.local, searcher, base_cells, rules, round_.scored, train.use_validation)
 
-    slots = Slots(initial=fresh_supernet(world), assign=to_all(client))
-    return silo_stages(world, train, rules, slots, config.name, lambda _state: ScoreSplit(base_cells))
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
+        initial=fresh_supernet(world),
+        tasks=to_all(client),
+        test=lambda _state: ScoreSplit(base_cells),
+    )
+    return training.and_evaluation()
 
 
 METHOD = Method(FedPnasConfig, stages, kind="silos", own="cells", lacks=("candidates", "models"), needs=with_cells)

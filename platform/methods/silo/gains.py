@@ -5,10 +5,8 @@ from typing import Annotated
 
 import numpy as np
 
-from fedloom.platform.federation.planning import TRAINING, expected_macs
-from fedloom.platform.federation.stage import Plan
-from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import SUPERNET
+from fedloom.platform.algorithm import SUPERNET, Plan, RunState
+from fedloom.platform.federation.forecast import expected_macs
 from fedloom.platform.federation.training_config import augmentation_of, local_sgd
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.crossed import (
@@ -24,6 +22,7 @@ from fedloom.platform.methods.silo.silos import SiloTrainingConfig, check_valida
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation, as_measured
 from fedloom.platform.settings import POSITIVE, OneOf, Range
 from fedloom.platform.spaces.capabilities import HasSubspaces
+from fedloom.tiers.devices import TRAINING_FACTOR
 
 
 @dataclass
@@ -86,7 +85,7 @@ class GainStage(ClientEvaluation):
         samples = data.sizes("train") + (0 if self.config.epoch == BY_VALIDATION else data.sizes("validation"))
         remaining = silos[state.round :]
         times = len(remaining) - (not self.config.tune_own) * np.isin(silos, remaining)
-        return float(times @ samples[silos]) * self.config.epochs * TRAINING * expected_macs(self.world)
+        return float(times @ samples[silos]) * self.config.epochs * TRAINING_FACTOR * expected_macs(self.world)
 
     def plan(self, state: RunState) -> Plan:
         """Trains the architecture of silo `state.round` on the data of every silo."""

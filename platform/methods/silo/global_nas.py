@@ -7,20 +7,17 @@ in every round: all silos train the remaining operators of the supernet (FedAvg)
 
 from dataclasses import dataclass, field
 
+from fedloom.platform.algorithm import Method, Plan, RoundResult, RunState, Stage, fresh_supernet
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.stage import Plan, RoundResult, Stage
-from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import Slots, fresh_supernet
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.masking import Perturbation
 from fedloom.platform.methods.silo.perturbation import is_settled
 from fedloom.platform.methods.silo.scoring import ScoreShared
 from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, check_target, only_by, searched_space
 from fedloom.platform.methods.silo.searchers import searcher_of
-from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silo_stages import SiloTraining
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos
 from fedloom.platform.methods.silo.whole_federation import KEPT, kept_of, restricted_bag, train_kept
 from fedloom.platform.spaces.capabilities import with_cells
@@ -74,14 +71,17 @@ def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
         decided = [r.subspace for r in result.client_results if r.client_id is None and r.subspace is not None]
         return restricted_bag(state.with_data(KEPT, decided[0]), space) if decided else state
 
-    slots = Slots(
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
         initial=fresh_supernet(world),
-        assign=train_kept(train, rules, settled),
+        tasks=train_kept(train, rules, settled),
         beside=decide,
         after=take_over,
         data={KEPT: subspace_id(space.largest_subspace)},
+        test=lambda state: ScoreShared(MixedNetwork(kept_of(state))),
     )
-    return silo_stages(world, train, rules, slots, config.name, lambda state: ScoreShared(MixedNetwork(kept_of(state))))
+    return training.and_evaluation()
 
 
 METHOD = Method(GlobalNasConfig, stages, kind="silos", lacks=("candidates", "models"), needs=with_cells)

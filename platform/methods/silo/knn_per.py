@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.platform.algorithm import Method, Stage
 from fedloom.platform.clients.assignments import (
     Assignment,
     ClientResult,
@@ -24,12 +25,16 @@ from fedloom.platform.clients.scoring import GLOBAL, PERSONAL
 from fedloom.platform.clients.trainer import client_samples
 from fedloom.platform.clients.training import Samples, Score
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.scoring import final_measurements, scored_outcome
-from fedloom.platform.methods.silo.silo_stages import silo_stages
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig, check_validation, checked_silos, fedavg_slots
+from fedloom.platform.methods.silo.silo_stages import SiloTraining
+from fedloom.platform.methods.silo.silos import (
+    SiloTrainingConfig,
+    check_validation,
+    checked_silos,
+    fedavg_of,
+    fresh_subnet,
+)
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import NOT_EMPTY, POSITIVE, UP_TO_A_MILLION
 from fedloom.platform.spaces.slices import Weights
@@ -188,7 +193,14 @@ def stages(config: KnnPerConfig, world: World) -> list[Stage]:
         check_validation(world, "choose the mixing weight")
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
     task = ScoreNearest(subnet, config.neighbours, config.scale, train.use_validation)
-    return silo_stages(world, train, rules, fedavg_slots(world, train, rules, subnet), config.name, lambda _state: task)
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
+        initial=fresh_subnet(world, subnet),
+        tasks=fedavg_of(subnet, train),
+        test=lambda _state: task,
+    )
+    return training.and_evaluation()
 
 
 METHOD = Method(KnnPerConfig, stages, kind="silos", lacks=("candidates", "models"))

@@ -6,18 +6,18 @@ Settings of SPIDER, App. B.1.
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from fedloom.platform.algorithm import Method, Stage
 from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.federation.stage import Stage
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.scoring import AdaptAndScore
-from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silo_stages import SiloTraining
 from fedloom.platform.methods.silo.silos import (
     AdaptationConfig,
     SiloTrainingConfig,
     adaptation,
     checked_silos,
-    fedavg_slots,
+    fedavg_of,
+    fresh_subnet,
 )
 from fedloom.platform.settings import NOT_EMPTY
 
@@ -37,8 +37,14 @@ def stages(config: LocalAdaptationConfig, world: World) -> list[Stage]:
     train, rules = config.train, checked_silos(world, config.train)
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
     task = AdaptAndScore(subnet, adaptation(world, config.adapt, train), train.use_validation)
-    slots = fedavg_slots(world, train, rules, subnet)
-    return silo_stages(world, train, rules, slots, config.name, lambda _state: task)
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
+        initial=fresh_subnet(world, subnet),
+        tasks=fedavg_of(subnet, train),
+        test=lambda _state: task,
+    )
+    return training.and_evaluation()
 
 
 METHOD = Method(LocalAdaptationConfig, stages, kind="silos", lacks=("candidates", "models"))

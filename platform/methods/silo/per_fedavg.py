@@ -10,6 +10,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from fedloom.platform.algorithm import Method, Round, Stage, to_all
 from fedloom.platform.clients.assignments import Assignment, ClientResult, places_of
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
@@ -22,13 +23,10 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, endless_batches, gradient_of
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import Round, Slots, to_all
 from fedloom.platform.federation.training_config import EPOCHS, Rules, augmentation_of, local_sgd
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.scoring import AdaptAndScore
-from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silo_stages import SiloTraining
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, fresh_subnet
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import NOT_EMPTY, POSITIVE
@@ -137,9 +135,15 @@ def stages(config: PerFedAvgConfig, world: World) -> list[Stage]:
     def client(round_: Round) -> TrainMeta:
         return TrainMeta(subnet, round_.local, inner_lr, rules, train.use_validation, round_.scored)
 
-    slots = Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))
     task = AdaptAndScore(subnet, inner_steps(world, config.adapt, train, inner_lr), train.use_validation)
-    return silo_stages(world, train, rules, slots, config.name, lambda _state: task)
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
+        initial=fresh_subnet(world, subnet),
+        tasks=to_all(client),
+        test=lambda _state: task,
+    )
+    return training.and_evaluation()
 
 
 METHOD = Method(PerFedAvgConfig, stages, kind="silos", lacks=("candidates", "models"))

@@ -1,68 +1,47 @@
 """The stages of a cross-silo method: training, watched on test data if asked for, and the final evaluation."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
-from fedloom.platform.clients.assignments import Task
-from fedloom.platform.federation.stage import (
+from fedloom.platform.algorithm import (
     Plan,
     PostRoundEvaluation,
     RoundResult,
     RoundUpdate,
     Row,
+    RunState,
     Stage,
+    TrainingStage,
     evaluation_rows,
 )
-from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import Slots, TrainingStage
-from fedloom.platform.federation.training_config import Rules
-from fedloom.platform.federation.world import World
+from fedloom.platform.clients.assignments import Task
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation, as_measured
 
 WATCHED = "accuracy_while_training"
 """The metric of silos' test accuracies during training; a name of its own keeps them apart from final results."""
 
-Score = Callable[[RunState], Task]
-"""Returns the task that scores each silo's model on its test data."""
 
-
-def silo_stages(
-    world: World,
-    train: SiloTrainingConfig,
-    rules: Rules,
-    slots: Slots,
-    name: str,
-    score: Score,
-    *,
-    ready: Callable[[RunState], bool] = lambda _state: True,
-) -> list[Stage]:
-    """Training, and the evaluation of every silo's model by the task of `score`.
-
-    `ready` is whether there is a model to score before the end; a method may not have chosen one yet.
-    """
-    return [SiloTraining(world, train, rules, slots, name, score, ready), ClientEvaluation(world, score)]
-
-
+@dataclass(eq=False)
 class SiloTraining(TrainingStage):
     """A training stage that also measures the silos' test accuracies every `test_every` rounds and after the last.
 
     The papers report the best test accuracy of all rounds (SPIDER, App. B.1). It is measured after a round has ended,
     by tasks that return nothing but rows, so that no test datum can change what is trained, searched or chosen.
+
+    Attributes:
+        test: the task that scores each silo's model on its test data.
+        ready: whether there is a model to score before the end; a method may not have chosen one yet.
     """
 
-    def __init__(
-        self,
-        world: World,
-        train: SiloTrainingConfig,
-        rules: Rules,
-        slots: Slots,
-        name: str,
-        score: Score,
-        ready: Callable[[RunState], bool],
-    ) -> None:
-        super().__init__(world, train, rules, slots, name=name)
-        self.test_every, self.score, self.ready = train.test_every, score, ready
+    config: SiloTrainingConfig
+    _: KW_ONLY
+    test: Callable[[RunState], Task]
+    ready: Callable[[RunState], bool] = lambda _state: True
+
+    def and_evaluation(self) -> list[Stage]:
+        """This stage, and the evaluation of every silo's model."""
+        return [self, ClientEvaluation(self.world, self.test)]
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """The training stage's, with an evaluation by all silos where it is due."""
@@ -70,12 +49,13 @@ class SiloTraining(TrainingStage):
         if not (self._is_tested(state.round) and self.ready(merged.state)):
             return merged
         assert merged.evaluation is None, "silos' models are scored by the silos, not by the server"
-        planned = ClientEvaluation(self.world, self.score).planned(state.round, self.score(merged.state))
+        planned = ClientEvaluation(self.world, self.test).planned(state.round, self.test(merged.state))
         tests = [replace(a, stage=self.name) for a in as_measured(planned)]
         return replace(merged, evaluation=PostRoundEvaluation(Plan(tests, self.bag), _watched))
 
     def _is_tested(self, index: int) -> bool:
-        return self.test_every > 0 and (index % self.test_every == 0 or self._is_last(index))
+        every = self.config.test_every
+        return every > 0 and (index % every == 0 or self._is_last(index))
 
 
 def _watched(result: RoundResult) -> list[Row]:

@@ -9,12 +9,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+from fedloom.platform.algorithm import SUPERNET, Initial, Round, TasksOfRound, from_generator, to_all
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import ClientResult
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train, TrainedNetwork, trained_outcome, update_of
 from fedloom.platform.clients.training import LocalSGD, Samples
-from fedloom.platform.federation.training import SUPERNET, Initial, Round, Slots, from_generator, to_all
 from fedloom.platform.federation.training_config import (
     EPOCHS,
     SCHEDULE_NAMES,
@@ -134,17 +134,11 @@ def only(update: Update, names: Collection[str]) -> Update:
     )
 
 
-def fedavg_slots(world: World, train: SiloTrainingConfig, rules: Rules, subnet: Subnet) -> Slots:
+def fedavg_of(subnet: Subnet, train: SiloTrainingConfig) -> TasksOfRound:
     """FedAvg of one architecture over the silos, with no personal part."""
 
     def client(round_: Round) -> Train:
-        return Train(
-            subnet,
-            round_.local,
-            rules.weighting,
-            rule=rules.local,
-            joined=train.use_validation,
-            scored=round_.scored,
-        )
+        joined, rules = train.use_validation, round_.rules
+        return Train(subnet, round_.local, rules.weighting, rule=rules.local, joined=joined, scored=round_.scored)
 
-    return Slots(initial=fresh_subnet(world, subnet), assign=to_all(client))
+    return to_all(client)

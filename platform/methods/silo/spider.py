@@ -15,6 +15,7 @@ network starts from the first shared weights (`own_start`: from weights of its o
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
+from fedloom.platform.algorithm import Method, Round, Stage, fresh_supernet, to_all
 from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.mixed import MixedNetwork
@@ -22,17 +23,14 @@ from fedloom.platform.clients.scoring import PERSONAL
 from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.stage import Stage
-from fedloom.platform.federation.training import Round, Slots, fresh_supernet, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.silo.gains import GainConfig, GainStage, check_gains
 from fedloom.platform.methods.silo.personal import begun, under
 from fedloom.platform.methods.silo.scoring import ScoreOwn
 from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, check_target, searched_space
 from fedloom.platform.methods.silo.searchers import Searcher, own_network, searcher_of
-from fedloom.platform.methods.silo.silo_stages import silo_stages
+from fedloom.platform.methods.silo.silo_stages import SiloTraining
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, checked_silos, pair_outcome, participation
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import ZERO_OR_MORE
@@ -152,8 +150,14 @@ def stages(config: SpiderConfig, world: World) -> list[Stage]:
             train.own_start,
         )
 
-    slots = Slots(initial=fresh_supernet(world), assign=to_all(client))
-    sequence = silo_stages(world, train, rules, slots, config.name, lambda _state: ScoreOwn())
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
+        initial=fresh_supernet(world),
+        tasks=to_all(client),
+        test=lambda _state: ScoreOwn(),
+    )
+    sequence = training.and_evaluation()
     return [*sequence, GainStage(world, config.gains, train, space)] if config.gains.epochs else sequence
 
 

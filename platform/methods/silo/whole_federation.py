@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 
+from fedloom.platform.algorithm import SUPERNET, Round, RunState, TasksOfRound, to_all
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import SUPERNET, Assign, Round, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig
 from fedloom.platform.spaces.capabilities import HasSubspaces
@@ -26,7 +25,7 @@ def restricted_bag(state: RunState, space: HasSubspaces) -> RunState:
     return state.with_bag(SUPERNET, {name: weights[name] for name in space.subspace_slices(kept_of(state))})
 
 
-def train_kept(train: SiloTrainingConfig, rules: Rules, settled: Callable[[Subspace], bool]) -> Assign:
+def train_kept(train: SiloTrainingConfig, rules: Rules, settled: Callable[[Subspace], bool]) -> TasksOfRound:
     """FedAvg of the remaining operators, which trains also on validation data once the search has ended."""
 
     def client(round_: Round) -> Train:

@@ -8,18 +8,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from fedloom.platform.algorithm import (
+    SUPERNET,
+    KeptModel,
+    Plan,
+    RoundResult,
+    RoundUpdate,
+    Row,
+    Stage,
+    evaluation_rows,
+    for_client,
+    for_server,
+)
 from fedloom.platform.clients.assignments import SERVER, Assignment, Task
 from fedloom.platform.clients.scoring import ScoreSubnet
-from fedloom.platform.federation.planning import assign, evaluation_macs, for_server, in_plan_order
+from fedloom.platform.federation.forecast import evaluation_macs
 from fedloom.platform.federation.selection import Cohort
-from fedloom.platform.federation.stage import KeptModel, Plan, RoundResult, RoundUpdate, Row, Stage, evaluation_rows
-from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, extract
 
 if TYPE_CHECKING:
+    from fedloom.platform.algorithm import RunState
     from fedloom.platform.clients.networks import Subnet
-    from fedloom.platform.federation.state import RunState
     from fedloom.platform.federation.world import World
 
 
@@ -110,7 +120,7 @@ class EvaluationStage(Stage):
         ]
         own = job.client_ids[: self.config.clients_per_tier]
         cohort = Cohort(tuple(int(c) for c in own), 1.0, "all of the tier")
-        clients = [assign(self.world, self.name, state.round, cohort, c, on_test) for c in cohort.client_ids]
+        clients = [for_client(self.world, self.name, state.round, cohort, c, on_test) for c in cohort.client_ids]
         return Plan([*central, *as_measured(clients)], job.bag)
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
@@ -177,8 +187,8 @@ class ClientEvaluation(Stage):
     def planned(self, round_: int, task: Task) -> list[Assignment]:
         """The assignments of the task to all clients, in plan order."""
         cohort = Cohort(tuple(everybody(self.world)), 1.0, "all")
-        ordered = in_plan_order(self.world, cohort.client_ids)
-        return [assign(self.world, self.name, round_, cohort, c, task) for c in ordered]
+        ordered = self.world.in_plan_order(cohort.client_ids)
+        return [for_client(self.world, self.name, round_, cohort, c, task) for c in ordered]
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """Returns the clients' measurements; networks trained only to be scored are not stored."""

@@ -6,13 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fedloom.platform.algorithm import SUPERNET, Plan, RoundResult, RoundUpdate, Row, RunState, Stage, for_server
 from fedloom.platform.clients.assignments import SERVER, ClientResult, Task
 from fedloom.platform.clients.latency import MeasureLatency
 from fedloom.platform.clients.scoring import ScoreSubnets
-from fedloom.platform.federation.planning import expected_macs, for_server, num_samples
-from fedloom.platform.federation.stage import Plan, RoundResult, RoundUpdate, Row, Stage
-from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import SUPERNET
+from fedloom.platform.federation.forecast import expected_macs
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.stages.candidates import candidate_rows
 from fedloom.platform.methods.stages.tier_search import (
@@ -134,7 +132,7 @@ class Scoring:
         """Those of scoring this many subnets; measuring latencies takes hardly any."""
         if state.round > 0:
             return 0.0
-        samples = self.config.validation_share * num_samples(self.world, "validation")
+        samples = self.config.validation_share * self.world.data.num_central("validation")
         return subnets * samples * expected_macs(self.world)
 
     def plan(self, state: RunState, architectures: Sequence[Architecture]) -> Plan:

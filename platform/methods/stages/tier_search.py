@@ -8,21 +8,23 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from fedloom.platform.algorithm import (
+    SUPERNET,
+    Plan,
+    RoundResult,
+    RoundUpdate,
+    Row,
+    RunState,
+    Stage,
+    choose_cohort,
+    for_client,
+    for_server,
+)
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement
 from fedloom.platform.clients.networks import ESTIMATED
 from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, ScoreSubnets
-from fedloom.platform.federation.planning import (
-    assign,
-    choose_cohort,
-    expected_macs,
-    for_server,
-    in_plan_order,
-    num_samples,
-)
+from fedloom.platform.federation.forecast import expected_macs
 from fedloom.platform.federation.selection import Cohort
-from fedloom.platform.federation.stage import Plan, RoundResult, RoundUpdate, Row, Stage
-from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.stages.candidates import candidate_rows
 from fedloom.platform.plugins import ComponentSpec
@@ -68,7 +70,7 @@ def winner_of(state: RunState, tier: str) -> Architecture | None:
 
 def check_validation_data(world: World, *, federated: bool = False) -> None:
     """Raises ValueError if there is no validation data for a search, or none of clients for a federated one."""
-    if not (world.data.sizes("validation").sum() if federated else num_samples(world, "validation")):
+    if not (world.data.sizes("validation").sum() if federated else world.data.num_central("validation")):
         raise ValueError(
             f"data.validation_share={world.config.data.validation_share:g} leaves no validation samples to search "
             "with: raise it, or give each client more samples"
@@ -77,7 +79,7 @@ def check_validation_data(world: World, *, federated: bool = False) -> None:
 
 def check_statistics(world: World) -> None:
     """Raises ValueError if slices are to be scored whose running statistics cannot be estimated without such data."""
-    if world.space.keeps_statistics and not num_samples(world, "validation"):
+    if world.space.keeps_statistics and not world.data.num_central("validation"):
         raise ValueError(
             f"data.validation_share={world.config.data.validation_share:g} leaves no validation samples to estimate "
             "the running statistics of batch norms from: raise it, or choose a space without them, as by space.norm"
@@ -162,7 +164,7 @@ class TierSearchStage(Stage):
     def macs_left(self, state: RunState) -> float:
         """Those of the models that are still to be scored."""
         scored = len(self._searcher(state).history) if self.name in state.data else 0
-        everything = num_samples(self.world, "validation")
+        everything = self.world.data.num_central("validation")
         is_estimated = self.config.statistics == ESTIMATED and self.world.space.keeps_statistics
         samples = self.config.validation_share * everything
         samples += min(CALIBRATION_SAMPLES, everything) if is_estimated else 0
@@ -202,8 +204,8 @@ class TierSearchStage(Stage):
         sent_bytes = bytes_of(extract(state.weights(SUPERNET), self._union(candidates)))
         version, statistics = state.version(SUPERNET), self.config.statistics
         task = ScoreSubnets(tuple(candidates), version, sent_bytes=sent_bytes, statistics=statistics)
-        ordered = in_plan_order(self.world, cohort.client_ids)
-        return [assign(self.world, self.name, state.round, cohort, c, task) for c in ordered]
+        ordered = self.world.in_plan_order(cohort.client_ids)
+        return [for_client(self.world, self.name, state.round, cohort, c, task) for c in ordered]
 
     def _cohort(self, first_round: int, part: int) -> Cohort:
         """The part-th cohort of a generation; a single draw for the whole generation makes its clients distinct."""

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
+from fedloom.platform.algorithm import Method, Round, TrainingStage, from_generator, to_all
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.federation.training import Round, Slots, TrainingStage, from_generator, to_all
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
-from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
 from fedloom.platform.settings import NOT_EMPTY, ONE_OR_MORE
 
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from fedloom.platform.algorithm import RunState, Stage
     from fedloom.platform.clients.assignments import Task
-    from fedloom.platform.federation.stage import Stage
-    from fedloom.platform.federation.state import RunState
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.slices import Weights
 
@@ -84,14 +82,16 @@ def fedavg_stages(
     check_training(config.train, "method.train", world.num_clients)
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
     rules = rules_of(config.train, "method.train")
-    slots = Slots(
+    training = TrainingStage(
+        *(world, config.train, rules),
+        name=model,
+        bag=model,
         initial=from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), model),
-        assign=to_all(partial(client, subnet)),
+        tasks=to_all(partial(client, subnet)),
         eligible=able(world, config.tier, subnet),
         score=lambda _state: [deployment.score(subnet) if deployment else ScoreSubnet(subnet, model, "validation")],
         macs=lambda _state: world.macs_table.cost(subnet.architecture),
     )
-    training = TrainingStage(world, config.train, rules, slots, name=model, bag=model)
 
     def deployed(state: RunState) -> RunState:
         if deployment is None or model not in state.bags:

@@ -24,6 +24,23 @@ from typing import TYPE_CHECKING, Annotated, cast
 import numpy as np
 from torch import Tensor
 
+from fedloom.platform.algorithm import (
+    SUPERNET,
+    Method,
+    Plan,
+    Round,
+    RoundResult,
+    RoundTasks,
+    RoundUpdate,
+    RunState,
+    SharedTraining,
+    Stage,
+    TrainingStage,
+    for_server,
+    fresh_supernet,
+    from_generator,
+    to_all,
+)
 from fedloom.platform.clients.assignments import Assignment, places_of
 from fedloom.platform.clients.local_rules import local_rule
 from fedloom.platform.clients.networks import AVERAGED, ESTIMATED, Account, DrawingNetwork, Network, Subnet
@@ -33,22 +50,10 @@ from fedloom.platform.clients.subspace import UNITS, CommunicationBudget, sample
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import Trained
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.planning import expected_macs, for_server, training_budget
-from fedloom.platform.federation.stage import Plan, RoundResult, RoundUpdate, Stage
-from fedloom.platform.federation.state import RunState
-from fedloom.platform.federation.training import (
-    SUPERNET,
-    Round,
-    Slots,
-    Tasks,
-    TrainingStage,
-    fresh_supernet,
-    from_generator,
-    to_all,
-)
+from fedloom.platform.federation.budgets import training_budget
+from fedloom.platform.federation.forecast import expected_macs
 from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, cohort_size, rules_of
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.method import Method, SharedTraining
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.stages.tier_search import TierSearchConfig, TierSearchStage, tier_goals, winner_of
 from fedloom.platform.seeding import stream
@@ -231,8 +236,8 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
             "clients train another path in every batch: use option=2 (of scaffold), or another rule"
         )
 
-    def give(round_: Round) -> Tasks:
-        return Tasks([client(round_, c) for c in round_.client_ids])
+    def give(round_: Round) -> RoundTasks:
+        return RoundTasks([client(round_, c) for c in round_.client_ids])
 
     def client(round_: Round, client_id: int) -> Train:
         whose = () if config.communication.one_per_round else (client_id,)
@@ -249,8 +254,8 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
         of_tasks = [tuple((*path[:-1], task) for path in paths) for task in range(len(world.tasks.names))]
         return [ScoreSubnets(each, state.version(SUPERNET)) for each in of_tasks or [tuple(paths)]]
 
-    slots = Slots(initial=fresh_supernet(world), assign=give, score=score)
-    return TrainingStage(world, config, rules, slots, name=SUPERNET)
+    initial = fresh_supernet(world)
+    return TrainingStage(world, config, rules, name=SUPERNET, initial=initial, tasks=give, score=score)
 
 
 def _check_tiers(world: World, config: SupernetConfig, budget: CommunicationBudget) -> None:
@@ -309,15 +314,17 @@ def tier_stage(
             return expected_macs(world, world.cost_table, bounds.lower, bounds.upper)
         return world.macs_table.cost(architecture)
 
-    slots = Slots(
+    return TrainingStage(
+        *(world, config, rules),
+        name=f"{model}/{name}",
+        bag=bag_name(name, model),
         initial=initial,
-        assign=to_all(client),
+        tasks=to_all(client),
         eligible=world.eligible_by_tier[tier],
         score=lambda state: [ScoreSubnet(subnet(state), model, "validation")],
         macs=macs,
         tier=name,
     )
-    return TrainingStage(world, config, rules, slots, name=f"{model}/{name}", bag=bag_name(name, model))
 
 
 class SliceStage(Stage):

@@ -18,12 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
+from fedloom.platform.algorithm import SUPERNET, Method, Round, TrainingStage, to_all
 from fedloom.platform.clients.networks import Account, Network, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train, TrainedNetwork
-from fedloom.platform.federation.training import SUPERNET, Round, Slots, TrainingStage, to_all
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
-from fedloom.platform.methods.method import Method
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
 from fedloom.platform.methods.tiered.fedavg import able
 from fedloom.platform.results.checkpoint import list_models, load_model
@@ -37,9 +36,9 @@ from fedloom.platform.spaces.slices import SliceMap, Weights, bytes_of, parse_ar
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fedloom.platform.algorithm import Stage
     from fedloom.platform.clients.assignments import Assignment, ClientResult
     from fedloom.platform.clients.worker import Worker
-    from fedloom.platform.federation.stage import Stage
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.base import SearchSpace
 
@@ -229,14 +228,17 @@ def stages(config: TransferConfig, world: World) -> list[Stage]:
         if not training.rounds and name == HEAD:
             continue
         check_training(training, key, world.num_clients)
-        slots = Slots(
+        stage = TrainingStage(
+            *(world, training, rules_of(training, key)),
+            name=name,
+            bag=MODEL,
             initial=lambda state: state.weights(MODEL) if MODEL in state.bags else source.weights,
-            assign=to_all(task),
+            tasks=to_all(task),
             eligible=able(world, config.tier, subnet),
             score=lambda _state: [ScoreSubnet(subnet, MODEL, "validation")],
             macs=lambda _state: world.macs_table.cost(subnet.architecture),
         )
-        found.append(TrainingStage(world, training, rules_of(training, key), slots, name=name, bag=MODEL))
+        found.append(stage)
     job = EvaluationJob("", MODEL, subnet, MODEL, everybody(world), kept=MODEL)
     return [*found, EvaluationStage(world, config.evaluation, lambda _state: [job], models=1)]
 

@@ -8,16 +8,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from fedloom.platform.algorithm import (
+    SUPERNET,
+    Plan,
+    Round,
+    RoundResult,
+    RoundTasks,
+    RoundUpdate,
+    Stage,
+    TrainingStage,
+    for_client,
+    fresh_supernet,
+)
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnets, loaded_subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import estimate_statistics
-from fedloom.platform.federation.planning import assign, evaluation_macs, in_plan_order
+from fedloom.platform.federation.forecast import evaluation_macs
 from fedloom.platform.federation.selection import Choice, Cohort
-from fedloom.platform.federation.stage import Plan, RoundResult, RoundUpdate, Stage
-from fedloom.platform.federation.training import SUPERNET, Round, Slots, Tasks, TrainingStage, fresh_supernet
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.stages.tier_search import check_statistics
@@ -28,9 +38,9 @@ from fedloom.platform.spaces.slices import Architecture, Slice, Weights, bytes_o
 from fedloom.tiers.devices import EVALUATION_FACTOR
 
 if TYPE_CHECKING:
+    from fedloom.platform.algorithm import RunState
     from fedloom.platform.clients.networks import Countable
     from fedloom.platform.clients.worker import Worker
-    from fedloom.platform.federation.state import RunState
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.base import SearchSpace
     from fedloom.platform.spaces.width import WidthSpace
@@ -95,17 +105,18 @@ def tier_stages(
     check_training(train, "method.train", world.num_clients)
     rules, shown = rules_of(train, "method.train"), tuple(dict.fromkeys(largest_of_tiers(world)))
 
-    def give(round_: Round) -> Tasks:
+    def give(round_: Round) -> RoundTasks:
         networks = [network(round_, client_id) for client_id in round_.client_ids]
-        return Tasks([Train(each, round_.local, rules.weighting, rule=rules.local) for each in networks])
+        return RoundTasks([Train(each, round_.local, rules.weighting, rule=rules.local) for each in networks])
 
-    slots = Slots(
+    training = TrainingStage(
+        *(world, train, rules),
+        name=SUPERNET,
         initial=fresh_supernet(world),
-        assign=give,
+        tasks=give,
         score=lambda state: [ScoreSubnets(shown, state.version(SUPERNET))],
         after=lambda state, _plan, _result: after(state),
     )
-    training = TrainingStage(world, train, rules, slots, name=SUPERNET)
     models = TierModelsStage(world, model, statistics_clients)
     return [training, models, EvaluationStage(world, evaluation, models.jobs, len(world.tiers))]
 
@@ -219,7 +230,7 @@ class TierModelsStage(Stage):
         choice = Choice(index, len(eligible), eligible, rng, True, lambda _: True, {}, lambda _: 0)
         drawn = choice.draw(self.clients) if self.clients is not None else tuple(eligible.tolist())
         cohort, task = Cohort(drawn, reason="statistics"), Statistics(self.subnet(index))
-        planned = [assign(world, self.name, index, cohort, c, task) for c in in_plan_order(world, drawn)]
+        planned = [for_client(world, self.name, index, cohort, c, task) for c in world.in_plan_order(drawn)]
         return Plan([replace(a, deadline_s=None) for a in planned], self.bag(index))
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
