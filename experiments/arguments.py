@@ -4,12 +4,16 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args
+
+from annotated_types import Interval
 
 from fedloom.experiments.reproduce.help import REPRODUCE_HELP
+from fedloom.experiments.runs.overrides import last_values
 from fedloom.experiments.terminal import CONFIGURATION
-from fedloom.platform.search.base import METRICS
-from fedloom.platform.settings import POSITIVE, Range
+from fedloom.platform.plugins import an
+from fedloom.platform.search.base import Metric
+from fedloom.platform.settings import PATH, POSITIVE, UP_TO_A_MILLION, Setting, is_path
 from fedloom.platform.words import MOST_SAID, shown
 
 Handler = Callable[[argparse.Namespace], int]
@@ -81,20 +85,44 @@ def _path(given: str) -> Path:
     return Path(given)
 
 
-def _number(kind: type[int] | type[float], allowed: Range) -> Callable[[str], float]:
+def _number(annotation: Any) -> Callable[[str], float]:
     """Reads a number of an option, so that a refusal names the option as it was typed."""
 
     def read(given: str) -> float:
+        from pydantic import ConfigDict, TypeAdapter, ValidationError
+
         try:
-            number = kind(given)
-        except ValueError:
-            number = None
-        if number is None or not allowed.holds(number):
-            noun = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{shown(given)}: must be {noun}, {allowed}")
+            number: float = TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False)).validate_strings(given)
+        except ValidationError as error:
+            raise argparse.ArgumentTypeError(f"{shown(given)}: must be {an(str(Setting('', annotation)))}") from error
         return number
 
     return read
+
+
+OVERRIDES = ("overrides", "given")
+"""Where commands keep `key=value`."""
+RUNS = ("run", "runs", "resume", "retry_failed")
+"""Where commands keep runs and ablations."""
+
+
+def check_typed(args: argparse.Namespace) -> None:
+    """Raises ValueError for an impossible path and a run without a name; of a key given twice the last value stays."""
+    values = vars(args)
+    for option, given in values.items():
+        for path in given if isinstance(given, list) else [given]:
+            if isinstance(path, Path) and not is_path(str(path)):
+                raise ValueError(f"--{option} {shown(path)}: must be {PATH.meaning}")
+    for option in RUNS:
+        given = values.get(option)
+        if "" in (given if isinstance(given, list) else [given]):
+            raise ValueError("'' names no run and no ablation: give an id, the beginning of one, a name or a tag")
+    for option in OVERRIDES:
+        if option in values:
+            setattr(args, option, last_values(values[option]))
+    results = values.get("results")
+    if isinstance(results, Path) and results.exists() and not results.is_dir():
+        raise ValueError(f"--results {results} is not a folder: give the folder that holds the results, or a URL")
 
 
 RUN_HELP = """Runs an experiment: a preset, with any configuration value changed by key=value.
@@ -308,15 +336,15 @@ def _add_reproduce(reproduce: argparse.ArgumentParser) -> None:
 
 def _add_search(search: argparse.ArgumentParser) -> None:
     search.add_argument("run", metavar="RUN", help=f"{RUN_WORDS}; a run of superfednas")
-    limit = _number(float, POSITIVE)
+    limit = _number(Annotated[float, POSITIVE])
     search.add_argument("--macs", type=limit, action="append", default=[], help="at most so many MACs; may be repeated")
     search.add_argument(
         "--latency-s", type=limit, action="append", default=[], help="at most so many seconds on this machine"
     )
-    samples = _number(int, Range(least=1, most=1_000_000))
+    samples = _number(Annotated[int, UP_TO_A_MILLION])
     search.add_argument("--samples", type=samples, help="subnets to measure, if more than the run did")
-    tau = _number(float, Range(least=-1, most=1))
-    search.add_argument("--metric", choices=METRICS.names, help="what subnets are ranked by, if not as in the run")
+    tau = _number(Annotated[float, Interval(ge=-1, le=1)])
+    search.add_argument("--metric", choices=get_args(Metric), help="what subnets are ranked by, if not as in the run")
     search.add_argument("--min-tau", type=tau, help="what Kendall's tau the predictors must reach")
 
 

@@ -2,27 +2,54 @@
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from textwrap import wrap
 from typing import Any
 
 from rich.console import Console
 
+import fedloom.platform.methods  # noqa: F401 - registers the built-in rules
 from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.overrides import meant
 from fedloom.experiments.runs.presets import DEFAULT_METHOD, PRESET
-from fedloom.experiments.runs.registries import REGISTRIES, registry_of
-from fedloom.experiments.runs.spelling import METHOD, meant
 from fedloom.experiments.terminal import console, write_json
+from fedloom.platform.averaging.server import SERVER_RULES
+from fedloom.platform.averaging.shares import SHARES_RULES
+from fedloom.platform.averaging.weighting import WEIGHTING_RULES
+from fedloom.platform.clients.local_rules import LOCAL_RULES
+from fedloom.platform.clients.objectives import OBJECTIVES
+from fedloom.platform.data.augment import AUGMENTATIONS
 from fedloom.platform.data.sources import DATASETS, TORCHVISION
+from fedloom.platform.federation.budgets import BUDGETS
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.distribution import HEURISTICS
+from fedloom.platform.federation.selection import SELECTION_RULES
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.plugins import Registry, nearest
-from fedloom.platform.settings import ComponentName, Setting, described, settings_of
+from fedloom.platform.search.config import SEARCHERS
+from fedloom.platform.search.predictors import PREDICTORS
+from fedloom.platform.settings import Setting, options_of, settings_of, written
+from fedloom.platform.spaces.registry import SPACES
 
-NEEDED = "?"
-"""Shown as the default of an option that has none and must be given."""
 MOST_NARROW, LONGEST_LINE = 40, 120
+
+REGISTRIES: tuple[Registry[Any], ...] = (
+    DATASETS,
+    AUGMENTATIONS,
+    OBJECTIVES,
+    SPACES,
+    BUDGETS,
+    SELECTION_RULES,
+    LOCAL_RULES,
+    WEIGHTING_RULES,
+    SERVER_RULES,
+    HEURISTICS,
+    SHARES_RULES,
+    SEARCHERS,
+    PREDICTORS,
+)
+"""All components that can be chosen by name, by what they are."""
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
@@ -54,11 +81,11 @@ def _with_options(config: RunConfig) -> Iterator[Setting]:
     places = [s.key.rpartition(".")[0] for s in settings if s.key.endswith(".options")]
     options: dict[str, list[Setting]] = {place: [] for place in places}
     for setting in settings:
-        registry = registry_of(setting.allowed.kind) if isinstance(setting.allowed, ComponentName) else None
+        registry = next((each for each in REGISTRIES if each.kind == setting.component), None)
         above = [p for p in places if setting.key.startswith(f"{p}.")]
         if registry is not None and above and setting.default is not None:
             place = max(above, key=len)
-            options[place] += _options_of(registry, setting.default, f"{place}.options")
+            options[place] += options_of(registry, setting.default, f"{place}.options")
     for setting in settings:
         yield setting
         place, _, name = setting.key.rpartition(".")
@@ -66,22 +93,14 @@ def _with_options(config: RunConfig) -> Iterator[Setting]:
             yield from {option.key: option for option in options[place]}.values()
 
 
-def _options_of(registry: Registry[Any], name: str, key: str) -> Iterator[Setting]:
-    for parameter in registry.options_of(name).values():
-        annotation = Any if parameter.annotation is parameter.empty else parameter.annotation
-        default = NEEDED if parameter.default is parameter.empty else parameter.default
-        found = described(f"{key}.{parameter.name}", annotation, default)
-        yield Setting(found.key, found.kind, found.default, found.allowed, f"{registry.kind} {name}: {found.help}")
-
-
 def whose_keys(given: Sequence[str], settings: Sequence[Setting]) -> str:
     """Whose the keys `method.*` are, and how to see another method's; empty if a method was chosen, or if none is."""
-    chosen = any(word.startswith((PRESET, METHOD)) for word in given)
+    chosen = any(word.startswith((PRESET, "method=")) for word in given)
     if chosen or not any(setting.key.startswith("method.") for setting in settings):
         return ""
     again = " ".join(["fedloom keys", *given])
     return (
-        f"method.* are those of {DEFAULT_METHOD}, the default method; another's: {again} {METHOD}fedavg\n"
+        f"method.* are those of {DEFAULT_METHOD}, the default method; another's: {again} method=fedavg\n"
         f"with a preset's values: {again} {PRESET}fedavg_digits; all methods: fedloom plugins method"
     )
 
@@ -95,8 +114,7 @@ def show_keys(settings: Sequence[Setting], *, as_json: bool, whose: str = "") ->
     if whose:
         screen.print(f"{whose}\n", markup=False)
     for setting in settings:
-        allowed = f"; {setting.allowed}" if setting.allowed is not None else ""
-        screen.print(f"{setting.key}={_written(setting.default)}  ({setting.kind}{allowed})", markup=False)
+        screen.print(f"{setting.key}={written(setting.default)}  ({setting})", markup=False)
         if setting.help:
             _below(screen, setting.help)
 
@@ -107,22 +125,8 @@ def _below(screen: Console, text: str) -> None:
 
 
 def _as_json(setting: Setting) -> dict[str, Any]:
-    allowed = None if setting.allowed is None else str(setting.allowed)
     values = {"key": setting.key, "type": setting.kind, "default": setting.default}
-    return {**values, "allowed": allowed, "help": setting.help}
-
-
-def _written(value: Any) -> str:
-    """Formats a value as on the command line."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_written, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{k}:{_written(v)}' for k, v in value.items())}}}"
-    return str(value)
+    return {**values, "allowed": setting.allowed or None, "help": setting.help}
 
 
 # -- plug-ins ---------------------------------------------------------------------------------------------------------
@@ -171,8 +175,8 @@ def _methods() -> Place:
 
 
 def _place(registry: Registry[Any]) -> Place:
-    keys = tuple(dict.fromkeys(s.key for s in _all_settings() if s.allowed == ComponentName(registry.kind)))
-    found = [Code(name, _first_line(_undressed(code)), tuple(_options_of(registry, name, "options")))
+    keys = tuple(dict.fromkeys(s.key for s in _all_settings() if s.component == registry.kind))
+    found = [Code(name, _first_line(_undressed(code)), tuple(options_of(registry, name, "options")))
              for name, code in registry.known.items()]  # fmt: skip
     if registry is DATASETS:
         found.append(Code(f"{TORCHVISION}NAME", "Any classification set of torchvision, such as FashionMNIST."))
@@ -208,9 +212,7 @@ def show_code(places: Sequence[Place], *, as_json: bool) -> None:
         for code in place.built_in:
             screen.print(f"  {code.name:<22} {code.text}", markup=False)
             for option in code.options:
-                allowed = f"; {option.allowed}" if option.allowed is not None else ""
-                name = option.key.rpartition(".")[2]
-                screen.print(f"    {name}={_written(option.default)}  ({option.kind}{allowed})", markup=False)
+                screen.print(f"    {option.key.rpartition('.')[2]}={written(option.default)}  ({option})", markup=False)
         screen.print()
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from fedloom.experiments.arguments import Handler, build_parser, parse
+from fedloom.experiments.arguments import Handler, build_parser, check_typed, parse
 from fedloom.experiments.runs.huge_pages import prefer_huge_pages
 from fedloom.experiments.terminal import (
     CONFIGURATION,
@@ -26,7 +26,6 @@ from fedloom.experiments.terminal import (
     tell_at_once,
     while_read,
 )
-from fedloom.experiments.typed import check_typed
 from fedloom.platform.plugins import blaming_own
 from fedloom.platform.words import NO_SUCH_PLACE, PrintableFormatter, in_words, is_out_of_memory, naming, said
 
@@ -126,18 +125,10 @@ def _here(args: argparse.Namespace, runs: Sequence[str] | None, *, tensors: bool
 
 
 def _run(args: argparse.Namespace) -> int:
-    _check_spelling(args.overrides)
     _tell(args, "preparing the run")
     from fedloom.experiments.runs.configuration import compose_config
 
     return _execute(args, compose_config(args.overrides), None)
-
-
-def _check_spelling(overrides: Sequence[str], but: tuple[str, ...] = ()) -> None:
-    """Checks overrides before anything slow is imported, but those that begin with `but`."""
-    from fedloom.experiments.runs.spelling import check_spelling
-
-    check_spelling([override for override in overrides if not override.lstrip("+").startswith(but)])
 
 
 def _tell(args: argparse.Namespace, text: str) -> None:
@@ -182,11 +173,9 @@ def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
 
 def _ablate(args: argparse.Namespace) -> int:
     given = args.resume if args.resume is not None else args.retry_failed
-    if given is None:  # the method may be chosen in the ablation's file, which is not read yet
-        _check_spelling(args.overrides, but=("ablation", "method."))
     from fedloom.actors.address import before_ray
     from fedloom.experiments.ablation.plan import plan_ablation
-    from fedloom.experiments.runs.override_texts import override_text
+    from fedloom.experiments.runs.overrides import override_text
     from fedloom.experiments.store.ablations import Ablation
 
     ablation: Ablation
@@ -205,18 +194,11 @@ def _ablate(args: argparse.Namespace) -> int:
 
 
 def _describe(args: argparse.Namespace) -> int:
-    _check_spelling(args.overrides, but=("space=",))  # short for space.name=
-    from fedloom.experiments.runs.described import described
+    from fedloom.experiments.runs.describe import describe
     from fedloom.experiments.terminal import show_facts
 
-    show_facts(described(args.overrides, _counted), as_json=args.json)
+    show_facts(describe(args.overrides), as_json=args.json)
     return OK
-
-
-def _counted(overrides: Sequence[str]) -> dict[str, Any]:
-    from fedloom.experiments.runs.describe import describe
-
-    return describe(overrides)
 
 
 def _keys(args: argparse.Namespace) -> int:
@@ -242,7 +224,6 @@ def _tables(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    _check_spelling(args.overrides, but=("dataset=",))  # short for data.dataset=
     from fedloom.experiments.prepare import prepare
     from fedloom.experiments.terminal import show_facts
 

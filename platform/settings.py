@@ -1,20 +1,32 @@
-"""Settings: allowed ranges and choices, declared with the fields they belong to, and their checks.
+"""Settings: what the fields of configurations and the options of components may be, and the checks of their values.
 
-Fields of configurations and keyword parameters of functions chosen by name declare them in their types:
+Their types say it, and pydantic checks it. Numbers have the bounds of annotated_types, words are a Literal, other texts
+have a `Text`, and a plain text among the marks is the setting's help:
 
-    lr: Annotated[float, Range(above=0), "the clients' learning rate"] = 0.1
+    lr: Annotated[float, POSITIVE, "the clients' learning rate"] = 0.1
+    betas: Annotated[list[Annotated[float, PART]] | None, "one per tier; null: none"] = None
+
+Only the driver checks values: workers, which unpickle configurations, do not import pydantic.
 """
 
 import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache, partial
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fedloom.platform.plugins import ComponentSpec, Registry, an, nearest
+from annotated_types import GroupedMetadata, Interval
+
+from fedloom.platform.plugins import ComponentSpec, Registry, an, keyword_options, nearest
 from fedloom.platform.words import shown
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+    from pydantic_core import CoreSchema, ErrorDetails
+
+T = TypeVar("T")
 
 LARGEST_WHOLE = 2**63 - 1
 """The largest whole number of any setting: tables and torch hold integers of 64 bits."""
@@ -23,357 +35,379 @@ LARGEST_FLOAT = 3e38
 NAME_BYTES, PATH_BYTES = 255, 3000
 """What file systems allow a name, and what is left of the 4096 bytes of a path for the files below a folder."""
 
+POSITIVE = Interval(gt=0)
+ZERO_OR_MORE = Interval(ge=0)
+ONE_OR_MORE = Interval(ge=1)
+SHARE = Interval(gt=0, le=1)
+PART = Interval(ge=0, le=1)
+BELOW_ONE = Interval(ge=0, lt=1)
+UP_TO_A_THOUSAND, UP_TO_A_MILLION = Interval(ge=1, le=1000), Interval(ge=1, le=1_000_000)
 
-@dataclass(frozen=True)
-class Range:
-    """The allowed numbers: from `least` or `above` (excluded) to `most` or `below` (excluded).
 
-    Every number of a list must be inside. NaN is never allowed, infinity only if `infinite`, no whole number of more
-    than 64 bits, and no other number beyond `LARGEST_FLOAT`.
-    """
+class Infinite:
+    """Marks a float that may be infinite."""
 
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    below: float | None = None
-    infinite: bool = False
-
-    def holds(self, value: float) -> bool:
-        """Whether a number is allowed."""
-        if isinstance(value, int):  # before anything is asked that would convert it to a float
-            if abs(value) > LARGEST_WHOLE:
-                return False
-        elif math.isnan(value) or (abs(value) > LARGEST_FLOAT and not self.infinite):
-            return False
-        return (
-            (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
-        )
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], "CoreSchema"]) -> "CoreSchema":
+        return {**handler(source), "allow_inf_nan": True}
 
     def __str__(self) -> str:
-        if not self.infinite:
-            return self._finite
-        return "a number" if self._finite == "finite" else f"{self._finite}, or infinity"
-
-    @property
-    def _finite(self) -> str:
-        least, above, most, below = (None if v is None else _written(v) for v in self._bounds)
-        upper = [f"at most {most}"] if most is not None else [f"below {below}"] if below is not None else []
-        if above is not None:
-            return " and ".join([f"above {above}", *upper]) if upper else f"greater than {above}"
-        if least is None:
-            return upper[0] if upper else "finite"
-        if most is not None:
-            return f"between {least} and {most}"
-        if upper:
-            return f"{least} or more and {upper[0]}"
-        return f"{least} or more" if self.least == 0 else f"at least {least}"
-
-    @property
-    def _bounds(self) -> tuple[float | None, ...]:
-        return self.least, self.above, self.most, self.below
-
-
-def _written(bound: float) -> str:
-    return str(bound) if isinstance(bound, int) else f"{bound:g}"
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """The allowed names."""
-
-    names: tuple[str, ...]
-
-    def holds(self, text: str) -> bool:
-        """Whether a name is allowed."""
-        return text in self.names
-
-    def __str__(self) -> str:
-        return f"one of {', '.join(self.names)}"
-
-
-@dataclass(frozen=True)
-class CountOr:
-    """A whole number of at least 1, or one of these words."""
-
-    words: tuple[str, ...]
-
-    def holds(self, text: str) -> bool:
-        """Whether a text is allowed."""
-        return text in self.words or (text.isascii() and text.isdigit() and int(text[:9]) >= 1 and len(text) < 7)
-
-    def __str__(self) -> str:
-        return f"{', '.join(self.words)}, or a whole number from 1 to 999999"
+        return "or infinity"
 
 
 @dataclass(frozen=True)
 class Text:
-    """Any text that is not empty."""
+    """Marks a text that must be what `meaning` says, which is what `holds` is true of."""
 
-    def holds(self, text: str) -> bool:
-        """Whether a text is allowed."""
-        return bool(text.strip())
+    meaning: str
+    holds: Callable[[str], bool]
 
-    def __str__(self) -> str:
-        return "a text of at least one character"
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], "CoreSchema"]) -> "CoreSchema":
+        from pydantic_core import core_schema
 
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
 
-@dataclass(frozen=True)
-class FilePath:
-    """A path, or a URL, that file systems can hold."""
-
-    def holds(self, text: str) -> bool:
-        """Whether a path is allowed."""
-        whole = text.encode(errors="surrogatepass")
-        fits = len(whole) <= PATH_BYTES and all(len(name) <= NAME_BYTES for name in whole.split(b"/"))
-        return bool(text.strip()) and "\0" not in text and fits
+    def _checked(self, text: str | None) -> str | None:
+        if text is not None and not self.holds(text):
+            raise ValueError(self.meaning)
+        return text
 
     def __str__(self) -> str:
-        return f"a path of at most {PATH_BYTES} bytes, each name in it of at most {NAME_BYTES}"
+        return self.meaning
 
 
 @dataclass(frozen=True)
 class ComponentName:
-    """The name of built-in code, or the import path of a user's own; `kind` is its kind, such as `server rule`."""
+    """Marks the name of a built-in component, or `module:name`; `kind` is its registry's, such as `server rule`."""
 
     kind: str
-
-    def holds(self, text: str) -> bool:
-        """Whether a text can be such a name; which names there are is known to the code's registry."""
-        return bool(text.strip())
 
     def __str__(self) -> str:
         return f"the name of {an(self.kind)}, or module:name"
 
 
-Allowed = Range | OneOf | CountOr | Text | FilePath | ComponentName
-"""What can be said of the values of a setting."""
+def is_path(text: str) -> bool:
+    """Whether a text is a path, or a URL, that file systems can hold."""
+    whole = text.encode(errors="surrogatepass")
+    fits = len(whole) <= PATH_BYTES and all(len(name) <= NAME_BYTES for name in whole.split(b"/"))
+    return bool(text.strip()) and "\0" not in text and fits
 
-NOT_EMPTY, PATH = Text(), FilePath()
-POSITIVE = Range(above=0)
-ZERO_OR_MORE = Range(least=0)
-ONE_OR_MORE = Range(least=1)
-SHARE = Range(above=0, most=1)
-PART = Range(least=0, most=1)
-BELOW_ONE = Range(least=0, below=1)
-UP_TO_A_THOUSAND, UP_TO_A_MILLION = Range(least=1, most=1000), Range(least=1, most=1_000_000)
 
-TRUE_OR_FALSE, A_CHOICE = "true or false", "one of "
-PHRASES = (TRUE_OR_FALSE, A_CHOICE)
-"""How types are called that need no article."""
+NOT_EMPTY = Text("a text of at least one character", lambda text: bool(text.strip()))
+PATH = Text(f"a path of at most {PATH_BYTES} bytes, each name in it of at most {NAME_BYTES}", is_path)
+
+
+class UnknownKeyError(ValueError):
+    """A configuration has no such key."""
+
+    def __init__(self, key: str, known: Sequence[str]) -> None:
+        super().__init__(f"unknown configuration key {key!r}{nearest(key, [*known])}")
+        self.key = key
+
+
+# -- what a setting may be ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting; `allowed` is None if its type is the only restriction."""
+    """A field of a configuration or an option of a component.
+
+    Attributes:
+        key: its dotted key.
+        type: its annotation.
+        default: its value.
+        owner: the component that it is an option of, such as `local rule fedprox`; empty for a field.
+    """
 
     key: str
-    kind: str
-    default: Any
-    allowed: Allowed | None = None
-    help: str = ""
-    several: bool | None = None
-    """Whether its values are lists or mappings; None if both they and single values are."""
-    type: Any = None
+    type: Any
+    default: Any = None
+    owner: str = ""
+
+    @property
+    def marks(self) -> list[Any]:
+        """What its type is annotated with, at any depth."""
+        return [*_marks(self.type)]
+
+    @property
+    def help(self) -> str:
+        """What it means."""
+        text = next((mark for mark in self.marks if isinstance(mark, str)), "")
+        return f"{self.owner}: {text}" if self.owner else text
+
+    @property
+    def component(self) -> str | None:
+        """The kind of component that it names; None if it is no such name."""
+        return next((mark.kind for mark in self.marks if isinstance(mark, ComponentName)), None)
+
+    @property
+    def choices(self) -> list[str]:
+        """The words among which it chooses; none if it is no choice."""
+        alternatives = get_args(_bare(self.type)) if _is_union(_bare(self.type)) else (self.type,)
+        literals = [a for a in map(_bare, alternatives) if get_origin(a) is Literal]
+        return [str(word) for literal in literals for word in get_args(literal)]
+
+    @property
+    def kind(self) -> str:
+        """Its type in words, such as `float or null`."""
+        return _type_text(self.type)
+
+    @property
+    def allowed(self) -> str:
+        """The bounds of its numbers, or what its text must be; empty if its type says it all."""
+        return _allowed_text(self.marks)
+
+    def __str__(self) -> str:
+        return f"{self.kind}; {self.allowed}" if self.allowed else self.kind
 
 
 def settings_of(config: Any, prefix: str = "") -> Iterator[Setting]:
-    """Every setting of a configuration, including nested ones, by its dotted key in the order of the fields."""
-    for name, known in _fields(type(config)).items():  # type: ignore[arg-type]  # classes can be hashed
+    """Every setting of a configuration with its value, including nested ones, in the order of the fields."""
+    for name, annotation in _hints(type(config)).items():  # type: ignore[arg-type]  # classes can be hashed
         value = getattr(config, name)
         if is_dataclass(value) and not isinstance(value, type):
             yield from settings_of(value, f"{prefix}{name}.")
         else:
-            yield replace(known, key=f"{prefix}{name}", default=value)
+            yield Setting(f"{prefix}{name}", annotation, value)
 
 
-def described(key: str, annotation: Any, default: Any) -> Setting:
-    """A setting from its annotation."""
-    kind, marks = _taken_apart(annotation)
-    allowed = next((m for m in marks if isinstance(m, Allowed)), None)
-    text = next((m for m in marks if isinstance(m, str)), "")
-    return Setting(key, _type_name(kind), default, allowed, text, _is_several(kind), kind)
+@cache
+def _hints(config: type) -> dict[str, Any]:
+    hints = get_type_hints(config, include_extras=True)
+    return {each.name: hints[each.name] for each in fields(config)}
 
 
-def _is_several(kind: Any) -> bool | None:
-    kinds = [k for k in _alternatives(kind) if k is not NoneType]
-    found = {(get_origin(k) or k) in (list, tuple, dict) for k in kinds if k is not Any}
-    return found.pop() if len(found) == 1 and Any not in kinds else None
+def _marks(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Annotated:
+        for mark in annotation.__metadata__:
+            yield from mark if isinstance(mark, GroupedMetadata) else (mark,)
+    for inner in get_args(annotation)[: 1 if get_origin(annotation) is Annotated else None]:
+        yield from _marks(inner)
 
 
-def _alternatives(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+def _bare(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType)
+
+
+def _type_text(annotation: Any) -> str:
+    annotation = _bare(annotation)
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if _is_union(annotation):
+        return " or ".join(map(_type_text, inner))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(map(_type_text, inner))}]"
+    words = {str: "text", bool: "true or false", Any: "any", NoneType: "null"}
+    return words.get(annotation) or str(getattr(annotation, "__name__", annotation))
+
+
+def _allowed_text(marks: Sequence[Any]) -> str:
+    """Bounds and texts in words, such as `between 0 and 1`; the bounds hold for every number of a list."""
+    bounds = {n: b for n in ("ge", "gt", "le", "lt") for m in marks if (b := getattr(m, n, None)) is not None}
+    least, above, most, below = (
+        None if (bound := bounds.get(name)) is None else bound if isinstance(bound, int) else f"{bound:g}"
+        for name in ("ge", "gt", "le", "lt")
+    )
+    upper = f"at most {most}" if most is not None else f"below {below}" if below is not None else ""
+    if above is not None:
+        words = f"above {above} and {upper}" if upper else f"greater than {above}"
+    elif least is None:
+        words = upper
+    elif most is not None:
+        words = f"between {least} and {most}"
+    else:
+        words = " and ".join(filter(None, [f"{least} or more" if upper or least == 0 else f"at least {least}", upper]))
+    others = [str(mark) for mark in marks if isinstance(mark, Text | ComponentName | Infinite)]
+    words = words or ("a number" if any(isinstance(mark, Infinite) for mark in marks) else "")
+    return ", ".join(filter(None, [words, *others]))
+
+
+def written(value: Any) -> str:
+    """Formats a value as on the command line."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{k}:{written(v)}' for k, v in value.items())}}}"
+    return str(value)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number", "value_error")
+"""Pydantic's errors of a value that has the right type."""
+
+
+def validated(kind: type[T], values: Any, prefix: str = "") -> T:
+    """The configuration of this class with these values, by the names of its fields; others have their defaults.
+
+    `prefix` is what its keys begin with. Raises ValueError with one line for the first value that is not allowed, and
+    UnknownKeyError for a key that it does not have.
+    """
+    from pydantic import ValidationError
+
+    try:
+        (config,) = _adapter(kind).validate_python((values,))  # type: ignore[arg-type]  # classes can be hashed
+    except ValidationError as error:
+        raise _refusal(kind, error.errors()[0], prefix) from error
+    _check_numbers(kind, values, config, prefix, ())
+    return config  # type: ignore[no-any-return]
 
 
 def check_settings(config: Any, prefix: str = "") -> None:
-    """Raises ValueError naming the first setting that is out of its range, or a number that is not finite.
-
-    Options of code that is chosen by name are left to `chosen`: their ranges stand beside that code.
-    """
-    for setting in settings_of(config, prefix):
-        given = setting.default
-        is_other = setting.several is not None and isinstance(given, list | tuple | Mapping) != setting.several
-        # Hydra takes any other value for a list (key=${other.key}), and lists of lists for lists of anything.
-        if given is not None and (is_other or not _holds_its_items(setting, given)):
-            raise ValueError(f"{setting.key}={shown(given)}: must be {_noun(setting.kind)}")
-        if not (isinstance(setting.default, Mapping) and setting.allowed is None):
-            check_value(setting, setting.default)
+    """Raises ValueError naming the first setting of a configuration that is not allowed."""
+    kind: Any = type(config)
+    sections = {n: v for n, t in _hints(kind).items() if t is Any and is_dataclass(v := getattr(config, n))}
+    validated(kind, {**asdict(config), **dict.fromkeys(sections)}, prefix)
+    for name, section in sections.items():
+        check_settings(section, f"{prefix}{name}.")
 
 
-def _holds_its_items(setting: Setting, given: Any) -> bool:
-    """Whether what is in a list, or in a mapping, is of the types that belong there."""
-    kinds = [k for k in _alternatives(setting.type) if get_origin(k) in (list, dict)]
-    if not kinds or not isinstance(given, list | Mapping):
-        return True
-    return any(_is_of(given, kind) for kind in kinds)
+@cache
+def _adapter(kind: type) -> "TypeAdapter[Any]":
+    from pydantic import ConfigDict, TypeAdapter
+
+    config = ConfigDict(
+        extra="forbid",
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # name=2024
+        arbitrary_types_allowed=True,  # of the options of a user's own components
+        regex_engine="python-re",
+    )
+    # A dataclass of the standard library takes the configuration of what it is in, and none of its own.
+    return TypeAdapter(tuple[kind], config=config)  # type: ignore[valid-type]
 
 
-def check_value(setting: Setting, value: Any) -> None:
-    """Raises ValueError if the value is not allowed for this setting; null is allowed where its type says so."""
-    if isinstance(value, Mapping):
-        for name, each in value.items():
-            check_value(replace(setting, key=f"{setting.key}.{name}"), each)
-        return
-    for each in _scalars(value):
-        allowed = setting.allowed
-        if isinstance(each, int | float) and not isinstance(each, bool):
-            allowed = allowed if isinstance(allowed, Range) else Range()
-            if not allowed.holds(each):
-                raise ValueError(f"{setting.key}={shown(value)}: must be {_limits(allowed, each)}{_or_null(setting)}")
-        elif isinstance(each, str) and not (allowed is None or isinstance(allowed, Range) or allowed.holds(each)):
-            close = nearest(each, [*allowed.names], cutoff=0.75) if isinstance(allowed, OneOf) else ""
-            raise ValueError(f"{setting.key}={shown(value)}: must be {allowed}{_or_null(setting)}{close}")
+def _refusal(kind: type, error: "ErrorDetails", prefix: str) -> ValueError:
+    """The error in one line: what was given, and what is allowed."""
+    path, given = error["loc"][1:], error["input"]
+    if error["type"] == "unexpected_keyword_argument":
+        inside = "".join(f"{name}." for name in path[:-1])
+        known = [f"{prefix}{inside}{name}" for name in _hints(_section(kind, path[:-1]))]
+        return UnknownKeyError(prefix + ".".join(map(str, path)), known)
+    if error["type"] == "missing":
+        setting = _setting(kind, path, prefix)
+        return ValueError(f"{setting.key} is missing: give {an(setting.kind)}")
+    if error["type"] == "dataclass_type":
+        return _group_refusal(_section(kind, path), prefix + ".".join(map(str, path)), given)
+    return _not_allowed(_setting(kind, path, prefix), given, is_of_type=error["type"] in OUT_OF_BOUNDS)
 
 
-def _scalars(value: Any) -> Iterator[Any]:
-    """The numbers and texts of a value, however its lists and mappings are nested."""
-    if isinstance(value, Mapping):
-        value = [*value.values()]
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _scalars(each)
+def _not_allowed(setting: Setting, given: Any, *, is_of_type: bool) -> ValueError:
+    """What was given, and what it must be: within the bounds, or else of which type."""
+    text = written(given) if given is None or isinstance(given, bool) else str(given)
+    kind, needed = setting.kind, setting.allowed
+    if not is_of_type:
+        needed = kind if kind.startswith(("one of", "true or false", "any")) else an(kind)
     else:
-        yield value
+        if isinstance(given, int | float) and abs(given) > (LARGEST_FLOAT if "float" in kind else LARGEST_WHOLE):
+            finite = f"finite and at most {LARGEST_FLOAT:g}" if "float" in kind else "a whole number of at most 64 bits"
+            needed = f"{needed} and {finite}" if needed else finite
+        needed = (needed or "finite") + (", or null" if kind.endswith(" or null") else "")
+    close = nearest(text, setting.choices, cutoff=0.75)
+    return ValueError(f"{setting.key}={shown(given, lambda _: text)}: must be {needed}{close}")
 
 
-def _limits(allowed: Range, given: float) -> str:
-    """What a number must be, with the limit of all numbers if it is that alone which the given one exceeds."""
-    is_whole, plain = isinstance(given, int), str(allowed)
-    largest = LARGEST_WHOLE if is_whole else LARGEST_FLOAT
-    if not abs(given) > largest or not allowed.holds(largest if given > 0 else -largest):
-        return plain
-    endless = "a whole number of at most 64 bits" if is_whole else "finite"
-    limit = f"at most {LARGEST_FLOAT:g}" if not is_whole and not math.isinf(given) else endless
-    return limit if plain == "finite" else f"{plain} and {limit}"
+CHOOSERS = ("name", "kind", "dataset", "rule", "heuristic")
+"""The keys of a group that choose what the group is about."""
 
 
-def _or_null(setting: Setting) -> str:
-    return ", or null" if setting.kind.endswith(" or null") else ""
+def _group_refusal(section: Any, key: str, given: Any) -> ValueError:
+    """That the key is a group, and which of its keys to give instead."""
+    names = [*_hints(section)]
+    chooser = next((name for name in names if name in CHOOSERS), None)
+    some = ", ".join(f"{key}.{name}" for name in names[:4])
+    advice = f"{key}.{chooser}=NAME" if chooser else f"one of them, such as {some}"
+    return ValueError(f"{key}={shown(given, written)}: {key} is a group of keys; give {advice}")
 
 
-def converted(setting: Setting, annotation: Any, value: Any) -> Any:
-    """A value given for a keyword of this annotation, converted to its type: ints are accepted as floats.
-
-    Raises ValueError for another type, or a value out of range.
-    """
-    kind, _ = _taken_apart(annotation)
-    allowed = _alternatives(kind)
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value) if abs(value) < sys.float_info.max else math.inf
-    if not any(_is_of(value, k) for k in allowed):
-        raise ValueError(f"{setting.key}={shown(value, repr)}: must be {_noun(setting.kind)}")
-    check_value(setting, value)
-    return value
+def _section(kind: Any, path: Sequence[int | str]) -> Any:
+    """The configuration class at this path."""
+    for name in path:
+        kind = get_args(kind)[-1] if get_origin(kind) is dict else _bare(_hints(kind)[str(name)])
+    return kind
 
 
-def _noun(kind: str) -> str:
-    """A type with its article, if it takes one."""
-    return kind if kind.startswith(PHRASES) else an(kind)
+def _setting(kind: Any, path: Sequence[int | str], prefix: str) -> Setting:
+    """The setting that a value at this path belongs to, with the keys of mappings in its key."""
+    name, *rest = map(str, path)
+    annotation = get_args(kind)[-1] if get_origin(kind) is dict else _hints(kind)[name]
+    section, is_mapping = _bare(annotation), get_origin(_bare(annotation)) is dict
+    if rest and is_dataclass(get_args(section)[-1] if is_mapping else section):
+        return _setting(section, rest, f"{prefix}{name}.")
+    return Setting(prefix + ".".join([name, *(rest[:1] if is_mapping else [])]), annotation)
 
 
-def _is_of(value: Any, kind: Any) -> bool:
-    """Whether a value, as a configuration holds it, has this type; every value has one that cannot be looked at."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return value in inner
-    plain = origin or kind
-    if plain in (Any, object) or not isinstance(plain, type):
-        return True
-    if plain is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(value, bool) and plain is not bool:
-        return False
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    item_kinds = inner[-1:] if plain in (list, dict) else ()
-    return isinstance(value, plain) and all(_is_of(item, k) for k in item_kinds for item in items)
+def _check_numbers(kind: type, given: Any, made: Any, prefix: str, path: tuple[int | str, ...]) -> None:
+    """Raises ValueError for what pydantic lets pass: true as a number, and numbers that nothing can hold."""
+    if isinstance(given, Mapping):
+        for name, value in given.items():
+            inner = made[name] if isinstance(made, Mapping) else getattr(made, str(name))
+            _check_numbers(kind, value, inner, prefix, (*path, name))
+    elif isinstance(given, list | tuple) and isinstance(made, list | tuple):
+        for index, value in enumerate(given):
+            _check_numbers(kind, value, made[index], prefix, (*path, index))
+    elif isinstance(made, int | float) and not isinstance(made, bool):
+        whole = isinstance(made, int)
+        too_large = abs(made) > (LARGEST_WHOLE if whole else LARGEST_FLOAT) and (whole or not math.isinf(made))
+        if isinstance(given, bool) or made != made or too_large:
+            raise _not_allowed(_setting(kind, path, prefix), given, is_of_type=not isinstance(given, bool))
 
 
-@cache
-def _fields(config: type) -> Mapping[str, Setting]:
-    """The fields of a configuration as settings without values: every trial of an ablation is checked by them."""
-    hints = get_type_hints(config, include_extras=True)
-    return {field.name: described(field.name, hints[field.name], None) for field in fields(config)}
+# -- the options of components -----------------------------------------------------------------------------------------
 
 
 @cache
-def field_types(config: type) -> Mapping[str, Any]:
-    """The types of a configuration's fields, without ranges and meanings."""
-    hints = get_type_hints(config)
-    return {field.name: hints[field.name] for field in fields(config)}
+def options_class(function: Any) -> type:
+    """A configuration class of the options of a component: its keyword-only parameters."""
+    options: list[Any] = []
+    for parameter in keyword_options(function).values():
+        annotation = parameter.annotation
+        annotation = Any if annotation is parameter.empty or isinstance(annotation, str) else annotation
+        if parameter.default is parameter.empty:
+            options.append((parameter.name, annotation))
+        else:
+            options.append((parameter.name, annotation, field(default_factory=partial(deepcopy, parameter.default))))
+    return make_dataclass("Options", options, kw_only=True)
 
 
-def _taken_apart(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    if get_origin(annotation) is Annotated:
-        kind, *marks = get_args(annotation)
-        return kind, tuple(marks)
-    return annotation, ()
-
-
-def _type_name(kind: Any) -> str:
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join("null" if k is NoneType else _type_name(k) for k in get_args(kind))
-    if get_origin(kind) in (list, dict):
-        inner = ", ".join(_type_name(k) for k in get_args(kind))
-        return f"{get_origin(kind).__name__}[{inner}]" if inner else str(get_origin(kind).__name__)
-    if get_origin(kind) is Literal:
-        return f"{A_CHOICE}{', '.join(map(str, get_args(kind)))}"
-    names = {str: "text", bool: TRUE_OR_FALSE, Any: "any", int: "int", float: "float"}
-    return names.get(kind, getattr(kind, "__name__", str(kind)))
+def options_of(registry: Registry[Any], name: str, key: str) -> list[Setting]:
+    """The options of a component as settings; `key` begins their keys, ? is the default of one that must be given."""
+    types, owner = _hints(options_class(registry.find(name))), f"{registry.kind} {name}"
+    defaults = {p.name: "?" if p.default is p.empty else p.default for p in registry.options_of(name).values()}
+    return [Setting(f"{key}.{option}", types[option], default, owner) for option, default in defaults.items()]
 
 
 def component_specs(
-    registries: Sequence[tuple[Registry[Any], str]], options: Mapping[str, Any], key: str
+    chosen: Sequence[tuple[Registry[Any], str]], options: Mapping[str, Any], key: str
 ) -> list[ComponentSpec]:
-    """The choice of each registry with its options; `key` is the configuration key of the options.
+    """Each chosen component with those of the options that are its own; `key` is the options' configuration key.
 
-    Raises ValueError for an unknown choice, an option that no choice has, a missing option, and a value of the wrong
-    type or out of range.
+    Raises ValueError for an unknown component, an option that none of them has, a missing option, and a value that an
+    option's annotation does not allow.
     """
-    found = []
-    known: dict[str, str] = {}
-    for registry, name in registries:
-        own = dict(_options(registry, name, options, key))
-        known |= dict.fromkeys(registry.options_of(name), f"{registry.kind} {name}")
-        found.append(ComponentSpec(name, tuple(sorted(own.items()))))
+    specs: list[ComponentSpec] = []
+    known: dict[str, None] = {}
+    for registry, name in chosen:
+        names = dict.fromkeys(registry.options_of(name))
+        given = {option: value for option, value in options.items() if option in names}
+        try:
+            made: Any = validated(options_class(registry.find(name)), given, f"{key}.")
+        except ValueError as error:
+            raise ValueError(f"{error} (an option of {registry.kind} {name})") from error
+        specs.append(ComponentSpec(name, tuple(sorted((option, getattr(made, option)) for option in given))))
+        known |= names
     for option in options:
         if option not in known:
-            choices = ", ".join(f"{registry.kind} {name}" for registry, name in registries)
+            components = ", ".join(f"{registry.kind} {name}" for registry, name in chosen)
             there = f"the options are {', '.join(known)}" if known else "they have no options"
-            raise ValueError(f"{key}.{option}: not an option of {choices}; {there}{nearest(option, [*known])}")
-    return found
-
-
-def _options(registry: Registry[Any], name: str, given: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
-    for parameter in registry.options_of(name).values():
-        annotation = Any if parameter.annotation is parameter.empty else parameter.annotation
-        setting = described(f"{key}.{parameter.name}", annotation, parameter.default)
-        if parameter.name in given:
-            try:
-                value = converted(setting, annotation, given[parameter.name])
-            except ValueError as error:
-                raise ValueError(f"{error} (an option of {registry.kind} {name})") from error
-            yield parameter.name, value
-        elif parameter.default is parameter.empty:
-            raise ValueError(f"{setting.key} is missing: {registry.kind} {name} needs it, {_noun(setting.kind)}")
+            raise ValueError(f"{key}.{option}: not an option of {components}; {there}{nearest(option, [*known])}")
+    return specs

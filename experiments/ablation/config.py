@@ -2,13 +2,13 @@
 
 import json
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from annotated_types import Interval
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
@@ -23,9 +23,9 @@ from fedloom.platform.settings import (
     UP_TO_A_MILLION,
     UP_TO_A_THOUSAND,
     ZERO_OR_MORE,
-    OneOf,
-    Range,
     check_settings,
+    is_path,
+    validated,
 )
 from fedloom.platform.words import shown
 
@@ -58,7 +58,7 @@ class AxisConfig:
 class SearchConfig:
     """How points of the axes are chosen: `grid` (all combinations) or `random` (`samples` draws, from `seed`)."""
 
-    kind: Annotated[str, OneOf(("grid", "random"))] = "grid"
+    kind: Literal["grid", "random"] = "grid"
     samples: Annotated[int, UP_TO_A_MILLION] = 20
     seed: Annotated[int, ZERO_OR_MORE] = 1
 
@@ -72,11 +72,11 @@ class SchedulerConfig:
     Each time it keeps the best 1 / `reduction_factor` of the trials.
     """
 
-    kind: Annotated[str, OneOf(("none", "asha"))] = "none"
-    metric: Annotated[str, OneOf(("metric", "loss"))] = "metric"
+    kind: Literal["none", "asha"] = "none"
+    metric: Literal["metric", "loss"] = "metric"
     stage: Annotated[str | None, NOT_EMPTY] = None
     grace_rounds: Annotated[int, ONE_OR_MORE] = 5
-    reduction_factor: Annotated[float, Range(above=1, most=1000)] = 3.0
+    reduction_factor: Annotated[float, Interval(gt=1, le=1000)] = 3.0
 
 
 @dataclass
@@ -90,7 +90,7 @@ class AblationConfig:
 
     title: str = ""
     axes: dict[str, AxisConfig] = field(default_factory=dict)
-    seeds: Annotated[list[int], ZERO_OR_MORE] = field(default_factory=lambda: [1, 2])
+    seeds: list[Annotated[int, ZERO_OR_MORE]] = field(default_factory=lambda: [1, 2])
     overrides: list[str] = field(default_factory=list)
     figures: list[str] = field(default_factory=list)
     search: SearchConfig = field(default_factory=SearchConfig)
@@ -108,32 +108,18 @@ def load_ablation_config(given: str, overrides: Sequence[str] = ()) -> tuple[str
     name = check_name("ablation", path.stem)
     own = _own(overrides)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(AblationConfig), OmegaConf.load(path), own)
-        config = cast(AblationConfig, OmegaConf.to_object(merged))
-    except (OmegaConfBaseException, OverflowError) as error:
-        raise ValueError(f"ablation={given}: {_explained(error)}") from error
-    except (OSError, ValueError, YAMLError) as error:
+        values = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), own), resolve=True)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"ablation={given}: {path} cannot be read as YAML: {_first_line(error)}") from error
+    try:
+        config = validated(AblationConfig, values, PREFIX)
+    except ValueError as error:
+        raise ValueError(f"ablation={given}: {error}") from error
     check_ablation(config)
     return name, config
 
 
-def _explained(error: Exception) -> str:
-    """OmegaConf's message in the terms of the ablation's keys instead of class names."""
-    line = _first_line(error)
-    if "is not a ListConfig" in line:
-        return f"{line.partition(':')[0]}: must be a list, such as [1,2,3]"
-    unknown = re.search(r"Key '([^']*)' not in '(\w+)'", line)
-    if unknown is None:
-        return line
-    kinds = (AblationConfig, AxisConfig, SearchConfig, SchedulerConfig)
-    kind = next((kind for kind in kinds if kind.__name__ == unknown[2]), None)
-    known = [f.name for f in fields(kind)] if kind else []
-    whole = line.partition(": Key ")[0] if ": Key " in line else unknown[1]
-    return f"unknown key {whole!r}{nearest(unknown[1], known)}; there are {', '.join(known)}"
-
-
-def _own(overrides: Sequence[str]) -> DictConfig:
+def _own(overrides: Sequence[str]) -> Any:
     for override in overrides:
         if "=" not in override:
             raise ValueError(f"{override!r} is not of the form key=value")
@@ -147,8 +133,8 @@ def _own(overrides: Sequence[str]) -> DictConfig:
 def _path(given: str) -> Path:
     if given.endswith((".yaml", ".yml")):
         path = Path(given)
-        if not PATH.holds(given):
-            raise ValueError(f"ablation={shown(given)}: must be {PATH}")
+        if not is_path(given):
+            raise ValueError(f"ablation={shown(given)}: must be {PATH.meaning}")
         if not path.is_file():
             raise ValueError(f"ablation={given}: there is no such file")
         return path

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from fedloom.experiments.ablation.config import NOT_AXES, PREFIX, AblationConfig, AxisConfig, load_ablation_config
 from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict, tell_left_out
-from fedloom.experiments.runs.override_texts import override_text
-from fedloom.experiments.runs.variants import GROUPS, Variants
+from fedloom.experiments.runs.overrides import GROUPS, override_text
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, new_ablation_id, trial_id
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.store import local_root
@@ -61,13 +60,12 @@ def plan_of(
     if (trials_planned := _num_points(config) * len(config.seeds)) > MOST_TRIALS:
         raise ValueError(f"{given} has {trials_planned} trials: {MOST_TRIALS} at most; take fewer values")
     overrides = ["reuse_supernet=true", *config.overrides, *common]
-    variants = Variants(overrides)
-    base = _base(given, variants, common)
+    base = _base(given, overrides, common)
     points = list(_points(config))
     _check_not_fixed(config, points, [*config.overrides, *common])
     ablation_id = ablation_id or new_ablation_id(local_root(base.results), name)
     try:
-        trials = tuple(_trials(ablation_id, variants, base, points, config.seeds))
+        trials = tuple(_trials(ablation_id, overrides, base, points, config.seeds))
     except ValueError as error:
         raise ValueError(f"{given} of {base.experiment}: {error}") from error
     return Ablation(
@@ -95,13 +93,13 @@ def _check_names_experiment(config: AblationConfig, overrides: Sequence[str]) ->
         raise ValueError("give the experiment that the ablation varies, such as experiment=fedoras_digits")
 
 
-def _base(given: str, variants: Variants, common: Sequence[str]) -> RunConfig:
+def _base(given: str, overrides: Sequence[str], common: Sequence[str]) -> RunConfig:
     """The configuration from which all trials differ.
 
     The error distinguishes mistakes in the ablation's overrides from mistakes in those of the command line.
     """
     try:
-        return variants.config({}, [])
+        return compose_config(overrides)
     except ValueError as error:
         typed = compose_config(common)
         raise ValueError(
@@ -247,13 +245,13 @@ def _check_not_fixed(config: AblationConfig, points: Sequence[Point], common: Se
 
 
 def _trials(
-    ablation_id: str, variants: Variants, base: RunConfig, points: Sequence[Point], seeds: Sequence[int]
+    ablation_id: str, overrides: Sequence[str], base: RunConfig, points: Sequence[Point], seeds: Sequence[int]
 ) -> Iterator[Trial]:
     index = 0
     for point in points:
         own = tuple(f"{key}={override_text(value)}" for key, value in point.changes.items())
         for seed in seeds:
-            config = asdict(variants.config({**point.changes, "seed": seed}, [*own, f"seed={seed}"]))
+            config = asdict(compose_config([*overrides, *own, f"seed={seed}"]))
             run_id = trial_id(ablation_id, index)
             yield Trial(index, run_id, seed, dict(point.setting), own, {**config, "results": base.results})
             index += 1
@@ -275,7 +273,7 @@ def _in_order(values: Sequence[Any]) -> list[Any]:
 
 def _reference(config: AblationConfig, base: RunConfig) -> dict[str, Any]:
     """The experiment's own value of each axis, if it is among the values of the axis."""
-    known = cast(DictConfig, OmegaConf.structured(base))
+    known = OmegaConf.create(asdict(base))
     found: dict[str, Any] = {}
     for name, axis in config.axes.items():
         for value, changes in _choices(axis):

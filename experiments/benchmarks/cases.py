@@ -70,7 +70,7 @@ def run_config(case: Case, actors: int, results: str, precision: str = "float32"
             actors=actors or None,
             chunk_size=case.chunk_size,
             threads=1,
-            precision=precision,
+            precision=precision,  # type: ignore[arg-type]
         ),
         ray=RayConfig(address="local", num_cpus=max(1, actors), object_store_memory_bytes=300_000_000),
     )

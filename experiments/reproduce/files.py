@@ -29,7 +29,7 @@ from fedloom.experiments.reproduce.starts import check_starts
 from fedloom.experiments.runs.presets import CONF, experiments
 from fedloom.platform.plugins import nearest
 from fedloom.platform.results.files import check_name
-from fedloom.platform.settings import PATH, ZERO_OR_MORE
+from fedloom.platform.settings import is_path
 from fedloom.platform.words import shown
 
 ITEMS = CONF / "paper"
@@ -47,7 +47,7 @@ def load_given(given: str) -> Item:
     if not given.endswith(ENDING):
         return load_item(given)
     path = Path(given)
-    if not PATH.holds(given) or not path.is_file():
+    if not is_path(given) or not path.is_file():
         raise ValueError(f"{shown(given)}: there is no such file")
     folder = path.absolute().parent
     check_name("item", f"{folder.name}-{path.stem}")
@@ -166,7 +166,7 @@ def _scale(fields: Fields) -> Scale:
     if not settings.names:
         raise ValueError(f"{fields.where}: settings are missing: give at least one name with the keys that it changes")
     seeds = tuple(fields.list("seeds")) or (1,)
-    if any(type(seed) is not int or not ZERO_OR_MORE.holds(seed) for seed in seeds) or len({*seeds}) < len(seeds):
+    if any(type(seed) is not int or seed < 0 for seed in seeds) or len({*seeds}) < len(seeds):
         raise ValueError(f"{fields.where}: seeds={list(seeds)}: give different whole numbers from 0")
     experiment = fields.text("experiment")
     changes = {name: _changes(settings, name) for name in settings.names}

@@ -12,7 +12,7 @@ from typing import Any
 from fedloom.experiments.reproduce.schema import EXPERIMENT, SCALES, Item, Scale
 from fedloom.experiments.reproduce.settings import part_of
 from fedloom.experiments.reproduce.starts import started_from, starts_of
-from fedloom.experiments.runs.override_texts import override_text
+from fedloom.experiments.runs.overrides import override_text
 from fedloom.experiments.runs.presets import PRESET
 from fedloom.experiments.store.ablations import Ablation, trial_id
 

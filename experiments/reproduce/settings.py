@@ -7,9 +7,8 @@ from typing import Any
 
 from fedloom.experiments.reproduce.fields import read_yaml
 from fedloom.experiments.reproduce.schema import EXPERIMENT, Scale
-from fedloom.experiments.runs.override_texts import override_text
+from fedloom.experiments.runs.overrides import ENDINGS, override_text
 from fedloom.experiments.runs.presets import CONF, PRESET
-from fedloom.experiments.runs.spelling import ENDINGS
 
 DATASET = "data.dataset="
 DEFAULT_DATASET = "digits"

@@ -1,107 +1,100 @@
 """Composes `experiment=NAME key=value ...` to a checked RunConfig with Hydra, which only the driver uses."""
 
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from functools import cache
+from copy import deepcopy
+from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedloom.experiments.runs.older import completed
-from fedloom.experiments.runs.own_presets import is_own, own_preset
-from fedloom.experiments.runs.presets import CONF, DEFAULT_METHOD, PRESET, method_in, of_method
-from fedloom.experiments.runs.restored import restored_run
-from fedloom.experiments.runs.spelling import (
-    METHOD,
-    MOST_NAMES,
-    check_spelling,
-    free_part,
-    unknown,
-    unquoted,
-)
+from fedloom.experiments.runs.overrides import ENDINGS, GROUPS, first_line, read, unknown
+from fedloom.experiments.runs.own_presets import own_preset
+from fedloom.experiments.runs.presets import CONF, DEFAULT_METHOD, PRESET, experiments, method_in, of_method
 from fedloom.platform.data.sources import check as check_data
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import check_rule_names
 from fedloom.platform.methods.registry import METHODS, find_method
-from fedloom.platform.plugins import PluginError, is_import_path
+from fedloom.platform.plugins import PluginError, is_import_path, nearest
 from fedloom.platform.results.checkpoint import check_same_config
 from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.files import check_name, from_json, read_json
 from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.paths import check_names, find_run, read_names
-from fedloom.platform.results.store import without_secrets
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import FREE_ON_RESUME, free_on_resume, placed_here
 from fedloom.platform.runs.sources import check_code_places, texts_of
-from fedloom.platform.settings import check_settings
-from fedloom.platform.words import MOST_SAID, said, shown
+from fedloom.platform.settings import PATH, UnknownKeyError, check_settings, is_path, validated
+from fedloom.platform.words import shown
 
 logger = logging.getLogger(__name__)
 
-NO_LIST = "is not a ListConfig"
-"""What OmegaConf says of a single value where a list belongs."""
-_LONG_NUMBER = re.compile(r"\d{400}")
+MOST_NAMES = 8
 
 
 def compose_config(overrides: Sequence[str]) -> RunConfig:
     """Composes the configuration of a run.
 
+    Hydra composes the chosen preset and method, once for all configurations that choose them. The other overrides
+    change single values of that.
+
     Raises ValueError with one line for a key or value that is unknown or out of range.
     """
-    overrides = [unquoted(override) for override in overrides]
-    for override in overrides:
-        _check_form(override)
-    check_spelling(overrides)
+    given = [read(override) for override in overrides]
+    choices = {override.key: str(override.value) for override in given if override.key in GROUPS}
+    for key, value in choices.items():
+        _check_choice(key, value)
+    chosen = _composed(tuple(f"{key}={value}" for key, value in choices.items()), _sources_of(choices))
+    values = deepcopy(chosen)
+    for override in given:
+        if override.key == "method.name":
+            raise ValueError(f"{override.text}: a method is chosen by method=NAME, which brings its own keys")
+        if override.key not in GROUPS:
+            _put(values, override.key, deepcopy(override.value))
     try:
-        config = cast(RunConfig, OmegaConf.to_object(composed_tree(overrides)))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_explain(error, overrides)) from error
-    except (OverflowError, RecursionError) as error:
-        longest = max(overrides, key=len)
-        raise ValueError(f"{shown(longest)}: the value is too large or nested too deeply ({said(error)})") from error
-    check_config(config)
-    return config
-
-
-def composed_tree(overrides: Sequence[str]) -> DictConfig:
-    """Hydra's composition of the overrides, without the checks of `check_config`.
-
-    Raises the errors of Hydra and OmegaConf, and ValueError for a new key outside the mappings that take any.
-    """
-    overrides = [unquoted(override) for override in overrides]
-    composed = _compose(overrides)
-    _check_added(overrides)
-    return composed
+        return _checked(_resolved(values))
+    except UnknownKeyError as error:
+        _blame_choices(choices, chosen, error)
+        key = next((o.key for o in given if f"{o.key}.".startswith(f"{error.key}.")), error.key)
+        raise ValueError(unknown(key, [*_keys(chosen), *GROUPS])) from error
+    except ValueError as error:
+        _blame_choices(choices, chosen, error)
+        raise
 
 
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     """Restores the configuration that a run stored in `config.json`; ValueError if it does not fit this version."""
     check_resolved(values)
     try:
-        method = find_method(str(values["method"]["name"]))
+        find_method(str(values["method"]["name"]))
     except (KeyError, TypeError) as error:
         raise ValueError("the run's stored configuration names no method: restore it from a copy") from error
     except PluginError as error:
         raise ValueError(f"the run's method cannot be used: {error}") from error
-    values = completed(values)
-    known = restored_run(values, method.config)
-    if known is not None:
-        return known
-    schema = OmegaConf.structured(RunConfig)
-    schema.method = OmegaConf.structured(method.config)
     try:
-        return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(schema, dict(values))))
-    except (OmegaConfBaseException, OverflowError, RecursionError) as error:
-        raise ValueError(f"the run's stored configuration does not fit this version: {_first_line(error)}") from error
+        return _config(_completed(values))
+    except ValueError as error:
+        raise ValueError(f"the run's stored configuration does not fit this version: {error}") from error
+
+
+def _completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The stored configuration with what was so before a key was there, where that is not the key's default."""
+    data, method, objective = values["data"], values["method"], values["objective"]
+    if "balanced_classes" not in data and data["dataset"] == "speech_commands":
+        values = {**values, "data": {**data, "options": {"features": "slaney", "silence": None, **data["options"]}}}
+    if "balanced_classes" not in data and objective["name"] == "masked_classes":
+        values = {**values, "objective": {**objective, "options": {"in_mean": False, **objective["options"]}}}
+    if "searcher" in method.get("search", ()):
+        search = {"objectives": "metric_and_cost", "statistics": "averaged", **method["search"]}
+        values = {**values, "method": {**method, "search": search}}
+    return values
 
 
 def check_resolved(values: Any) -> None:
@@ -155,115 +148,34 @@ def tell_left_out(what: str, stored: Mapping[str, Any], overrides: Sequence[str]
 
 
 def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Applies overrides that do not change results to a stored configuration; ValueError for any other override.
-
-    They are read as those of a new run are, by Hydra's grammar.
-    """
-    for override in overrides:
-        _check_form(override)
-    chosen = [override for override in overrides if not override.lstrip("+").startswith((PRESET, METHOD, "ablation."))]
-    check_spelling([f"{METHOD}{config.method.name}", *chosen])
-    for override in overrides:
-        key = override.partition("=")[0]
-        if not free_on_resume(key):
+    """Applies overrides that do not change results to a stored configuration; ValueError for any other override."""
+    values = asdict(config)
+    known = [*_keys(values), *GROUPS]
+    for override in map(read, overrides):
+        if override.key not in known and not override.key.startswith("ablation."):
+            raise ValueError(unknown(override.key, known))
+        if not free_on_resume(override.text.partition("=")[0]):
             raise ValueError(
-                f"{key} cannot change on resume, it would be another run: start one with `fedloom run`, "
+                f"{override.key} cannot change on resume, it would be another run: start one with `fedloom run`, "
                 f"or change only {', '.join(FREE_ON_RESUME)}"
             )
-    tree = OmegaConf.structured(config)
+        _put(values, override.key, deepcopy(override.value))
     try:
-        for read in OverridesParser.create().parse_overrides(list(overrides)):
-            if read.is_sweep_override():
-                raise ValueError(f"{shown(str(read.input_line))}: give one value; a list is [1,2]")
-            OmegaConf.update(tree, read.key_or_group, read.value(), merge=True)
-        changed = cast(RunConfig, OmegaConf.to_object(tree))
-    except OverrideParseException as error:
-        raise ValueError(_unread(error)) from error
-    except (HydraException, OmegaConfBaseException, OverflowError, RecursionError) as error:
-        raise ValueError(_first_line(error)) from error
-    check_config(changed)
-    return changed
+        return _checked(_resolved(values))
+    except UnknownKeyError as error:
+        raise ValueError(unknown(error.key, known)) from error
 
 
-def _unread(error: OverrideParseException) -> str:
-    """That Hydra cannot read an override, and the forms that it reads."""
-    if "://" in error.override:  # without what the parser says, which quotes parts of it
-        unread = shown(without_secrets(error.override.lstrip("+")))
-        return f"{unread} cannot be read: put the URL in quotes, as in results='\"s3://bucket/path?region=eu\"'"
-    given = shown(error.override.lstrip("+"))
-    return f"{given} cannot be read ({_first_line(error)}): give key=value, a list as [1,2]"
+def _config(values: Mapping[str, Any]) -> RunConfig:
+    """The configuration with these values; ValueError for a value that is not allowed."""
+    method: Any = validated(find_method(values["method"]["name"]).config, values["method"], "method.")
+    return replace(validated(RunConfig, {**values, "method": None}), method=method)
 
 
-def _compose(overrides: Sequence[str]) -> DictConfig:
-    _register_schema()
-    own = {o: own_preset(o) for o in overrides if is_own(o)}
-    ready = [own[o].choice if o in own else o for o in overrides]
-    # Only the named methods are registered, so that the modules of the others are not imported.
-    methods = [o.removeprefix(METHOD) for o in ready if o.startswith(METHOD)]
-    methods += [method_in(o.removeprefix(PRESET)) for o in ready if o.startswith(PRESET)]
-    for name in (DEFAULT_METHOD, *methods, *(name for preset in own.values() for name in preset.methods)):
-        _register_method(name)
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(CONF), version_base=None):
-        return compose(config_name="config", overrides=[_addable(override) for override in ready])
-
-
-def _check_form(override: str) -> None:
-    """Raises ValueError for what Hydra takes as instructions to itself, or refuses without naming the key."""
-    key, equals, value = override.partition("=")
-    if not equals or not key.lstrip("+") or key.startswith("~"):
-        raise ValueError(f"{shown(override, repr)} is not of the form key=value")
-    if key.lstrip("+").partition(".")[0] == "hydra":
-        raise ValueError(unknown(key, []))
-    if _LONG_NUMBER.search(value):
-        raise ValueError(f"{shown(override)}: a number of too many digits")
-
-
-def _addable(override: str) -> str:
-    """Marks an override of a free mapping, such as the options of a plug-in, with Hydra's `++` for new keys."""
-    free = free_part(override.partition("=")[0])
-    return f"++{override}" if free and "=" in override and not override.startswith(("+", "~")) else override
-
-
-@cache
-def _register_schema() -> None:
-    ConfigStore.instance().store(name="run_schema", node=RunConfig)
-
-
-def _register_method(name: str) -> None:
-    """Registers a method with Hydra, by its name or by the import path of a user's own method."""
-    if name in METHODS:
-        _store_shipped(name)
-    elif is_import_path(name):  # a module of the user's own may be loaded anew, in a notebook
-        _store_method(name, find_method(name).config)
-
-
-@cache
-def _store_shipped(name: str) -> None:
-    """Once: every composition names two methods, the default and its own, each a quarter of the time to register."""
-    _store_method(name, find_method(name).config)
-
-
-def _store_method(name: str, config_class: type) -> None:
-    config = config_class(name=name)
-    try:
-        ConfigStore.instance().store(group="method", name=name, node=config)
-    except (OmegaConfBaseException, NameError, TypeError) as error:
-        raise PluginError(
-            f"method {name!r}: its config cannot be composed: {_first_line(error)}; give fields of numbers, texts, "
-            "true or false, lists and dictionaries of these, or dataclasses of such fields"
-        ) from error
-
-
-def check_config(config: RunConfig) -> None:
-    """Raises ValueError for invalid values and combinations of values."""
-    check_settings(config)
-    check_resolved(asdict(config))
-    name = config.method.name
-    known = name in METHODS or is_import_path(name)
-    if not known or not isinstance(config.method, find_method(name).config):
-        choice = name if known else "NAME"
-        raise ValueError(f"method.name={name}: a method is chosen by method={choice}, which brings its own keys")
+def _checked(values: Mapping[str, Any]) -> RunConfig:
+    """The same, with the checks of combinations of values."""
+    config = _config(values)
+    check_resolved(values)
     check_name("experiment", config.experiment)
     check_names(config.name, config.tags)
     check_data(config.data)
@@ -272,102 +184,118 @@ def check_config(config: RunConfig) -> None:
         raise ValueError(f"executor.chunk_size={config.executor.chunk_size}: resident clients take chunks of 1")
     if config.executor.resident and config.executor.stack_clients not in ("auto", "off", "1"):
         raise ValueError(f"executor.stack_clients={config.executor.stack_clients}: resident clients are trained alone")
+    return config
 
 
-def _check_added(overrides: Sequence[str]) -> None:
-    """Raises ValueError if `+key=value` adds a key outside free mappings, which Hydra itself accepts."""
-    keys = [(override.startswith("+"), override.lstrip("+").partition("=")[0]) for override in overrides]
-    added = [key for plus, key in keys if plus or free_part(key)]
-    if not added:
+# -- presets and methods -----------------------------------------------------------------------------------------------
+
+
+def _check_choice(key: str, value: str) -> None:
+    """Raises ValueError for a preset or a method that does not exist; the user's own are found later."""
+    kind, names = ("preset", experiments()) if key == "experiment" else ("method", [*METHODS])
+    own = value.endswith(ENDINGS) if key == "experiment" else is_import_path(value)
+    if own and key == "experiment" and not is_path(value):
+        raise ValueError(f"{key}={shown(value)}: must be {PATH.meaning}")
+    if value in names or own:
         return
-    defaults = defaults_tree(overrides)
-    known = list(_keys(OmegaConf.to_container(defaults)))
-    for key in added:
-        if key not in (*known, "experiment", "method") and not takes_any(defaults, key):
-            raise ValueError(unknown(free_part(key) or key, known))
+    some = names if len(names) <= MOST_NAMES else sorted(names, key=lambda name: not nearest(value, [name], 0.0))
+    more = f" and {len(names) - MOST_NAMES} more (fedloom run --help lists all)" if len(names) > MOST_NAMES else ""
+    there = f"{', '.join(some[:MOST_NAMES])}{more}"
+    raise ValueError(f"{key}={shown(value)}: no such {kind}{nearest(value, names)}; there are {there}")
 
 
-def takes_any(defaults: DictConfig, key: str) -> bool:
-    """Whether a key lies in a mapping of the configuration that takes keys of the user's own."""
-    inside = free_part(key)
-    return bool(inside) and OmegaConf.get_type(OmegaConf.select(defaults, inside)) is dict
+def _sources_of(choices: Mapping[str, str]) -> tuple[Any, ...]:
+    """What the user's own preset and method are at present: files change, and a notebook loads a module anew."""
+    preset, method = Path(choices.get("experiment", "")), choices.get("method", "")
+    text = preset.read_bytes() if preset.suffix in ENDINGS and preset.is_file() else b""
+    return text, find_method(method).config if is_import_path(method) else None
 
 
-def _explain(error: Exception, overrides: Sequence[str]) -> str:
-    """One line that says what was given and what is allowed."""
-    if isinstance(error, OverrideParseException) and "=" in error.override:
-        return _unread(error)
-    for override in filter(is_own, overrides):
-        if problem := _problem_of(override):
-            return f"{shown(override)}: {problem}"
+@lru_cache(maxsize=64)
+def _composed(choices: tuple[str, ...], _sources: tuple[Any, ...]) -> dict[str, Any]:
+    """The values of a preset and a method, as Hydra composes them from the defaults of the configuration's classes."""
+    own = {choice: own_preset(choice) for choice in choices if choice.startswith(PRESET) and choice.endswith(ENDINGS)}
+    chosen = [own[choice].choice if choice in own else choice for choice in choices]
+    methods = [choice.removeprefix("method=") for choice in choices if choice.startswith("method=")]
+    methods += [method_in(choice.removeprefix(PRESET)) for choice in choices if choice.startswith(PRESET)]
+    store = ConfigStore.instance()
+    store.store(name="run_schema", node=asdict(RunConfig()))
+    # Only the chosen methods are registered, so that the modules of the others are not imported.
+    registered = {DEFAULT_METHOD, *methods, *(name for preset in own.values() for name in preset.methods)}
+    for name in registered:
+        config = find_method(name).config(name=name)
+        try:
+            check_settings(config, "method.")
+            store.store(group="method", name=name, node=asdict(config))
+        except (OmegaConfBaseException, NameError, TypeError) as error:
+            raise PluginError(
+                f"method {name!r}: its config cannot be composed: {first_line(error)}; give fields of numbers, texts, "
+                "true or false, lists and dictionaries of these, or dataclasses of such fields"
+            ) from error
+    GlobalHydra.instance().clear()
     try:
-        defaults = defaults_tree(overrides)
-    except (HydraException, OmegaConfBaseException) as clash:
-        return _clash(_choices(overrides), _first_line(clash))
-    known = list(_keys(OmegaConf.to_container(defaults)))
-    for override in overrides:
-        key = override.lstrip("+").partition("=")[0]
-        inside = free_part(key) or key
-        if inside not in (*known, "experiment", "method"):
-            return unknown(inside, known)
-        if f"{key}=" not in (PRESET, METHOD) and (problem := _given_a_group(override, defaults)):
-            return problem
-    return _first_line(error)
-
-
-def _given_a_group(override: str, defaults: DictConfig) -> str:
-    # Only mistakes need this, and the import is slow.
-    from fedloom.experiments.runs.groups import advice
-
-    return advice(override, defaults)
-
-
-def _problem_of(override: str) -> str:
-    """What is wrong with a preset of a user's own by itself; empty if nothing is."""
-    try:
-        OmegaConf.to_object(_compose([override]))
+        with initialize_config_dir(config_dir=str(CONF), version_base=None):
+            tree = compose(config_name="config", overrides=chosen)
     except (HydraException, OmegaConfBaseException) as error:
-        line = _first_line(error)
-        key, _, problem = line.partition(": ")
-        known = list(_keys(OmegaConf.to_container(_compose([own_preset(override).beginning]))))
-        is_new = problem.startswith("Key ") and key not in known and not free_part(key)
-        return unknown(key, known) if is_new else line
-    return ""
+        raise ValueError(f"{' '.join(choices)}: {first_line(error)}") from error
+    values: dict[str, Any] = OmegaConf.to_container(tree)  # type: ignore[assignment]
+    if (name := values["method"]["name"]) not in registered:
+        raise ValueError(
+            f"{' '.join(choices)}: method.name={name}: a method is chosen by method={name}, which brings its own keys"
+        )
+    return values
 
 
-def _clash(choices: list[str], problem: str) -> str:
-    key, together = problem.partition(":")[0], " and ".join(choices)
-    method = next((choice.removeprefix(METHOD) for choice in choices if choice.startswith(METHOD)), "")
+def _blame_choices(choices: Mapping[str, str], chosen: Mapping[str, Any], error: ValueError) -> None:
+    """Raises ValueError if the error is one of the preset itself, or of a method for which it was not made."""
+    try:
+        _config(_resolved(chosen))
+        return
+    except ValueError as of_choices:
+        if str(of_choices) != str(error):
+            return
+    preset, method = choices.get("experiment", ""), choices.get("method", "")
+    if preset.endswith(ENDINGS) and "method" not in choices:
+        raise ValueError(f"{PRESET}{preset}: {error}") from error
     fitting = of_method(method)
-    if not method or not key.startswith("method."):
-        return f"{together} do not go together: {problem}; choose another preset"
-    which = f"a preset of {method} ({', '.join(fitting[:MOST_NAMES])})" if fitting else "another preset"
-    return f"{together} do not go together: the preset sets {key}, which {method} does not have; choose {which}"
+    others = f"a preset of {method} ({', '.join(fitting[:MOST_NAMES])})" if fitting else "another preset"
+    raise ValueError(
+        f"{PRESET}{preset} and method={method} do not go together: {error}, which the preset sets; choose {others}"
+    ) from error
 
 
-def _choices(overrides: Sequence[str]) -> list[str]:
-    return [override for override in overrides if override.startswith(("experiment=", "method="))]
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
-def defaults_tree(overrides: Sequence[str]) -> DictConfig:
-    """What Hydra composes from the preset and the method among the overrides, without their other values."""
-    return _compose([unquoted(choice) for choice in _choices(overrides)])
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Sets the value of a dotted key in nested mappings; a mapping is merged with what is there, as Hydra does."""
+    owner: Any = values
+    *sections, last = key.split(".")
+    for section in sections:
+        owner = owner[int(section)] if isinstance(owner, list) else owner.setdefault(section, {})
+        if not isinstance(owner, dict | list):
+            raise ValueError(unknown(key, [*_keys(values), *GROUPS]))
+    if isinstance(owner, list):
+        owner[int(last)] = value
+    elif isinstance(value, dict) and isinstance(owner.get(last), dict):
+        for name, inner in value.items():
+            _put(owner[last], str(name), inner)
+    else:
+        owner[last] = value
 
 
-def _keys(values: Any, prefix: str = "") -> Iterator[str]:
-    if isinstance(values, dict):
-        for key, value in values.items():
-            yield f"{prefix}{key}"
+def _resolved(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values with those of interpolations such as ${seed}."""
+    if not any("${" in text for text in texts_of(values)):
+        return values
+    try:
+        return OmegaConf.to_container(OmegaConf.create(dict(values)), resolve=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise ValueError(first_line(error)) from error
+
+
+def _keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
             yield from _keys(value, f"{prefix}{key}.")
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of the innermost cause, because Hydra wraps OmegaConf's message."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # Hydra says where it was composing first.
-    lines = lines[1:] if len(lines) > 1 and lines[0].endswith("raised while composing config:") else lines
-    key = next((line.removeprefix("full_key:").strip() for line in lines if line.startswith("full_key:")), "")
-    line = "must be a list, such as [a,b]" if NO_LIST in lines[0] else shown(lines[0], most=MOST_SAID)
-    return f"{key}: {line}" if key else line

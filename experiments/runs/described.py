@@ -7,9 +7,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from fedloom.experiments.runs.overrides import ENDINGS
 from fedloom.experiments.runs.presets import CONF
-from fedloom.experiments.runs.spelling import is_own
 from fedloom.platform.data.config import DataConfig, cache_root
+from fedloom.platform.plugins import is_import_path
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.runs.sources import source_hash
 
@@ -38,7 +39,7 @@ def described(
 
 def _may_differ(override: str) -> bool:
     value = override.partition("=")[2]
-    return is_own(value) or MEASURED in value
+    return is_import_path(value) or value.endswith(ENDINGS) or MEASURED in value
 
 
 def _folder() -> Path:

@@ -10,13 +10,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from fedloom.experiments.runs.overrides import ENDINGS
 from fedloom.experiments.runs.presets import CHOICE, PRESET, experiments, method_in
-from fedloom.experiments.runs.spelling import ENDINGS
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.plugins import is_import_path, nearest
 from fedloom.platform.results.files import check_name
-from fedloom.platform.settings import PATH
-from fedloom.platform.words import in_words, shown
+from fedloom.platform.words import in_words
 
 GROUP = "own"
 """The folder of the group of presets in which a user's own appear."""
@@ -28,12 +27,10 @@ class OwnPreset:
 
     Attributes:
         choice: the override that chooses it.
-        beginning: the override that chooses what it begins with, without its own values.
         methods: the methods that it, and the presets that it begins with, choose.
     """
 
     choice: str
-    beginning: str
     methods: tuple[str, ...]
 
 
@@ -45,8 +42,6 @@ def is_own(override: str) -> bool:
 def own_preset(override: str) -> OwnPreset:
     """Reads the file and makes it a choice; ValueError in one line for a file that is no preset."""
     given = override.removeprefix(PRESET)
-    if not PATH.holds(given):
-        raise ValueError(f"{shown(override)}: must be {PATH}")
     preset = _read(override, Path(given))
     name = check_name("experiment", Path(given).stem)
     preset.setdefault("experiment", name)
@@ -54,12 +49,8 @@ def own_preset(override: str) -> OwnPreset:
         raise ValueError(f"{override}: method is a text: choose it by defaults: [{{{CHOICE}: {method}}}]")
     defaults = _defaults(override, preset)
     preset.defaults = defaults if "_self_" in defaults else [*defaults, "_self_"]
-    beginning = OmegaConf.create({"defaults": defaults})
-    for key, node in ((name, preset), (f"{name}-beginning", beginning)):
-        ConfigStore.instance().store(group=f"experiment/{GROUP}", name=key, node=node, package="_global_")
-    return OwnPreset(
-        f"{PRESET}{GROUP}/{name}", f"{PRESET}{GROUP}/{name}-beginning", tuple(_methods(preset.get("defaults")))
-    )
+    ConfigStore.instance().store(group=f"experiment/{GROUP}", name=name, node=preset, package="_global_")
+    return OwnPreset(f"{PRESET}{GROUP}/{name}", tuple(_methods(preset.get("defaults"))))
 
 
 def _read(override: str, path: Path) -> DictConfig:

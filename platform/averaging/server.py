@@ -11,14 +11,15 @@ from functools import partial
 from typing import Annotated
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Averaged, part_of
 from fedloom.platform.plugins import PluginError, Registry, Shipped, is_import_path
-from fedloom.platform.settings import POSITIVE, Range
+from fedloom.platform.settings import POSITIVE
 from fedloom.platform.spaces.slices import Region, Weights
 
-DECAY = Range(least=0, below=1)
+DECAY = Interval(ge=0, lt=1)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, is_import_path
-from fedloom.platform.settings import SHARE, ComponentName, OneOf
-
-DECAYS = ("constant", "linear", "cosine")
+from fedloom.platform.settings import SHARE, ComponentName
 
 
 @dataclass
@@ -25,7 +23,7 @@ class SharesConfig:
         str, ComponentName("shares rule"), "overlap (all alike), maxnet (the largest subnet's client beta_t)"
     ] = "maxnet"
     beta_0: Annotated[float, SHARE, "maxnet: beta in the first round; it decays to 1 / (clients of a round)"] = 0.9
-    decay: Annotated[str, OneOf(DECAYS), "maxnet: how beta decays"] = "cosine"
+    decay: Annotated[Literal["constant", "linear", "cosine"], "maxnet: how beta decays"] = "cosine"
     decay_share: Annotated[float, SHARE, "maxnet: the share of all rounds over which it decays"] = 0.8
 
 

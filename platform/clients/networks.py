@@ -21,7 +21,7 @@ from fedloom.platform.spaces.slices import (
     parse_subspace,
 )
 
-STATISTICS = ESTIMATED, AVERAGED = "estimated", "averaged"
+ESTIMATED, AVERAGED = "estimated", "averaged"
 """Running statistics of a supernet's slice: measured for it on unlabelled samples, or the mean of what clients sent."""
 
 if TYPE_CHECKING:

@@ -127,9 +127,6 @@ class RejectionPaths:
         )
 
 
-SAMPLERS = ("greedy", "rejection")
-
-
 def path_sampler(name: str, table: CostTable, operators: Sequence[Sequence[int]], budget: float) -> PathSampler:
     """The sampler called `greedy` or `rejection`.
 

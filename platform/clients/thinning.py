@@ -8,9 +8,6 @@ from torch import Tensor
 
 from fedloom.platform.spaces.slices import FLOAT_BYTES
 
-BY = ("change", "weight")
-"""What decides which changes are sent: their own size, or that of the trained values."""
-
 
 def kept_of(parameters: int, share: float) -> int:
     """The number of changes that are sent of so many parameters, at least one."""

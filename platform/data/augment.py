@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.data.on_device import upload
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, is_import_path
-from fedloom.platform.settings import OneOf, Range
 
 if TYPE_CHECKING:
     from fedloom.platform.data.dataset import Dataset
@@ -44,11 +44,11 @@ FLUCTUATION = 0.5
 """Standard deviation of the logarithm of a noise's power from frame to frame and band to band."""
 
 FEATURES_OF_SOUND = Annotated[
-    str, OneOf(tuple(FEATURES)), "speech: htk (128 mel bands, FedorAS' code) or slaney (40 bands)"
+    Literal["htk", "slaney"], "speech: htk (128 mel bands, FedorAS' code) or slaney (40 bands)"
 ]
-FRAMES = Annotated[int, Range(least=0, most=1000), "noise_shift: frames by which a clip moves at most; one is 20 ms"]
-NORMALISED = Range(least=-1e6, most=1e6)
-DECIBELS = Annotated[float, Range(least=-40, most=120), "noise_shift: decibels of the clip above the noise"]
+FRAMES = Annotated[int, Interval(ge=0, le=1000), "noise_shift: frames by which a clip moves at most; one is 20 ms"]
+NORMALISED = Interval(ge=-1e6, le=1e6)
+DECIBELS = Annotated[float, Interval(ge=-40, le=120), "noise_shift: decibels of the clip above the noise"]
 
 
 @cache
@@ -100,9 +100,13 @@ def noise_shift(
     shift: FRAMES = 5,
     quietest: DECIBELS = 30.0,
     loudest: DECIBELS = 5.0,
-    probability: Annotated[float, Range(least=0, most=1), "noise_shift: share of the clips with noise"] = 0.8,
-    black: Annotated[list[float] | None, NORMALISED, "noise_shift: normalised 0; null: the data set's"] = None,
-    white: Annotated[list[float] | None, NORMALISED, "noise_shift: normalised 1; null: the data set's"] = None,
+    probability: Annotated[float, Interval(ge=0, le=1), "noise_shift: share of the clips with noise"] = 0.8,
+    black: Annotated[
+        list[Annotated[float, NORMALISED]] | None, "noise_shift: normalised 0; null: the data set's"
+    ] = None,
+    white: Annotated[
+        list[Annotated[float, NORMALISED]] | None, "noise_shift: normalised 1; null: the data set's"
+    ] = None,
 ) -> Tensor:
     """Moves each clip (1, 40, T) by up to `shift` frames, and adds noise of a random colour to most.
 
@@ -197,10 +201,9 @@ def unchanged(x_B: Tensor, generator: torch.Generator) -> Tensor:
     return x_B
 
 
-SIDE = Annotated[int, Range(least=1, most=10_000), "cutout: side of the square, in pixels"]
+SIDE = Annotated[int, Interval(ge=1, le=10_000), "cutout: side of the square, in pixels"]
 COLOUR = Annotated[
-    list[float] | None,
-    Range(least=-1e6, most=1e6),
+    list[Annotated[float, Interval(ge=-1e6, le=1e6)]] | None,
     "randaugment: a channel's value of this colour; null: the data set's",
 ]
 
@@ -230,8 +233,8 @@ def crop_flip_randaugment_cutout(
     x_BCHW: Tensor,
     generator: torch.Generator,
     *,
-    operations: Annotated[int, Range(least=1, most=14), "randaugment: operations per image"] = 2,
-    magnitude: Annotated[int, Range(least=0, most=30), "randaugment: their strength, of 31 levels"] = 9,
+    operations: Annotated[int, Interval(ge=1, le=14), "randaugment: operations per image"] = 2,
+    magnitude: Annotated[int, Interval(ge=0, le=30), "randaugment: their strength, of 31 levels"] = 9,
     length: SIDE = 16,
     black: COLOUR = None,
     white: COLOUR = None,

@@ -5,15 +5,18 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
-from fedloom.platform.settings import PATH, POSITIVE, UP_TO_A_MILLION, ComponentName, OneOf, Range
+from annotated_types import Interval
+
+from fedloom.platform.settings import PATH, POSITIVE, UP_TO_A_MILLION, ComponentName
 from fedloom.platform.words import in_words
 
-PARTITIONS = ("lda", "lda_sequential", "dirichlet_classes", "iid", "natural")
+Partition = Literal["lda", "lda_sequential", "dirichlet_classes", "iid", "natural"]
+PARTITIONS = get_args(Partition)
 BY_LABEL = ("lda", "lda_sequential", "dirichlet_classes")
 """The partitions that are drawn by class labels, with `data.alpha`."""
-SAMPLES = Range(least=1, most=1_000_000_000)
+SAMPLES = Interval(ge=1, le=1_000_000_000)
 
 
 @dataclass
@@ -36,13 +39,12 @@ class DataConfig:
         int | None, UP_TO_A_MILLION, "tokens per sequence of a text; null: the data set's own (shakespeare 80, ptb 35)"
     ] = None
     partition: Annotated[
-        str,
-        OneOf(PARTITIONS),
+        Partition,
         "by label: lda (equal sizes, all clients draw in turn), lda_sequential (equal sizes, client after client) or "
         "dirichlet_classes (each class split over the clients, unequal sizes); iid (uniform; text: equal consecutive "
         "pieces) or natural (the data set's own clients, the first num_clients in order of their names)",
     ] = "lda"
-    num_clients: Annotated[int, Range(least=1, most=100_000_000), "number of registered clients"] = 40
+    num_clients: Annotated[int, Interval(ge=1, le=100_000_000), "number of registered clients"] = 40
     alpha: Annotated[
         float,
         POSITIVE,
@@ -50,11 +52,11 @@ class DataConfig:
         "nearly uniform (1000)",
     ] = 1.0
     validation_share: Annotated[
-        float, Range(least=0, below=1), "share of every client's training samples used for validation"
+        float, Interval(ge=0, lt=1), "share of every client's training samples used for validation"
     ] = 0.1
     test_share: Annotated[
         float | None,
-        Range(above=0, below=1),
+        Interval(gt=0, lt=1),
         "share of every client's training samples used as its test samples; null: clients get samples of the test "
         "part. The central evaluation always uses the test part",
     ] = None

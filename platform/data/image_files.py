@@ -16,13 +16,14 @@ from typing import IO, Annotated, Any, TypeVar, cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from annotated_types import Interval
 from PIL import Image
 
 from fedloom.platform.data.artefact import AnyArray, ByteArray, Fields, IntArray, hash_of_file
 from fedloom.platform.data.config import DataConfig, data_root
 from fedloom.platform.data.source import HELD_OUT_SHARE, LabelSet, Source, held_out
 from fedloom.platform.plugins import PluginError, in_one_line
-from fedloom.platform.settings import NOT_EMPTY, Range
+from fedloom.platform.settings import NOT_EMPTY
 
 
 def decode_image(
@@ -554,7 +555,7 @@ class ParquetSource(Source):
 LABEL_ATTRIBUTES = ("targets", "labels", "_labels", "y")
 """The attributes in which torchvision's data sets store their labels."""
 TEST_SPLITS = ("test", "val", "valid")
-IMAGE_SIDE = Range(least=1, most=10_000)
+IMAGE_SIDE = Interval(ge=1, le=10_000)
 """Pixels to which images may be scaled."""
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import numpy as np
+from annotated_types import Interval
 
 from fedloom.platform.data.arrays import Arrays, read_npz, source_of
 from fedloom.platform.data.artefact import ByteArray, Fields, IntArray
@@ -30,7 +31,7 @@ from fedloom.platform.data.speech import SpeechSource
 from fedloom.platform.data.tokens import PtbSource, ShakespeareSource, TokenSource
 from fedloom.platform.plugins import ComponentSpec, Registry
 from fedloom.platform.seeding import stream
-from fedloom.platform.settings import PATH, Range, check_settings, component_specs
+from fedloom.platform.settings import PATH, check_settings, component_specs
 
 
 @dataclass(frozen=True)
@@ -195,11 +196,11 @@ def ptb(config: DataConfig) -> TokenSource:
 def speech_commands(
     config: DataConfig,
     *,
-    classes: Annotated[int, Range(least=12, most=35), "12 (ten words, others, silence) or 35"] = 12,
+    classes: Annotated[int, Interval(ge=12, le=35), "12 (ten words, others, silence) or 35"] = 12,
     features: FEATURES_OF_SOUND = "htk",
     silence: Annotated[
         float | None,
-        Range(least=0, most=1),
+        Interval(ge=0, le=1),
         "speech: clips of silence as a share of a speaker's others; null: the noise's seconds, once each",
     ] = 0.1,
 ) -> Source:

@@ -1,7 +1,10 @@
 """A run's configuration as plain dataclasses, composed and checked in the driver."""
 
+import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval
 
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.results.paths import Names
@@ -16,9 +19,8 @@ from fedloom.platform.settings import (
     UP_TO_A_THOUSAND,
     ZERO_OR_MORE,
     ComponentName,
-    CountOr,
-    OneOf,
-    Range,
+    Infinite,
+    Text,
 )
 from fedloom.platform.spaces.space_config import SpaceConfig
 
@@ -51,7 +53,9 @@ class BudgetConfig:
     kind: Annotated[
         str, ComponentName("budget"), "static (all of it), schedule (factors by round) or trace (states)"
     ] = "static"
-    factors: Annotated[list[float] | None, SHARE, "schedule: the share of the budget by round, repeated"] = None
+    factors: Annotated[list[Annotated[float, SHARE]] | None, "schedule: the share of the budget by round, repeated"] = (
+        None
+    )
     states: Annotated[list[Any] | None, "trace: rows of name, factor and probability"] = None
     options: Annotated[dict[str, Any], "the options of a user's own budget, by name"] = field(default_factory=dict)
 
@@ -71,22 +75,25 @@ class TiersConfig:
     count: Annotated[int, UP_TO_A_THOUSAND, "number of tiers"] = 4
     rho_low: Annotated[float, PART, "share of random paths below the first inner bound"] = 0.0
     rho_high: Annotated[float, PART, "share of random paths below the last inner bound"] = 0.95
-    upper_bounds: Annotated[list[float] | None, POSITIVE, "upper bounds in units of cost, instead of rho"] = None
-    paths: Annotated[
-        int, Range(least=1, most=10_000_000), "number of random paths that the bounds are computed from"
-    ] = 100_000
+    upper_bounds: Annotated[
+        list[Annotated[float, POSITIVE]] | None, "upper bounds in units of cost, instead of rho"
+    ] = None
+    paths: Annotated[int, Interval(ge=1, le=10_000_000), "number of random paths that the bounds are computed from"] = (
+        100_000
+    )
     cost: Annotated[
         str, NOT_EMPTY, "cost measure of the budgets: one of macs, parameters, activation_bytes, latency_s"
     ] = "macs"
     cost_weights: Annotated[
-        dict[str, float], ZERO_OR_MORE, "a weighted sum of additive costs instead: tiers.cost_weights.macs=1"
+        dict[str, Annotated[float, ZERO_OR_MORE]], "a weighted sum of additive costs instead: tiers.cost_weights.macs=1"
     ] = field(default_factory=dict)
-    unsupported: Annotated[list[str] | None, NOT_EMPTY, "operators that cost infinity"] = None
-    shares: Annotated[list[float] | None, PART, "share of the clients per tier; null: equal"] = None
-    clients: Annotated[list[int] | None, ZERO_OR_MORE, "the tier's index of each client, instead of shares"] = None
+    unsupported: Annotated[list[Annotated[str, NOT_EMPTY]] | None, "operators that cost infinity"] = None
+    shares: Annotated[list[Annotated[float, PART]] | None, "share of the clients per tier; null: equal"] = None
+    clients: Annotated[
+        list[Annotated[int, ZERO_OR_MORE]] | None, "the tier's index of each client, instead of shares"
+    ] = None
     tasks: Annotated[
-        list[str] | None,
-        NOT_EMPTY,
+        list[Annotated[str, NOT_EMPTY]] | None,
         "each tier's labels: all, or coarser ones, the data set's own such as cifar100's coarse, or data.label_sets'; "
         "null: all tiers have all",
     ] = None
@@ -99,11 +106,12 @@ class TiersConfig:
     step_batch_size: Annotated[int, UP_TO_A_MILLION, "device tables: samples of that step"] = 32
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     num_gpus: Annotated[
-        list[float] | None,
-        Range(least=0, most=1024),
+        list[Annotated[float, Interval(ge=0, le=1024)]] | None,
         "a client actor's share of a GPU per tier: 0, 1/k or whole; null: none",
     ] = None
-    num_cpus: Annotated[list[float] | None, Range(above=0, most=4096), "a client actor's CPUs per tier; null: 1"] = None
+    num_cpus: Annotated[
+        list[Annotated[float, Interval(gt=0, le=4096)]] | None, "a client actor's CPUs per tier; null: 1"
+    ] = None
 
 
 @dataclass
@@ -111,8 +119,7 @@ class DevicesConfig:
     """The simulated devices, with one number for all tiers or one per tier; a device table takes precedence."""
 
     macs_per_s: Annotated[
-        list[float] | None,
-        POSITIVE,
+        list[Annotated[float, POSITIVE]] | None,
         "MACs per second; null: 2e10 in the top tier, others in proportion to their budgets",
     ] = None
     down_bytes_per_s: Annotated[float, POSITIVE, "download speed in bytes per second"] = 2.5e6
@@ -124,9 +131,6 @@ class DevicesConfig:
     ] = None
 
 
-POLICIES = ("stop", "retry", "tolerate")
-
-
 @dataclass
 class FailuresConfig:
     """How client failures are handled.
@@ -136,45 +140,39 @@ class FailuresConfig:
     """
 
     policy: Annotated[
-        str, OneOf(POLICIES), "stop the run, retry the client up to attempts, or tolerate up to max_share of a round"
+        Literal["stop", "retry", "tolerate"],
+        "stop the run, retry the client up to attempts, or tolerate up to max_share of a round",
     ] = "stop"
     attempts: Annotated[int, UP_TO_A_THOUSAND, "retry: attempts per client"] = 2
     max_share: Annotated[float, PART, "tolerate: share of a round's clients that may fail"] = 0.2
     actor_attempts: Annotated[int, UP_TO_A_THOUSAND, "attempts of work whose actor died"] = 3
 
 
-EXECUTORS = ("ray", "serial")
-MOST_ACTORS = Range(least=1, most=65536)
+MOST_ACTORS = Interval(ge=1, le=65536)
 SMALLEST_STORE_BYTES = 75 * 2**20
 """The smallest object store that Ray starts with."""
-
-
-PRECISIONS = ("float32", "tf32", "bfloat16")
-STACKING = ("auto", "off")
-MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
 
 
 @dataclass
 class ExecutorConfig:
     """Where clients' work is executed."""
 
-    kind: Annotated[str, OneOf(EXECUTORS), "ray (client actors) or serial (this process)"] = "ray"
+    kind: Annotated[Literal["ray", "serial"], "ray (client actors) or serial (this process)"] = "ray"
     actors: Annotated[int | None, MOST_ACTORS, "client actors on a machine without GPUs; null: one per CPU"] = None
     resident: Annotated[bool, "every client has an actor of its own (cross-silo)"] = False
     chunk_size: Annotated[int, UP_TO_A_MILLION, "number of consecutive clients that an actor gets in one call"] = 1
     threads: Annotated[
         int,
-        Range(least=1, most=4096),
+        Interval(ge=1, le=4096),
         "torch's threads per client; they affect floating-point rounding, so all executors use the same number",
     ] = 1
     stack_clients: Annotated[
         str,
-        CountOr(STACKING),
+        Text("auto, off, or a whole number from 1 to 999999", re.compile("auto|off|[1-9][0-9]{0,5}").fullmatch),
         "clients that are trained as one batch where they train the same whole network; auto: many of small networks",
     ] = "auto"
     precision: Annotated[
-        str,
-        OneOf(PRECISIONS),
+        Literal["float32", "tf32", "bfloat16"],
         "that of convolutions and matrix products: tf32 is float32 with TensorFloat-32 on GPUs, bfloat16 is autocast; "
         "weights, updates, sums and the optimiser are float32",
     ] = "float32"
@@ -182,10 +180,11 @@ class ExecutorConfig:
         bool, "only torch's deterministic algorithms; a client whose network has none for an operator on a GPU fails"
     ] = False
     memory_format: Annotated[
-        str, OneOf(MEMORY_FORMATS), "of images and the kernels of convolutions; auto: the one that the space asks for"
+        Literal["auto", "contiguous", "channels_last"],
+        "of images and the kernels of convolutions; auto: the one that the space asks for",
     ] = "auto"
     client_timeout_s: Annotated[
-        float, Range(above=0, infinite=True), "seconds after which a client counts as failed and is left out"
+        float, POSITIVE, Infinite(), "seconds after which a client counts as failed and is left out"
     ] = 3600.0
     failures: FailuresConfig = field(default_factory=FailuresConfig)
 
@@ -198,9 +197,9 @@ class RayConfig:
         str, NOT_EMPTY, "auto (a running cluster if there is one), local (always start a cluster) or host:port"
     ] = "auto"
     num_cpus: Annotated[int | None, MOST_ACTORS, "CPUs; null: all that this process may use"] = None
-    num_gpus: Annotated[int, Range(least=0, most=65536), "GPUs"] = 0
+    num_gpus: Annotated[int, Interval(ge=0, le=65536), "GPUs"] = 0
     object_store_memory_bytes: Annotated[
-        int | None, Range(least=SMALLEST_STORE_BYTES), "object store size in bytes; null: a fifth of the free memory"
+        int | None, Interval(ge=SMALLEST_STORE_BYTES), "object store size in bytes; null: a fifth of the free memory"
     ] = None
     dashboard: Annotated[bool, "Ray's dashboard"] = False
     wait_s: Annotated[
@@ -221,9 +220,9 @@ class RunConfig:
 
     experiment: Annotated[str, NOT_EMPTY, "the experiment's name, which is part of the run's id"] = "custom"
     name: Annotated[str | None, NOT_EMPTY, "a name for this run, by which commands find it; null: none"] = None
-    tags: Annotated[list[str], NOT_EMPTY, "words by which commands find this run and others with the same tag"] = field(
-        default_factory=list
-    )
+    tags: Annotated[
+        list[Annotated[str, NOT_EMPTY]], "words by which commands find this run and others with the same tag"
+    ] = field(default_factory=list)
     seed: Annotated[int, ZERO_OR_MORE, "the run's seed, for all purposes without a seed of their own in seeds"] = 1
     results: Annotated[
         str, PATH, "a folder, or the URL of one on a filesystem that pyarrow reads: s3://bucket/path, gs://bucket/path"

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Annotated
 
+import annotated_types
 import numpy as np
 
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, blaming, is_import_path
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.constraint import TableConstraint
-from fedloom.platform.settings import Range
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.slices import Architecture
 from fedloom.tiers.costs import CostTable
@@ -118,7 +118,9 @@ def _least_served(distribution: Distribution) -> tuple[list[int], list[int]]:
 
 
 def pareto_path(
-    distribution: Distribution, *, limits: Annotated[int, Range(least=2, most=1000), "on MACs, a subnet each"] = 60
+    distribution: Distribution,
+    *,
+    limits: Annotated[int, annotated_types.Interval(ge=2, le=1000), "on MACs, a subnet each"] = 60,
 ) -> list[Architecture]:
     """Like `tracking_sandwich`, but the rest get random ones of the fittest subnets (DeepFedNAS' Pareto-path)."""
     from fedloom.platform.search.fitness import path_of_the_fittest  # what the other heuristics need not load

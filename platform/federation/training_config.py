@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from annotated_types import Interval
 
 from fedloom.platform.averaging.server import SERVER_RULES, server_traits
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES
@@ -21,8 +23,6 @@ from fedloom.platform.settings import (
     POSITIVE,
     ZERO_OR_MORE,
     ComponentName,
-    OneOf,
-    Range,
     component_specs,
 )
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 SPENT = "privacy"
 """The JSON value that holds what all stages so far have spent of differential privacy."""
-SCHEDULE_NAMES = ("fixed", "cosine", "step", "steps")
-EPOCHS = Range(least=1, most=100_000)
+Schedule = Literal["fixed", "cosine", "step", "steps"]
+EPOCHS = Interval(ge=1, le=100_000)
 
 
 @dataclass
@@ -40,10 +40,10 @@ class PrivacyConfig:
     """Client-level differential privacy, which needs `pip install fedloom[privacy]`, and secure aggregation."""
 
     clip: Annotated[
-        float | None, Range(above=0, most=1e12), "S, the largest norm of a client's change; null: no privacy"
+        float | None, Interval(gt=0, le=1e12), "S, the largest norm of a client's change; null: no privacy"
     ] = None
-    noise: Annotated[float, Range(least=0, most=1000), "z, the noise of the sums as a multiple of S"] = 0.0
-    delta: Annotated[float, Range(above=0, below=1), "the delta for which epsilon is given"] = 1e-5
+    noise: Annotated[float, Interval(ge=0, le=1000), "z, the noise of the sums as a multiple of S"] = 0.0
+    delta: Annotated[float, Interval(gt=0, lt=1), "the delta for which epsilon is given"] = 1e-5
     weight_cap: Annotated[
         float | None, POSITIVE, "weights are divided by this and limited to 1: for weighting by samples"
     ] = None
@@ -51,11 +51,9 @@ class PrivacyConfig:
         float, POSITIVE, "scalars that fewer clients per round are expected to hold are never changed"
     ] = 0.5
     secure: Annotated[bool, "secure aggregation: the server learns sums alone (simulated, with its messages)"] = False
-    fraction_bits: Annotated[int, Range(least=1, most=30), "secure: binary places of updates in fixed point"] = 16
+    fraction_bits: Annotated[int, Interval(ge=1, le=30), "secure: binary places of updates in fixed point"] = 16
     survivors: Annotated[float, PART, "secure: the share of a cohort without which nothing is revealed"] = 0.5
-    accountant: Annotated[str, OneOf(("rdp", "pld")), "Rényi divergences, or (for poisson, all) loss distributions"] = (
-        "rdp"
-    )
+    accountant: Annotated[Literal["rdp", "pld"], "Rényi divergences, or (for poisson, all) loss distributions"] = "rdp"
 
 
 @dataclass
@@ -74,8 +72,7 @@ class TrainingConfig:
     weight_decay: Annotated[float, ZERO_OR_MORE, "weight decay of the clients' SGD"] = 0.0
     clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the gradient's norm, 0 for none"] = 0.0
     schedule: Annotated[
-        str,
-        OneOf(SCHEDULE_NAMES),
+        Schedule,
         "lr over rounds: fixed, cosine (to final_lr_share), step (x.1 at 1/2 and 3/4), steps (x.1 every step_rounds)",
     ] = "fixed"
     final_lr_share: Annotated[float, PART, "cosine: the share of lr that is left in the last round"] = 0.1
@@ -251,7 +248,7 @@ def _steps(config: TrainingConfig, round_: int) -> float:
 
 
 SCHEDULES: Mapping[str, Callable[[TrainingConfig, int], float]] = dict(
-    zip(SCHEDULE_NAMES, (_fixed, _cosine, _step, _steps), strict=True)
+    zip(get_args(Schedule), (_fixed, _cosine, _step, _steps), strict=True)
 )
 
 

@@ -3,9 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from fedloom.platform.settings import OneOf
+from typing import Any, Literal, Protocol
 
 Architecture = tuple[int, ...]
 """One chosen option index per decision of the space."""
@@ -129,7 +127,7 @@ def winner(history: Iterable[Scored]) -> Scored:
 
 # -- what a search ranks models by: their accuracy, or their loss (SuperFedNAS, Eq. 6) --------------------------------
 
-METRICS = OneOf(("accuracy", "loss"))
+Metric = Literal["accuracy", "loss"]
 METRIC_TEXT = "models are ranked by accuracy, or by loss (of texts, the logarithm of perplexity)"
 
 

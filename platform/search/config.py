@@ -5,13 +5,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fedloom.platform.clients.networks import ESTIMATED, STATISTICS
 from fedloom.platform.plugins import PluginError, Registry, blaming, is_import_path
-from fedloom.platform.search.base import METRIC_TEXT, METRICS, Architecture, Interval, Scored, Searcher, State
-from fedloom.platform.search.generations import METRIC, OBJECTIVES, EvolutionSearch, NSGA2Search, RandomSearch
-from fedloom.platform.settings import ONE_OR_MORE, PART, SHARE, UP_TO_A_MILLION, ComponentName, OneOf, component_specs
+from fedloom.platform.search.base import METRIC_TEXT, Architecture, Interval, Metric, Scored, Searcher, State
+from fedloom.platform.search.generations import EvolutionSearch, NSGA2Search, RandomSearch
+from fedloom.platform.settings import ONE_OR_MORE, PART, SHARE, UP_TO_A_MILLION, ComponentName, component_specs
 from fedloom.platform.spaces.genome import Genome
 from fedloom.tiers.costs import CostTable
 
@@ -127,15 +126,14 @@ class SearchConfig:
     mutation: Annotated[float, PART, "probability that a gene changes"] = 0.1
     parents: Annotated[float, SHARE, "evolution: number of parents as a share of the population"] = 0.25
     budget: Annotated[int, ONE_OR_MORE, "number of models to score"] = 1000
-    metric: Annotated[str, METRICS, METRIC_TEXT] = "accuracy"
+    metric: Annotated[Metric, METRIC_TEXT] = "accuracy"
     objectives: Annotated[
-        str, OneOf(OBJECTIVES), "nsga2: ranks by the metric (cost is a constraint), or by metric and cost"
-    ] = METRIC
+        Literal["metric", "metric_and_cost"], "nsga2: ranks by the metric (cost is a constraint), or by metric and cost"
+    ] = "metric"
     statistics: Annotated[
-        str,
-        OneOf(STATISTICS),
+        Literal["estimated", "averaged"],
         "batch norms of a path: estimated for it on unlabelled samples, or averaged over clients",
-    ] = ESTIMATED
+    ] = "estimated"
     validation_share: Annotated[float, SHARE, "share of the validation data used for scoring (App. K.1)"] = 1.0
     options: Annotated[dict[str, Any], "options of a user's own searcher, by name"] = field(default_factory=dict)
 

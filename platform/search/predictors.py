@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
+import annotated_types
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from fedloom.platform.search.base import Architecture, Interval, Scored, pareto_
 from fedloom.platform.search.constraint import Constraint, inside_interval
 from fedloom.platform.search.generations import METRIC_AND_COST, Evolution, NSGA2Search, at_least
 from fedloom.platform.seeding import Id, stream, torch_stream
-from fedloom.platform.settings import UP_TO_A_MILLION, Range
+from fedloom.platform.settings import UP_TO_A_MILLION
 from fedloom.platform.spaces.genome import Floats, Genome, Ints, as_array
 from fedloom.tiers.costs import CostTable
 
@@ -52,7 +53,7 @@ def _pairs(a: Values, b: Values) -> tuple[NDArray[np.float64], NDArray[np.float6
 # -- predictors -------------------------------------------------------------------------------------------------------
 
 FEWEST_SAMPLES = 10
-HIDDEN = Range(least=1, most=65536)
+HIDDEN = annotated_types.Interval(ge=1, le=65536)
 ONE_EACH = "a finite value for each sample"
 BATCH = 32
 MLP = ComponentSpec("mlp")

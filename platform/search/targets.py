@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+import annotated_types
 import numpy as np
 
 from fedloom.platform.plugins import ComponentSpec, PluginError
-from fedloom.platform.search.base import METRIC_TEXT, METRICS, Architecture, Interval, merit
+from fedloom.platform.search.base import METRIC_TEXT, Architecture, Interval, Metric, merit
 from fedloom.platform.search.constraint import Constraint, PredictedConstraint, TableConstraint
 from fedloom.platform.search.predictors import (
     FEWEST_SAMPLES,
@@ -29,7 +30,6 @@ from fedloom.platform.settings import (
     UP_TO_A_MILLION,
     ZERO_OR_MORE,
     ComponentName,
-    Range,
     check_settings,
     component_specs,
 )
@@ -50,36 +50,43 @@ class TargetSearchConfig:
     begins `tolerance` below its upper bound, or at its entry of `macs_above` (the bins of SuperFedNAS, Tab. 3).
     """
 
-    macs: Annotated[list[float], POSITIVE, "targets: upper bounds on MACs"] = field(default_factory=list)
+    macs: Annotated[list[Annotated[float, POSITIVE]], "targets: upper bounds on MACs"] = field(default_factory=list)
     macs_above: Annotated[
-        list[float], ZERO_OR_MORE, "the lower bound of each of macs, which a winner exceeds; empty: see tolerance"
+        list[Annotated[float, ZERO_OR_MORE]],
+        "the lower bound of each of macs, which a winner exceeds; empty: see tolerance",
     ] = field(default_factory=list)
-    latency_s: Annotated[list[float], POSITIVE, "targets: upper bounds on seconds per sample on this host"] = field(
-        default_factory=list
-    )
-    tolerance: Annotated[float, Range(above=0, below=1), "share by which a winner may cost less than its target"] = 0.01
-    metric: Annotated[str, METRICS, METRIC_TEXT] = "accuracy"
+    latency_s: Annotated[
+        list[Annotated[float, POSITIVE]], "targets: upper bounds on seconds per sample on this host"
+    ] = field(default_factory=list)
+    tolerance: Annotated[
+        float, annotated_types.Interval(gt=0, lt=1), "share by which a winner may cost less than its target"
+    ] = 0.01
+    metric: Annotated[Metric, METRIC_TEXT] = "accuracy"
     predictor: Annotated[
         str,
         ComponentName("predictor"),
         "the predictor of the metric and of latency; none: measure every candidate; fitness: DeepFedNAS', untrained",
     ] = "mlp"
     samples: Annotated[
-        int, Range(least=0, most=1_000_000), "number of subnets to fit predictors on; 0 disables the search"
+        int,
+        annotated_types.Interval(ge=0, le=1_000_000),
+        "number of subnets to fit predictors on; 0 disables the search",
     ] = 200
     validation_share: Annotated[float, SHARE, "share of the validation data used for scoring"] = 1.0
     min_tau: Annotated[
-        float, Range(least=-1, most=1), "Kendall's tau on held-out samples that a predictor must reach"
+        float, annotated_types.Interval(ge=-1, le=1), "Kendall's tau on held-out samples that a predictor must reach"
     ] = 0.5
     hidden: Annotated[int, HIDDEN, "mlp: units per hidden layer"] = 128
     epochs: Annotated[int, UP_TO_A_MILLION, "mlp: passes over the samples"] = 100
-    population: Annotated[int, Range(least=2, most=1_000_000), "candidates per generation"] = 100
+    population: Annotated[int, annotated_types.Interval(ge=2, le=1_000_000), "candidates per generation"] = 100
     parents: Annotated[float, SHARE, "number of parents as a share of the population"] = 0.25
     mutation: Annotated[float, PART, "probability that a gene changes"] = 0.1
     generations: Annotated[int, UP_TO_A_MILLION, "number of generations"] = 30
     verify: Annotated[int, UP_TO_A_MILLION, "number of best predicted subnets per target that are measured"] = 5
     front: Annotated[
-        int, Range(least=0, most=1_000_000), "number of subnets of the whole space's Pareto front to measure"
+        int,
+        annotated_types.Interval(ge=0, le=1_000_000),
+        "number of subnets of the whole space's Pareto front to measure",
     ] = 0
     budget: Annotated[int, ONE_OR_MORE, "predictor none: subnets scored per target"] = 100
     latency_repeats: Annotated[int, UP_TO_A_MILLION, "number of measurements per latency"] = 20

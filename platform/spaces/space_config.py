@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
-from fedloom.platform.settings import NOT_EMPTY, SHARE, UP_TO_A_THOUSAND, ComponentName, Range
+from annotated_types import Interval
+
+from fedloom.platform.settings import NOT_EMPTY, SHARE, UP_TO_A_THOUSAND, ComponentName
 from fedloom.platform.spaces.base import SearchSpace
 
-CHANNELS = Range(least=1, most=100_000)
+CHANNELS = Interval(ge=1, le=100_000)
 
 
 @dataclass
@@ -20,46 +22,45 @@ class SpaceConfig:
     """
 
     name: Annotated[str, ComponentName("space"), "the search space"] = "cnn_digits"
-    num_classes: Annotated[int, Range(least=2, most=10_000_000), "number of classes, or the size of the vocabulary"] = (
-        10
-    )
+    num_classes: Annotated[int, Interval(ge=2, le=10_000_000), "number of classes, or the size of the vocabulary"] = 10
     heads: Annotated[
-        list[int] | None,
-        Range(least=2, most=10_000_000),
+        list[Annotated[int, Interval(ge=2, le=10_000_000)]] | None,
         "cnn: the classes of several tasks' classifiers, in the order of the tasks in tiers.tasks; null: one task",
     ] = None
-    input_shape: Annotated[list[int] | None, CHANNELS, "shape of one sample"] = None
+    input_shape: Annotated[list[Annotated[int, CHANNELS]] | None, "shape of one sample"] = None
     stem_channels: Annotated[int | None, CHANNELS, "channels of the stem"] = None
     stem_stride: Annotated[int | None, UP_TO_A_THOUSAND, "cnn, darts, resnet18: stride of the stem"] = None
-    stage_layers: Annotated[list[int] | None, UP_TO_A_THOUSAND, "layers per stage"] = None
-    stage_strides: Annotated[list[int] | None, UP_TO_A_THOUSAND, "stride per stage"] = None
+    stage_layers: Annotated[list[Annotated[int, UP_TO_A_THOUSAND]] | None, "layers per stage"] = None
+    stage_strides: Annotated[list[Annotated[int, UP_TO_A_THOUSAND]] | None, "stride per stage"] = None
     depthwise_link: Annotated[bool | None, "cnn: whether stages are linked by a depthwise convolution"] = None
-    operators: Annotated[list[str] | None, NOT_EMPTY, "the operators to choose from"] = None
-    stage_widths: Annotated[list[int] | None, CHANNELS, "channels per stage"] = None
-    depths: Annotated[list[int] | None, Range(least=0, most=100), "largest number of extra blocks per stage"] = None
-    expansions: Annotated[
-        list[float] | None, Range(above=0, most=1000), "widths of a block, as shares of its stage's"
+    operators: Annotated[list[Annotated[str, NOT_EMPTY]] | None, "the operators to choose from"] = None
+    stage_widths: Annotated[list[Annotated[int, CHANNELS]] | None, "channels per stage"] = None
+    depths: Annotated[
+        list[Annotated[int, Interval(ge=0, le=100)]] | None, "largest number of extra blocks per stage"
     ] = None
-    widths: Annotated[list[float] | None, SHARE, "width: shares of the channels, ascending to 1.0"] = None
+    expansions: Annotated[
+        list[Annotated[float, Interval(gt=0, le=1000)]] | None, "widths of a block, as shares of its stage's"
+    ] = None
+    widths: Annotated[list[Annotated[float, SHARE]] | None, "width: shares of the channels, ascending to 1.0"] = None
     scaler: Annotated[bool | None, "width: whether narrow layers are scaled up in training (HeteroFL)"] = None
-    width_multiplier: Annotated[float | None, Range(above=0, most=1000), "factor on all channels"] = None
+    width_multiplier: Annotated[float | None, Interval(gt=0, le=1000), "factor on all channels"] = None
     norm: Annotated[str | None, NOT_EMPTY, "normalisation, such as batch or none"] = None
     initialisation: Annotated[str | None, NOT_EMPTY, "resnet: convolutions start as torch's or he's"] = None
     bias: Annotated[bool | None, "resnet: whether convolutions have biases"] = None
     channels: Annotated[int | None, CHANNELS, "channels of the first cells or blocks"] = None
     embedding_size: Annotated[int | None, CHANNELS, "size of a token's embedding"] = None
-    blocks: Annotated[list[int] | None, UP_TO_A_THOUSAND, "blocks per stage"] = None
+    blocks: Annotated[list[Annotated[int, UP_TO_A_THOUSAND]] | None, "blocks per stage"] = None
     kernel_size: Annotated[int | None, UP_TO_A_THOUSAND, "kernel size of the temporal convolutions"] = None
-    dropout: Annotated[float | None, Range(least=0, below=1), "dropout probability"] = None
+    dropout: Annotated[float | None, Interval(ge=0, lt=1), "dropout probability"] = None
     embedding_dropout: Annotated[
-        float | None, Range(least=0, below=1), "dropout probability of the embedding; null: dropout"
+        float | None, Interval(ge=0, lt=1), "dropout probability of the embedding; null: dropout"
     ] = None
     tied: Annotated[bool | None, "whether embedding and output share their weights"] = None
     cells: Annotated[int | None, UP_TO_A_THOUSAND, "number of cells"] = None
-    nodes: Annotated[int | None, Range(least=1, most=100), "number of intermediate nodes per cell"] = None
+    nodes: Annotated[int | None, Interval(ge=1, le=100), "number of intermediate nodes per cell"] = None
     stem_multiplier: Annotated[int | None, UP_TO_A_THOUSAND, "channels of the stem as a multiple of the cells'"] = None
     affine: Annotated[bool | None, "whether batch norms have scale and shift"] = None
-    modules: Annotated[int | None, Range(least=1, most=100), "number of modules per block to choose from"] = None
+    modules: Annotated[int | None, Interval(ge=1, le=100), "number of modules per block to choose from"] = None
     options: Annotated[dict[str, Any], "options of a user's own space, by name"] = field(default_factory=dict)
 
 

@@ -22,7 +22,7 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.presets import experiments
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.runs.run import planned_stages, planned_world
-from fedloom.platform.settings import OneOf, Range, Setting, settings_of
+from fedloom.platform.settings import Setting, settings_of
 
 WRONG = ("tracebacks", "many_lines", "hangs", "written", "exits")
 HANG_S = 20
@@ -43,12 +43,10 @@ def settings(choice: str) -> tuple[Setting, ...]:
 
 def edges(setting: Setting) -> list[str]:
     """The ends of a setting's range, and values just outside."""
-    allowed = setting.allowed
-    if isinstance(allowed, OneOf):
-        return [*allowed.names, f"{allowed.names[0]}x"]
-    if not isinstance(allowed, Range):
-        return []
-    ends = [end for end in (allowed.least, allowed.above, allowed.most, allowed.below) if end is not None]
+    if setting.choices:
+        return [*setting.choices, f"{setting.choices[0]}x"]
+    bounds = [getattr(mark, name, None) for mark in setting.marks for name in ("ge", "gt", "le", "lt")]
+    ends = [end for end in bounds if end is not None]
     return [text for end in ends for text in (f"{end:.17g}", f"{end + 1:.17g}", f"{end - 1:.17g}", f"[{end:.17g}]")]
 
 

@@ -216,10 +216,10 @@ WRONG_OPTIONS = {
         given="strenght=2.0",
     ),
     "of another type": Wrong(
-        r"{options}.strength='much': must be a float \(an option of {kind} {path}\)", Place.code, given="strength=much"
+        r"{options}.strength=much: must be a float \(an option of {kind} {path}\)", Place.code, given="strength=much"
     ),
     "missing": Wrong(
-        r"{options}.strength is missing: {kind} {path} needs it, a float",
+        r"{options}.strength is missing: give a float .an option of {kind} {path}",
         lambda place: place.code(options="strength: float"),
     ),
 }

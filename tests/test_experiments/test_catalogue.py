@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from fedloom.experiments.catalogue import known_code, known_keys
+from fedloom.experiments.catalogue import REGISTRIES, known_code, known_keys
 from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import compose_config
-from fedloom.experiments.runs.registries import REGISTRIES
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import METHODS
-from fedloom.platform.settings import ComponentName, settings_of
+from fedloom.platform.settings import settings_of
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -55,7 +54,7 @@ def test_every_place_where_code_is_chosen_by_name_is_listed() -> None:
         for method in METHODS.values():
             yield from settings_of(method.config(), "method.")
 
-    kinds = {s.allowed.kind: s.key for s in brought() if isinstance(s.allowed, ComponentName)}
+    kinds = {s.component: s.key for s in brought() if s.component is not None}
     assert set(kinds) == {slot.kind for slot in REGISTRIES}
     places = {place.kind: place for place in known_code([])}
     assert set(places) == {"method", *kinds}

@@ -242,13 +242,6 @@ def test_settings_out_of_range_are_refused() -> None:
     assert len(run(build_searcher(problem(SearchConfig(), budget=10)))[0]) == 10
 
 
-def test_the_configuration_suits_omegaconf() -> None:
-    from omegaconf import OmegaConf
-
-    merged = OmegaConf.merge(OmegaConf.structured(SearchConfig), {"searcher": "random", "budget": 7})
-    assert OmegaConf.to_object(merged) == SearchConfig(searcher="random", budget=7)
-
-
 # --- winner and front
 
 

@@ -83,7 +83,7 @@ def changed(config: RunConfig, key: str, kind: str) -> RunConfig:
     for part in path:
         place = getattr(place, part)
     old = getattr(place, name)
-    new = OTHERS[kind.removesuffix(" or null")]
+    new = OTHERS["text" if kind.startswith("one of") else kind.removesuffix(" or null")]
     if new == old:
         new = not old if isinstance(old, bool) else old + old
     setattr(place, name, new)

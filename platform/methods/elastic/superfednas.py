@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -73,7 +73,6 @@ from fedloom.platform.settings import (
     UP_TO_A_THOUSAND,
     ZERO_OR_MORE,
     ComponentName,
-    OneOf,
 )
 from fedloom.platform.spaces.capabilities import with_depths
 from fedloom.platform.spaces.slices import Architecture, architecture_id, parse_architecture
@@ -121,13 +120,13 @@ class ElasticTrainingConfig(TrainingConfig):
     momentum: Annotated[float, BELOW_ONE, "momentum of the clients' SGD"] = 0.0
     clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the gradient's norm, 0 for none"] = 1.0
     travels: Annotated[
-        str, OneOf(("slices", "supernet")), "what clients get: slices (a subnet each) or supernet (all; see shrinking)"
+        Literal["slices", "supernet"], "what clients get: slices (a subnet each) or supernet (all; see shrinking)"
     ] = "slices"
     distribution: DistributionConfig = field(default_factory=DistributionConfig)
     shares: SharesConfig = field(default_factory=SharesConfig)
     shrinking: ShrinkingConfig = field(default_factory=ShrinkingConfig)
     evaluate: Annotated[
-        list[str], NOT_EMPTY, "subnets that are scored on validation data every evaluate_every rounds"
+        list[Annotated[str, NOT_EMPTY]], "subnets that are scored on validation data every evaluate_every rounds"
     ] = field(default_factory=lambda: ["smallest", "largest"])
 
 
@@ -137,8 +136,7 @@ class SuperFedNASConfig:
 
     name: str = "superfednas"
     family: Annotated[
-        list[str],
-        NOT_EMPTY,
+        list[Annotated[str, NOT_EMPTY]],
         "subnets (smallest, largest, 'd=1,0,2,1 e=.14') to evaluate; static and dynamic distribute them to clients",
     ] = field(default_factory=lambda: ["smallest", "largest"])
     separately: Annotated[bool, "train each member of the family by itself (iFedAvg; FedAvg if there is one)"] = False

@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
+from annotated_types import Interval
+
 from fedloom.platform.clients.local_rules import LocalClient, LocalRule
-from fedloom.platform.settings import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +38,7 @@ class Scaffold(LocalRule):
         self,
         *,
         option: Annotated[
-            int, Range(least=1, most=2), "SCAFFOLD's c_i: 1, the gradient at x (one more pass); 2, the mean step"
+            int, Interval(ge=1, le=2), "SCAFFOLD's c_i: 1, the gradient at x (one more pass); 2, the mean step"
         ] = 2,
     ) -> None:
         self.option = option

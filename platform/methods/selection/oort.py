@@ -33,14 +33,14 @@ from __future__ import annotations
 
 import math
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from fedloom.platform.federation.history import ClientRecord
 from fedloom.platform.federation.selection import Choice, Cohort, SelectionTraits
 from fedloom.platform.plugins import declares
-from fedloom.platform.settings import ONE_OR_MORE, PART, ZERO_OR_MORE, OneOf
+from fedloom.platform.settings import ONE_OR_MORE, PART, ZERO_OR_MORE
 
 MOST_BLACKLISTED = 0.3
 WINDOW = 5
@@ -51,9 +51,7 @@ WINDOW = 5
 def oort(
     choice: Choice,
     *,
-    variant: Annotated[
-        str, OneOf(("paper", "released")), "Oort: as in the paper, or as its released code does"
-    ] = "paper",
+    variant: Annotated[Literal["paper", "released"], "Oort: as in the paper, or as its released code does"] = "paper",
     exploration: Annotated[float, PART, "Oort: eps, the share of clients that are explored in the first round"] = 0.9,
     exploration_decay: Annotated[float, PART, "Oort: the factor of eps per round"] = 0.98,
     least_exploration: Annotated[float, PART, "Oort: the least eps"] = 0.2,

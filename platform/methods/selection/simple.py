@@ -57,7 +57,8 @@ def tier_quota(
     choice: Choice,
     *,
     quota: Annotated[
-        list[int] | None, ZERO_OR_MORE, "clients of each tier per round, lowest tier first; null: as even as can be"
+        list[Annotated[int, ZERO_OR_MORE]] | None,
+        "clients of each tier per round, lowest tier first; null: as even as can be",
     ] = None,
 ) -> Cohort:
     """A fixed number of clients of every tier, drawn uniformly within it; fewer if a tier has fewer."""

@@ -16,7 +16,6 @@ from fedloom.platform.methods.silo.scoring import scored_outcome, trained_and_sc
 from fedloom.platform.spaces.slices import Subspace, Weights
 
 LAST, BY_VALIDATION, BY_TEST = "last", "validation", "test"
-EPOCHS_REPORTED = (LAST, BY_VALIDATION, BY_TEST)
 """Which epoch's accuracy is p_ij: the last one's, or the best one's on validation or on test data."""
 
 BEST_ON_TEST = "best_test_accuracy"

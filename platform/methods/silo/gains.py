@@ -1,9 +1,10 @@
 """Personalisation gains (SPIDER, Eq. 6, Fig. 3): every silo's architecture, trained on every silo's data."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Interval
 
 from fedloom.platform.algorithm import SUPERNET, Plan, RunState
 from fedloom.platform.federation.forecast import expected_macs
@@ -11,8 +12,6 @@ from fedloom.platform.federation.training_config import augmentation_of, local_s
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.crossed import (
     BY_VALIDATION,
-    EPOCHS_REPORTED,
-    LAST,
     ScoreModel,
     TrainAndScore,
 )
@@ -20,7 +19,7 @@ from fedloom.platform.methods.silo.personal import begun
 from fedloom.platform.methods.silo.searchers import by_magnitude
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig, check_validation
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation, as_measured
-from fedloom.platform.settings import POSITIVE, OneOf, Range
+from fedloom.platform.settings import POSITIVE
 from fedloom.platform.spaces.capabilities import HasSubspaces
 from fedloom.tiers.devices import TRAINING_FACTOR
 
@@ -37,12 +36,14 @@ class GainConfig:
     measured on have chosen its epoch, so that it is too high, and it is chosen among many for p_ij, but not for p_ii.
     """
 
-    epochs: Annotated[int, Range(least=0, most=100_000), "epochs of training; 0: do not measure gains"] = 0
-    clients: Annotated[int | None, Range(least=2), "number of silos, the first ones; null: all"] = None
+    epochs: Annotated[int, Interval(ge=0, le=100_000), "epochs of training; 0: do not measure gains"] = 0
+    clients: Annotated[int | None, Interval(ge=2), "number of silos, the first ones; null: all"] = None
     lr: Annotated[float, POSITIVE, "learning rate"] = 0.01
-    start: Annotated[str, OneOf(("shared", "own")), "the initial weights"] = "shared"
+    start: Annotated[Literal["shared", "own"], "the initial weights"] = "shared"
     tune_own: Annotated[bool, "whether p_ii is trained like the others; false: the silo's final model as it is"] = True
-    epoch: Annotated[str, OneOf(EPOCHS_REPORTED), "the epoch reported: the last, or the best on these data"] = LAST
+    epoch: Annotated[
+        Literal["last", "validation", "test"], "the epoch reported: the last, or the best on these data"
+    ] = "last"
 
 
 def check_gains(config: GainConfig, world: World) -> None:

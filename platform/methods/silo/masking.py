@@ -21,7 +21,6 @@ from fedloom.platform.spaces.capabilities import HasCells, with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights
 
 BATCH, RUNNING = "batch", "running"
-STATISTICS = (BATCH, RUNNING)
 """What batch norms normalise a masked network's activations with."""
 
 

@@ -3,19 +3,17 @@
 import logging
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.mac_target import MacTarget
-from fedloom.platform.methods.silo.masking import BATCH, RUNNING, STATISTICS
+from fedloom.platform.methods.silo.masking import BATCH, RUNNING
 from fedloom.platform.methods.silo.perturbation import search_steps
 from fedloom.platform.methods.silo.silos import check_validation
-from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, OneOf
+from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE
 from fedloom.platform.spaces.capabilities import HasCells, with_cells
 
 logger = logging.getLogger(__name__)
-
-KINDS = ("perturbation", "milenas")
 
 
 @dataclass
@@ -29,14 +27,15 @@ class ArchitectureSearchConfig:
     training data plus `validation_weight` times that on validation data; then every edge keeps the largest operator.
     """
 
-    kind: Annotated[str, OneOf(KINDS), "how architectures are searched"] = "perturbation"
+    kind: Annotated[Literal["perturbation", "milenas"], "how architectures are searched"] = "perturbation"
     start: Annotated[int, ZERO_OR_MORE, "perturbation: no edge is decided in earlier rounds"] = 30
     every: Annotated[int, ONE_OR_MORE, "perturbation: decisions are made in rounds that are multiples of this"] = 20
     prune_edges: Annotated[bool, "perturbation: finally, every node keeps its two most important edges"] = False
     # The paper does not say which; its prose asks for the operator's effect alone, and its code uses the batch's.
     statistics: Annotated[
-        str, OneOf(STATISTICS), "perturbation: of batch norms in masked networks, those of the batch or the stored ones"
-    ] = BATCH
+        Literal["batch", "running"],
+        "perturbation: of batch norms in masked networks, those of the batch or the stored ones",
+    ] = "batch"
     max_macs: Annotated[float | None, POSITIVE, "the most MACs of the architecture found; null: no limit"] = None
     rounds: Annotated[int, ONE_OR_MORE, "milenas: rounds of search"] = 400
     lr: Annotated[float, POSITIVE, "milenas: learning rate of the architecture parameters"] = 0.01

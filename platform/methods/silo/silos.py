@@ -17,8 +17,8 @@ from fedloom.platform.clients.trainer import Train, TrainedNetwork, trained_outc
 from fedloom.platform.clients.training import LocalSGD, Samples
 from fedloom.platform.federation.training_config import (
     EPOCHS,
-    SCHEDULE_NAMES,
     Rules,
+    Schedule,
     TrainingConfig,
     augmentation_of,
     check_training,
@@ -29,7 +29,7 @@ from fedloom.platform.federation.training_config import (
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.personal import Personal
 from fedloom.platform.plugins import ComponentSpec
-from fedloom.platform.settings import BELOW_ONE, ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE, OneOf
+from fedloom.platform.settings import BELOW_ONE, ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class SiloTrainingConfig(TrainingConfig):
     lr: Annotated[float, POSITIVE, "learning rate of the silos' SGD"] = 0.03
     momentum: Annotated[float, BELOW_ONE, "momentum of the silos' SGD"] = 0.9
     clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the gradient's norm, 0 for none"] = 5.0
-    schedule: Annotated[str, OneOf(SCHEDULE_NAMES), "lr over rounds"] = "cosine"
+    schedule: Annotated[Schedule, "lr over rounds"] = "cosine"
     final_lr_share: Annotated[float, PART, "cosine: the share of lr that is left in the last round"] = 0.0
     use_validation: Annotated[
         bool,

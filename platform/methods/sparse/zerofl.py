@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,10 @@ from fedloom.platform.algorithm import Method
 from fedloom.platform.clients.local_rules import refuse_parts
 from fedloom.platform.clients.networks import Account, Network, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
-from fedloom.platform.clients.thinning import BY
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.methods.tiered.fedavg import Deployment, FedAvgConfig, fedavg_stages
-from fedloom.platform.settings import BELOW_ONE, PART, OneOf
+from fedloom.platform.settings import BELOW_ONE, PART
 from fedloom.platform.spaces.base import SearchSpace, once
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.slices import SliceMap, Weights, architecture_id
@@ -52,7 +51,9 @@ class ZeroFLConfig(FedAvgConfig):
     name: str = "zerofl"
     sparsity: Annotated[float, BELOW_ONE, "s, the share of a layer's weights and activations that are zero"] = 0.9
     mask_ratio: Annotated[float, PART, "r, the share of the weights that is sent beside the 1 - s"] = 0.2
-    by: Annotated[str, OneOf(BY), "what is sent: where the trained weights are largest, or their changes"] = "weight"
+    by: Annotated[
+        Literal["change", "weight"], "what is sent: where the trained weights are largest, or their changes"
+    ] = "weight"
 
 
 def largest(values: Tensor, share: float) -> Tensor:

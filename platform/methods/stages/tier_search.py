@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.search.base import Interval, Scored, Searcher, merit, pareto_front, winner
 from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher, generations_left, try_searcher
 from fedloom.platform.search.predictors import kendall_tau
-from fedloom.platform.settings import ONE_OR_MORE, UP_TO_A_MILLION, OneOf
+from fedloom.platform.settings import ONE_OR_MORE, UP_TO_A_MILLION
 from fedloom.platform.spaces.capabilities import with_subspaces
 from fedloom.platform.spaces.genome import Genome
 from fedloom.platform.spaces.slices import Architecture, architecture_id, bytes_of, extract, parse_architecture
@@ -52,10 +52,10 @@ class TierSearchConfig(SearchConfig):
     clients score a generation on their own validation data.
     """
 
-    budgets: Annotated[list[int] | None, ONE_OR_MORE, "number of models to score per tier; null: budget for all"] = None
-    scoring: Annotated[str, OneOf(("central", "federated")), "central (on the server) or federated (on clients)"] = (
-        "central"
-    )
+    budgets: Annotated[
+        list[Annotated[int, ONE_OR_MORE]] | None, "number of models to score per tier; null: budget for all"
+    ] = None
+    scoring: Annotated[Literal["central", "federated"], "central (on the server) or federated (on clients)"] = "central"
     scoring_rounds: Annotated[int, UP_TO_A_MILLION, "federated: cohorts that score a generation"] = 4
     clients_per_round: Annotated[int, UP_TO_A_MILLION, "federated: clients of a cohort"] = 10
     compare_with_central: Annotated[bool, "federated: also score on the server, to report Kendall's tau"] = True

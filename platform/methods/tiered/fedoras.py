@@ -19,9 +19,10 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import numpy as np
+from annotated_types import Interval
 from torch import Tensor
 
 from fedloom.platform.algorithm import (
@@ -44,9 +45,9 @@ from fedloom.platform.algorithm import (
 from fedloom.platform.clients.assignments import Assignment, places_of
 from fedloom.platform.clients.local_rules import local_rule
 from fedloom.platform.clients.networks import AVERAGED, ESTIMATED, Account, DrawingNetwork, Network, Subnet
-from fedloom.platform.clients.path_samplers import SAMPLERS, PathSampler, path_sampler
+from fedloom.platform.clients.path_samplers import PathSampler, path_sampler
 from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, EstimateStatistics, ScoreSubnet, ScoreSubnets
-from fedloom.platform.clients.subspace import UNITS, CommunicationBudget, sample_subspace
+from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspace
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import Trained
 from fedloom.platform.clients.worker import Worker
@@ -57,7 +58,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.stages.tier_search import TierSearchConfig, TierSearchStage, tier_goals, winner_of
 from fedloom.platform.seeding import stream
-from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, ComponentName, OneOf, Range
+from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, ComponentName
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.capabilities import HasSubspaces, with_subspaces
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace, Weights, extract, subspace_id
@@ -78,7 +79,9 @@ FROM_SUPERNET = "supernet_init"
 class CommunicationConfig:
     """The communication budget of a client."""
 
-    unit: Annotated[str, OneOf(UNITS), "fraction (of the supernet's parameters), parameters or bytes"] = "fraction"
+    unit: Annotated[
+        Literal["fraction", "parameters", "bytes"], "fraction (of the supernet's parameters), parameters or bytes"
+    ] = "fraction"
     value: Annotated[float, POSITIVE, "the budget in this unit"] = 0.5
     one_per_round: Annotated[
         bool,
@@ -95,10 +98,8 @@ class SupernetConfig(TrainingConfig):
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step; a path is drawn for each"] = 128
     min_contributors: Annotated[int, ONE_OR_MORE, "operators trained by fewer clients keep their weights"] = 2
     weighting: Annotated[str, ComponentName("weighting rule"), "weights of a client's tensors in the mean"] = "opa"
-    paths: Annotated[str, OneOf(SAMPLERS), "sampler of paths within a budget"] = "greedy"
-    evaluate_paths: Annotated[
-        int, Range(least=0, most=1_000_000), "number of random paths scored on validation data"
-    ] = 8
+    paths: Annotated[Literal["greedy", "rejection"], "sampler of paths within a budget"] = "greedy"
+    evaluate_paths: Annotated[int, Interval(ge=0, le=1_000_000), "number of random paths scored on validation data"] = 8
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
 
 

@@ -26,7 +26,7 @@ from fedloom.platform.methods.stages.candidates import candidate_rows
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.stages.tier_search import WINNERS, check_validation_data, winner_of
 from fedloom.platform.methods.tiered.fedoras import bag_name, tier_stage
-from fedloom.platform.search.base import METRIC_TEXT, METRICS, Interval, Scored, merit, pareto_front, winner
+from fedloom.platform.search.base import METRIC_TEXT, Interval, Metric, Scored, merit, pareto_front, winner
 from fedloom.platform.search.generations import RandomSearch
 from fedloom.platform.settings import UP_TO_A_THOUSAND
 from fedloom.platform.spaces.slices import Architecture, architecture_id, parse_architecture
@@ -45,7 +45,7 @@ class RandomNasConfig:
 
     name: str = "random_nas"
     models: Annotated[int, UP_TO_A_THOUSAND, "number of architectures that are trained per tier"] = 10
-    metric: Annotated[str | None, METRICS, f"{METRIC_TEXT}; null: accuracy"] = None
+    metric: Annotated[Metric | None, f"{METRIC_TEXT}; null: accuracy"] = None
     train: TrainingConfig = field(default_factory=_train)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 

@@ -1,16 +1,15 @@
 """Plans of ablations of one's own, and trials against what composing their configurations one by one gives."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
 
 from fedloom.experiments.ablation.plan import plan_ablation
-from fedloom.experiments.runs.configuration import compose_config, composed_tree
+from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.store.ablations import Ablation, Trial
 from fedloom.platform.federation.config import RunConfig
 
@@ -26,19 +25,6 @@ def composed() -> Compose:
         return compose_config(overrides)
 
     return lambda overrides: deepcopy(compose(*overrides))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _composed_once() -> Iterator[None]:
-    """The trees that plans begin with, each composed but once for all plans of a module."""
-
-    @cache
-    def tree(*overrides: str) -> DictConfig:
-        return composed_tree(overrides)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedloom.experiments.runs.variants.composed_tree", lambda given: deepcopy(tree(*given)))
-        yield
 
 
 @pytest.fixture

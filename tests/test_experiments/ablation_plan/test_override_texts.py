@@ -8,7 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fedloom.experiments.runs.override_texts import override_text
+from fedloom.experiments.runs.overrides import override_text
 
 WORDS = st.from_regex(r"[a-z][a-z0-9_]{0,6}", fullmatch=True).filter(
     lambda w: w not in ("null", "true", "false", "inf", "nan")

@@ -24,7 +24,7 @@ REFUSED = {
         [],
         "unknown configuration key 'tiers.budget.macs'",
     ),
-    "wrong type": (lr_of("[0.1, abc]"), [], "method.train.lr: Value 'abc' of type 'str' could not be converted"),
+    "wrong type": (lr_of("[0.1, abc]"), [], "method.train.lr=abc: must be a float"),
     "wrong type, deep": (lr_of("[0.1, {a: 1}]"), [], "method.train.lr"),
     "out of range": (
         LR.replace("method.train.lr", "executor.chunk_size").replace("0.1, 0.2", "1, 0"),
@@ -53,7 +53,7 @@ REFUSED = {
     "unknown common key": (LR, ["data.alfa=1"], "unknown configuration key 'data.alfa'; did you mean 'data.alpha'?"),
     "unknown key in the file": (LR + "overrides: [data.alfa=1]", [], "did you mean 'data.alpha'?"),
     "two ablations": (LR, ["ablation=alpha"], "give one ablation=NAME"),
-    "unknown key of the ablation": (LR, ["ablation.seed=[1]"], "unknown key 'seed'; did you mean 'seeds'?"),
+    "unknown key of the ablation": (LR, ["ablation.seed=[1]"], "key 'ablation.seed'; did you mean 'ablation.seeds'?"),
     "far too many": (
         f"axes: {{{', '.join(f'a{i}: {{key: k{i}, values: {list(range(10))}}}' for i in range(12))}}}\nseeds: [1]\n",
         [],
