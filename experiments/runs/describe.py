@@ -11,7 +11,7 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import measure_costs
 from fedloom.platform.federation.tasks import task_names
 from fedloom.platform.methods.tiered.fedoras import PUBLISHED_RATIOS, FedorASConfig, epochs_per_operator
-from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.spaces.registry import SPACES, build_space
 from fedloom.tiers.measure import COUNTED_AS_MACS
 from fedloom.tiers.tier import share_of_models
 
@@ -19,11 +19,12 @@ from fedloom.tiers.tier import share_of_models
 def describe(overrides: Sequence[str]) -> dict[str, Any]:
     """Describes a space: architectures, parameters, MACs, tier upper bounds and the share of models per tier.
 
-    `space=NAME` is short for `space.name=NAME`. Parameters and MACs are those of the whole supernet, of its fixed part,
-    and of the largest path (in an elastic space, of the smallest and the largest subnet). Bounds are in the unit of the
-    tiers' cost. Of FedorAS also how long an operator of the supernet is trained, as a multiple of rand-init's network.
+    `space=NAME` is short for `space.name=NAME` with the number of classes that the space is designed for. Parameters
+    and MACs are those of the whole supernet, of its fixed part, and of the largest path (in an elastic space, of the
+    smallest and the largest subnet). Bounds are in the unit of the tiers' cost. Of FedorAS also how long an operator of
+    the supernet is trained, as a multiple of rand-init's network.
     """
-    config = compose_config([f"space.name={o[6:]}" if o.startswith("space=") else o for o in overrides])
+    config = compose_config([text for override in overrides for text in _in_full(override)])
     space = build_space(config.space)
     measured, parameters = measure_costs(config.tiers, space), space.cost_table("parameters")
     macs, cost = measured.macs, measured.budget
@@ -49,6 +50,15 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
     for name, figures in space.figures().items():
         description[name] = {**description["macs"], **figures} if name == "macs" else figures
     return description
+
+
+def _in_full(override: str) -> list[str]:
+    name = override.removeprefix("space=")
+    if name == override:
+        return [override]
+    design = getattr(SPACES.known.get(name), "args", (None,))[-1]  # of `from_design`; a user's own space has none
+    classes = getattr(design, "num_classes", None)
+    return [f"space.name={name}", *([] if classes is None else [f"space.num_classes={classes}"])]
 
 
 def _check_heads(config: RunConfig, tiers: int) -> None:

@@ -19,6 +19,13 @@ def cifar() -> dict[str, Any]:
     return describe(["space=cnn_cifar"])
 
 
+def test_a_space_named_alone_has_the_classes_of_its_design() -> None:
+    own = describe(["space=rnn_shakespeare", FEW_PATHS])
+    assert own == describe(["space.name=rnn_shakespeare", "space.num_classes=90", FEW_PATHS])
+    fewer = describe(["space=rnn_shakespeare", "space.num_classes=10", FEW_PATHS])
+    assert own["parameters"]["fixed"] - fewer["parameters"]["fixed"] == 80 * (8 + 128 + 1), "embedding and decoder"
+
+
 def millions(values: list[float]) -> list[float]:
     return [value / 1e6 for value in values]
 
