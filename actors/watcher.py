@@ -16,14 +16,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from fedloom.platform.data.config import DataConfig, cache_root
+from fedloom.platform.data.config import machine_cache
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.results.lock import Process, children, descendants, end_all, is_process, this_place, this_process
 
 EVERY_S = 1.0
 GRACE_S = 8.0
 """Seconds after the driver's end in which its processes may end by themselves."""
-READY = b"ready\n"
 
 
 class Record(NamedTuple):
@@ -41,7 +40,7 @@ class Record(NamedTuple):
 
 def records_folder() -> Path:
     """Where the watchers of this machine's drivers keep their records."""
-    return cache_root(DataConfig()) / "processes"
+    return machine_cache() / "processes"
 
 
 @contextmanager
@@ -68,8 +67,10 @@ def watched(folder: Path) -> Iterator[None]:
         unwatch()
         raise
     assert process.stdin is not None
+    ours = {each.pid for each in known} | {process.pid}
+    rays = sorted(child for child in children([this_process()]) if child.pid not in ours)
     with suppress(BrokenPipeError):
-        process.stdin.write(READY)
+        process.stdin.write(json.dumps(rays).encode())
         process.stdin.flush()
 
 
@@ -90,18 +91,20 @@ def watch(folder: Path, driver: Process, before: Collection[Process], pipe: int 
     os.nice(5)
     path = folder / f"{driver.pid}-{driver.started}.json"
     roots, known, is_ready = set[Process](), set[Process](), False
+    apart = {process.pid for process in (*before, this_process())}
     while True:
-        if not is_ready:
-            roots |= children([driver]) - set(before) - {this_process()}
+        if not is_ready:  # until the driver says which of its children are Ray's
+            roots |= {child for child in children([driver]) if child.pid not in apart}
         found = descendants(known | roots)
         if found != known:
             known = found
             _write(path, driver, known)
         if select.select([pipe], [], [], EVERY_S)[0]:
-            if not os.read(pipe, len(READY)):
+            if not (said := os.read(pipe, 1 << 16)):
                 break
-            is_ready = True
-            roots |= children([driver]) - set(before) - {this_process()}
+            is_ready, roots = True, {Process(*child) for child in json.loads(said)}
+            apart |= {root.pid for root in roots}
+            known -= descendants([child for child in children([driver]) if child.pid not in apart])  # started later
     end_all(known | descendants(known), GRACE_S)
     with suppress(OSError):
         path.unlink(missing_ok=True)

@@ -258,6 +258,11 @@ def _may_change(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--changed-plugins", action="store_true", help="go on although the source of a plug-in has changed meanwhile"
     )
+    command.add_argument(
+        "--take-over",
+        action="store_true",
+        help="go on with results at a URL whose last process ended without saying so",
+    )
 
 
 def _overrides(command: argparse.ArgumentParser, text: str) -> None:

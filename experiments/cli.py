@@ -147,12 +147,12 @@ def _resume(args: argparse.Namespace) -> int:
     if is_finished(config, run_id):
         from fedloom.experiments.show import RunView
 
-        renamed = leave_finished(config, run_id)
+        renamed = leave_finished(config, run_id, take_over=args.take_over)
         RunView(as_json=args.json).finished(run_id, config.results, renamed)
         return OK
     from fedloom.platform.runs.run import Resume
 
-    return _execute(args, config, Resume(run_id, args.changed_plugins))
+    return _execute(args, config, Resume(run_id, args.changed_plugins, args.take_over))
 
 
 def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:

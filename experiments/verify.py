@@ -9,13 +9,12 @@ from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.partition import prepared_for
 from fedloom.platform.data.prepare import prepared_folder
 from fedloom.platform.results.checkpoint import list_models, load_model, run_checkpoint
-from fedloom.platform.results.fence import newest, number_of
-from fedloom.platform.results.files import from_json, read_json
+from fedloom.platform.results.files import as_stored, from_json, read_json
 from fedloom.platform.results.manifest import has_sealed_checkpoint, manifest_path, problems
 from fedloom.platform.results.paths import NAMES, STATE_FILE, Names, RunPaths, read_names
 from fedloom.platform.results.status import says_done
 from fedloom.platform.results.tables import count_rows, is_done, read_runs, stored_parts
-from fedloom.platform.results.writer import ROW_TABLES, read_journals
+from fedloom.platform.results.writer import ROW_TABLES, journalled_rows
 from fedloom.platform.runs.run import placed_here
 from fedloom.platform.runs.run_files import changed_files, input_hashes, other_data, recorded_inputs
 from fedloom.platform.runs.sources import check_code_places
@@ -50,7 +49,7 @@ def verified(paths: RunPaths) -> Verified:
 def _remarks(paths: RunPaths) -> tuple[str, ...]:
     if manifest_path(paths).exists() or has_sealed_checkpoint(paths):
         return ()
-    if newest(paths.checkpoint / STATE_FILE).exists():
+    if as_stored(paths.checkpoint / STATE_FILE).exists():
         return ("no manifest: an earlier version of fedloom wrote this run",)
     return ("no manifest: an earlier version of fedloom wrote this run, or it ended before its first checkpoint",)
 
@@ -60,11 +59,11 @@ def _manifest(paths: RunPaths) -> list[str]:
 
 
 def _checkpoint(paths: RunPaths) -> list[str]:
-    state = newest(paths.checkpoint / STATE_FILE)
+    state = as_stored(paths.checkpoint / STATE_FILE)
     if not state.exists():
         return []
     position = run_checkpoint(paths).data["position"]
-    journalled = read_journals(paths.artifacts, paths.run_id, number_of(state.name))
+    journalled = journalled_rows(paths.artifacts, position)
     return [
         line
         for table in ROW_TABLES

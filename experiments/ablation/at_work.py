@@ -119,9 +119,11 @@ class RunningAblation:
 
     Args:
         indices: the trials to run; their earlier ends are discarded.
+        take_over: whether a lease at the URL of the results is replaced, whoever has it.
     """
 
-    def __init__(self, ablation: Ablation, place: Place, indices: Sequence[int]) -> None:
+    def __init__(self, ablation: Ablation, place: Place, indices: Sequence[int], *, take_over: bool = False) -> None:
+        self._take_over = take_over
         self.ablation, self.place, self.root = ablation, place, place.root
         self.indices = frozenset(indices)
         self._ends: dict[int, End] = {}
@@ -132,10 +134,9 @@ class RunningAblation:
     def __enter__(self) -> "RunningAblation":
         with ExitStack() as held:
             what = f"ablation {self.ablation.ablation_id}"
-            self._check = held.enter_context(
-                owned(self.ablation.folder(self.root), what, self.place.results, self.root)
-            )
-            self._status = StatusFile(self.ablation.folder(self.root) / STATUS, self._check)
+            folder, results = self.ablation.folder(self.root), self.place.results
+            self._ownership = held.enter_context(owned(folder, what, results, self.root, take_over=self._take_over))
+            self._status = StatusFile(self.ablation.folder(self.root) / STATUS)
             self._begin()
             self._held = held.pop_all()
         return self
@@ -157,11 +158,7 @@ class RunningAblation:
         self._heartbeat.stop()
         self._over.set()
         self._sender.join()
-        try:
-            self._check()
-            self._write_end()
-        except OwnershipLostError as error:  # whose files they are now writes them
-            logger.error("the end of the ablation is not written down: %s", error)
+        self._write_end()
 
     def _write_end(self) -> None:
         # The trials' processes have ended, so that no other process writes these files.
@@ -182,7 +179,6 @@ class RunningAblation:
 
     def ended(self, index: int, end: End) -> None:
         """Records the end of a trial if the files of its run do not show it."""
-        self._check()
         self._done += end.kind in FINAL
         if end.kind not in ("done", "failed", "interrupted"):
             self._ends[index] = end
@@ -196,7 +192,7 @@ class RunningAblation:
 
     def _send(self) -> None:
         try:
-            self._check(surely=True)
+            self._ownership.ask()
             mirror_folder(self.place.results, f"{FOLDER}/{self.ablation.ablation_id}")
         except (OSError, ValueError, OwnershipLostError) as error:
             logger.warning("what the ablation knows of its trials was not sent: %s", error)
@@ -227,7 +223,7 @@ class TrialEvents:
             return
         try:
             self.at_work.ended(index, end)
-        except (OSError, ValueError, OwnershipLostError) as error:
+        except (OSError, ValueError) as error:
             logger.warning("the end of trial %d (%s) could not be written down: %s", index, end.kind, error)
         while_read(self.view.ended, index, end)
 

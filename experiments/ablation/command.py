@@ -35,7 +35,7 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
                 end = start_ablation(ablation, results, view)
             else:
                 again = resume_ablation if args.resume is not None else retry_failed
-                end = again(ablation, results, view, changed_plugins=args.changed_plugins)
+                end = again(ablation, results, view, changed_plugins=args.changed_plugins, take_over=args.take_over)
     except RayError as error:
         cause = " ".join(str(error).split())[:600]
         complain(f"the cluster was lost: {cause}; {_what_to_do(ablation.ablation_id, results)}")

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from fedloom.experiments.store.trials import FAILED, FINAL, TrialState, trial_st
 from fedloom.experiments.terminal import while_read
 from fedloom.platform.federation.config import GENERATED, RayConfig
 from fedloom.platform.results.copies import check_results, fetch
-from fedloom.platform.runs.run import Label
+from fedloom.platform.runs.run import Label, Resume
 from fedloom.platform.runs.supernets import stored_supernet
 
 if TYPE_CHECKING:
@@ -76,23 +76,33 @@ def start_ablation(ablation: Ablation, results: str | Path, view: AblationView) 
 
 
 def resume_ablation(
-    ablation: Ablation, results: str | Path, view: AblationView, *, changed_plugins: bool = False
+    ablation: Ablation,
+    results: str | Path,
+    view: AblationView,
+    *,
+    changed_plugins: bool = False,
+    take_over: bool = False,
 ) -> AblationEnd:
     """Continues an ablation with the trials that have not ended or whose process died.
 
-    Trials that are done, were stopped early, were refused or failed stay as they are. `changed_plugins` is that of
-    `resume_run`.
+    Trials that are done, were stopped early, were refused or failed stay as they are. `changed_plugins` and
+    `take_over` are those of `resume_run`.
     """
     place = _found(ablation, results)
     kept = (*FINAL, "failed", "refused")
     indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state not in kept]
-    return _again(ablation, place, view, indices, changed_plugins)
+    return _again(ablation, place, view, indices, Resume("", changed_plugins, take_over))
 
 
 def retry_failed(
-    ablation: Ablation, results: str | Path, view: AblationView, *, changed_plugins: bool = False
+    ablation: Ablation,
+    results: str | Path,
+    view: AblationView,
+    *,
+    changed_plugins: bool = False,
+    take_over: bool = False,
 ) -> AblationEnd:
-    """Repeats the failed trials, each from its last checkpoint; `changed_plugins` is that of `resume_run`.
+    """Repeats the failed trials, each from its last checkpoint; the keywords are those of `resume_run`.
 
     Raises ValueError if no trial has failed.
     """
@@ -100,7 +110,7 @@ def retry_failed(
     indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state in FAILED]
     if not indices:
         raise ValueError(f"no trial of {ablation.ablation_id} has failed: --resume runs those that were not yet run")
-    return _again(ablation, place, view, indices, changed_plugins)
+    return _again(ablation, place, view, indices, Resume("", changed_plugins, take_over))
 
 
 def _found(ablation: Ablation, results: str | Path) -> Place:
@@ -109,17 +119,15 @@ def _found(ablation: Ablation, results: str | Path) -> Place:
     return place
 
 
-def _again(
-    ablation: Ablation, place: Place, view: AblationView, indices: Sequence[int], changed_plugins: bool
-) -> AblationEnd:
+def _again(ablation: Ablation, place: Place, view: AblationView, indices: Sequence[int], how: Resume) -> AblationEnd:
     if not indices:  # no trial is left; writes the status in case the driver was killed before it did
-        with RunningAblation(ablation, place, indices):
+        with RunningAblation(ablation, place, indices, take_over=how.take_over):
             return _end(ablation, place.root)
     with _checked(ablation, place, indices) as checked:
         check_idle(ablation, place.root)  # again, as another driver may have started while Ray did
-        with RunningAblation(ablation, place, indices) as at_work:
+        with RunningAblation(ablation, place, indices, take_over=how.take_over) as at_work:
             wait_for_old(place.root, [ablation.trials[i] for i in indices])
-            _tune(ablation, place, checked, TrialEvents(view, at_work), changed_plugins)
+            _tune(ablation, place, checked, TrialEvents(view, at_work), how)
     return _end(ablation, place.root)
 
 
@@ -158,7 +166,7 @@ def _own_cluster(config: RayConfig) -> Cluster:
 
 
 def _tune(
-    ablation: Ablation, place: Place, checked: Sequence[Checked], events: TrialEvents, changed_plugins: bool = False
+    ablation: Ablation, place: Place, checked: Sequence[Checked], events: TrialEvents, how: Resume | None = None
 ) -> None:
     """Runs the checked trials until they end or until Ctrl-C."""
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
@@ -168,7 +176,7 @@ def _tune(
     at_once = max(1, min(len(checked), *(c.at_once for c in checked), ablation.concurrent or len(checked)))
     while_read(events.view.planned, ablation, states, at_once, len(checked))
     stage = checked[0].compared_stage
-    work = [Work(_job(ablation, place, c, changed_plugins), c.bundles, c.supernet) for c in checked]
+    work = [Work(_job(ablation, place, c, how), c.bundles, c.supernet) for c in checked]
     if stage is not None:  # a new scheduler first receives the rounds of trials that have ended
         ended = [s.trial for s in states if s.trial.index not in events.at_work.indices and s.status is not None]
         work = [*(Work(_replay(ablation, place, t.index, stage), REPLAY) for t in ended), *work]
@@ -193,13 +201,14 @@ REPLAY = ({"CPU": 0.01},)
 """Resources of a job that only replays the rounds in the tables of a run."""
 
 
-def _job(ablation: Ablation, place: Place, checked: Checked, changed_plugins: bool) -> "Job":
+def _job(ablation: Ablation, place: Place, checked: Checked, how: Resume | None) -> "Job":
     from fedloom.experiments.ablation.trial import Job
 
     trial = checked.trial
     label = Label(trial.run_id, ablation.ablation_id, trial.index, {**trial.setting})
     config = {**_absolute(trial.config), "results": place.of_trials}
-    return Job(trial.index, config, label, checked.compared_stage, changed_plugins=changed_plugins)
+    resume = replace(how or Resume(""), run_id=trial.run_id)
+    return Job(trial.index, config, label, checked.compared_stage, resume=resume)
 
 
 def _replay(ablation: Ablation, place: Place, index: int, stage: str) -> "Job":

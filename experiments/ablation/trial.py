@@ -48,7 +48,7 @@ class Job:
         index: the trial's index in the plan.
         stage: the stage whose rounds a scheduler compares; None without a scheduler.
         replay: only report the rounds that the run has finished, for a new scheduler.
-        changed_plugins: whether the run may continue although the source of a plug-in has changed.
+        resume: how the run is continued if it has begun.
     """
 
     index: int
@@ -56,7 +56,7 @@ class Job:
     label: Label
     stage: str | None = None
     replay: bool = False
-    changed_plugins: bool = False
+    resume: Resume | None = None
 
 
 class TrialActor(tune.Trainable):
@@ -153,7 +153,7 @@ class RunThread:
             return "done", ""
         # A new scheduler first receives the earlier rounds, once the tables have been repaired.
         watcher = Watcher(self._tell_history, self._tell, self._stop.is_set)
-        resume = Resume(run_id, self.job.changed_plugins) if paths.artifacts.exists() else None
+        resume = (self.job.resume or Resume(run_id)) if paths.artifacts.exists() else None
         end = run_to_end(self.config, self._executor, watcher, resume, self.job.label)
         return UNSENT if end.kind == "infrastructure" else end.kind, end.message
 

@@ -9,7 +9,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import SEARCHED, bag_of
 from fedloom.platform.methods.registry import method_of
 from fedloom.platform.results.checkpoint import list_models, load_model, run_checkpoint
-from fedloom.platform.results.fence import newest
+from fedloom.platform.results.files import as_stored
 from fedloom.platform.results.paths import STATE_FILE, RunPaths
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import read_table
@@ -184,7 +184,7 @@ def _supernet(paths: RunPaths) -> tuple[Weights, str]:
         weights, _ = load_model(paths, SUPERNET)
         return weights, SUPERNET
     # Methods that search once keep their supernet only in the checkpoint.
-    if newest(paths.checkpoint / STATE_FILE).exists():
+    if as_stored(paths.checkpoint / STATE_FILE).exists():
         checkpoint = run_checkpoint(paths)
         if SUPERNET in checkpoint.bags and checkpoint.data["stage"] > 0:
             return checkpoint.bags[SUPERNET].tensors, "checkpoint"

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedloom.experiments.runs.overrides import ENDINGS
 from fedloom.experiments.runs.presets import CONF
-from fedloom.platform.data.config import DataConfig, cache_root
+from fedloom.platform.data.config import machine_cache
 from fedloom.platform.plugins import is_import_path
 from fedloom.platform.results.files import write_atomically
 from fedloom.platform.runs.sources import source_hash
@@ -43,7 +43,7 @@ def _may_differ(override: str) -> bool:
 
 
 def _folder() -> Path:
-    return cache_root(DataConfig()) / "described"
+    return machine_cache() / "described"
 
 
 def _key(overrides: Sequence[str], what: str) -> str:

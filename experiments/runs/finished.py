@@ -2,7 +2,6 @@
 
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.copies import mirror_run
-from fedloom.platform.results.fence import Fence
 from fedloom.platform.results.manifest import Manifest
 from fedloom.platform.results.paths import Names, RunPaths, read_names, run_paths, write_names
 from fedloom.platform.results.status import StatusFile, says_done
@@ -17,7 +16,7 @@ def is_finished(config: RunConfig, run_id: str) -> bool:
     return is_done(_paths(config, run_id))
 
 
-def leave_finished(config: RunConfig, run_id: str) -> Names | None:
+def leave_finished(config: RunConfig, run_id: str, *, take_over: bool = False) -> Names | None:
     """Gives a run that is done the configuration's name and tags, and completes its copy at the results' URL.
 
     Returns the name and tags if they are new.
@@ -27,20 +26,20 @@ def leave_finished(config: RunConfig, run_id: str) -> Names | None:
     is_new = config.names != read_names(paths.artifacts)
     if not (is_new or is_remote(config.results)) and says_done(paths.status):
         return None  # nothing is written, no claim either
-    with owned_run(config, paths) as check:
+    with owned_run(config, paths, take_over=take_over) as ownership:
         is_renamed = config.names != read_names(paths.artifacts)
         if is_renamed:
             if config.names.name != read_names(paths.artifacts).name:
                 check_name_is_free(paths.root, config)
-            _rename(paths, config.names, check.fence)
+            _rename(paths, config.names)
         if not says_done(paths.status):  # its process was killed before it wrote so, or the file was damaged since
-            StatusFile(paths.status, check).write("done")
-        mirror_run(config.results, paths)
+            StatusFile(paths.status).write("done")
+        mirror_run(config.results, paths, ownership)
     return config.names if is_renamed else None
 
 
-def _rename(paths: RunPaths, names: Names, fence: Fence) -> None:
-    manifest = Manifest.of_run(paths, fence)
+def _rename(paths: RunPaths, names: Names) -> None:
+    manifest = Manifest.of_run(paths)
     rows = TableParts(paths.table("runs"), TABLES["runs"], 1, manifest)
     rows.replace([{**rows.read_last().to_pylist()[0], **names.columns()}])
     manifest.settle()

@@ -3,7 +3,8 @@
 import logging
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import ray
@@ -17,10 +18,10 @@ from fedloom.actors.waiting import groups_in_line
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import AT_ONCE, RoundProgress
 from fedloom.platform.results.copies import check_results, fetch, mirror_run
-from fedloom.platform.results.lock import OwnedError, this_place
+from fedloom.platform.results.lock import OwnedError, Ownership, owned
 from fedloom.platform.results.paths import RunPaths, run_paths
 from fedloom.platform.results.status import StatusFile, read_status
-from fedloom.platform.results.store import is_remote, local_root
+from fedloom.platform.results.store import local_root
 from fedloom.platform.runs.logs import warnings_in
 from fedloom.platform.runs.run import (
     NOT_BEGUN,
@@ -184,25 +185,31 @@ def mark_interrupted(results: str, paths: RunPaths, message: str) -> None:
         return
     # It may be that it was resumed elsewhere, and that what is here is an old copy, which must not replace a later one.
     try:
-        fetch(results, [paths.run_id])
-    except (ValueError, OSError) as error:  # it cannot be reached now; that the run ended is true all the same
+        with _owned_soon(results, paths) as ownership:
+            fetch(results, [paths.run_id], owned=paths.run_id)
+            if read_status(paths.status).state in ACTIVE:
+                StatusFile(paths.status).write("interrupted", message=message)
+                mirror_run(results, paths, ownership)
+    except OwnedError:
+        return
+    except (OSError, ValueError) as error:  # the URL cannot be reached now; that the run ended is true all the same
         logger.warning("%s", error)
-    now = read_status(paths.status)
-    is_elsewhere = is_remote(results) and now.place not in ("", this_place())
-    if now.state in ACTIVE and not is_elsewhere and not _is_owned(paths):
         StatusFile(paths.status).write("interrupted", message=message)
-        mirror_run(results, paths)
 
 
-def _is_owned(paths: RunPaths) -> bool:
-    """Whether a process of this machine still has the run after a while: a killed one takes a moment to end."""
+@contextmanager
+def _owned_soon(results: str, paths: RunPaths) -> Iterator[Ownership]:
+    """Owns a run as soon as its process has ended: a killed one takes a moment to do so."""
     end_s = time.monotonic() + KILLED_S
     while True:
-        try:
-            check_run_unowned(paths)
-        except OwnedError:
-            if time.monotonic() > end_s:
-                return True
-            time.sleep(POLL_S)
-        else:
-            return False
+        with ExitStack() as held:
+            try:
+                what = f"run {paths.run_id}"
+                ownership = held.enter_context(owned(paths.artifacts, what, results, paths.root))
+            except OwnedError:
+                if time.monotonic() > end_s:
+                    raise
+            else:
+                yield ownership
+                return
+        time.sleep(POLL_S)

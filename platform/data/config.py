@@ -79,7 +79,12 @@ def data_root(config: DataConfig) -> Path:
 
 def cache_root(config: DataConfig) -> Path:
     """Folder of the prepared arrays and partitions."""
-    return Path(config.cache or os.environ.get("FEDLOOM_CACHE") or "~/.cache/fedloom").expanduser()
+    return Path(config.cache).expanduser() if config.cache else machine_cache()
+
+
+def machine_cache() -> Path:
+    """This machine's cache, whatever `data.cache` a run has: commands without a configuration find what is here."""
+    return Path(os.environ.get("FEDLOOM_CACHE") or "~/.cache/fedloom").expanduser()
 
 
 def check_cache(config: DataConfig) -> None:

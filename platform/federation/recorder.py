@@ -14,9 +14,8 @@ from typing import Any
 from fedloom.platform.algorithm import KeptModel, Row, RunState
 from fedloom.platform.federation.event_files import Events, NoEvents
 from fedloom.platform.results.checkpoint import Saved, save_checkpoint, save_model
-from fedloom.platform.results.fence import Fence
 from fedloom.platform.results.paths import STATE_FILE
-from fedloom.platform.results.writer import RunWriter
+from fedloom.platform.results.writer import Position, RunWriter
 from fedloom.platform.words import naming
 
 
@@ -42,13 +41,14 @@ class Recorder:
         config: Mapping[str, Any] | None = None,
         saved: Saved | None = None,
         events: Events | None = None,
-        check: Callable[[], None] = lambda: None,
+        stored: Callable[[], None] = lambda: None,
     ) -> None:
         """`config` is stored in every checkpoint, which cannot be resumed with another configuration.
 
-        `check` is called before every round is written; it raises an error if the run is no longer ours to write.
+        `stored` is called when a round and its state are on the disk, and nothing changes there; it raises an error if
+        the run is not to go on.
         """
-        self.check = check
+        self.stored = stored
         self.events = events or NoEvents()
         self.writer, self.config, self.saved = writer, config or {}, saved
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
@@ -85,18 +85,11 @@ class Recorder:
             self._thread.shutdown()
             self.events.close()
 
-    def abandon(self) -> None:
-        """Ends the thread without the round that waits: what is on disk belongs to another process now."""
-        self._waiting = None
-        self._thread.shutdown(cancel_futures=True)
-        self.events.close()
-
     def _written(self, record: Record) -> None:
         with naming(self.writer.paths.artifacts):
             self._record(record)
 
     def _record(self, record: Record) -> None:
-        self.check()
         for table, row in record.rows:
             self.writer.add(table, **row)
         for place, model in record.models:
@@ -107,6 +100,7 @@ class Recorder:
         record.first()
         if record.state is not None:
             self._checkpoint(record.state, position)
+            self.stored()
         record.then()
 
     def _store(self, model: KeptModel) -> dict[str, Any]:
@@ -116,25 +110,22 @@ class Recorder:
             "macs": int(model.macs),
             "parameters": model.parameters,
         }
-        file = save_model(
-            self.writer.paths, model.name, model.tensors, card, self.writer.manifest.replacing, self.writer.fence
-        )
+        file = save_model(self.writer.paths, model.name, model.tensors, card, self.writer.manifest.replacing)
         return {**card, "file": file.file, "hash": file.hash}
 
-    def _checkpoint(self, state: RunState, position: Mapping[str, int]) -> None:
+    def _checkpoint(self, state: RunState, position: Position) -> None:
         folder, run_id = self.writer.paths.checkpoint, self.writer.paths.run_id
-        self.saved = save_state(folder, state, position, self.config, run_id, self.saved, self.writer.fence)
+        self.saved = save_state(folder, state, position, self.config, run_id, self.saved)
         self.writer.manifest.require(folder / STATE_FILE)
 
 
 def save_state(
     folder: Path,
     state: RunState,
-    position: Mapping[str, int],
+    position: Position,
     config: Mapping[str, Any],
     run_id: str,
     previous: Saved | None = None,
-    fence: Fence | None = None,
 ) -> Saved:
     """Saves a state as the checkpoint of a run in the folder, with its configuration and the position in its tables."""
     data = {
@@ -146,7 +137,7 @@ def save_state(
         "position": dict(position),
         "config": config,
     }
-    return save_checkpoint(folder, state.bags, data, previous, fence)
+    return save_checkpoint(folder, state.bags, data, previous)
 
 
 def restored_state(checkpoint_data: dict[str, Any], bags: dict[str, Any]) -> RunState:

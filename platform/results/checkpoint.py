@@ -13,18 +13,20 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedloom.platform.results.bag import Bag
-from fedloom.platform.results.fence import Fence, newest, plain
 from fedloom.platform.results.files import (
     MOST_BYTES,
+    as_stored,
     check_name,
     content_hash,
     from_json,
     read_file,
     read_json,
+    remove_temporaries,
     sealed_text,
     typed,
     unsealed,
     within,
+    without_number,
     write_atomically,
 )
 from fedloom.platform.results.manifest import Replacing, seal_of_bytes
@@ -117,29 +119,27 @@ def save_checkpoint(
     bags: Mapping[str, Bag],
     data: Mapping[str, Any],
     previous: Saved | None = None,
-    fence: Fence | None = None,
 ) -> dict[str, StoredBag]:
     """Replaces the checkpoint in the folder atomically: a crash leaves either the old or the new one.
 
     `previous` is the return value of the last call for this folder: bags of an unchanged version are not written again
-    (without it, all are); an owner's first call has none, so that all files of its checkpoint are its own. `data` is a
-    JSON value; note that JSON turns tuples into lists and all keys into strings.
+    (without it, all are). `data` is a JSON value; note that JSON turns tuples into lists and all keys into strings.
     Raises ValueError for data or tensors that cannot be stored, OSError for disk errors.
     """
-    state, fence = _state_json(data), fence or Fence()
+    state = _state_json(data)
     folder.mkdir(parents=True, exist_ok=True)
-    saved = {name: _store(folder, name, bag, (previous or {}).get(name), fence) for name, bag in bags.items()}
+    saved = {name: _store(folder, name, bag, (previous or {}).get(name)) for name, bag in bags.items()}
     references = {name: {"file": bag.file, "sha256": bag.sha256, "version": bag.version} for name, bag in saved.items()}
     head = json.dumps({"checkpoint_version": CHECKPOINT_VERSION, "bags": references})
     # The data is already encoded, so it is inserted as text instead of being encoded twice.
-    fence.replace(folder / STATE_FILE, sealed_text(f'{head[:-1]}, "data": {state}}}'))
-    _remove_unreferenced(folder, saved, fence)
+    write_atomically(folder / STATE_FILE, sealed_text(f'{head[:-1]}, "data": {state}}}'))
+    _remove_unreferenced(folder, saved)
     return saved
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Loads the checkpoint in the folder; one-line ValueError if there is none or a file is damaged."""
-    path = newest(folder / STATE_FILE)
+    path = as_stored(folder / STATE_FILE)
     state = _read_state(path)
     try:
         bags = {name: _load_bag(folder, reference) for name, reference in state["bags"].items()}
@@ -218,24 +218,24 @@ def _state_json(data: Mapping[str, Any]) -> str:
         raise ValueError(f"the data of a checkpoint cannot be written as JSON: {error}") from error
 
 
-def _store(folder: Path, name: str, bag: Bag, previous: StoredBag | None, fence: Fence) -> StoredBag:
+def _store(folder: Path, name: str, bag: Bag, previous: StoredBag | None) -> StoredBag:
     if previous is not None and previous.version == bag.version:
         return previous
     check_name("bag", name)
     content = to_bytes(bag.tensors)
     sha256 = content_hash(content)
     # The hash in the name prevents overwriting a file that the current state.json refers to.
-    path = fence.named(folder / f"{name}-v{bag.version}-{sha256[:16]}.safetensors")
-    fence.write(path, content)
+    path = folder / f"{name}-v{bag.version}-{sha256[:16]}.safetensors"
+    write_atomically(path, content)
     return StoredBag(path.name, sha256, bag.version)
 
 
-def _remove_unreferenced(folder: Path, saved: Saved, fence: Fence) -> None:
+def _remove_unreferenced(folder: Path, saved: Saved) -> None:
     needed = {bag.file for bag in saved.values()}
     for path in folder.glob("*.safetensors"):
         if path.name not in needed:
-            fence.remove(path)
-    fence.remove_temporaries(folder)
+            path.unlink(missing_ok=True)
+    remove_temporaries(folder)
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -275,7 +275,6 @@ def save_model(
     tensors: Mapping[str, Tensor],
     card: Mapping[str, Any],
     replacing: Replacing = lambda _path, _seal: nullcontext(),
-    fence: Fence | None = None,
 ) -> ModelFile:
     """Stores a model under its name, replacing an earlier one.
 
@@ -285,26 +284,24 @@ def save_model(
     check_name("model", name)
     content = to_bytes(tensors)
     sha256 = content_hash(content)
-    # With the hash in the file name, the old model's card never refers to the new model's tensors, nor does what a
-    # replaced owner writes. It has no number, because it is in the tables, which do not depend on who wrote them.
-    fence = fence or Fence()
+    # With the hash in the file name, the old model's card never refers to the new model's tensors.
     model = ModelFile(name, f"models/{name}.{sha256[:16]}.safetensors", sha256, len(content))
     text = _card_json(model, card)
     paths.models.mkdir(parents=True, exist_ok=True)
-    write_atomically(paths.artifacts / model.file, content, check=fence.check)
-    path, content = fence.named(paths.models / f"{name}.json"), text.encode()
+    write_atomically(paths.artifacts / model.file, content)
+    path, content = paths.models / f"{name}.json", text.encode()
     with replacing(path, seal_of_bytes(content)):
-        fence.replace(path, content)
+        write_atomically(path, content)
     for path in paths.models.glob(f"{name}.{'[0-9a-f]' * 16}.safetensors"):
         if path != paths.artifacts / model.file:
-            fence.remove(path)
-    fence.remove_temporaries(paths.models)
+            path.unlink(missing_ok=True)
+    remove_temporaries(paths.models)
     return model
 
 
 def load_model(paths: RunPaths, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the card of a model; ValueError listing the models if it is unknown, or naming a damaged file."""
-    path = newest(paths.models / f"{name}.json")
+    path = as_stored(paths.models / f"{name}.json")
     if name not in list_models(paths):
         known = ", ".join(list_models(paths)) or "none"
         raise ValueError(f"run {paths.run_id!r} has no model {name!r}; its models: {known}")
@@ -318,7 +315,7 @@ def load_model(paths: RunPaths, name: str) -> tuple[dict[str, Tensor], dict[str,
 
 def list_models(paths: RunPaths) -> list[str]:
     """The names of the run's stored models."""
-    return sorted({plain(path.name).removesuffix(".json") for path in paths.models.glob("*.json")})
+    return sorted({without_number(path.name).removesuffix(".json") for path in paths.models.glob("*.json")})
 
 
 def _card_json(model: ModelFile, card: Mapping[str, Any]) -> str:

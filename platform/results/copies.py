@@ -1,4 +1,7 @@
-"""The copy of a run at a URL: mirrored while the run is at work, and fetched to be read or resumed.
+"""The copy of a run at a URL: sent while the run is at work, and fetched to be read or resumed.
+
+A run works in a local folder. At its checkpoints, when nothing in that folder changes, what is new is held and sent in
+the background, in an order in which the copy can be resumed from at every moment.
 
 Which of two copies goes further the checkpoint decides, from which a resumed run starts, so that no copy is replaced by
 one of a smaller place in the plan. Of two at the same place it is the one that was taken up or, by one owner, written
@@ -8,20 +11,26 @@ more often. Each of these only grows as the run goes on; the clocks of the machi
 import json
 import logging
 import os
-import platform
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 from uuid import uuid4
 
-from fedloom.platform.results.fence import newest, number_of, plain
-from fedloom.platform.results.files import Stamp, check_writable, from_json, read_file, stamp_of, unsealed
-from fedloom.platform.results.lock import OwnedError, check_unowned, one_at_a_time
+from fedloom.platform.results.files import (
+    Stamp,
+    as_stored,
+    check_writable,
+    from_json,
+    read_file,
+    stamp_of,
+    unsealed,
+    without_number,
+)
+from fedloom.platform.results.lock import OwnedError, Ownership, OwnershipLostError, check_unowned, unowned
 from fedloom.platform.results.manifest import FILE as MANIFEST
 from fedloom.platform.results.manifest import Seals, decoded, either, encoded, manifest_path
 from fedloom.platform.results.paths import (
@@ -34,7 +43,6 @@ from fedloom.platform.results.paths import (
     RunPaths,
     parse_names,
 )
-from fedloom.platform.results.status import read_status
 from fedloom.platform.results.store import (
     RemoteFile,
     Target,
@@ -46,47 +54,35 @@ from fedloom.platform.results.store import (
 )
 from fedloom.platform.results.tables import TABLES
 
-_JOURNAL = re.compile(r"artifacts/[^/]+/journal-[0-9]+\.jsonl")
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 10.0
+"""Seconds between two passes over a run's files."""
+_CONNECTIONS = 8
+_PASSES = 5
+_MOST_ALONE = 32
+"""The number of runs whose folders are listed one by one."""
+# Object stores have times in whole seconds: `fetch` cannot distinguish two contents of equal size within one second.
+_LEAST_PAUSE_S = 1.1
+
+_SENT_IN_ORDER = (
+    *(".parquet", "/journal-", ".safetensors", "/models/"),
+    *(f"/{STATE_FILE}", f"/{MANIFEST}", "/origin.json", "/status.json"),
+)
 
 
-class Rank(NamedTuple):
-    """Sort key of a run's files: files come after those that they refer to."""
+def rank(name: str) -> tuple[int, str]:
+    """Sort key of a run's files, given their names relative to the results: files come after those they refer to.
 
-    stage: int
-    name: str
-
-
-PARTS, RUN_ROW, JOURNALS, TENSORS, CARDS, STATE, MANIFESTS, STATUS = range(8)
-"""A checkpoint refers to rows and tensors, a card to tensors; the manifest lists all, and the status comes last."""
-
-
-def rank(name: str) -> Rank:
-    """The sort key of a file, given its name relative to the results."""
-    return Rank(_stage(name), name)
-
-
-def _stage(name: str) -> int:
-    name = plain(name)
-    if is_tensors(name):
-        return TENSORS
-    if name.endswith(".parquet"):
-        return RUN_ROW if name.startswith("runs/") else PARTS
-    if not name.startswith("artifacts/"):
-        return STATE
-    if _JOURNAL.fullmatch(name):
-        return JOURNALS
-    if "/models/" in name:
-        return CARDS
-    if name.endswith("/checkpoint/state.json"):
-        return STATE
-    if name.endswith("/manifest.json"):
-        return MANIFESTS
-    return STATUS if name.endswith("/status.json") else PARTS
+    A checkpoint refers to rows and tensors, a card to tensors; the manifest lists all, and the status comes last.
+    """
+    plain = without_number(name)
+    return next((place for place, part in enumerate(_SENT_IN_ORDER) if part in plain), 0), name
 
 
 def is_rows(name: str) -> bool:
     """Whether the file holds rows: a part of a table, or a journal."""
-    return name.endswith(".parquet") or _JOURNAL.fullmatch(plain(name)) is not None
+    return name.endswith(".parquet") or "/journal-" in name
 
 
 def is_tensors(name: str) -> bool:
@@ -94,48 +90,62 @@ def is_tensors(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
+# -- which of two copies goes further ----------------------------------------------------------------------------------
+
+
 class Standing(NamedTuple):
     """How far a copy of a run is: the greater one goes further.
 
-    `stage` and `round` are the checkpoint's, -1 without one that can be read; `taken` and `written` the status's (see
-    `Status`); `ended` tells copies of earlier versions apart, whose status does not count.
+    `stage` and `round` are the checkpoint's, `taken` and `written` the status's (see `Status`); -1 for a file that is
+    missing or damaged, because the checkpoint is what a resumed run starts from.
     """
 
-    stage: int
-    round: int
-    taken: int
-    written: int
-    ended: int
+    stage: int = -1
+    round: int = -1
+    taken: int = -1
+    written: int = -1
 
 
-NOT_BEGUN = Standing(-1, -1, -1, -1, -1)
+def standing_of(status: bytes | None, state: bytes | None) -> Standing:
+    """How far a copy with these files is."""
+    found = Standing()
+    try:
+        data = unsealed(state or b"", Path(STATE_FILE))["data"]
+        found = found._replace(stage=int(data["stage"]), round=int(data["round"]))
+    except (ValueError, KeyError, TypeError, OverflowError):
+        pass
+    try:
+        values = from_json(status or b"", "status.json")
+        return found._replace(taken=int(values.get("taken", 0)), written=int(values.get("written", 0)))
+    except (ValueError, TypeError, AttributeError, OverflowError):
+        return found
 
 
 def stays(target: Target, root: Path, run_id: str, files: Mapping[str, RemoteFile], *, owned: bool = False) -> bool:
-    """Whether a run's local files must stay: it is running here, or they are at least as far as the listed ones.
+    """Whether a run's local files must stay: it is at work here, or they are at least as far as the listed ones.
 
-    `owned` is a run that this process owns, which therefore no other one is running. A status that is damaged or gone
-    counts as the oldest, since the checkpoint is what a resumed run starts from.
+    `owned` is a run that this process owns, which therefore no other one is running.
     """
-    status, state = (f"artifacts/{run_id}/{name}" for name in ("status.json", f"checkpoint/{STATE_FILE}"))
-    path, saved = root / status, newest(root / state)
+    status, state = (f"{ARTIFACTS}/{run_id}/{name}" for name in ("status.json", f"checkpoint/{STATE_FILE}"))
+    path, saved = root / status, as_stored(root / state)
     if not path.exists() and not saved.exists():
         return False
-    if not owned and _is_at_work(path):
+    if not owned and _is_owned(root, run_id):
         return True
     if status in files and is_same(path, files[status]):
         return False
-    there = max((name for name in files if plain(name) == state), key=number_of, default=state)
+    there = max((n for n in files if without_number(n) == state), key=lambda n: (len(n), n), default=state)
+    there = state if state in files else there
     here = standing_of(_content(path), _content(saved))
     return here >= standing_of(_read(target, status, files), _read(target, there, files))
 
 
-def _is_at_work(path: Path) -> bool:
+def _is_owned(root: Path, run_id: str) -> bool:
     try:
-        here = read_status(path)
-    except (ValueError, FileNotFoundError):
-        return False
-    return here.state in ("running", "stalled") and here.host == platform.node()
+        check_unowned(root / ARTIFACTS / run_id, f"run {run_id}")
+    except OwnedError:
+        return True
+    return False
 
 
 def _content(path: Path) -> bytes | None:
@@ -154,26 +164,6 @@ def is_same(path: Path, file: RemoteFile) -> bool:
     return stat.st_size == file.size_bytes and stat.st_mtime_ns == file.mtime_ns
 
 
-def standing_of(status: bytes | None, state: bytes | None) -> Standing:
-    """How far a copy with these files is."""
-    place = _place(state)
-    try:
-        values = from_json(status or b"", "status.json")
-        ended = {"running": 0, "done": 2}.get(values["state"], 1)
-        return Standing(*place, int(values.get("taken", 0)), int(values.get("written", 0)), ended)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        return NOT_BEGUN._replace(stage=place[0], round=place[1])
-
-
-def _place(state: bytes | None) -> tuple[int, int]:
-    # A damaged checkpoint cannot be resumed from: any whole one goes further.
-    try:
-        data = unsealed(state or b"", Path(STATE_FILE))["data"]
-        return int(data["stage"]), int(data["round"])
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return NOT_BEGUN.stage, NOT_BEGUN.round
-
-
 def _read(target: Target, name: str, files: Mapping[str, RemoteFile]) -> bytes | None:
     try:
         return target.read(name) if name in files else None
@@ -185,6 +175,9 @@ _CONNECTIONS = 8
 _PASSES = 5
 _MOST_ALONE = 32
 """The number of runs whose folders are listed one by one."""
+
+
+# -- fetching ----------------------------------------------------------------------------------------------------------
 
 
 def check_results(results: str) -> Path:
@@ -380,11 +373,8 @@ def _fetch_run(fetched: _Fetched, run_id: str, files: Mapping[str, RemoteFile]) 
     if not wanted and not _gone(root, run_id, files):
         return "same"
     arrived = _downloaded(target, root, wanted)
-    with _nobody_taking(root, run_id):
-        if not owned and _is_owned(root, run_id):
-            _discard(arrived)
-            return "left"
-        if _stamps(root, run_id) != before:  # it was taken up, or fetched, and left again: to be compared anew
+    with nullcontext(True) if owned else unowned(root / ARTIFACTS / run_id) as is_free:
+        if not is_free or _stamps(root, run_id) != before:  # it was taken up, or fetched: to be compared anew
             _discard(arrived)
             return "changed"
         _publish(zip(arrived, wanted, strict=True), root)
@@ -404,21 +394,7 @@ def _gone(root: Path, run_id: str, files: Mapping[str, RemoteFile]) -> list[Path
 def _stamps(root: Path, run_id: str) -> list[Stamp | None]:
     """Identifies the local state of a run: every owner and every fetch replaces one of these files."""
     folder = root / ARTIFACTS / run_id
-    return [stamp_of(newest(folder / name)) for name in ("status.json", MANIFEST, f"checkpoint/{STATE_FILE}")]
-
-
-def _nobody_taking(root: Path, run_id: str) -> AbstractContextManager[None]:
-    """Within the block no process takes the run up on this machine; a run without a folder has no owner."""
-    folder = root / ARTIFACTS / run_id
-    return one_at_a_time(folder) if folder.is_dir() else nullcontext()
-
-
-def _is_owned(root: Path, run_id: str) -> bool:
-    try:
-        check_unowned(root / ARTIFACTS / run_id, f"run {run_id}")
-    except OwnedError:
-        return True
-    return False
+    return [stamp_of(as_stored(folder / name)) for name in ("status.json", MANIFEST, f"checkpoint/{STATE_FILE}")]
 
 
 def _fetch_newer(target: Target, root: Path, files: Mapping[str, RemoteFile]) -> None:
@@ -476,168 +452,18 @@ _TRY_AGAIN_S = 0.01
 _LEAST_PAUSE_S = 1.1
 
 
+# -- sending -----------------------------------------------------------------------------------------------------------
+
+
 class MirrorError(OSError):
     """The copy of a run is incomplete; the run's local files are complete."""
 
 
-class Mirror:
-    """Copies a run's changes in a thread, every `interval_s` seconds and once at the end.
-
-    The run can be resumed from the copy at any moment: a pass copies the files of one instant, held open meanwhile, in
-    the order of `rank`, and deletes obsolete files only after their replacements.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        paths: RunPaths,
-        interval_s: float = INTERVAL_S,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`check` is called before every change there; it raises an error if the run is no longer ours to write."""
-        self._target, self._paths, self._interval_s, self._check = target, paths, interval_s, check
-        self._sent: dict[str, Stamp] = {}
-        self._there: set[str] | None = None
-        self._failure: Exception | None = None
-        self._last_s = -_LEAST_PAUSE_S
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._turns, name="mirror", daemon=True)
-
-    def start(self) -> None:
-        """Starts the thread; the first pass is after one interval."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Makes the last pass, after the run's last write; raises MirrorError if it fails."""
-        self._closing.set()
-        self._thread.join()
-        if self._failure is not None:
-            raise MirrorError(
-                f"run {self._paths.run_id} could not be copied to {self._target.url} ({self._failure}); "
-                f"all of it is in {self._paths.root}: resume it on this machine, or copy that folder"
-            ) from self._failure
-
-    def _turns(self) -> None:
-        while not self._closing.wait(self._interval_s):
-            self._try()
-        time.sleep(max(0.0, self._last_s + _LEAST_PAUSE_S - time.monotonic()))
-        self._try()
-
-    def _try(self) -> None:
-        try:
-            self.turn()
-            self._failure = None
-        except Exception as error:  # noqa: BLE001 - of a thread's unexpected error nobody would hear
-            self._failure = error
-            again = "" if self._closing.is_set() else f": trying again in {self._interval_s:g} s"
-            logger.warning("run %s was not copied to %s (%s)%s", self._paths.run_id, self._target.url, error, again)
-        self._last_s = time.monotonic()
-
-    def turn(self) -> None:
-        """Makes one pass, which updates the copy; after an OSError the next pass continues from there."""
-        self._check()
-        if self._there is None:
-            self._there = set(self._target.list(self._folders()))
-        with ExitStack() as held:
-            files = self._hold(held)
-            self._announce(files)
-            changed = sorted((name for name, file in files.items() if file.is_new), key=rank)
-            # Obsolete row files can go before the rest; others only after state and cards no longer refer to them.
-            self._send(files, [name for name in changed if is_rows(name)])
-            self._forget([name for name in self._there - files.keys() if is_rows(name)])
-            self._send(files, [name for name in changed if not is_rows(name)])
-            self._forget(list(self._there - files.keys()))
-
-    def _announce(self, files: Mapping[str, "_Held"]) -> None:
-        """Replaces the manifest there by one that fits every mixture of the files there and here during the pass.
-
-        It is there from the first pass on, because a checkpoint without a manifest is one whose manifest was lost.
-        """
-        name = manifest_path(self._paths).relative_to(self._paths.root).as_posix()
-        if name not in files or files[name].file is None:
-            return
-        assert self._there is not None
-        here = decoded(files[name].content(), manifest_path(self._paths))
-        listed = max((n for n in self._there if plain(n) == plain(name)), key=number_of, default="")
-        there = self._listed_there(listed) if listed else {}
-        self._check()
-        self._target.write(name, encoded(either(there, here)))
-
-    def _listed_there(self, name: str) -> dict[str, Seals]:
-        try:
-            return decoded(self._target.read(name), manifest_path(self._paths))
-        except ValueError:
-            logger.warning("%s was damaged at %s: it is written anew", name, self._target.url)
-            return {}
-
-    def _hold(self, held: ExitStack) -> dict[str, "_Held"]:
-        """The run's files of one instant; changed ones are opened.
-
-        Files are only replaced or appended to. If all have the same names and inodes before and after opening, at most
-        lines were appended in between, to open files.
-        """
-        for _ in range(_TRIES):
-            with ExitStack() as opened:
-                before = self._scan()
-                try:
-                    files = {name: self._open(opened, name, stamp) for name, stamp in before.items()}
-                except FileNotFoundError:
-                    continue
-                after = self._scan()
-                if _inodes(before) == _inodes(after) and all(f.is_new or after[n] == f.stamp for n, f in files.items()):
-                    held.push(opened.pop_all())
-                    return files
-            time.sleep(_TRY_AGAIN_S)
-        raise OSError("its files change faster than they can be opened")
-
-    def _open(self, opened: ExitStack, name: str, stamp: Stamp) -> "_Held":
-        if self._sent.get(name) == stamp:
-            return _Held(stamp, None)
-        file = opened.enter_context((self._paths.root / name).open("rb"))
-        return _Held(Stamp.of(os.fstat(file.fileno())), file)
-
-    def _scan(self) -> dict[str, Stamp]:
-        found = {}
-        for folder in self._folders():
-            for path in _files_below(self._paths.root / folder):
-                try:
-                    found[path.relative_to(self._paths.root).as_posix()] = Stamp.of(path.stat())
-                except FileNotFoundError:
-                    continue
-        return found
-
-    def _folders(self) -> list[str]:
-        paths = self._paths
-        return [f.relative_to(paths.root).as_posix() for f in (paths.artifacts, *(paths.table(t) for t in TABLES))]
-
-    def _send(self, files: Mapping[str, "_Held"], names: list[str]) -> None:
-        assert self._there is not None
-        for name in names:
-            stamp, file = files[name]
-            assert file is not None
-            self._check()
-            self._target.upload(name, file, stamp.size_bytes)
-            self._sent[name] = stamp
-            self._there.add(name)
-
-    def _forget(self, names: list[str]) -> None:
-        assert self._there is not None
-        for name in sorted(names, key=rank):
-            self._check()
-            self._target.delete(name)
-            self._sent.pop(name, None)
-            self._there.discard(name)
-
-
 class _Held(NamedTuple):
-    """A file of the run, open if it has to be copied."""
+    """A file of the run at a checkpoint, open if it has to be sent."""
 
     stamp: Stamp
     file: BinaryIO | None
-
-    @property
-    def is_new(self) -> bool:
-        return self.file is not None
 
     def content(self) -> bytes:
         """The whole content of a small file that is open."""
@@ -647,6 +473,165 @@ class _Held(NamedTuple):
         return content
 
 
+class Mirror:
+    """Sends a run's changes to a URL in a thread, every `interval_s` seconds and once at the end.
+
+    The run can be resumed from the copy at any moment: a pass sends the files of one checkpoint, held open meanwhile,
+    in the order of `rank`, and deletes obsolete files only after their replacements.
+    """
+
+    def __init__(
+        self, target: Target, paths: RunPaths, interval_s: float = INTERVAL_S, ownership: Ownership | None = None
+    ) -> None:
+        """`ownership` is asked before every file whether the copy still is this process's to write."""
+        self._target, self._paths, self._interval_s = target, paths, interval_s
+        self._ownership = ownership or Ownership()
+        self._sent: dict[str, Stamp] = {}
+        self._there: set[str] | None = None
+        self._failure: Exception | None = None
+        self._last_s = -_LEAST_PAUSE_S
+        self._waiting: dict[str, _Held] | None = None
+        self._changing = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._turns, name="mirror", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread; the first pass is after one interval."""
+        self.checkpoint()
+        self._thread.start()
+
+    def checkpoint(self) -> None:
+        """Holds the run's files as they are for the next pass; to be called while no other thread changes them.
+
+        Raises OwnershipLostError once the copy is another process's.
+        """
+        self._ownership()
+        with self._changing:
+            if self._waiting is None:
+                self._waiting = self._held()
+
+    def close(self) -> None:
+        """Makes the last pass, after the run's last write; raises MirrorError if it fails."""
+        self._closing.set()
+        self._thread.join()
+        time.sleep(max(0.0, self._last_s + _LEAST_PAUSE_S - time.monotonic()))
+        _close(self._take() or {})  # of an earlier checkpoint
+        self._try(self._held)
+        if isinstance(self._failure, OwnershipLostError):
+            raise self._failure
+        if self._failure is not None:
+            raise MirrorError(
+                f"run {self._paths.run_id} could not be copied to {self._target.url} ({self._failure}); "
+                f"all of it is in {self._paths.root}: resume it on this machine, or copy that folder"
+            ) from self._failure
+
+    def _turns(self) -> None:
+        while not self._closing.wait(self._interval_s):
+            self._try(self._take)
+
+    def _take(self) -> dict[str, _Held] | None:
+        with self._changing:
+            held, self._waiting = self._waiting, None
+            return held
+
+    def _try(self, held: Callable[[], dict[str, _Held] | None]) -> None:
+        try:
+            if (files := held()) is not None:
+                self.turn(files)
+                self._failure = None
+            else:
+                self._send_status()
+        except Exception as error:  # noqa: BLE001 - of a thread's unexpected error nobody would hear
+            self._failure = error
+            again = "" if self._closing.is_set() else ": trying again at a later checkpoint"
+            logger.warning("run %s was not copied to %s (%s)%s", self._paths.run_id, self._target.url, error, again)
+        self._last_s = time.monotonic()
+
+    def _send_status(self) -> None:
+        """A round may take long: whoever looks at the copy sees that the run is alive."""
+        if self._there is not None and self._paths.status.exists():
+            self._ownership.ask()
+            name = self._paths.status.relative_to(self._paths.root).as_posix()
+            self._target.write(name, read_file(self._paths.status))
+
+    def turn(self, files: Mapping[str, _Held] | None = None) -> None:
+        """Makes one pass, which updates the copy; after an OSError the next pass continues from there."""
+        files = self._held() if files is None else files
+        try:
+            self._ownership.ask()
+            if self._there is None:
+                self._there = set(self._target.list(self._folders()))
+            self._announce(files)
+            changed = sorted((name for name, held in files.items() if held.file is not None), key=rank)
+            # Obsolete row files can go before the rest; others only after state and cards no longer refer to them.
+            self._send(files, [name for name in changed if is_rows(name)])
+            self._forget([name for name in self._there - files.keys() if is_rows(name)])
+            self._send(files, [name for name in changed if not is_rows(name)])
+            self._forget(list(self._there - files.keys()))
+        finally:
+            _close(files)
+
+    def _announce(self, files: Mapping[str, _Held]) -> None:
+        """Replaces the manifest there by one that fits every mixture of the files there and here during the pass.
+
+        It is there from the first pass on, because a checkpoint without a manifest is one whose manifest was lost.
+        """
+        name = manifest_path(self._paths).relative_to(self._paths.root).as_posix()
+        if name not in files or files[name].file is None:
+            return
+        assert self._there is not None
+        here = decoded(files[name].content(), manifest_path(self._paths))
+        there = self._listed_there(name) if name in self._there else {}
+        self._target.write(name, encoded(either(there, here)))
+
+    def _listed_there(self, name: str) -> dict[str, Seals]:
+        try:
+            return decoded(self._target.read(name), manifest_path(self._paths))
+        except ValueError:
+            logger.warning("%s was damaged at %s: it is written anew", name, self._target.url)
+            return {}
+
+    def _held(self) -> dict[str, _Held]:
+        """The run's files as they are; those that have changed since they were sent are opened."""
+        files: dict[str, _Held] = {}
+        for path in (path for folder in self._folders() for path in _files_below(self._paths.root / folder)):
+            name, stamp = path.relative_to(self._paths.root).as_posix(), Stamp.of(path.stat())
+            if self._sent.get(name) == stamp:
+                files[name] = _Held(stamp, None)
+            else:
+                file = path.open("rb")  # a log may have grown, and the status may have been replaced, since `stat`
+                files[name] = _Held(Stamp.of(os.fstat(file.fileno())), file)
+        return files
+
+    def _folders(self) -> list[str]:
+        paths = self._paths
+        return [f.relative_to(paths.root).as_posix() for f in (paths.artifacts, *(paths.table(t) for t in TABLES))]
+
+    def _send(self, files: Mapping[str, _Held], names: Sequence[str]) -> None:
+        assert self._there is not None
+        for name in names:
+            stamp, file = files[name]
+            assert file is not None
+            self._ownership.ask()
+            self._target.upload(name, file, stamp.size_bytes)
+            self._sent[name] = stamp
+            self._there.add(name)
+
+    def _forget(self, names: Sequence[str]) -> None:
+        assert self._there is not None
+        for name in sorted(names, key=rank):
+            self._ownership.ask()
+            self._target.delete(name)
+            self._sent.pop(name, None)
+            self._there.discard(name)
+
+
+def _close(files: Mapping[str, _Held]) -> None:
+    for held in files.values():
+        if held.file is not None:
+            held.file.close()
+
+
 def _files_below(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders.sort()
@@ -654,38 +639,30 @@ def _files_below(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
 
 
-def _inodes(files: Mapping[str, Stamp]) -> dict[str, int]:
-    return {name: stamp.inode for name, stamp in files.items()}
-
-
 @contextmanager
-def mirrored(results: str, paths: RunPaths, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Mirrors a run within the block if results are at a URL; does nothing for a local path.
+def mirrored(results: str, paths: RunPaths, ownership: Ownership | None = None) -> Iterator[Callable[[], None]]:
+    """Sends a run to its URL within the block; gives what is to be called at its checkpoints (`Mirror.checkpoint`).
 
-    The last pass is at the end, also of a failed run. Raises MirrorError if it fails; if the run itself failed, its
-    error is raised and the mirror's is logged.
+    Does nothing for a local path. The last pass is at the end, also of a failed run. Raises MirrorError if it fails; if
+    the run itself failed, its error is raised and the mirror's is logged.
     """
     if not is_remote(results):
-        yield
+        yield ownership or Ownership()
         return
-    mirror = Mirror(open_target(results), paths, INTERVAL_S, check)
+    mirror = Mirror(open_target(results), paths, INTERVAL_S, ownership)
     mirror.start()
     try:
-        yield
+        yield mirror.checkpoint
     except BaseException:
-        _close_logging(mirror)
+        try:
+            mirror.close()
+        except (MirrorError, OwnershipLostError) as error:
+            logger.error("%s", error)
         raise
     mirror.close()
 
 
-def _close_logging(mirror: Mirror) -> None:
-    try:
-        mirror.close()
-    except MirrorError as error:
-        logger.error("%s", error)
-
-
-def mirror_run(results: str, paths: RunPaths) -> None:
+def mirror_run(results: str, paths: RunPaths, ownership: Ownership | None = None) -> None:
     """Updates the copy of a run that is not being written; raises a one-line MirrorError."""
-    with mirrored(results, paths):
+    with mirrored(results, paths, ownership):
         pass

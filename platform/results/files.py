@@ -5,13 +5,14 @@ device among them is waited for. Readers of a file that is being written find th
 """
 
 import errno
+import glob
 import hashlib
 import json
 import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
@@ -26,6 +27,7 @@ MOST_TEXT_BYTES = 1 << 28
 """Size of the largest text or JSON that is read, 256 MiB: a checkpoint's state holds about 100 bytes per client."""
 
 _MOST_BITS = 63
+_OWNER_NUMBER = re.compile(r"~[0-9]{1,9}(?=\.)")
 
 T = TypeVar("T")
 
@@ -130,11 +132,10 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def remove_temporaries(folder: Path, may_go: Callable[[str], bool] = lambda _: True) -> None:
-    """Deletes the temporary files of killed writers in this folder whose names `may_go` allows."""
+def remove_temporaries(folder: Path) -> None:
+    """Deletes the temporary files of killed writers in this folder."""
     for leftover in folder.glob(".*.tmp"):
-        if may_go(leftover.name):
-            leftover.unlink(missing_ok=True)
+        leftover.unlink(missing_ok=True)
 
 
 def sync_file(path: Path) -> None:
@@ -161,15 +162,12 @@ def publish(temporary: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
-def write_atomically(
-    path: Path, content: bytes, *, durable: bool = True, check: Callable[[], None] = lambda: None
-) -> None:
+def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replaces the file's content atomically.
 
     Without `durable` it does not wait for the disk: readers still see the old or the new content, but a power failure
-    may restore an older one. `check` is called before and directly before the replacement, and may refuse it.
+    may restore an older one.
     """
-    check()
     temporary = temporary_path(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     with naming(path), os.fdopen(opened(temporary, flags), "wb") as file:
@@ -177,15 +175,23 @@ def write_atomically(
         if durable:
             file.flush()
             os.fsync(file.fileno())
-    try:
-        check()
-    except Exception:
-        temporary.unlink(missing_ok=True)
-        raise
     if durable:
         publish(temporary, path)
     else:
         os.replace(temporary, path)
+
+
+def without_number(name: str) -> str:
+    """A file's name without the number of its run's owner, which revisions until 0872576 put there: `state~2.json`."""
+    return _OWNER_NUMBER.sub("", name)
+
+
+def as_stored(path: Path) -> Path:
+    """The file itself, or the one that an earlier revision wrote in its place under the number of an owner."""
+    if path.exists():
+        return path
+    numbered = path.parent.glob(f"{glob.escape(path.stem)}~*{path.suffix}")
+    return max(numbered, key=lambda p: (len(p.name), p.name), default=path)
 
 
 class Stamp(NamedTuple):

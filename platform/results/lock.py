@@ -1,46 +1,54 @@
-"""One owner per run or ablation: a lock for the life of a process, and a lease that other machines can watch.
+"""One owner per run or ablation: a lock that ends with its process and, for results at a URL, one lease object.
 
-A folder's file `.owner` is locked (`flock`) by its owner, and holds the owner's lease: which process it is, and a count
-that it raises every few seconds. The operating system frees the lock when the process ends in any way. Where the file
-system has no locks, and at URLs, the lease decides: on this machine by the process that it names, of another machine
-by whether its count rises while it is watched. Clocks are never compared, so that setting one changes nothing.
-
-Every owner has a higher number than all before it, kept with the folder by the name of a file that one process alone
-can make, `.owner~2.claim`, and by those of the files that it writes (see `fence`). Who finds a higher one is replaced.
-
-A lease that cannot be read says nothing about who has it: one failed request to a URL ends no run. The owner raises its
-count only over its own lease, so that it never takes back what another has taken over.
-
+An owner holds the lock of the folder's file `.owner` for as long as its process lives (`flock`, by `filelock`): the
+system frees it when the process ends in any way, and a suspended process keeps it. So there is no dead owner on one
+machine, nor on a disk that several share. At a URL, which has no locks, the object `.owner` is the lease: whoever finds
+one there is refused, unless its process has ended on this very machine, or the user says that it has (`--take-over`).
 """
 
-import fcntl
 import json
-import logging
 import os
 import platform
-import signal
-import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from uuid import uuid4
 
-from fedloom.platform.results.fence import MOST_OWNERS, Fence, number_of
-from fedloom.platform.results.files import from_json, opened, typed
+import psutil
+from filelock import FileLock, Timeout
+
+from fedloom.platform.results.files import MOST_NOTE_BYTES, from_json, opened, read_file, typed
 from fedloom.platform.results.store import Target, is_remote, open_target
 
+FILE = ".owner"
+WAIT_S = 1.0
+"""Seconds for which a lock is waited for: a fetch holds one while it replaces files."""
+SETTLE_S = 1.0
+"""Seconds after which a lease is read again, in case another machine wrote its own at the same moment."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_LOOK_S = 0.2
+_SAME_START_S = 2.0
+"""The time at which a process started is known to about a second."""
+
+
+class OwnedError(ValueError):
+    """Another process owns the run or ablation."""
+
+
+class OwnershipLostError(RuntimeError):
+    """Another process has taken over the copy at the URL, which this one must not write any more."""
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 
 class Process(NamedTuple):
-    """A process of this machine: its number, and when it started, in clock ticks since the machine did."""
+    """A process of this machine: its number, which is used again, and when it started (seconds since 1970)."""
 
     pid: int
-    started: int
+    started: float
 
 
 def this_place() -> str:
@@ -51,22 +59,25 @@ def this_place() -> str:
         return platform.node()
 
 
-def started_ticks(pid: int) -> int | None:
-    """When a process started; None if it has ended, or waits to be collected; 0 on systems that do not tell."""
-    if not Path("/proc/self/stat").exists():
-        return 0 if _answers(pid) else None
-    stat = _stat(pid)
-    return None if stat is None or stat.state in {"Z", "X"} else stat.started
-
-
 def this_process() -> Process:
     """The process that asks."""
-    return Process(os.getpid(), started_ticks(os.getpid()) or 0)
+    return Process(os.getpid(), psutil.Process().create_time())
 
 
-def is_process(pid: int, started: int) -> bool:
+def process_of(pid: int) -> Process | None:
+    """The process with this number; None if it has ended, also if it only waits to be collected."""
+    try:
+        process = psutil.Process(pid)
+        is_over = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return None if is_over else Process(pid, process.create_time())
+    except (psutil.Error, ValueError, OverflowError):
+        return None
+
+
+def is_process(pid: int, started: float) -> bool:
     """Whether the process that started then still exists."""
-    return started_ticks(pid) == started
+    found = process_of(pid)
+    return found is not None and abs(found.started - started) <= _SAME_START_S
 
 
 def children(parents: Collection[Process]) -> set[Process]:
@@ -78,12 +89,11 @@ def children(parents: Collection[Process]) -> set[Process]:
 def descendants(roots: Collection[Process]) -> set[Process]:
     """The living processes among these, and all that they, and their children, have started and still own."""
     parents = _parents()
-    found = {root for root in roots if root in parents}
-    new = set(found)
+    found = new = {root for root in roots if is_process(*root)}
     while new:
         numbers = {process.pid for process in new}
         new = {process for process, parent in parents.items() if parent in numbers} - found
-        found |= new
+        found = found | new
     return found
 
 
@@ -91,441 +101,191 @@ def end_all(processes: Collection[Process], grace_s: float) -> list[Process]:
     """Waits until these processes have ended, kills those that have not after `grace_s`, and returns these."""
     end_s = time.monotonic() + grace_s
     while (left := [p for p in processes if is_process(*p)]) and time.monotonic() < end_s:
-        time.sleep(_LOOK_S)
+        time.sleep(0.2)
     for process in left:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(process.pid, signal.SIGKILL)
+        with suppress(psutil.Error):
+            psutil.Process(process.pid).kill()
     return left
 
 
-class _Stat(NamedTuple):
-    state: str
-    parent: int
-    started: int
-
-
-def _stat(pid: int) -> _Stat | None:
-    try:
-        values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return _Stat(values[0], int(values[1]), int(values[19]))
-
-
 def _parents() -> dict[Process, int]:
-    """All processes with the number of their parent; none on systems that do not tell."""
-    found = {}
-    with suppress(FileNotFoundError):
-        for name in os.listdir("/proc"):
-            if name.isdigit() and (stat := _stat(int(name))) is not None and stat.state not in {"Z", "X"}:
-                found[Process(int(name), stat.started)] = stat.parent
-    return found
+    """All processes with the number of their parent."""
+    fields = ["pid", "ppid", "create_time", "status"]
+    alive = (p.info for p in psutil.process_iter(fields) if p.info["status"] != psutil.STATUS_ZOMBIE)
+    return {Process(info["pid"], info["create_time"]): info["ppid"] for info in alive}
 
 
-def _answers(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-logger = logging.getLogger(__name__)
-
-FILE = ".owner"
-BEAT_S = 5.0
-PATIENCE_S = 30.0
-"""Seconds for which a lease of another machine is watched before it counts as dead."""
-FAR_FACTOR = 2.0
-"""By how much both are longer at a URL."""
-SETTLE_S = 1.0
-"""Seconds after which a lease at a URL is read again, in case another machine wrote its own at the same moment."""
-GAP_S = 0.2
-"""Seconds after which a lease that is missing is looked for again."""
-_SIZE_BYTES = 512
-
-
-class OwnedError(ValueError):
-    """Another process owns the run or ablation."""
-
-
-class OwnershipLostError(RuntimeError):
-    """Another process took over because this one did not answer; this one must not write any more."""
-
-
-class DamagedLeaseError(OSError):
-    """There is a lease, but it is not a whole one: it is just being renewed, or its owner was killed meanwhile."""
+# -- who owns a folder -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Who owns a folder; `place` is that of `this_place`."""
+    """Who owns a folder: a process (see `Process`) of a machine, whose `place` is that of `this_place`."""
 
     token: str
     host: str
     place: str
     pid: int
-    started: int
-    count: int = 0
-    number: int = 0
+    started: float
+
+    @classmethod
+    def own(cls) -> "Lease":
+        """A new one of this process."""
+        return cls(uuid4().hex, platform.node()[:64], this_place(), *this_process())
 
     @property
-    def is_here(self) -> bool:
-        """Whether its process is, or was, on this machine."""
-        return self.place == this_place()
+    def is_over(self) -> bool:
+        """Whether its process is known to have ended: of another machine nothing is known."""
+        return self.place == this_place() and not is_process(self.pid, self.started)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
-
-class Kept(Protocol):
-    """Where a lease is kept."""
-
-    beat_s: float
-    patience_s: float
-    settle_s: float
-
-    def lock(self) -> bool:
-        """Takes the lock, if there is one; whether no other process has it."""
-        ...
-
-    def read(self) -> Lease | None:
-        """The lease; None if there is none. Raises OSError if that is not known."""
-        ...
-
-    def write(self, lease: Lease | None) -> None:
-        """Replaces the lease; None removes it."""
-        ...
-
-    def numbers(self) -> list[int]:
-        """The numbers of all owners that the folder has had, as far as its files tell; 0 is the first one's."""
-        ...
-
-    def claim(self, number: int, /) -> bool:
-        """Takes a number for this process; whether no other process has taken it."""
-        ...
-
-    def claimed(self) -> int | None:
-        """The highest number that any process has taken; None where that cannot be told."""
-        ...
-
-    def close(self) -> None:
-        """Frees the lock."""
-        ...
+    def encoded(self) -> bytes:
+        """The content of the file `.owner`."""
+        return json.dumps(asdict(self)).encode()
 
 
-class LeaseFile:
-    """The lease of a folder, in a file of fixed size that is renewed in place, also on a full disk."""
-
-    settle_s = 0.0
-
-    def __init__(self, folder: Path) -> None:
-        self.beat_s, self.patience_s, self._folder = BEAT_S, PATIENCE_S, folder
-        self._descriptor = opened(folder / FILE, os.O_RDWR | os.O_CREAT)
-
-    def lock(self) -> bool:
-        """Takes the lock, if the file system has locks."""
-        return _locked(self._descriptor)
-
-    def read(self) -> Lease | None:
-        """The lease in the file."""
-        content = os.pread(self._descriptor, _SIZE_BYTES, 0)
-        return _decoded(content) if content.strip() else None
-
-    def write(self, lease: Lease | None) -> None:
-        """Replaces the lease in the file."""
-        content = b"" if lease is None else json.dumps(asdict(lease)).encode()
-        os.pwrite(self._descriptor, content.ljust(_SIZE_BYTES), 0)
-
-    def numbers(self) -> list[int]:
-        """The numbers in the names of the folder's files, also of those that take a number."""
-        return [0, *(number_of(name) for _, _, names in os.walk(self._folder) for name in names)]
-
-    def claim(self, number: int, /) -> bool:
-        """Takes a number by a file that only one process can make; removes those of lower numbers."""
-        try:
-            os.close(os.open(self._folder / _claim_name(number), os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        for name in os.listdir(self._folder):
-            if _is_claim(name) and number_of(name) < number:
-                (self._folder / name).unlink(missing_ok=True)
-        return True
-
-    def claimed(self) -> int:
-        """The highest number that has been taken by such a file."""
-        return max((number_of(name) for name in os.listdir(self._folder) if _is_claim(name)), default=0)
-
-    def close(self) -> None:
-        """Frees the lock; the file stays."""
-        os.close(self._descriptor)
+def _decoded(content: bytes) -> Lease | None:
+    """The lease in the content of a file; None for a damaged one."""
+    try:
+        return typed(Lease, from_json(content, FILE))
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
-class LeaseObject:
-    """The lease of a folder at a URL, which has no locks."""
+class RemoteLease:
+    """The ownership of a folder at a URL by this process."""
 
-    def __init__(self, target: Target, folder: str) -> None:
-        self.beat_s, self.patience_s, self.settle_s = FAR_FACTOR * BEAT_S, FAR_FACTOR * PATIENCE_S, SETTLE_S
-        self._target, self._folder, self._name = target, folder, f"{folder}/{FILE}"
+    def __init__(self, target: Target, folder: str, what: str, *, fresh: bool = False, take_over: bool = False) -> None:
+        """Raises OwnedError, naming the owner, if another process has the lease; nobody can know a `fresh` folder.
 
-    def lock(self) -> bool:
-        """True."""
-        return True
-
-    def read(self) -> Lease | None:
-        """The lease at the URL."""
-        try:
-            return _decoded(self._target.read(self._name))
-        except FileNotFoundError:
-            return None
-
-    def write(self, lease: Lease | None) -> None:
-        """Replaces the lease at the URL."""
-        if lease is None:
-            self._target.delete(self._name)
-        else:
-            self._target.write(self._name, json.dumps(asdict(lease)).encode())
-
-    def numbers(self) -> list[int]:
-        """The numbers in the names of the folder's files, and that of the last lease."""
-        lease = _whole(self)
-        named = (number_of(name.rpartition("/")[2]) for name in self._target.list([self._folder]))
-        return [0 if lease is None else lease.number, *named]
-
-    def claim(self, _number: int, /) -> bool:
-        """True: at a URL two processes cannot be kept from one number, but one of them finds the other's lease."""
-        return True
-
-    def claimed(self) -> None:
-        """None."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class Owner:
-    """The ownership of one folder by this process; `owned` makes it."""
-
-    def __init__(self, kept: Kept, what: str, *, fresh: bool = False, least: int = 0) -> None:
-        """Raises OwnedError, naming the owner, if another process has it; nobody else can know a `fresh` folder.
-
-        The owner's number is at least `least`; that of a fresh folder is 0.
+        With `take_over` the lease is replaced, whoever has it.
         """
-        self._kept, self._what, self._fresh, self._released = kept, what, fresh, False
-        self._lost, self._ask_again_s = "", 0.0
-        self._lease = Lease(uuid4().hex, platform.node()[:64], this_place(), *this_process())
-        self._claim(least)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beats, name="owner", daemon=True)
-        self._thread.start()
+        self._target, self._name, self._what = target, f"{folder}/{FILE}", what
+        self._own, self.lost = Lease.own(), ""
+        content = None if fresh else self._read()
+        other = None if content is None else _decoded(content)
+        if content is not None and not take_over and not (other is not None and other.is_over):
+            raise OwnedError(self._refusal(other))
+        self._target.write(self._name, self._own.encoded())
+        if not fresh:
+            time.sleep(SETTLE_S)
+            if (content := self._read()) != self._own.encoded():
+                raise OwnedError(self._refusal(_decoded(content or b"")))
 
-    def check(self, *, surely: bool = False) -> None:
-        """Raises OwnershipLostError if another process has taken over, as after a suspension, and after `release`.
-
-        `surely` raises OSError if the lease cannot be read.
-        """
-        if self._released:
-            raise OwnershipLostError(f"{self._what} is not this process's any more")
-        if not surely and time.monotonic() < self._ask_again_s:
-            return
-        try:
-            there, claimed = (self._lease, None) if self._lost else (self._read(), self._kept.claimed())
-        except OSError:
-            # Whoever asks before each write must not wait for the network each time that it is out of reach.
-            self._ask_again_s = time.monotonic() + self._kept.beat_s
-            if surely:
-                raise
-            return
-        # Once lost it stays so: the new owner's lease may be out of reach later, or gone.
-        if not self._lost and self._is_lost(there, claimed):
-            other = "another process" if there is not None else "another process, which has ended since,"
-            by = there if there is not None and there.token != self._lease.token else other
-            self._lost = f"{self._what} was taken over by {by} while this process did not answer"
-        if self._lost:
-            raise OwnershipLostError(self._lost)
-
-    @property
-    def number(self) -> int:
-        """Higher than that of every process that owned the folder before."""
-        return self._lease.number
-
-    def _is_lost(self, there: Lease | None, claimed: int | None) -> bool:
-        if claimed is not None and claimed > self.number:
-            return True
-        if there is None:
-            return claimed is None
-        # A lease with a lower number is one that a replaced owner was just about to write.
-        return there.token != self._lease.token and there.number >= self.number
-
-    def _read(self) -> Lease | None:
-        if (there := self._kept.read()) is None:
-            time.sleep(GAP_S)  # there are stores that replace a file by deleting it first
-            there = self._kept.read()
-        return there
+    def ask(self) -> None:
+        """Raises OwnershipLostError if another process has taken over, and OSError if that cannot be known now."""
+        if not self.lost and (content := self._read()) != self._own.encoded():
+            by = _decoded(content or b"") or "another process"
+            self.lost = f"{self._what} was taken over at {self._target.url} by {by}: nothing is written there any more"
+        if self.lost:  # for good, also if the new owner ends and takes its lease away
+            raise OwnershipLostError(self.lost)
 
     def release(self) -> None:
         """Ends the ownership."""
-        self._over.set()
-        self._thread.join()
         with suppress(OSError, OwnershipLostError):
-            self.check(surely=True)
-            self._kept.write(None)
-        self._released = True
+            self.ask()
+            self._target.delete(self._name)
 
-    def _claim(self, least: int) -> None:
-        if not self._kept.lock():
-            raise OwnedError(_refusal(self._what, _whole(self._kept)))
-        found = _whole(self._kept)
-        if found is not None and _lives(self._what, self._kept, found):
-            raise OwnedError(_refusal(self._what, found))
-        if not self._fresh:
-            number = max(least, 1 + max(*self._kept.numbers(), 0 if found is None else found.number))
-            while number <= MOST_OWNERS and not self._kept.claim(number):
-                number += 1
-            if number > MOST_OWNERS:  # only a made-up lease or name; a higher number could not be read back
-                raise OwnedError(f"{self._what} says that it had {number - 1} owners: restore it from a copy")
-            self._lease = replace(self._lease, number=number)
-        self._kept.write(self._lease)
-        if not self._fresh:
-            time.sleep(self._kept.settle_s)
-        # Where there are no locks, two processes can come this far at once: the one with the higher number has it, or
-        # at a URL the one that wrote last.
-        if self._is_lost(there := _whole(self._kept), self._kept.claimed()):
-            raise OwnedError(_refusal(self._what, there))
+    def _read(self) -> bytes | None:
+        try:
+            return self._target.read(self._name)
+        except FileNotFoundError:
+            return None
 
-    def _beats(self) -> None:
-        while not self._over.wait(self._kept.beat_s):
-            with suppress(OSError, OwnershipLostError):
-                with suppress(DamagedLeaseError):  # its own, cut short: it is written anew
-                    self.check(surely=True)
-                self._lease = replace(self._lease, count=self._lease.count + 1)
-                self._kept.write(self._lease)
+    def _refusal(self, other: Lease | None) -> str:
+        return (
+            f"{self._what} is at work in {other or 'another process'}, says {self._target.url}: stop that one first; "
+            "if it has ended without saying so, --take-over goes on with its work"
+        )
 
 
 class Ownership:
-    """The ownership of a folder of the results by this process, and of its copy at their URL."""
+    """The ownership of a folder of the results by this process, and of its copy at their URL, if they are at one."""
 
-    def __init__(self, owners: Sequence[Owner]) -> None:
-        """The first one owns the folder on this machine."""
-        self._owners = owners
-        self.fence = Fence(owners[0].number, owners[0].check)
+    def __init__(self, lease: RemoteLease | None = None) -> None:
+        self._lease = lease
 
-    def __call__(self, *, surely: bool = False) -> None:
-        """Asks whether the process still is the owner: raises OwnershipLostError once another one has taken over.
+    def __call__(self) -> None:
+        """Raises OwnershipLostError if it is known that another process has taken over; asks nobody."""
+        if self._lease is not None and self._lease.lost:
+            raise OwnershipLostError(self._lease.lost)
 
-        `surely` raises OSError where that cannot be known, for what can be tried again later.
-        """
-        for owner in self._owners:
-            owner.check(surely=surely)
+    def ask(self) -> None:
+        """Asks at the URL whether another process has taken over (see `RemoteLease.ask`)."""
+        if self._lease is not None:
+            self._lease.ask()
 
 
 @contextmanager
-def owned(folder: Path, what: str, results: str | Path, root: Path, *, fresh: bool = False) -> Iterator[Ownership]:
+def owned(
+    folder: Path, what: str, results: str | Path, root: Path, *, fresh: bool = False, take_over: bool = False
+) -> Iterator[Ownership]:
     """Owns a folder of the results in `root`, and its copy at their URL, for the duration of the block.
 
-    Gives the ownership, to be asked before writing, which the fence of its files does itself.
-    Raises OwnedError, a one-line ValueError that says who has it; an owner on another machine that ended without saying
-    so is watched for up to a minute. `fresh` is a folder that was made just now.
+    Raises OwnedError, a one-line ValueError that says who has it. `fresh` is a folder that was made just now;
+    `take_over` replaces the lease at a URL.
     """
     with ExitStack() as held:
-        near = LeaseFile(folder)
-        held.callback(near.close)
-        far = None
+        held.enter_context(_locked(folder, what, WAIT_S))
+        _say(folder, Lease.own().encoded())
+        held.callback(_say, folder, b"")
+        lease = None
         if is_remote(results):
-            far = LeaseObject(open_target(str(results)), folder.relative_to(root).as_posix())
-        least = 0 if far is None or fresh else 1 + max(far.numbers())
-        with one_at_a_time(folder):  # not while a fetch replaces its files
-            owners = [Owner(near, what, fresh=fresh, least=least)]
-        held.callback(owners[0].release)
-        if far is not None:
-            owners.append(Owner(far, what, fresh=fresh, least=owners[0].number))
-            held.callback(owners[1].release)
-        yield Ownership(owners)
+            name = folder.relative_to(root).as_posix()
+            lease = RemoteLease(open_target(str(results)), name, what, fresh=fresh, take_over=take_over)
+            held.callback(lease.release)
+        yield Ownership(lease)
 
 
 def check_unowned(folder: Path, what: str) -> None:
-    """Raises OwnedError if a process of this machine, or the holder of the lock, owns the folder; does not wait."""
-    if not (folder / FILE).exists():
-        return
-    kept = LeaseFile(folder)
+    """Raises OwnedError if a process of this machine, or on a shared disk of another, owns the folder."""
+    if (folder / FILE).exists():
+        with _locked(folder, what, 0):
+            pass
+
+
+@contextmanager
+def unowned(folder: Path) -> Iterator[bool]:
+    """Whether no other process owns the folder, which none can take up within the block either."""
     try:
-        free, found = kept.lock(), _whole(kept)
-    finally:
-        kept.close()
-    if not free or (found is not None and _lives_here(found)):
-        raise OwnedError(_refusal(what, found))
+        with _locked(folder, "", 0) if folder.is_dir() else ExitStack():
+            yield True
+    except OwnedError:
+        yield False
 
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Waits until no other process is in such a block with this folder, where the file system has locks."""
+    """Waits until no other process is in such a block with this folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
+    with FileLock(folder / ".lock", thread_local=False):
+        yield
+
+
+@contextmanager
+def _locked(folder: Path, what: str, wait_s: float) -> Iterator[None]:
+    path = folder / FILE
+    lock = FileLock(path, timeout=wait_s, thread_local=False)
     try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock.acquire()
+    except Timeout as error:
+        try:
+            owner = _decoded(read_file(path, MOST_NOTE_BYTES))
+        except (OSError, ValueError):
+            owner = None
+        raise OwnedError(
+            f"{what} is at work in {owner or 'another process'}: stop that one first, or let it end"
+        ) from error
+    try:
         yield
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
-def _claim_name(number: int) -> str:
-    return f"{FILE}~{number}.claim"
-
-
-def _is_claim(name: str) -> bool:
-    return name.startswith(f"{FILE}~")
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
-
-
-def _decoded(content: bytes) -> Lease:
-    try:
-        return typed(Lease, from_json(content, FILE))
-    except (ValueError, TypeError) as error:
-        raise DamagedLeaseError("the lease is damaged") from error
-
-
-def _whole(kept: Kept) -> Lease | None:
-    """The lease; None if there is none or it is damaged, as one that a killed process left behind."""
-    try:
-        return kept.read()
-    except DamagedLeaseError:
-        return None
-
-
-def _lives_here(found: Lease) -> bool:
-    return found.is_here and found.pid != os.getpid() and is_process(found.pid, found.started)
-
-
-def _lives(what: str, kept: Kept, found: Lease) -> bool:
-    """Whether the process of a lease still is at work; one of another machine is watched."""
-    if found.is_here:
-        return _lives_here(found)
-    logger.warning(
-        "%s was last at work in %s, which did not end it: watching for %g s whether it still is",
-        *(what, found, kept.patience_s),
-    )
-    end_s, gone = time.monotonic() + kept.patience_s, 0
-    # One unreadable lease may be one that is just being renewed.
-    while time.monotonic() < end_s and gone < 2:
-        time.sleep(min(1.0, kept.patience_s / 10))
-        now = _whole(kept)
-        if now is not None and now != found:
-            return True
-        gone = gone + 1 if now is None else 0
-    return False
-
-
-def _refusal(what: str, found: Lease | None) -> str:
-    return f"{what} is at work in {found or 'another process'}: stop that one first, or let it end"
+def _say(folder: Path, content: bytes) -> None:
+    """Writes into the locked file, in place, who has it: only those who are refused read it."""
+    with suppress(OSError), os.fdopen(opened(folder / FILE, os.O_WRONLY), "wb") as file:  # a full disk
+        file.write(content)
+        file.truncate()

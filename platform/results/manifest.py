@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from fedloom.platform.results.fence import Fence, newest, plain
 from fedloom.platform.results.files import (
     ADVICE,
+    as_stored,
     content_hash,
     irregular,
     is_sealed,
@@ -27,6 +27,7 @@ from fedloom.platform.results.files import (
     sealed_json,
     unsealed,
     within,
+    write_atomically,
 )
 from fedloom.platform.results.paths import STATE_FILE, RunPaths, leading_elsewhere
 from fedloom.platform.words import said
@@ -69,7 +70,7 @@ def seal_of_bytes(content: bytes) -> Seal:
 
 def manifest_path(paths: RunPaths) -> Path:
     """The place of a run's manifest."""
-    return newest(paths.artifacts / FILE)
+    return as_stored(paths.artifacts / FILE)
 
 
 def encoded(files: Mapping[str, Seals]) -> bytes:
@@ -103,19 +104,18 @@ def either(one: Mapping[str, Seals], other: Mapping[str, Seals]) -> dict[str, Se
 class Manifest:
     """The manifest of a run as its only writer keeps it."""
 
-    def __init__(self, paths: RunPaths, files: Mapping[str, Seals] | None = None, fence: Fence | None = None) -> None:
+    def __init__(self, paths: RunPaths, files: Mapping[str, Seals] | None = None) -> None:
         """Nothing is written before `begin`, unless `files` are those of a run that has begun."""
-        self.fence = fence or Fence()
         self._paths, self._begun = paths, files is not None
         self._files: dict[str, Seals] = dict(files or {})
 
     @classmethod
-    def of_run(cls, paths: RunPaths, fence: Fence | None = None) -> "Manifest":
+    def of_run(cls, paths: RunPaths) -> "Manifest":
         """The manifest of a run to go on with; of one that an earlier version wrote, all of its files are sealed."""
         path = manifest_path(paths)
         if path.exists():
-            return cls(paths, decoded(read_file(path), path), fence)
-        manifest = cls(paths, {}, fence)
+            return cls(paths, decoded(read_file(path), path))
+        manifest = cls(paths, {})
         manifest.add(sealed_files(paths))
         return manifest
 
@@ -130,7 +130,7 @@ class Manifest:
         self.add(sealed_files(self._paths))
 
     def require(self, path: Path) -> None:
-        """Lists a file that has to be there, under any number, and carries its own hash."""
+        """Lists a file that has to be there, and carries its own hash."""
         if self._files.get(self._name(path)) != (ANY,):
             self._files[self._name(path)] = (ANY,)
             self._write()
@@ -143,12 +143,10 @@ class Manifest:
     def replacing(self, path: Path, new: Seal) -> Iterator[None]:
         """Within the block the file is replaced by a content of this seal."""
         name = self._name(path)
-        replaced = [n for n in self._files if n != name and plain(n) == plain(name)]  # those of earlier owners
         self._files[name] = (*self._files.get(name, (None,)), new)
-        self._files |= {n: (*self._files[n], None) for n in replaced}
         self._write()
         yield
-        self._files = {n: seals for n, seals in self._files.items() if n not in replaced} | {name: (new,)}
+        self._files[name] = (new,)
 
     @contextmanager
     def deleting(self, path: Path) -> Iterator[None]:
@@ -164,7 +162,7 @@ class Manifest:
 
     def _write(self) -> None:
         if self._begun:
-            self.fence.replace(self._paths.artifacts / FILE, encoded(self._files))
+            write_atomically(self._paths.artifacts / FILE, encoded(self._files))
 
 
 def sealed_files(paths: RunPaths) -> list[Path]:
@@ -202,7 +200,7 @@ def problems(paths: RunPaths) -> list[str]:
 
 def has_sealed_checkpoint(paths: RunPaths) -> bool:
     """Whether a run has a checkpoint with a hash of its own: all versions that write these write manifests, too."""
-    return is_sealed(newest(paths.checkpoint / STATE_FILE))
+    return is_sealed(as_stored(paths.checkpoint / STATE_FILE))
 
 
 def check_leads_nowhere(paths: RunPaths) -> None:
@@ -237,7 +235,7 @@ def _unlisted(paths: RunPaths, files: Mapping[str, Seals]) -> list[str]:
 
 def _mismatch(path: Path, seals: Sequence[Seal | None]) -> str:
     try:
-        found: Seal | None = seal_of(newest(path) if ANY in seals else path)
+        found: Seal | None = seal_of(as_stored(path) if ANY in seals else path)
     except FileNotFoundError:
         found = None
     except OSError as error:

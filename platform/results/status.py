@@ -8,14 +8,13 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from fedloom.platform.results.files import MOST_NOTE_BYTES, read_json, typed, write_atomically
-from fedloom.platform.results.lock import OwnershipLostError, is_process, started_ticks, this_place, this_process
+from fedloom.platform.results.lock import is_process, process_of, this_place, this_process
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class Status:
     rounds_total: int
     heartbeat: float
     message: str
-    started: int = 0
+    started: float = 0.0
     place: str = ""
     taken: int = 0
     written: int = 0
@@ -61,9 +60,8 @@ class StatusFile:
     to come.
     """
 
-    def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
-        """`check` is called before every write; it raises an error if the run is no longer ours to write."""
-        self._path, self._check = path, check
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._lock = threading.Lock()
         pid, started = this_process()
         last = _last(path)
@@ -101,7 +99,7 @@ class StatusFile:
         self._status = replace(self._status, heartbeat=time.time(), written=self._status.written + 1)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Not durable, because the process does not survive a power failure either.
-        write_atomically(self._path, json.dumps(asdict(self._status)).encode(), durable=False, check=self._check)
+        write_atomically(self._path, json.dumps(asdict(self._status)).encode(), durable=False)
 
 
 class Heartbeat:
@@ -116,7 +114,7 @@ class Heartbeat:
     def _beat(self) -> None:
         while not self._stopped.wait(self._every_s):
             # A full disk must not end the thread, so that heartbeats continue once there is space.
-            with suppress(OSError, OwnershipLostError):
+            with suppress(OSError):
                 self._status.beat()
 
     def stop(self) -> None:
@@ -167,5 +165,5 @@ def _running_state(status: Status, stalled_after_s: float) -> State:
 
 def _is_dead(status: Status) -> bool:
     if not status.place:  # an earlier version wrote it
-        return status.host == platform.node() and started_ticks(status.pid) is None
+        return status.host == platform.node() and process_of(status.pid) is None
     return status.place == this_place() and not is_process(status.pid, status.started)

@@ -15,7 +15,7 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from fedloom.platform.data.config import DataConfig, cache_root
+from fedloom.platform.data.config import machine_cache
 from fedloom.platform.results.files import check_writable, content_hash, irregular, within
 from fedloom.platform.results.paths import ABLATIONS, ARTIFACTS, SUPERNETS
 from fedloom.platform.results.tables import TABLES
@@ -53,7 +53,7 @@ def local_root(results: str | Path) -> Path:
     """
     if not is_remote(results):
         return Path(results)
-    return cache_root(DataConfig()) / "results" / content_hash(_checked(str(results)).encode())[:12]
+    return machine_cache() / "results" / content_hash(_checked(str(results)).encode())[:12]
 
 
 def without_secrets(text: str) -> str:

@@ -5,7 +5,7 @@ import json
 import numbers
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -16,8 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedloom.platform.clients.assignments import RESULT_COLUMNS
-from fedloom.platform.results.fence import current
-from fedloom.platform.results.files import is_name, opened
+from fedloom.platform.results.files import is_name, opened, without_number
 from fedloom.platform.results.paths import LONGEST_RUN_ID, RunPaths, runs_called
 
 if TYPE_CHECKING:
@@ -189,7 +188,9 @@ def read_runs(runs: Sequence[RunPaths], table: str, columns: Sequence[str] | Non
     for name in columns or ():
         if name not in _KINDS[table]:
             raise ValueError(_undeclared(table, name, ""))
-    files = [(file, run.experiment, run.run_id) for run in runs for file in current(run.table(table).glob("*.parquet"))]
+    files = [
+        (file, run.experiment, run.run_id) for run in runs for file in in_order(run.table(table).glob("*.parquet"))
+    ]
     return _frame(table, files, columns)
 
 
@@ -246,9 +247,19 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
+def in_order(files: Iterable[Path]) -> list[Path]:
+    """The parts of tables in the order of their rows, without hidden files.
+
+    Of two that an earlier revision wrote for different owners of a run, the later owner's is read.
+    """
+    parts = sorted((f for f in files if not f.name.startswith((".", "_"))), key=lambda f: (len(f.name), f.name))
+    latest = {(file.parent, without_number(file.name)): file for file in parts}
+    return [latest[key] for key in sorted(latest)]
+
+
 def stored_parts(folder: Path) -> list[Path]:
     """The files of one table of one run, in the order of their rows."""
-    return current(folder.glob("part-*.parquet"))
+    return in_order(folder.glob("part-*.parquet"))
 
 
 def is_done(paths: RunPaths) -> bool:
@@ -278,7 +289,7 @@ def _frame(table: str, files: Sequence[tuple[Path, str, str]], columns: Sequence
 def _files(folder: Path) -> list[tuple[Path, tuple[str, str]]]:
     """The table's files, without hidden ones, each with its (experiment, run_id)."""
     found = []
-    for file in current(folder.rglob("*.parquet")):
+    for file in in_order(folder.rglob("*.parquet")):
         experiment, _, run_id = file.parent.relative_to(folder).as_posix().partition("/run_id=")
         name = experiment.removeprefix("experiment=")
         if name == experiment or not is_name(name) or not is_name(run_id, LONGEST_RUN_ID):

@@ -1,35 +1,36 @@
-"""The writer of a run's tables: rows are added, committed to a journal, and flushed to Parquet.
+"""The writer of a run's tables: rows are added, committed to a journal, and flushed to Parquet."""
 
-A journal's first line names its run, and every line carries a hash of all lines up to it: lines that were exchanged,
-taken out, repeated or put in another order are noticed.
-"""
-
-import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
-from zlib import crc32
+from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedloom.platform.results.fence import Fence, newest, number_of, plain
 from fedloom.platform.results.files import (
     ADVICE,
     MOST_BYTES,
     check_writable,
     content_hash,
     from_json,
+    publish,
     read_file,
+    remove_temporaries,
     sync_file,
     sync_folder,
     temporary_path,
+    typed,
+    within,
+    without_number,
 )
 from fedloom.platform.results.manifest import Manifest, Replacing, Seal, seal_of
-from fedloom.platform.results.paths import STATE_FILE, RunPaths, is_used, remove_run, run_paths
+from fedloom.platform.results.paths import RunPaths, is_used, remove_run, run_paths
 from fedloom.platform.results.tables import (
     SCHEMA_VERSION_KEY,
     TABLES,
@@ -43,7 +44,7 @@ from fedloom.platform.results.tables import (
     schema_version,
     stored_parts,
 )
-from fedloom.platform.words import shown
+from fedloom.platform.words import said
 
 
 @contextmanager
@@ -51,7 +52,7 @@ def _unlisted(_path: Path, _new: Seal) -> Iterator[None]:
     yield
 
 
-def write_part(path: Path, table: pa.Table, replacing: Replacing = _unlisted, fence: Fence | None = None) -> None:
+def write_part(path: Path, table: pa.Table, replacing: Replacing = _unlisted) -> None:
     """Writes the file atomically: to a temporary file that is synced, checked and renamed."""
     temporary = temporary_path(path)
     pq.write_table(table, temporary, compression="zstd")
@@ -59,7 +60,7 @@ def write_part(path: Path, table: pa.Table, replacing: Replacing = _unlisted, fe
     if count_rows(temporary) != table.num_rows:
         raise OSError(f"{temporary} does not hold the {table.num_rows} rows that were written to it")
     with replacing(path, seal_of(temporary)):
-        (fence or Fence()).publish(temporary, path)
+        publish(temporary, path)
 
 
 def _part_name(index: int) -> str:
@@ -77,11 +78,10 @@ class TableParts:
         """`manifest` lists the files."""
         self._folder, self._manifest = folder, manifest
         self._replacing = _unlisted if manifest is None else manifest.replacing
-        self._fence = Fence() if manifest is None else manifest.fence
         self._schema = schema
         self._rows_per_file = rows_per_file
         folder.mkdir(parents=True, exist_ok=True)
-        self._fence.remove_temporaries(folder)
+        remove_temporaries(folder)
         self._paths = self._existing()
         self._counts = [count_rows(path) for path in self._paths]
         if self._counts:
@@ -125,20 +125,11 @@ class TableParts:
             before = sum(self._counts[:-1])
             if before >= num_rows and last > 0:
                 with nullcontext() if self._manifest is None else self._manifest.deleting(self._path(last)):
-                    self._fence.remove(self._path(last))
+                    self._path(last).unlink(missing_ok=True)
                 self._counts.pop()
                 del self._paths[last:]
             else:
                 self._write(last, self.read_last().slice(0, num_rows - before))
-
-    def claim(self) -> None:
-        """Renames the last file to the owner's number, if it is an earlier owner's, who could still replace it."""
-        last = len(self._counts) - 1
-        path, claimed = self._path(last), self._fence.named(self._path(last))
-        if path != claimed:
-            with self._replacing(claimed, seal_of(path)):
-                self._fence.publish(path, claimed)
-            self._paths[last] = claimed
 
     def _extend_last(self, new: pa.Table) -> None:
         if self._counts[-1]:
@@ -146,18 +137,16 @@ class TableParts:
         self._write(len(self._counts) - 1, new)
 
     def _write(self, index: int, table: pa.Table) -> None:
-        if index < len(self._paths):
-            self.claim()  # first, so that no reader finds its rows in two files
-        write_part(self._path(index), table, self._replacing, self._fence)
+        write_part(self._path(index), table, self._replacing)
         self._paths[index:] = [self._path(index)]
         self._counts[index] = table.num_rows
 
     def _path(self, index: int) -> Path:
-        return self._paths[index] if index < len(self._paths) else self._fence.named(self._folder / _part_name(index))
+        return self._paths[index] if index < len(self._paths) else self._folder / _part_name(index)
 
     def _existing(self) -> list[Path]:
         found = stored_parts(self._folder)
-        names = [plain(path.name) for path in found]
+        names = [without_number(path.name) for path in found]
         expected = [_part_name(index) for index in range(len(found))]
         if names != expected:
             missing = self._folder / next(name for name in expected if name not in names)
@@ -172,22 +161,26 @@ class TableParts:
                 raise ValueError(f"{self._path(index)} was written by a newer version: resume with that version")
 
 
-JournalledRows = dict[str, dict[int, dict[str, Any]]]
-"""For each table, its rows by their running index."""
+@dataclass(frozen=True, slots=True)
+class JournalEnd:
+    """How far a journal had been written when a checkpoint was saved."""
 
-HEAD = "journal"
-"""Stands in a file's first line where the others have a table."""
-_LINK_LENGTH = 16
+    file: str
+    size_bytes: int
+    sha256: str
 
 
 class Journal:
-    """Appends lines to the run's current journal file; the first commit after a rotation starts a new one."""
+    """Committed rows that are not yet in Parquet, as lines `[table, index, row]` in a file that is only appended to.
 
-    def __init__(self, folder: Path, run_id: str, fence: Fence | None = None) -> None:
-        self._folder, self._run_id, self._fence = folder, run_id, fence or Fence()
-        self._number = 0
+    The first commit after a rotation starts a new file. Every checkpoint holds the length and the hash of the file at
+    that moment, so that what was cut, changed or exchanged since is noticed, and what was appended later is not read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._name = folder, ""
         self._descriptor: int | None = None
-        self._length_bytes, self._link = 0, ""
+        self._length_bytes, self._hash = 0, sha256()
 
     def append(self, rows: Iterable[tuple[str, int, str]]) -> None:
         """Appends rows, each with its table, its index and its JSON; waits until they are on disk.
@@ -195,13 +188,7 @@ class Journal:
         After an OSError none of them is stored.
         """
         descriptor = self._open()
-        entries = [(HEAD, self._number, json.dumps({"run_id": self._run_id}))] if not self._length_bytes else []
-        link, lines = self._link, []
-        for table, index, text in (*entries, *rows):
-            line = f'"{table}",{index},{text}'.encode()
-            link = _link(link, line)
-            lines.append(_line(line, link))
-        content = b"".join(lines)
+        content = "".join(f'["{table}",{index},{text}]\n' for table, index, text in rows).encode()
         try:
             _write_all(descriptor, content)
             os.fsync(descriptor)
@@ -210,30 +197,30 @@ class Journal:
             os.ftruncate(descriptor, self._length_bytes)
             raise
         self._length_bytes += len(content)
-        self._link = link
+        self._hash.update(content)
+
+    @property
+    def end(self) -> JournalEnd | None:
+        """How far the current file has been written; None if there is none."""
+        if self._descriptor is None:
+            return None
+        return JournalEnd(self._name, self._length_bytes, self._hash.hexdigest())
 
     def rotate(self) -> None:
         """Deletes the current file; to be called when all its rows are stored elsewhere."""
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
-            self._fence.remove(self._path())
+            (self._folder / self._name).unlink(missing_ok=True)
 
     def _open(self) -> int:
         if self._descriptor is None:
-            self._number += 1
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC
-            self._descriptor = os.open(self._path(), flags, 0o644)
-            self._length_bytes, self._link = 0, ""
+            self._name = f"journal-{uuid4().hex[:12]}.jsonl"  # never that of a file that a checkpoint may refer to
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL
+            self._descriptor = os.open(self._folder / self._name, flags, 0o644)
+            self._length_bytes, self._hash = 0, sha256()
             sync_folder(self._folder)
         return self._descriptor
-
-    def _path(self) -> Path:
-        return self._fence.named(self._folder / _name(self._number))
-
-
-def _name(number: int) -> str:
-    return f"journal-{number:06d}.jsonl"
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
@@ -242,73 +229,50 @@ def _write_all(descriptor: int, content: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def _line(content: bytes, link: str) -> bytes:
-    """A line's content with its link, and the checksum of both, by which a line that was cut short is told."""
-    linked = b'%s,"%s"' % (content, link.encode())
-    return b"[%s,%d]\n" % (linked, crc32(linked))
-
-
-def _link(before: str, content: bytes) -> str:
-    """What tells a line from every other with the same content: a hash of all lines up to it."""
-    return content_hash(before.encode() + content)[:_LINK_LENGTH]
-
-
 def journal_files(folder: Path) -> list[Path]:
-    """The journal files of a run, oldest first."""
+    """The journal files of a run."""
     return sorted(folder.glob("journal-*.jsonl"))
 
 
-def read_journals(folder: Path, run_id: str, owner: int = 0) -> JournalledRows:
-    """All rows in the journal files of the run's owner with this number, that of its checkpoint.
+def _journal_end(position: "Position") -> JournalEnd | None:
+    try:
+        return None if position.get("journal") is None else typed(JournalEnd, position["journal"])
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"the checkpoint does not say where the journal ends ({said(error)}): {ADVICE}") from error
 
-    Reading a file stops at its first incomplete or damaged line, left by a killed writer: nothing from there on was
-    committed. The caller checks by the indices that all needed rows exist. Raises ValueError for a journal of another
-    run, and for whole lines that are not in the order in which they were written.
+
+def journalled_rows(folder: Path, position: "Position") -> dict[str, dict[int, dict[str, Any]]]:
+    """For each table the rows by index, of the journal that a checkpoint with this position refers to.
+
+    Raises ValueError for a journal that is not what it was then. If it is missing there are no rows: it was deleted
+    because they are all in Parquet, or else the caller finds that they are not.
     """
-    rows: JournalledRows = {}
-    for path in journal_files(folder):
-        if number_of(path.name) != owner:  # replaced before it could save a checkpoint, or after another one has
+    if "journal" not in position:  # an earlier revision wrote the checkpoint
+        paths, end = journal_files(folder), None
+    else:
+        end = _journal_end(position)
+        paths = [] if end is None else [within(folder, end.file)]
+    rows: dict[str, dict[int, dict[str, Any]]] = {}
+    for path in paths:
+        try:
+            content = read_file(path, MOST_BYTES)
+        except FileNotFoundError:
             continue
-        for table, index, row in _rows(path, run_id):
-            rows.setdefault(table, {})[index] = row
+        if end is not None:
+            content = content[: end.size_bytes]
+            if content_hash(content) != end.sha256:
+                raise ValueError(f"{path} is damaged (it is not the journal that the checkpoint refers to): {ADVICE}")
+        for line in content.splitlines():
+            try:
+                table, index, row, *_ = from_json(line, path)
+                rows.setdefault(table, {})[index] = dict(row)
+            except (ValueError, TypeError):  # cut short; of earlier revisions the checkpoint holds no hash
+                break
     return rows
 
 
-def _rows(path: Path, run_id: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    link: str | None = None
-    for number, line in enumerate(read_file(path, MOST_BYTES).split(b"\n")[:-1], 1):
-        try:
-            *values, checksum = from_json(line, path)
-            content = line[1 : line.rindex(b",")]
-        except (ValueError, TypeError):
-            return
-        if crc32(content) != checksum or len(values) not in (3, 4):
-            return
-        table, index, row, *links = values
-        if not (isinstance(table, str) and type(index) is int and isinstance(row, dict)):
-            raise ValueError(f"{path}: line {number} is no row: {ADVICE}")
-        if links:
-            if number == 1:
-                _check_head(path, run_id, table, index, row)
-                link = ""
-            if link is not None:
-                link = _link(link, content[: content.rindex(b',"')])
-        if link != (links[0] if links else None):
-            raise ValueError(f"{path}: line {number} does not follow the line before it: {ADVICE}")
-        if table != HEAD:  # earlier versions wrote neither a head nor links
-            yield table, index, row
-
-
-def _check_head(path: Path, run_id: str, table: str, number: int, head: Mapping[str, Any]) -> None:
-    if table != HEAD or type(number) is not int or not isinstance(head, dict):
-        raise ValueError(f"{path} lacks its first line: {ADVICE}")
-    named = head.get("run_id")
-    if (named, _name(number)) != (run_id, plain(path.name)):
-        raise ValueError(f"{path} is {shown(_name(number))} of run {shown(named)}: {ADVICE}")
-
-
-Position = Mapping[str, int]
-"""The number of rows per table at a checkpoint."""
+Position = Mapping[str, Any]
+"""The number of rows per table at a checkpoint, and as `journal` the file that those not yet in Parquet are in."""
 
 ROW_TABLES = tuple(table for table in TABLES if table != "runs")
 
@@ -333,7 +297,7 @@ class RunWriter:
         self._parts = {
             table: TableParts(paths.table(table), TABLES[table], rows_per_file, manifest) for table in TABLES
         }
-        self._journal = Journal(paths.artifacts, paths.run_id, manifest.fence)
+        self._journal = Journal(paths.artifacts)
         self._added: dict[str, list[Row]] = {table: [] for table in ROW_TABLES}
         self._committed: dict[str, list[Row]] = {table: [] for table in ROW_TABLES}
         self._run: Row = next(iter(self._parts["runs"].read_last().to_pylist()), {})
@@ -362,38 +326,30 @@ class RunWriter:
         position: Position,
         flush_interval_s: float = 5.0,
         rows_per_file: int = 250_000,
-        fence: Fence | None = None,
-        restored: Callable[[], None] = lambda: None,
     ) -> Self:
         """Continues a run with exactly the first `position[table]` rows of each table.
 
-        Later rows are cut; rows that are not in Parquet are read from the journal. What the run's former writer still
-        writes is not read, once `restored` has saved the state under the number of `fence`; it is called when all rows
-        are in Parquet. Raises ValueError, before anything is changed, if a row is missing.
+        Later rows are cut; rows that are not in Parquet are read from the journal. Raises ValueError, before anything
+        is changed, if a row is missing.
         """
         paths = run_paths(root, experiment, run_id)
         if not paths.artifacts.is_dir():
             raise ValueError(f"there is no run {run_id!r} of experiment {experiment!r} under {root} to resume")
         check_writable(paths.artifacts)
-        writer = cls(paths, Manifest.of_run(paths, fence), flush_interval_s, rows_per_file)
-        owner = number_of(newest(paths.checkpoint / STATE_FILE).name)
-        writer._restore(position, read_journals(paths.artifacts, run_id, owner))
-        restored()
+        writer = cls(paths, Manifest.of_run(paths), flush_interval_s, rows_per_file)
+        writer._restore(position)
         # Journals are deleted last, so that after a crash before this line the restoration can be repeated.
         for path in journal_files(paths.artifacts):
-            writer.fence.remove(path)
+            path.unlink(missing_ok=True)
         sync_folder(paths.artifacts)
         return writer
 
     @property
-    def fence(self) -> Fence:
-        """How this run's files are written."""
-        return self.manifest.fence
-
-    @property
-    def position(self) -> dict[str, int]:
-        """Number of committed rows per table."""
-        return {table: self._parts[table].rows + len(self._committed[table]) for table in ROW_TABLES}
+    def position(self) -> dict[str, Any]:
+        """The committed rows, for the checkpoint (see `Position`)."""
+        counts = {table: self._parts[table].rows + len(self._committed[table]) for table in ROW_TABLES}
+        end = self._journal.end
+        return {**counts, "journal": None if end is None else asdict(end)}
 
     @property
     def run_row(self) -> Row:
@@ -406,8 +362,8 @@ class RunWriter:
             raise ValueError("table 'runs' has one row per run: use update_run")
         self._added[table].append(check_row(table, row))
 
-    def commit(self) -> dict[str, int]:
-        """Writes all added rows to the journal and returns the number of rows per table, for the checkpoint.
+    def commit(self) -> dict[str, Any]:
+        """Writes all added rows to the journal and returns the position, for the checkpoint.
 
         After an OSError (such as a full disk) the rows stay buffered for the next commit.
         """
@@ -461,25 +417,28 @@ class RunWriter:
             # After an error, rows that are already in a file must not be written again.
             del rows[: self._parts[table].rows - before]
 
-    def _restore(self, position: Position, journalled: JournalledRows) -> None:
+    def _restore(self, position: Position) -> None:
         if self._parts["runs"].files > 1:
             raise ValueError(
                 f"{self.paths.table('runs')} holds {self._parts['runs'].files} files, of which fedloom wrote the "
                 "first: delete the others, or restore the results folder from a copy"
             )
         for table in position:
-            if table not in ROW_TABLES:
+            if table not in (*ROW_TABLES, "journal"):
                 raise ValueError(f"the checkpoint counts rows of table {table!r}, which is not one of {ROW_TABLES}")
-        missing = {table: self._missing(table, position.get(table, 0), journalled) for table in ROW_TABLES}
+        journalled = journalled_rows(self.paths.artifacts, position) if self._is_short(position) else {}
+        missing = {
+            table: self._missing(table, position.get(table, 0), journalled.get(table, {})) for table in ROW_TABLES
+        }
         for table, rows in missing.items():
             self._parts[table].cut(position.get(table, 0))
             self._parts[table].append(rows)
-        for parts in self._parts.values():
-            parts.claim()
 
-    def _missing(self, table: str, num_rows: int, journalled: JournalledRows) -> list[Row]:
+    def _is_short(self, position: Position) -> bool:
+        return any(self._parts[table].rows < position.get(table, 0) for table in ROW_TABLES)
+
+    def _missing(self, table: str, num_rows: int, rows: Mapping[int, Mapping[str, Any]]) -> list[Row]:
         """The rows up to the position that are not in Parquet, from the journal."""
-        rows = journalled.get(table, {})
         stored = self._parts[table].rows
         for index in range(stored, num_rows):
             if index not in rows:

@@ -27,8 +27,7 @@ from fedloom.platform.methods.registry import build_stages, check_space, shared_
 from fedloom.platform.plugins import blaming_own
 from fedloom.platform.results.checkpoint import Saved, check_same_config, run_checkpoint
 from fedloom.platform.results.copies import MirrorError, check_results, fetch, fetch_folder, mirror_folder, mirrored
-from fedloom.platform.results.fence import newest
-from fedloom.platform.results.files import from_json, read_file
+from fedloom.platform.results.files import as_stored, from_json, read_file
 from fedloom.platform.results.lock import Ownership, OwnershipLostError, check_unowned, owned
 from fedloom.platform.results.manifest import check_files, check_leads_nowhere
 from fedloom.platform.results.paths import (
@@ -127,16 +126,15 @@ def start_run(
     writer = RunWriter.create(root, config.experiment, run_id)
     with ExitStack() as held:
         with whole_or_nothing(writer.paths):
-            check = held.enter_context(owned_run(config, writer.paths, fresh=True))
-            writer.fence.check = check.fence.check
+            ownership = held.enter_context(owned_run(config, writer.paths, fresh=True))
             sources = sources_of(config)
             write_new_run(writer.paths, config, world, sources)
             writer.manifest.begin()  # before the checkpoint of a supernet that is used again: a checkpoint tells of it
             beginning = _beginning(world, writer)
             row = {**run_row(config, world, sources), **label.row(), **beginning.row}
             writer.update_run(**row, status="running", started=datetime.now(UTC))
-        with mirrored(config.results, writer.paths, partial(check, surely=True)):
-            _go(world, stages, writer, beginning, make_executor, watcher or Watcher(), check)
+        with mirrored(config.results, writer.paths, ownership) as stored:
+            _go(world, stages, writer, beginning, make_executor, watcher or Watcher(), stored)
     return run_id
 
 
@@ -165,20 +163,20 @@ def _beginning(world: World, writer: RunWriter) -> _Beginning:
         row = {"supernet": key, "supernet_run_id": paths.run_id}
         return _Beginning(RunState(), None, row, _leaver(config, paths, key))
     # Saved before the row is written, so that a resumed run never trains a supernet that its row attributes to another.
-    saved = save_state(paths.checkpoint, found.state, writer.position, asdict(config), paths.run_id, fence=writer.fence)
+    saved = save_state(paths.checkpoint, found.state, writer.position, asdict(config), paths.run_id)
     return _Beginning(found.state, saved, {"supernet": key, "supernet_run_id": found.run_id})
 
 
-def _going_on(world: World, writer: RunWriter, state: RunState, saved: Saved) -> _Beginning:
+def _going_on(world: World, writer: RunWriter, state: RunState) -> _Beginning:
     """Continues from a checkpoint; the supernet is shared only if the run trains all of it with the same key."""
     config, run_id, recorded = world.config, writer.paths.run_id, writer.run_row
     training = shared_training(config.method)
     if recorded.get("supernet_run_id") != run_id or training is None or state.stage >= training.stages:
-        return _Beginning(state, saved)
+        return _Beginning(state)
     key = supernet_key(config, world) if config.reuse_supernet else None
     if key is None or key != recorded.get("supernet"):
-        return _Beginning(state, saved, {"supernet": None, "supernet_run_id": None})
-    return _Beginning(state, saved, {}, _leaver(config, writer.paths, key))
+        return _Beginning(state, None, {"supernet": None, "supernet_run_id": None})
+    return _Beginning(state, None, {}, _leaver(config, writer.paths, key))
 
 
 def _leaver(config: RunConfig, paths: RunPaths, key: str) -> Callable[[RunState], None]:
@@ -203,11 +201,12 @@ def resume_run(
     label: Label | None = None,
     *,
     changed_plugins: bool = False,
+    take_over: bool = False,
 ) -> str:
     """Continues a run from its last checkpoint; without one it starts at round 0.
 
     `label` is only used for a run that was killed before its row was written.
-    `changed_plugins` allows that its plug-ins' sources have changed.
+    `changed_plugins` allows that its plug-ins' sources have changed; `take_over` replaces the lease at a URL.
     Raises ValueError, before anything is changed, for a checkpoint of another configuration, a damaged checkpoint, and
     changed plug-ins, data and input files.
     """
@@ -217,16 +216,19 @@ def resume_run(
     elif not paths.artifacts.is_dir():
         raise ValueError(f"there is no run {run_id!r} of experiment {config.experiment!r} under {paths.root} to resume")
     check_leads_nowhere(paths)  # before its owner's file is opened
-    with owned_run(config, paths) as check:
+    with owned_run(config, paths, take_over=take_over) as ownership:
         fetch(config.results, [run_id], owned=run_id)
         check_files(paths)
-        _resume(config, paths, make_executor, watcher or Watcher(), label or Label(), check, changed_plugins)
+        _resume(config, paths, make_executor, watcher or Watcher(), label or Label(), ownership, changed_plugins)
     return run_id
 
 
-def owned_run(config: RunConfig, paths: RunPaths, *, fresh: bool = False) -> AbstractContextManager[Ownership]:
+def owned_run(
+    config: RunConfig, paths: RunPaths, *, fresh: bool = False, take_over: bool = False
+) -> AbstractContextManager[Ownership]:
     """Owns a run, and its copy at the results' URL, for the duration of the block (see `owned`)."""
-    return owned(paths.artifacts, f"run {paths.run_id}", config.results, paths.root, fresh=fresh)
+    what = f"run {paths.run_id}"
+    return owned(paths.artifacts, what, config.results, paths.root, fresh=fresh, take_over=take_over)
 
 
 def check_run_unowned(paths: RunPaths) -> None:
@@ -240,7 +242,7 @@ def _resume(
     make_executor: MakeExecutor,
     watcher: Watcher,
     label: Label,
-    check: Ownership,
+    ownership: Ownership,
     changed_plugins: bool,
 ) -> None:
     if config.name != read_names(paths.artifacts).name and label.ablation is None:
@@ -251,24 +253,15 @@ def _resume(
     changed = sources.changed_since(latest_copies(paths))
     if changed and not changed_plugins:
         raise ValueError(what_changed(paths, changed))
-    state, position = RunState(), dict[str, int]()
-    if newest(paths.checkpoint / STATE_FILE).exists():
+    state, position = RunState(), dict[str, Any]()
+    if as_stored(paths.checkpoint / STATE_FILE).exists():
         checkpoint = run_checkpoint(paths)
         saved_config = what_is_computed(checkpoint.data["config"])
         check_same_config(saved_config, what_is_computed(asdict(config)), later=True)
         state, position = restored_state(checkpoint.data, checkpoint.bags), checkpoint.data["position"]
-    check()  # the world may have taken long to build
-    saved: list[Saved] = []
-
-    def save() -> None:
-        """Writes the checkpoint once more, under the own number: what an earlier owner still writes is never read."""
-        values = asdict(config)
-        saved.append(save_state(paths.checkpoint, state, position, values, paths.run_id, fence=check.fence))
-
-    writer = RunWriter.resume(paths.root, config.experiment, paths.run_id, position, fence=check.fence, restored=save)
-    writer.manifest.require(paths.checkpoint / STATE_FILE)
+    writer = RunWriter.resume(paths.root, config.experiment, paths.run_id, position)
     if "config" in writer.run_row:
-        beginning = _going_on(world, writer, state, saved[-1])
+        beginning = _going_on(world, writer, state)
     else:  # killed before its row was written, and so before its first round: it starts again
         beginning = _beginning(world, writer)
         row = {**run_row(config, world, sources), **label.row()}
@@ -277,8 +270,8 @@ def _resume(
         keep_changed(writer, sources, changed)
     write_names(paths.artifacts, config.names)
     writer.update_run(**beginning.row, **config.names.columns(), status="running", ended=None, error=None)
-    with mirrored(config.results, writer.paths, partial(check, surely=True)):
-        _go(world, stages, writer, beginning, make_executor, watcher, check)
+    with mirrored(config.results, writer.paths, ownership) as stored:
+        _go(world, stages, writer, beginning, make_executor, watcher, stored)
 
 
 def planned_world(config: RunConfig, costs: RunCosts | None = None) -> World:
@@ -389,10 +382,10 @@ def _go(
     beginning: _Beginning,
     make_executor: MakeExecutor,
     watcher: Watcher,
-    check: Ownership,
+    stored: Callable[[], None],
 ) -> None:
     config = world.config
-    status = StatusFile(writer.paths.status, check)
+    status = StatusFile(writer.paths.status)
     status.write("running", message="starting workers")
     _tell_start(writer, watcher)
     executor: Executor | None = None
@@ -401,9 +394,9 @@ def _go(
     CONSOLE.info("run %s", writer.paths.run_id)
     for line in keys_without_effect(config):
         logger.warning("%s", line)
-    recorder = Recorder(writer, asdict(config), beginning.saved, _events(config, writer), check)
+    recorder = Recorder(writer, asdict(config), beginning.saved, _events(config, writer), stored)
     try:
-        with _nothing_of_others(recorder, log), _end_written(recorder, status):
+        with _end_written(recorder, status):
             executor = dry_executor(world) if config.dry_run else make_executor(world)
             status.write(message="")
             loop = Loop(
@@ -427,25 +420,12 @@ def _go(
 
 
 @contextmanager
-def _nothing_of_others(recorder: Recorder, log: Sequence[logging.Handler]) -> Iterator[None]:
-    """Ends the writing at once where another process has taken over: the files, and the log, are the new owner's."""
-    try:
-        yield
-    except OwnershipLostError:
-        close_log(log)
-        recorder.abandon()
-        raise
-
-
-@contextmanager
 def _end_written(recorder: Recorder, status: StatusFile) -> Iterator[None]:
-    """Writes down how the block ends; raises OwnershipLostError instead, whatever ended it, if it is not ours to."""
+    """Writes down how the block ends."""
     try:
         yield
     except (InterruptedRunError, KeyboardInterrupt) as error:
         _finish_broken(recorder, status, "interrupted", str(error) or AT_ONCE)
-        raise
-    except OwnershipLostError:
         raise
     except Exception as error:
         _finish_broken(recorder, status, "failed", str(error))
@@ -477,7 +457,6 @@ def _finish(recorder: Recorder, status: StatusFile, state: WrittenState, message
     written: WrittenState = "failed" if state == "done" else state
     try:
         recorder.close()
-        recorder.check()
         recorder.writer.close()
         recorder.writer.update_run(status=state, ended=datetime.now(UTC), error=message or None)
         recorder.writer.manifest.settle()
@@ -505,10 +484,14 @@ class RunEnd:
 
 @dataclass(frozen=True)
 class Resume:
-    """A run to resume; `changed` allows that its plug-ins have changed since it started."""
+    """A run to resume.
+
+    `changed` allows that its plug-ins have changed since it started; `take_over` replaces the lease at a URL.
+    """
 
     run_id: str
     changed: bool = False
+    take_over: bool = False
 
 
 def run_to_end(
@@ -542,7 +525,8 @@ def _ended(
             if resume is None:
                 start_run(config, make_executor, watcher, label)
             else:
-                resume_run(config, resume.run_id, make_executor, watcher, label, changed_plugins=resume.changed)
+                allowed = {"changed_plugins": resume.changed, "take_over": resume.take_over}
+                resume_run(config, resume.run_id, make_executor, watcher, label, **allowed)
     except (MirrorError, OwnershipLostError) as error:
         return "infrastructure", str(error)
     except ValueError as error:

@@ -25,7 +25,6 @@ from fedloom.platform.federation.costs import RunCosts, store_costs
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import method_of
 from fedloom.platform.results.files import content_hash, from_json, write_atomically
-from fedloom.platform.results.lock import OwnershipLostError
 from fedloom.platform.results.manifest import manifest_path, seal_of
 from fedloom.platform.results.paths import RunPaths, remove_run, write_names
 from fedloom.platform.results.tables import count_rows, read_runs
@@ -189,14 +188,9 @@ def sources_of(config: RunConfig) -> PluginSources:
 
 @contextmanager
 def whole_or_nothing(paths: RunPaths) -> Iterator[None]:
-    """Removes all files of a new run if the block fails: a full disk leaves no run that cannot be resumed.
-
-    Not if another process has taken the run over, whose files they are now.
-    """
+    """Removes all files of a new run if the block fails: a full disk leaves no run that cannot be resumed."""
     try:
         yield
-    except OwnershipLostError:
-        raise
     except (Exception, KeyboardInterrupt):
         remove_run(paths)
         raise

@@ -22,7 +22,6 @@ from fedloom.platform.federation.recorder import restored_state, save_state
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import shared_training
 from fedloom.platform.results.checkpoint import differences, load_checkpoint
-from fedloom.platform.results.fence import newest
 from fedloom.platform.results.files import read_file, sealed_json, unsealed_if_sealed, write_atomically
 from fedloom.platform.results.lock import one_at_a_time
 from fedloom.platform.results.manifest import seal_of
@@ -151,8 +150,8 @@ def _origin(path: Path) -> dict[str, Any]:
 
 def _load(root: Path, key: str, config: RunConfig) -> StoredSupernet:
     folder = _folder(root, key)
-    if folder.is_symlink() or newest(folder / STATE_FILE) != folder / STATE_FILE:
-        raise ValueError(f"{folder} holds more than the one state that {ORIGIN} is about, or leads elsewhere")
+    if folder.is_symlink():
+        raise ValueError(f"{folder} leads elsewhere")
     try:
         origin = _origin(folder / ORIGIN)
         run_id, expected = str(origin["run_id"]), origin["state_sha256"]

@@ -47,7 +47,7 @@ def exchange(what: str, mine: RunPaths, other: RunPaths) -> None:
         case "done":
             mine.status.write_text(json.dumps({**json.loads(mine.status.read_text()), "state": "done"}))
         case "supernet":
-            here, there = (next((run.root / "supernets").iterdir()) for run in (mine, other))
+            here, there = (next((run.root / "supernets").glob("[0-9a-f]*")) for run in (mine, other))
             copy(there, here)
 
 

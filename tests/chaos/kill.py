@@ -23,7 +23,7 @@ from chaos.attack import arguments, attack
 from chaos.progress import reached, rounds_again, safe_again
 from chaos.subjects import Expected, Subject, subjects, undisturbed
 from chaos.victims import Ended, called, ended, start
-from fedloom.platform.results.lock import Process, descendants, is_process, started_ticks
+from fedloom.platform.results.lock import Process, descendants, is_process, process_of
 
 ORPHANS_S = 30.0
 VICTIMS = ("driver", "server", "client", "raylet", "gcs", "watcher", "group")
@@ -52,7 +52,7 @@ class Attempt:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.subject.start(self.folder)
         driver = start(self.subject.first(self.folder), self.folder, "first")
-        root = Process(driver.pid, started_ticks(driver.pid) or 0)
+        root = process_of(driver.pid) or Process(driver.pid, 0)
         known: set[Process] = set()
         end_s = time.monotonic() + self.delay_s
         while driver.poll() is None and time.monotonic() < end_s:

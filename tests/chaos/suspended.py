@@ -1,10 +1,11 @@
-"""Suspends owners of a run between asking whether they still own it and writing; others take over, and both go on.
+"""Suspends owners of a run directly before they write: nobody else may have it, or, at a URL, only with --take-over.
 
     PYTHONPATH=tests python -m chaos.suspended --times 20
 
-Each attempt resumes an interrupted run without locks, as if on a machine of its own, and stops the process directly
-before one of its replacements or deletions. Another machine takes the run over and ends it, or is killed on the way;
-then the first process goes on, and the run is resumed until it is done. Nothing may tell that it was there.
+Each attempt resumes an interrupted run and stops the process directly before one of its replacements or deletions. On
+one machine another resume is refused; then the first process goes on, or is killed and the run is resumed. At a URL a
+second machine is refused, takes the run over and ends it; then the first process goes on, and has to end without
+changing the copy. Nothing may tell that it was there.
 """
 
 import os
@@ -25,9 +26,9 @@ import pandas as pd
 from chaos.attack import arguments, attack
 from chaos.interrupted import interrupted
 from chaos.subjects import SHARED, run_on, undisturbed
-from chaos.victims import SERIAL, TINY, called, ended, frames, same, start
+from chaos.victims import SERIAL, TINY, Ended, called, ended, frames, same, start
 from fedloom.experiments import cli
-from fedloom.platform.results import lock as owner
+from fedloom.platform.results import lock
 
 WRONG = ("silent", "tracebacks", "hangs", "unexplained")
 MODULE = "chaos.suspended"
@@ -39,10 +40,10 @@ RESULTS = re.compile(r"/(artifacts/|run_id=)(?!.*\.owner)")
 
 
 def as_owner(machine: str, stop_before: int, command: list[str]) -> None:
-    """Is fedloom on a machine without locks, which stops before the n-th change of a file; 0 never does."""
-    changes, apart = 0, {"_locked": lambda _: True, "this_place": lambda: machine, "PATIENCE_S": 0.5, "BEAT_S": 0.1}
-    for name, value in apart.items():
-        setattr(owner, name, value)
+    """Is fedloom on a machine of its own, which stops before the n-th change of a local file; 0 never does."""
+    changes = 0
+    lock.this_place = lambda: machine
+    os.environ["FEDLOOM_CACHE"] = f"{os.environ['FEDLOOM_CACHE']}-{machine}"
 
     def stopping(change: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -87,34 +88,34 @@ def main() -> None:
     def blow(number: int, rng: random.Random) -> Counter[str]:
         place = (args.folder / "suspended" / f"attempt-{number}").absolute()
         shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(template.root, place / "results")
-        results = ["--results", str(place / "results")]
+        shutil.copytree(template.root, place / "results", ignore=shutil.ignore_patterns(".owner"))
+        os.environ["FEDLOOM_CACHE"] = str(place / "cache")
+        is_remote = rng.random() < 0.5
+        results = ["--results", f"file://{place / 'results'}" if is_remote else str(place / "results")]
         resume = ["resume", template.run_id, *results]
         first = start([AS_OWNER, "here", str(rng.randrange(1, CHANGES)), *resume], place, "first", MODULE)
-        stopped = is_stopped(first)
-        ends = []
+        stopped, ends, unexplained = is_stopped(first), list[Ended](), 0
+        machine = "there" if is_remote else "here"
         if stopped:
-            second = start([AS_OWNER, "there", "0", *resume], place, "second", MODULE)
-            if rng.random() < 0.5:  # killed after so many rounds, if there are that many left
-                rounds = rng.randrange(1, 8)
-                while second.poll() is None and (place / "second.out").read_text().count("train accuracy") < rounds:
-                    time.sleep(0.02)
-                second.kill()
-            else:
-                ends.append(ended(second, place, "second"))
-            second.wait()
-            os.kill(first.pid, signal.SIGCONT)
-        taken = ended(first, place, "first", 60.0)
-        ends += [taken, called([AS_OWNER, "third", "0", *resume], place, "third", module=MODULE)]
-        whole = called(["verify", template.run_id, *results], place, "verify")
+            refused = called([AS_OWNER, machine, "0", *resume], place, "refused", module=MODULE)
+            ends.append(refused)
+            unexplained += int(refused.code != 2 or "is at work in process" not in refused.err)
+            if is_remote:
+                ends.append(called([AS_OWNER, machine, "0", *resume, "--take-over"], place, "second", module=MODULE))
+            os.kill(first.pid, signal.SIGKILL if not is_remote and rng.random() < 0.5 else signal.SIGCONT)
+        last = ended(first, place, "first", 120.0)
+        unexplained += int(stopped and is_remote and "taken over" not in last.err)
+        ends += [last, called([AS_OWNER, machine, "0", *resume], place, "third", module=MODULE)]
+        whole = called(["verify", template.run_id, "--results", str(place / "results")], place, "verify")
         rows = same(frames(place / "results", template.run_id), expected) and not doubled(place / "results")
         counts = Counter(
             {
                 "silent": int(not rows or whole.code != 0),
                 "tracebacks": sum(end.has_traceback for end in ends),
                 "hangs": sum(end.code == 124 for end in ends),
-                "unexplained": int(stopped and "taken over" not in taken.err),
+                "unexplained": unexplained,
                 "suspended": int(stopped),
+                "at a URL": int(stopped and is_remote),
                 "ended before": int(not stopped),
             }
         )

@@ -27,7 +27,7 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.world import World
-from fedloom.platform.results.lock import Process, descendants, started_ticks
+from fedloom.platform.results.lock import Process, descendants, process_of
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
 
@@ -320,7 +320,7 @@ def test_without_its_server_or_raylet_a_run_stops_in_one_line_and_resumes_to_the
     command = ["run", *tiny_overrides, "executor.actors=1", f"results={config.results}"]
     driver = start(command, tmp_path, "first")
     run_id = wait_for_round(Path(config.results), "supernet")
-    family = descendants([Process(driver.pid, started_ticks(driver.pid) or 0)])
+    family = descendants([process_of(driver.pid) or Process(driver.pid, 0)])
     (struck,) = [process for process in family if is_called(victim, process)]
     os.kill(struck.pid, signal.SIGKILL)
     end = ended(driver, tmp_path, "first", 60.0)

@@ -14,7 +14,7 @@ import pytest
 from fedloom.actors.watcher import clean, left_over
 from fedloom.experiments.cli import main
 from fedloom.experiments.status import hint_at_leftovers
-from fedloom.platform.results.lock import Process, descendants, is_process, started_ticks, this_place
+from fedloom.platform.results.lock import Process, descendants, is_process, process_of, this_place, this_process
 
 DRIVER = """
 import subprocess, sys, time
@@ -62,7 +62,7 @@ def driver(tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[st
         process.kill()
         process.wait()
     for number in started:
-        if started_ticks(number) is not None:
+        if process_of(number) is not None:
             os.kill(number, signal.SIGKILL)
 
 
@@ -82,17 +82,17 @@ def test_what_a_killed_driver_started_is_ended_and_only_that(
     process.wait()
     until(lambda: not any(is_process(*p) for p in found))
     until(lambda: not list(tmp_path.glob("*.json")))
-    assert started_ticks(before) is not None
-    assert started_ticks(after) is not None
+    assert process_of(before) is not None
+    assert process_of(after) is not None
 
 
 def test_of_a_driver_that_has_ended_ray_the_rest_is_ended_too(
     tmp_path: Path, driver: Callable[[str], tuple[subprocess.Popen[str], list[int]]]
 ) -> None:
     _, (started, before, after) = driver("end")
-    until(lambda: started_ticks(started) is None)
-    assert started_ticks(before) is not None
-    assert started_ticks(after) is not None
+    until(lambda: process_of(started) is None)
+    assert process_of(before) is not None
+    assert process_of(after) is not None
 
 
 def test_what_is_left_after_the_watcher_was_killed_too_is_told_and_cleaned(
@@ -105,7 +105,7 @@ def test_what_is_left_after_the_watcher_was_killed_too_is_told_and_cleaned(
     until(lambda: len(recorded(tmp_path)) == 2)
     found = recorded(tmp_path)
     assert left_over(tmp_path) == []  # its driver lives
-    driver_process = Process(process.pid, started_ticks(process.pid) or 0)
+    driver_process = process_of(process.pid) or Process(process.pid, 0)
     (watcher,) = [p for p in descendants([driver_process]) if b"-m\0fedloom.actors.watcher" in command(p.pid)]
     os.kill(watcher.pid, signal.SIGKILL)
     process.kill()
@@ -117,7 +117,7 @@ def test_what_is_left_after_the_watcher_was_killed_too_is_told_and_cleaned(
     assert "2 processes of dead runs are left on this machine" in capsys.readouterr().err
     assert set(clean([record])) == set(found)
     until(lambda: not any(is_process(*p) for p in found))
-    assert started_ticks(before) is not None
+    assert process_of(before) is not None
     assert left_over(tmp_path) == []
     assert not list(tmp_path.glob("*.json"))
 
@@ -127,7 +127,7 @@ def test_status_clean_ends_what_is_left_and_says_so(
 ) -> None:
     monkeypatch.setattr("fedloom.experiments.status.records_folder", lambda: tmp_path)
     with subprocess.Popen(["sleep", "600"]) as left:
-        content = {"place": this_place(), "driver": [2**22 + 1, 1], "processes": [[left.pid, started_ticks(left.pid)]]}
+        content = {"place": this_place(), "driver": [2**22 + 1, 1], "processes": [process_of(left.pid)]}
         (tmp_path / "1-1.json").write_text(json.dumps(content))
         with pytest.raises(SystemExit) as end:
             main(["status", "--clean"])
@@ -146,14 +146,14 @@ def command(pid: int) -> bytes:
 
 @pytest.mark.parametrize("change", [{"place": "another machine"}, {"driver": [1]}, {"processes": None}])
 def test_a_record_of_another_machine_or_a_damaged_one_ends_nothing(tmp_path: Path, change: dict[str, object]) -> None:
-    own = [os.getpid(), started_ticks(os.getpid())]
+    own = process_of(os.getpid())
     content = {"place": this_place(), "driver": [2**22 + 1, 1], "processes": [own], **change}
     (tmp_path / "1-1.json").write_text(json.dumps(content))
     assert left_over(tmp_path) == []
 
 
 def test_a_number_in_use_again_is_not_ended(tmp_path: Path) -> None:
-    own = [os.getpid(), (started_ticks(os.getpid()) or 0) - 1]
+    own = [os.getpid(), this_process().started - 100]
     (tmp_path / "1-1.json").write_text(
         json.dumps({"place": this_place(), "driver": [2**22 + 1, 1], "processes": [own]})
     )

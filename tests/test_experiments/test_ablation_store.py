@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from fedloom.experiments.ablation import launch
-from fedloom.experiments.ablation.at_work import Place, RunningAblation
 from fedloom.experiments.ablation.view import TerminalView
 from fedloom.experiments.runs import launch as launch_runs
 from fedloom.experiments.store.ablations import (
@@ -34,8 +33,7 @@ from fedloom.experiments.store.ablations import (
 )
 from fedloom.experiments.store.trials import FINAL, End, read_ends, trial_states, write_ends
 from fedloom.platform.results.files import sealed_json, unsealed
-from fedloom.platform.results.lock import FILE as OWNER
-from fedloom.platform.results.lock import OwnershipLostError, owned
+from fedloom.platform.results.lock import owned
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.results.store import local_root
@@ -360,21 +358,6 @@ def test_to_resume_what_has_nothing_left_takes_no_cluster(
     assert (end.kind, [s.state for s in end.states]) == (kind, ["done", "stopped", last])
     status = read_status(ablation.folder(tmp_path) / "status.json")
     assert (status.state, status.message) == (kind, said)
-
-
-def test_a_driver_that_was_replaced_writes_no_end(tmp_path: Path) -> None:
-    ablation = make_ablation(2)
-    write_ablation(tmp_path, ablation)
-    write_status(tmp_path, ablation.trials[0], "running")
-    folder = ablation.folder(tmp_path)
-    with RunningAblation(ablation, Place(str(tmp_path), tmp_path), [0]) as driver:
-        lease = {"token": "t", "host": "far", "place": "elsewhere", "pid": 7, "started": 1, "count": 0, "number": 2}
-        with open(folder / OWNER, "r+b") as file:
-            file.write(json.dumps(lease).encode().ljust(512))
-        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        with pytest.raises(OwnershipLostError, match="process 7 on far"):
-            driver.ended(0, End("failed", "why"))
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(("owner", "state"), [(True, "running"), (False, "interrupted")])

@@ -21,7 +21,7 @@ from fedloom.experiments.report.runs import summary_table, write_report
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results import tables
-from fedloom.platform.results.lock import Lease, OwnedError, check_unowned, started_ticks, this_place
+from fedloom.platform.results.lock import OwnedError, check_unowned, owned
 from fedloom.platform.results.manifest import encoded
 from fedloom.platform.results.paths import Names, RunPaths, find_run, is_used, write_names
 from fedloom.platform.results.status import StatusFile
@@ -269,10 +269,11 @@ def test_what_steers_a_terminal_is_shown_and_not_obeyed(
         monkeypatch.setenv("COLUMNS", width)
         assert shown.split(" ")[0] in said(capsys, "--results", str(tmp_path))
     (RunPaths(tmp_path, "tiny", "a1").artifacts / "manifest.json").write_bytes(encoded({evil: ()}))
-    lease = asdict(Lease("x", evil, this_place(), os.getppid(), started_ticks(os.getppid()) or 0))
-    (path.parent / ".owner").write_text(json.dumps(lease))
-    with pytest.raises(OwnedError) as refused:
-        check_unowned(path.parent, "run a1")
+    with owned(path.parent, "run a1", tmp_path, tmp_path):
+        lease = {**json.loads((path.parent / ".owner").read_text()), "host": evil}
+        (path.parent / ".owner").write_text(json.dumps(lease))
+        with pytest.raises(OwnedError) as refused:
+            check_unowned(path.parent, "run a1")
     logging.getLogger("fedloom").warning("%s", refused.value)
     for command in ("verify", "resume"):
         with pytest.raises(SystemExit):

@@ -2,12 +2,13 @@
 
 import json
 import random
-import re
 import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from fedloom.experiments.verify import Verified, verified
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.results.checkpoint import run_checkpoint
-from fedloom.platform.results.files import ADVICE, sealed_json, unsealed
+from fedloom.platform.results.files import sealed_json, unsealed
 from fedloom.platform.results.manifest import (
     ANY,
     Manifest,
@@ -29,8 +30,8 @@ from fedloom.platform.results.manifest import (
     seal_of_bytes,
 )
 from fedloom.platform.results.paths import RunPaths, list_runs
-from fedloom.platform.results.tables import is_done, read_table
-from fedloom.platform.results.writer import Journal, RunWriter, read_journals
+from fedloom.platform.results.tables import is_done
+from fedloom.platform.results.writer import Journal, RunWriter, journalled_rows
 from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
 
 UNCHECKED = ("status.json", ".owner")
@@ -150,69 +151,59 @@ def test_short_tables_are_said_to_be_short(copy: RunPaths) -> None:
     assert f"table clients of {copy.run_id} is short: the checkpoint counts 8 rows, 0 are in" in line
 
 
-def journalled(folder: Path, run_id: str = "r1") -> list[bytes]:
-    """A journal of three rows; gives its lines."""
-    folder.mkdir(exist_ok=True)
-    journal = Journal(folder, run_id)
+def journalled(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A journal of three rows, and the position of a checkpoint that counts them."""
+    journal = Journal(folder)
     for index in range(3):
         journal.append([("rounds", index, json.dumps({"loss": index / 7}))])
-    return (folder / "journal-000001.jsonl").read_bytes().splitlines(keepends=True)
+    assert journal.end is not None
+    return folder / journal.end.file, {"rounds": 3, "journal": asdict(journal.end)}
 
 
-def test_a_damaged_line_of_a_journal_ends_it(tmp_path: Path) -> None:
-    head, *rows = journalled(tmp_path)
-    path = tmp_path / "journal-000001.jsonl"
-    assert sorted(read_journals(tmp_path, "r1")["rounds"]) == [0, 1, 2]
-    path.write_bytes(head + rows[0] + rows[1].replace(b"1428", b"1429") + rows[2])
-    assert sorted(read_journals(tmp_path, "r1")["rounds"]) == [0]
-    path.write_bytes(head + rows[0] + rows[1][:-9])
-    assert sorted(read_journals(tmp_path, "r1")["rounds"]) == [0]
+def test_a_journal_is_read_as_far_as_its_checkpoint_says(tmp_path: Path) -> None:
+    path, position = journalled(tmp_path)
+    rows = {index: {"loss": index / 7} for index in range(3)}
+    assert journalled_rows(tmp_path, position) == {"rounds": rows}
+    path.write_bytes(path.read_bytes() + b'["rounds",3,{"lo')
+    assert journalled_rows(tmp_path, position) == {"rounds": rows}
+    path.unlink()  # after its rows were moved to Parquet
+    assert journalled_rows(tmp_path, position) == {}
+    assert journalled_rows(tmp_path, {**position, "journal": None}) == {}
 
 
-@pytest.mark.parametrize(
-    ("lines", "line"), [((0, 2), 2), ((0, 1, 3), 3), ((0, 1, 3, 2), 3), ((0, 1, 1, 2, 3), 3), ((0, 1, 2, 3, 0), 5)]
-)
-def test_whole_lines_of_a_journal_that_are_not_as_written_are_refused(
-    tmp_path: Path, lines: tuple[int, ...], line: int
-) -> None:
-    written, path = journalled(tmp_path), tmp_path / "journal-000001.jsonl"
+@pytest.mark.parametrize("lines", [(0, 1), (0, 2), (0, 2, 1), (0, 1, 1, 2), (1, 2, 0), (0, 1, 0)])
+def test_lines_of_a_journal_that_are_not_as_written_are_refused(tmp_path: Path, lines: tuple[int, ...]) -> None:
+    path, position = journalled(tmp_path)
+    written = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(written[i] for i in lines))
-    with pytest.raises(ValueError, match=rf"journal-000001.jsonl: line {line} does not follow the line before it: "):
-        read_journals(tmp_path, "r1")
-    path.write_bytes(b"".join(written[1:]))
-    with pytest.raises(ValueError, match=r"journal-000001.jsonl lacks its first line: restore"):
-        read_journals(tmp_path, "r1")
-    path.rename(tmp_path / "journal-000002.jsonl").write_bytes(b"".join(written))
-    with pytest.raises(ValueError, match=r"journal-000002.jsonl is journal-000001.jsonl of run r1"):
-        read_journals(tmp_path, "r1")
+    with pytest.raises(ValueError, match=rf"{path.name} is damaged .*: restore it"):
+        journalled_rows(tmp_path, position)
+    path.write_bytes(b"".join(written).replace(b"1428", b"1429"))
+    with pytest.raises(ValueError, match=rf"{path.name} is damaged .*: restore it"):
+        journalled_rows(tmp_path, position)
+
+
+@pytest.mark.parametrize("journal", [7, {}, {"file": "../x", "size_bytes": 1, "sha256": ""}, {"file": 1}])
+def test_a_position_that_says_nothing_of_the_journal_is_refused(tmp_path: Path, journal: Any) -> None:
+    with pytest.raises(ValueError, match=r"^[^\n]*$"):
+        journalled_rows(tmp_path, {"journal": journal})
 
 
 def test_a_journal_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    (tmp_path / "journal-000001.jsonl").write_text('["rounds",0,{"loss": 0.5},3902472441]\n')
-    assert read_journals(tmp_path, "r1") == {"rounds": {0: {"loss": 0.5}}}
+    """Up to a line that was cut short; its first line names the run."""
+    lines = ['["journal",1,{"run_id": "r1"},"0f",1]', '["rounds",0,{"loss": 0.5},"a1",3902472441]', '["rounds",1,{"lo']
+    (tmp_path / "journal-000001.jsonl").write_text("\n".join(lines))
+    assert journalled_rows(tmp_path, {"rounds": 1})["rounds"] == {0: {"loss": 0.5}}
 
 
-def test_the_journal_of_another_run_is_refused(
-    copy: RunPaths, elastic_config_in: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+def test_the_journal_of_another_run_is_refused(tmp_path: Path) -> None:
     """That of another seed, with as many rows: which rows these are is in none of them."""
-    config, asked = elastic_config_in(tmp_path / "other", train={"rounds": 3}, seed=2), iter([False, True])
-    with pytest.raises(InterruptedRunError):
-        start_run(config, make_serial, Watcher(should_stop=lambda: next(asked)))
-    (other,) = list_runs(tmp_path / "other")
-    for paths in (copy, other):  # as they were before the interruption moved the rows
-        rows = read_table(paths.root, "rounds")
-        journal = Journal(paths.artifacts, paths.run_id)
-        journal.append([("rounds", index, json.dumps({"loss": loss})) for index, loss in enumerate(rows["loss"])])
-        for part in paths.table("rounds").glob("*.parquet"):
-            part.unlink()
-        sealed_anew(paths)
-    assert verified(copy).problems == ()
-    shutil.copy(other.artifacts / "journal-000001.jsonl", copy.artifacts)
-    line = f"{copy.artifacts / 'journal-000001.jsonl'} is journal-000001.jsonl of run {other.run_id}: {ADVICE}"
-    assert verified(copy).problems == (line,)
-    with pytest.raises(ValueError, match=re.escape(line)):
-        resumed(copy)
+    path, position = journalled(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"0.1428", b"0.9999"))
+    writer = RunWriter.create(tmp_path / "results", "e", "r1")
+    shutil.copy(path, writer.paths.artifacts)
+    with pytest.raises(ValueError, match=f"{path.name} is damaged"):
+        RunWriter.resume(tmp_path / "results", "e", "r1", position)
 
 
 def test_while_a_file_is_replaced_the_old_and_the_new_one_are_right(copy: RunPaths) -> None:

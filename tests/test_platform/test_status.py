@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.platform.results import status as status_module
-from fedloom.platform.results.lock import started_ticks
+from fedloom.platform.results.lock import process_of
 from fedloom.platform.results.status import Heartbeat, StatusFile, read_status
 
 
@@ -81,7 +81,7 @@ def test_a_killed_process_that_nobody_waited_for_is_dead(tmp_path: Path) -> None
     path = tmp_path / "status.json"
     StatusFile(path).write()
     process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    rewritten(path, pid=process.pid, started=started_ticks(process.pid))
+    rewritten(path, pid=process.pid, started=process_of(process.pid).started)  # type: ignore[union-attr]
     assert read_status(path).state == "running"
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -94,7 +94,7 @@ def test_every_moment_of_the_copy_can_be_resumed_from(
 ) -> None:
     run_id = moments.run_id
     first_state = moments.changes.index(("upload", f"artifacts/{run_id}/checkpoint/state.json"))
-    assert ("delete", f"artifacts/{run_id}/journal-000001.jsonl") not in moments.changes[:first_state]
+    assert not any(what == "delete" and "/journal-" in name for what, name in moments.changes[:first_state])
     config = elastic_config(results=url, **FOUR_ROUNDS)
     resumable = moments.taken[first_state + 1 :]
     assert len(resumable) > 12
@@ -106,7 +106,7 @@ def test_every_moment_of_the_copy_can_be_resumed_from(
         paths = find_run(root, run_id)
         assert problems(paths) == []
         position = load_checkpoint(paths.checkpoint).data["position"]
-        assert sum(position.values()) > 0
+        assert position["rounds"] > 0
         if number % 5 == 3:
             resume_run(config, run_id, serial)
             assert_same_rows(stable_rows(root, run_id), moments.rows)
@@ -157,14 +157,17 @@ def test_a_copy_made_while_the_run_writes_is_always_one_that_can_be_resumed(
             position = writer.commit()
             bags = {"w": Bag({"x": torch.full((100,), float(version))}, version)}
             saved = save_checkpoint(writer.paths.checkpoint, bags, {"position": position}, saved)
+            mirror.checkpoint()
 
     writing = threading.Thread(target=write)
-    writing.start()
     mirror = Mirror(open_target(url), writer.paths)
+    writing.start()
     rounds = []
     try:
         while len(rounds) < 12:
-            mirror.turn()
+            if (files := mirror._take()) is None:
+                continue
+            mirror.turn(files)
             if not (bucket / "artifacts/r1/checkpoint/state.json").exists():
                 continue
             copy = tmp_path / f"copy-{len(rounds)}"

@@ -63,7 +63,7 @@ def test_a_copy_that_fails_to_the_end_is_said_in_one_line(
         start_run(elastic_config(results=url), serial)
     assert f"to {url} (the network is down); all of it is in {local_root(url)}" in str(error.value)
     assert "\n" not in str(error.value)
-    assert "trying again in" in caplog.text
+    assert "trying again at a later checkpoint" in caplog.text
     assert read_table(local_root(url), "runs")["status"].tolist() == ["done"]
     assert read_table(bucket, "runs").empty
 
@@ -151,7 +151,7 @@ def test_a_manifest_that_was_damaged_there_is_written_anew(
 def test_an_unexpected_error_of_the_mirror_is_said(
     url: str, machine: Machine, small_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: Mirror) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(Mirror, "turn", fail)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +15,7 @@ from fedloom.platform.results.writer import RunWriter
 def add_rounds() -> Callable[..., dict[str, int]]:
     """Adds rounds with clients and commits each; gives the position after the last."""
 
-    def add(writer: RunWriter, start: int, stop: int, clients: int = 3) -> dict[str, int]:
+    def add(writer: RunWriter, start: int, stop: int, clients: int = 3) -> dict[str, Any]:
         for number in range(start, stop):
             writer.add("rounds", stage="train", round=number, loss=number / 7)
             for client in range(clients):

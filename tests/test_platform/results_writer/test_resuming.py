@@ -57,7 +57,7 @@ def test_resuming_restores_exactly_the_position(
     resumed = RunWriter.resume(
         tmp_path, "demo", "r1", positions[back_to], flush_interval_s=NEVER, rows_per_file=rows_per_file
     )
-    assert resumed.position == positions[back_to]
+    assert resumed.position == {**positions[back_to], "journal": None}
     assert rounds(tmp_path) == list(range(back_to))
     assert not list(tmp_path.rglob("journal-*"))
     add_rounds(resumed, back_to, 12)
@@ -124,13 +124,16 @@ def test_resuming_without_a_needed_row_changes_nothing(tmp_path: Path, add_round
     writer.flush()
     position = add_rounds(writer, 2, 5)
     (journal,) = tmp_path.rglob("journal-*.jsonl")
-    lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(b"".join(itertools.takewhile(lambda line: b'["rounds",3,' not in line, lines)))
+    whole = journal.read_bytes()
+    journal.write_bytes(b"".join(itertools.takewhile(lambda line: b'["rounds",3,' not in line, whole.splitlines(True))))
     for _ in range(2):
-        with pytest.raises(ValueError, match="lacks row 3 of table 'rounds', which its checkpoint counts"):
+        with pytest.raises(ValueError, match="is damaged"):
             RunWriter.resume(tmp_path, "demo", "r1", position)
         assert rounds(tmp_path) == [0, 1]
         assert journal.exists()
+    journal.unlink()
+    with pytest.raises(ValueError, match="lacks row 2 of table 'rounds', which its checkpoint counts"):
+        RunWriter.resume(tmp_path, "demo", "r1", position)
     with pytest.raises(ValueError, match="counts rows of table 'nothing'"):
         RunWriter.resume(tmp_path, "demo", "r1", {"nothing": 0})
     with pytest.raises(ValueError, match="no run 'r2' of experiment 'demo'"):
