@@ -171,7 +171,7 @@ def _is_of(place: Place, word: str) -> bool:
 
 def _methods() -> Place:
     found = tuple(Code(name, _first_line(sys.modules[method.config.__module__])) for name, method in METHODS.items())
-    return Place("method", ("method",), "a fedloom.platform.algorithm.Method", found)
+    return Place("method", ("method",), "a fedloom.platform.federation.algorithm.Method", found)
 
 
 def _place(registry: Registry[Any]) -> Place:

@@ -21,7 +21,7 @@ from fedloom.experiments.analysis.tables import (
     shown_models,
     silo_run_ids,
 )
-from fedloom.platform.results.columns import CONFUSION, PARAGRAPH
+from fedloom.platform.clients.assignments import CONFUSION, PARAGRAPH
 
 LOWER_IS_BETTER = ("loss", "perplexity")
 

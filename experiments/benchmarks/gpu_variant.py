@@ -140,9 +140,9 @@ def train_part(part: int, overrides: list[str], processes: int, device: str, bar
 
     from fedloom.actors.client import memory_of
     from fedloom.experiments.runs.configuration import compose_config
-    from fedloom.platform.algorithm import RunState
     from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
     from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.federation.algorithm import RunState
     from fedloom.platform.federation.building import build_world
     from fedloom.platform.methods.registry import build_stages
 

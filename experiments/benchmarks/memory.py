@@ -17,7 +17,6 @@ import tempfile
 import torch
 
 from fedloom.experiments.runs.configuration import compose_config
-from fedloom.platform.algorithm import SUPERNET, RunState, TrainingStage
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.execution import SharedWeights, run_assignment
@@ -26,6 +25,7 @@ from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.networks import Countable, Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import SUPERNET, RunState, TrainingStage
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.training_config import local_sgd
 from fedloom.platform.methods.registry import build_stages

@@ -29,10 +29,10 @@ from fedloom.actors.address import stay_on_loopback
 from fedloom.actors.cluster import connected
 from fedloom.actors.server import make_pool
 from fedloom.experiments.benchmarks.cases import CASES, run_config
-from fedloom.platform.algorithm import TrainingStage
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients import execution
 from fedloom.platform.clients.assignments import ClientResult
+from fedloom.platform.federation.algorithm import TrainingStage
 from fedloom.platform.federation.loop import Loop
 from fedloom.platform.federation.recorder import Recorder
 from fedloom.platform.results.status import StatusFile

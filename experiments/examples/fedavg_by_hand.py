@@ -9,7 +9,7 @@ computes is, to the last bit, what this computes:
 
 The three settings are about rounding: all clients in one tier of devices, each trained alone, and a round's updates
 added up in one go. The command does the same on any number of processes and devices, writes down what happened to every
-client, and goes on after a crash; its rounds are in `platform/algorithm.py`.
+client, and goes on after a crash; its rounds are in `platform/federation/algorithm.py`.
 """
 
 import torch
@@ -48,7 +48,7 @@ def batches(num_samples: int, generator: torch.Generator) -> list[Tensor]:
         sizes[-1] += 1
     elif rest:
         sizes.append(rest)
-    return [*torch.randperm(num_samples, generator=generator).split(sizes)]
+    return [*torch.randperm(num_samples, generator=generator).split_with_sizes(sizes)]
 
 
 def client_update(
@@ -65,7 +65,7 @@ def client_update(
         for batch in batches(len(y), generator):
             optimizer.zero_grad()
             images = x[batch].contiguous(memory_format=torch.channels_last)
-            cross_entropy(model(images), y[batch]).backward()
+            torch.autograd.backward(cross_entropy(model(images), y[batch]))
             optimizer.step()
     trained = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return Update(trained, {name: Slice(name) for name in trained}, dict.fromkeys(trained, float(len(y))))

@@ -32,11 +32,11 @@ from fedloom.experiments.export.formats import (
 )
 from fedloom.experiments.export.selection import Chosen, Wanted, check_wanted, choose
 from fedloom.experiments.runs.configuration import stored_config
-from fedloom.platform.algorithm import SUPERNET
 from fedloom.platform.clients.networks import ESTIMATED, Subnet
 from fedloom.platform.clients.scoring import scored_subnet
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.federation.algorithm import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.tiered.fedoras import FedorASConfig
 from fedloom.platform.results.checkpoint import list_models

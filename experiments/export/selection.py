@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedloom.experiments.runs.search import search_trained, trained_of
-from fedloom.platform.algorithm import SUPERNET
+from fedloom.platform.federation.algorithm import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.elastic.superfednas import SEARCHED, bag_of
 from fedloom.platform.methods.registry import method_of

@@ -13,9 +13,9 @@ from fedloom.experiments.analysis.tables import load
 from fedloom.experiments.reproduce.counted import stood_in
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.describe import describe
-from fedloom.platform.algorithm import RunState, Stage
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.federated import size_variation
+from fedloom.platform.federation.algorithm import RunState, Stage
 from fedloom.platform.federation.building import split_into_tiers
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import measure_costs

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.experiments.terminal import console, write_json
-from fedloom.platform.algorithm import SUPERNET
+from fedloom.platform.federation.algorithm import SUPERNET
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import method_of

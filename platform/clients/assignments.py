@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 SERVER = "server"
 """The tier name of work that the server does on its own data."""
 
+CONFUSION, PARAGRAPH = "confusion", "paragraph"
+"""Metrics of the final evaluation with a `detail`: how often a class was taken for another, the loss of what a text
+model wrote."""
+
 ClientState: TypeAlias = "Mapping[str, torch.Tensor]"
 """A client's state between rounds, an explicit input and output of its tasks."""
 

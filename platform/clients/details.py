@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedloom.platform.clients.assignments import Measurement
-from fedloom.platform.results.columns import CONFUSION, PARAGRAPH
+from fedloom.platform.clients.assignments import CONFUSION, PARAGRAPH, Measurement
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import architecture_id
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
-from fedloom.platform.algorithm import Row
+from fedloom.platform.federation.state import Row
 from fedloom.platform.words import why
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fedloom.platform.algorithm import RunState, Stage
-    from fedloom.platform.federation.world import World
-    from fedloom.tiers.costs import CostTable
-
+    from fedloom.platform.federation.state import RunState, Stage
 
 FURTHEST = 2.0
 """A kind's rate is trusted for up to so many times the MACs that it was measured on: a small network's steps take
@@ -60,23 +57,6 @@ def macs_left(stage: Stage, state: RunState) -> float | None:
     if not isinstance(told, int | float | np.number) or not 0 <= told < MOST_MACS:
         raise ValueError(f"macs_left of stage {stage.name!r} gives {told!r:.60}: give a number from 0, or None")
     return float(told)
-
-
-def expected_macs(world: World, table: CostTable | None = None, lower: float = 0.0, upper: float = math.inf) -> float:
-    """MACs of a middling architecture, of those whose cost in `table` is between the bounds if that counts MACs."""
-    macs = world.macs_table
-    least, most = macs.smallest, macs.largest if math.isfinite(macs.largest) else macs.smallest
-    if table is None or table.measure != macs.measure:
-        return (least + most) / 2
-    return (min(max(lower, least), most) + max(min(upper, most), least)) / 2
-
-
-def evaluation_macs(world: World, models: int) -> float:
-    """MACs of a final evaluation, a guess, because test data may not even be counted before it.
-
-    Validation data, the test set and the clients' test data are together about half as many samples as are trained on.
-    """
-    return models * world.data.num_central("train") / 2 * expected_macs(world)
 
 
 def kind_of(stage: Stage) -> str:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from fedloom.platform.algorithm import CLIENT, Plan, PostRoundEvaluation, RoundResult, RoundUpdate, Row, RunState, Stage
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment, ClientResult, DeviceLostError
 from fedloom.platform.clients.execution import (
@@ -23,6 +22,16 @@ from fedloom.platform.clients.execution import (
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, FailuresConfig
 from fedloom.platform.federation.forecast import Forecast, Left
 from fedloom.platform.federation.recorder import Record, Recorder
+from fedloom.platform.federation.state import (
+    CLIENT,
+    Plan,
+    PostRoundEvaluation,
+    RoundResult,
+    RoundUpdate,
+    Row,
+    RunState,
+    Stage,
+)
 from fedloom.platform.plugins import NOT_CAUGHT, an, in_one_line, place_in_own
 from fedloom.platform.results.status import StatusFile
 from fedloom.tiers.devices import VirtualClock

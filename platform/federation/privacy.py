@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from fedloom.platform.algorithm import Plan, RoundResult, RunState
     from fedloom.platform.averaging.average import Averaged
     from fedloom.platform.clients.assignments import Task
     from fedloom.platform.clients.networks import Countable
+    from fedloom.platform.federation.state import Plan, RoundResult, RunState
     from fedloom.platform.federation.training_config import PrivacyConfig, Rules, TrainingConfig
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.slices import SliceMap

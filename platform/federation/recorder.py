@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.platform.algorithm import KeptModel, Row, RunState
 from fedloom.platform.federation.event_files import Events, NoEvents
+from fedloom.platform.federation.state import KeptModel, Row, RunState
 from fedloom.platform.results.checkpoint import Saved, save_checkpoint, save_model
 from fedloom.platform.results.paths import STATE_FILE
 from fedloom.platform.results.writer import Position, RunWriter

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedloom.platform.algorithm import RunState
     from fedloom.platform.clients.assignments import ClientResult
+    from fedloom.platform.federation.state import RunState
     from fedloom.platform.federation.world import World
 
 logger = logging.getLogger(__name__)

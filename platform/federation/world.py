@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,3 +82,20 @@ class World:
             return self.space.parse(text)
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
+
+
+def expected_macs(world: World, table: CostTable | None = None, lower: float = 0.0, upper: float = math.inf) -> float:
+    """MACs of a middling architecture, of those whose cost in `table` is between the bounds if that counts MACs."""
+    macs = world.macs_table
+    least, most = macs.smallest, macs.largest if math.isfinite(macs.largest) else macs.smallest
+    if table is None or table.measure != macs.measure:
+        return (least + most) / 2
+    return (min(max(lower, least), most) + max(min(upper, most), least)) / 2
+
+
+def evaluation_macs(world: World, models: int) -> float:
+    """MACs of a final evaluation, a guess, because test data may not even be counted before it.
+
+    Validation data, the test set and the clients' test data are together about half as many samples as are trained on.
+    """
+    return models * world.data.num_central("train") / 2 * expected_macs(world)

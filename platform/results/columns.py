@@ -7,10 +7,6 @@ from collections.abc import Mapping
 
 from fedloom.platform.clients.assignments import RESULT_COLUMNS
 
-CONFUSION, PARAGRAPH = "confusion", "paragraph"
-"""Metrics of the final evaluation with a `detail`: how often a class was taken for another, the loss of what a text
-model wrote."""
-
 OF_EVERY_TABLE: Mapping[str, str] = {
     "experiment": "the experiment's name, from the path of the file",
     "run_id": "the run's id, from the path of the file",

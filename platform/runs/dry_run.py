@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from fedloom.platform.algorithm import Plan, RoundResult, RoundUpdate, RunState, Stage, TrainingStage
 from fedloom.platform.clients.assignments import AccountableTask, Assignment, ClientResult
 from fedloom.platform.clients.execution import (
     Chunk,
@@ -17,6 +16,7 @@ from fedloom.platform.clients.execution import (
     SharedWeights,
 )
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Plan, RoundResult, RoundUpdate, RunState, Stage, TrainingStage
 from fedloom.platform.federation.forecast import macs_left
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.bag import Bag

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from fedloom.platform.algorithm import RunState, Stage
 from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.federation.algorithm import RunState, Stage
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RayConfig, RunConfig
 from fedloom.platform.federation.costs import RunCosts, load_costs

@@ -15,8 +15,8 @@ from uuid import uuid4
 
 import torch
 
-from fedloom.platform.algorithm import RunState
 from fedloom.platform.data.artefact import atomic_folder, hash_of
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.recorder import restored_state, save_state
 from fedloom.platform.federation.world import World

@@ -59,8 +59,8 @@ def call(*arguments: str) -> int:
 
 HEAD = """from dataclasses import dataclass
 from typing import Annotated
-from fedloom.platform.algorithm import RoundUpdate, Plan, Stage
-from fedloom.platform.algorithm import Method
+from fedloom.platform.federation.algorithm import RoundUpdate, Plan, Stage
+from fedloom.platform.federation.algorithm import Method
 from fedloom.platform.settings import ONE_OR_MORE
 
 @dataclass

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fedloom.actors.client import memory_of
-from fedloom.platform.algorithm import RunState
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import Chunk, SharedWeights, run_assignment, run_chunk
 from fedloom.platform.clients.kernels import set_up_process
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import build_stages

@@ -19,8 +19,8 @@ from fedloom.actors.address import LOOPBACK_SWITCH
 from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.overrides import override_text
-from fedloom.platform.algorithm import RunState, from_generator
 from fedloom.platform.clients.local_rules import STATE
+from fedloom.platform.federation.algorithm import RunState, from_generator
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.recorder import restored_state

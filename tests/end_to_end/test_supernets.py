@@ -13,8 +13,8 @@ import pandas as pd
 import pytest
 import torch
 
-from fedloom.platform.algorithm import RunState
 from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World

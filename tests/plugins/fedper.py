@@ -7,12 +7,12 @@ in the end             every silo's network is scored on the silo's own test dat
 
 from dataclasses import dataclass, field, replace
 
-from fedloom.platform.algorithm import Method, Round, Stage, to_all
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import client_samples, train_network, trained_outcome, update_of
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Method, Round, Stage, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.personal import Personal, begun

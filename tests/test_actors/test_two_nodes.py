@@ -24,7 +24,6 @@ from fedloom.actors.placement import ActorGroup, bundles_of, free_resources, nod
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.server import make_pool
 from fedloom.experiments.runs.launch import _where_results_are
-from fedloom.platform.algorithm import RoundResult
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.execution import (
@@ -35,6 +34,7 @@ from fedloom.platform.clients.execution import (
     make_chunks,
 )
 from fedloom.platform.clients.worker import Worker, WorkerSpec
+from fedloom.platform.federation.algorithm import RoundResult
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import merge_chunks

@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 import torch
 
-from fedloom.platform.algorithm import Plan, RoundResult, RoundUpdate, RunState, Stage
 from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Plan, RoundResult, RoundUpdate, RunState, Stage
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import Loop, merge_chunks

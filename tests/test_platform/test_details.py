@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform.algorithm import RunState
 from fedloom.platform.clients.details import MOST_CLASSES, PROMPT, WRITTEN, confusion, joined, paragraph
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import build_stages

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform.algorithm import Plan, RunState, TrainingStage
 from fedloom.platform.averaging.average import Update, average
 from fedloom.platform.clients.assignments import ClientResult, Measurement
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Plan, RunState, TrainingStage
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.history import unpacked

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.algorithm import SUPERNET, RunState, Stage
 from fedloom.platform.averaging.average import Update, WeightedSums, average
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import (
@@ -22,6 +21,7 @@ from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import SUPERNET, RunState, Stage
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import merge_chunks

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform.algorithm import RunState, Stage
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.federation.algorithm import RunState, Stage
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import BudgetConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.world import World

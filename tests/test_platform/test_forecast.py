@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from fedloom.platform.algorithm import RunState, Stage
 from fedloom.platform.clients.execution import Chunk, ChunkResult, SerialExecutor, SharedWeights
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import RunState, Stage
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.forecast import Forecast, Left
 from fedloom.platform.federation.loop import RoundProgress

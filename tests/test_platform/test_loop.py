@@ -10,7 +10,15 @@ import pandas as pd
 import pytest
 import torch
 
-from fedloom.platform.algorithm import (
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.clients.assignments import (
+    Assignment,
+    ClientResult,
+    Measurement,
+)
+from fedloom.platform.clients.execution import Executor, SerialExecutor
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import (
     Plan,
     PostRoundEvaluation,
     RoundResult,
@@ -20,14 +28,6 @@ from fedloom.platform.algorithm import (
     Stage,
     evaluation_rows,
 )
-from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.assignments import (
-    Assignment,
-    ClientResult,
-    Measurement,
-)
-from fedloom.platform.clients.execution import Executor, SerialExecutor
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig
 from fedloom.platform.federation.loop import InterruptedRunError, Loop, RoundProgress, round_row
 from fedloom.platform.federation.recorder import Recorder, restored_state

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 import torch
 
-from fedloom.platform.algorithm import Plan, PostRoundEvaluation, RoundResult, RoundUpdate, RunState, Stage
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import (
     Assignment,
@@ -28,6 +27,7 @@ from fedloom.platform.clients.execution import (
 )
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation import recorder as recorder_module
+from fedloom.platform.federation.algorithm import Plan, PostRoundEvaluation, RoundResult, RoundUpdate, RunState, Stage
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, FailuresConfig
 from fedloom.platform.federation.loop import InterruptedRunError, Loop, RunFailedError
 from fedloom.platform.federation.recorder import Recorder, restored_state

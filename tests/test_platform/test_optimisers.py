@@ -19,9 +19,9 @@ from fedloom.experiments.benchmarks.convex import (
     drifting,
     unequal,
 )
-from fedloom.platform.algorithm import RunState
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.local_rules import STATE
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig, rules_of
 from fedloom.platform.methods.optimisers.fednova import total_weight

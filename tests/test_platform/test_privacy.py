@@ -380,7 +380,7 @@ def test_further_mistakes_are_refused(tiny_config: Make, silo_config: Make) -> N
     ditto.method.train = replace(ditto.method.train, weighting="plain", privacy=PrivacyConfig(clip=1.0))
     world = build_world(ditto)
     stage = build_stages(world)[0]
-    from fedloom.platform.algorithm import RunState
+    from fedloom.platform.federation.algorithm import RunState
 
     with pytest.raises(ValueError, match="send more than the change of one network"):
         stage.plan(stage.begin(RunState()))

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.algorithm import RunState
 from fedloom.platform.clients.assignments import (
     Assignment,
     ClientResult,
@@ -25,6 +24,7 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, evaluate, train_locally
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.algorithm import RunState
 from fedloom.platform.clients.assignments import (
     Assignment,
     ClientResult,
@@ -22,6 +21,7 @@ from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, endless_batches
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of

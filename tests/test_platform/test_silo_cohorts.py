@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fedloom.platform.algorithm import RunState
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.fednas import FedNasConfig

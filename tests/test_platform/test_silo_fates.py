@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import fedloom.platform.runs.run as run_module
-from fedloom.platform.algorithm import RunState
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import evaluate
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, FailuresConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.loop import InterruptedRunError, RunFailedError

@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 import torch
 
-from fedloom.platform.algorithm import RunState, Stage
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, LocalSGD, Score, evaluate, train_locally
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import RunState, Stage
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World

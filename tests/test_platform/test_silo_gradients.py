@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.algorithm import Plan, RoundResult, RunState
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, endless_batches
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Plan, RoundResult, RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of

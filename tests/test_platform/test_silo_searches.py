@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.algorithm import RunState
 from fedloom.platform.clients import trainer
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of

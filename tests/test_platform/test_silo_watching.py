@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from fedloom.platform.algorithm import RunState
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.algorithm import RoundResult, RunState
 from fedloom.platform.clients import together
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
@@ -22,6 +21,7 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.artefact import IntArray
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.federation.algorithm import RoundResult, RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import merge_chunks

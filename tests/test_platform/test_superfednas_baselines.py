@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform.algorithm import RunState
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World

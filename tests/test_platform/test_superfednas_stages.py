@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom.platform.algorithm import Plan, RoundResult, RunState
 from fedloom.platform.averaging.average import average
 from fedloom.platform.averaging.shares import SharesConfig
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Plan, RoundResult, RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import merge_chunks

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.platform.algorithm import RunState
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import BudgetConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.world import World

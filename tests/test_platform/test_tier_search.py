@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom.platform.algorithm import RunState
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.world import World

@@ -12,7 +12,6 @@ from scipy.stats import chisquare
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.algorithm import RunState
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.distillation import Taught
@@ -21,6 +20,7 @@ from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD, estimate_statistics
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import ObjectiveConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform.algorithm import Plan, RunState, choose_cohort, for_client
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.federation.algorithm import Plan, RunState, choose_cohort, for_client
 from fedloom.platform.federation.budgets import training_budget
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import BudgetConfig, DevicesConfig, RunConfig, SeedsConfig, TiersConfig

@@ -134,7 +134,7 @@ def test_a_run_without_sparsity_is_fedavg(tiny_config: Make, run_in_memory: Any)
         build_stages(build_world(tiny_config(method=config)))[0]
         for config in (FedAvgConfig(**same), ZeroFLConfig(sparsity=0.0, mask_ratio=1.0, **same))  # type: ignore[arg-type]
     ]
-    from fedloom.platform.algorithm import RunState
+    from fedloom.platform.federation.algorithm import RunState
 
     a, b = (stage.plan(stage.begin(RunState())).assignments for stage in stages)
     assert [replace(x.task, by="change") for x in b] == [x.task for x in a]  # type: ignore[type-var]

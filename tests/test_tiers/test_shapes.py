@@ -120,7 +120,7 @@ from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.execution import SharedWeights, run_assignment
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
-from fedloom.platform.algorithm import RunState
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.methods.registry import build_stages
 
 world = build_world(compose_config([f"experiment={sys.argv[1]}", "tiers.paths=10", "executor.kind=serial"]))

@@ -18,7 +18,11 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from fedloom.platform.algorithm import (
+from fedloom.platform.averaging.shares import SHARES_RULES, SharesConfig, Sharing, check_shares, shares_of
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import ScoreSubnet
+from fedloom.platform.clients.trainer import Train
+from fedloom.platform.federation.algorithm import (
     SUPERNET,
     KeptModel,
     Method,
@@ -34,10 +38,6 @@ from fedloom.platform.algorithm import (
     from_generator,
     to_all,
 )
-from fedloom.platform.averaging.shares import SHARES_RULES, SharesConfig, Sharing, check_shares, shares_of
-from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.clients.scoring import ScoreSubnet
-from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.budgets import training_budget
 from fedloom.platform.federation.distribution import (
     FEWEST_FOR_SANDWICH,

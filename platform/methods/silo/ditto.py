@@ -6,7 +6,6 @@ Settings of SPIDER, App. B.1.
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from fedloom.platform.algorithm import Method, Round, Stage, to_all
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.networks import Subnet
@@ -14,6 +13,7 @@ from fedloom.platform.clients.scoring import PERSONAL
 from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Method, Round, Stage, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.personal import Personal, begun

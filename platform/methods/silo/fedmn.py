@@ -19,7 +19,6 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from fedloom.platform.algorithm import SUPERNET, Method, Round, RunState, Stage, from_generator, to_all
 from fedloom.platform.clients.assignments import (
     Assignment,
     ClientResult,
@@ -38,6 +37,7 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import SUPERNET, Method, Round, RunState, Stage, from_generator, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.router import (

@@ -8,17 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from fedloom.platform.algorithm import (
-    SUPERNET,
-    Method,
-    Plan,
-    Round,
-    RoundResult,
-    RoundTasks,
-    RunState,
-    Stage,
-    fresh_supernet,
-)
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.trainer import (
@@ -31,6 +20,17 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import (
+    SUPERNET,
+    Method,
+    Plan,
+    Round,
+    RoundResult,
+    RoundTasks,
+    RunState,
+    Stage,
+    fresh_supernet,
+)
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.personal import ALPHAS, Personal

@@ -13,7 +13,6 @@ from typing import Annotated, cast
 
 from torch import Tensor
 
-from fedloom.platform.algorithm import Method, Round, Stage, fresh_supernet, to_all
 from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.scoring import PERSONAL, own_test_data, score_network
@@ -26,6 +25,7 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Method, Round, Stage, fresh_supernet, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.masking import Perturbation

@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 import numpy as np
 from annotated_types import Interval
 
-from fedloom.platform.algorithm import SUPERNET, Plan, RunState
-from fedloom.platform.federation.forecast import expected_macs
+from fedloom.platform.federation.algorithm import SUPERNET, Plan, RunState
 from fedloom.platform.federation.training_config import augmentation_of, local_sgd
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, expected_macs
 from fedloom.platform.methods.silo.crossed import (
     BY_VALIDATION,
     ScoreModel,

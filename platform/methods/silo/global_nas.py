@@ -7,10 +7,10 @@ in every round: all silos train the remaining operators of the supernet (FedAvg)
 
 from dataclasses import dataclass, field
 
-from fedloom.platform.algorithm import Method, Plan, RoundResult, RunState, Stage, fresh_supernet
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Method, Plan, RoundResult, RunState, Stage, fresh_supernet
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.masking import Perturbation
 from fedloom.platform.methods.silo.perturbation import is_settled

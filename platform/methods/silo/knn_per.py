@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.algorithm import Method, Stage
 from fedloom.platform.clients.assignments import (
     Assignment,
     ClientResult,
@@ -25,6 +24,7 @@ from fedloom.platform.clients.scoring import GLOBAL, PERSONAL
 from fedloom.platform.clients.trainer import client_samples
 from fedloom.platform.clients.training import Samples, Score
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Method, Stage
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.scoring import final_measurements, scored_outcome
 from fedloom.platform.methods.silo.silo_stages import SiloTraining

@@ -6,8 +6,8 @@ Settings of SPIDER, App. B.1.
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from fedloom.platform.algorithm import Method, Stage
 from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.federation.algorithm import Method, Stage
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.scoring import AdaptAndScore
 from fedloom.platform.methods.silo.silo_stages import SiloTraining

@@ -10,7 +10,6 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from fedloom.platform.algorithm import Method, Round, Stage, to_all
 from fedloom.platform.clients.assignments import Assignment, ClientResult, places_of
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
@@ -23,6 +22,7 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, endless_batches, gradient_of
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Method, Round, Stage, to_all
 from fedloom.platform.federation.training_config import EPOCHS, Rules, augmentation_of, local_sgd
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.scoring import AdaptAndScore

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 
-from fedloom.platform.algorithm import (
+from fedloom.platform.clients.assignments import Task
+from fedloom.platform.federation.algorithm import (
     Plan,
     PostRoundEvaluation,
     RoundResult,
@@ -14,7 +15,6 @@ from fedloom.platform.algorithm import (
     TrainingStage,
     evaluation_rows,
 )
-from fedloom.platform.clients.assignments import Task
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig
 from fedloom.platform.methods.stages.evaluation import ClientEvaluation, as_measured
 

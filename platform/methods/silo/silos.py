@@ -9,12 +9,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from fedloom.platform.algorithm import SUPERNET, Initial, Round, TasksOfRound, from_generator, to_all
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import ClientResult
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train, TrainedNetwork, trained_outcome, update_of
 from fedloom.platform.clients.training import LocalSGD, Samples
+from fedloom.platform.federation.algorithm import SUPERNET, Initial, Round, TasksOfRound, from_generator, to_all
 from fedloom.platform.federation.training_config import (
     EPOCHS,
     Rules,

@@ -15,7 +15,6 @@ network starts from the first shared weights (`own_start`: from weights of its o
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from fedloom.platform.algorithm import Method, Round, Stage, fresh_supernet, to_all
 from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.mixed import MixedNetwork
@@ -23,6 +22,7 @@ from fedloom.platform.clients.scoring import PERSONAL
 from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Method, Round, Stage, fresh_supernet, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.gains import GainConfig, GainStage, check_gains

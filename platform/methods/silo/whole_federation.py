@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from fedloom.platform.algorithm import SUPERNET, Round, RunState, TasksOfRound, to_all
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.trainer import Train
+from fedloom.platform.federation.algorithm import SUPERNET, Round, RunState, TasksOfRound, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.methods.silo.silos import SiloTrainingConfig
 from fedloom.platform.spaces.capabilities import HasSubspaces

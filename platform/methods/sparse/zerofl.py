@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.algorithm import Method
 from fedloom.platform.clients.local_rules import refuse_parts
 from fedloom.platform.clients.networks import Account, Network, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
+from fedloom.platform.federation.algorithm import Method
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.methods.tiered.fedavg import Deployment, FedAvgConfig, fedavg_stages
 from fedloom.platform.settings import BELOW_ONE, PART
@@ -38,9 +38,9 @@ from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.slices import SliceMap, Weights, architecture_id
 
 if TYPE_CHECKING:
-    from fedloom.platform.algorithm import Round, Stage
     from fedloom.platform.clients.assignments import Assignment, ClientResult
     from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.federation.algorithm import Round, Stage
     from fedloom.platform.federation.world import World
 
 

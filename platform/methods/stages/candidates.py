@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterable
 
-from fedloom.platform.algorithm import Row
+from fedloom.platform.federation.algorithm import Row
 from fedloom.platform.federation.world import World
 from fedloom.platform.search.base import Scored
 from fedloom.platform.spaces.slices import Architecture, architecture_id

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from fedloom.platform.algorithm import (
+from fedloom.platform.clients.assignments import SERVER, Assignment, Task
+from fedloom.platform.clients.scoring import ScoreSubnet
+from fedloom.platform.federation.algorithm import (
     SUPERNET,
     KeptModel,
     Plan,
@@ -20,16 +22,14 @@ from fedloom.platform.algorithm import (
     for_client,
     for_server,
 )
-from fedloom.platform.clients.assignments import SERVER, Assignment, Task
-from fedloom.platform.clients.scoring import ScoreSubnet
-from fedloom.platform.federation.forecast import evaluation_macs
 from fedloom.platform.federation.selection import Cohort
+from fedloom.platform.federation.world import evaluation_macs
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, extract
 
 if TYPE_CHECKING:
-    from fedloom.platform.algorithm import RunState
     from fedloom.platform.clients.networks import Subnet
+    from fedloom.platform.federation.algorithm import RunState
     from fedloom.platform.federation.world import World
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fedloom.platform.algorithm import SUPERNET, RunState
 from fedloom.platform.clients.execution import Executor, SharedWeights, make_chunks
+from fedloom.platform.federation.algorithm import SUPERNET, RunState
 from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.stages.target_search import (

@@ -6,12 +6,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedloom.platform.algorithm import SUPERNET, Plan, RoundResult, RoundUpdate, Row, RunState, Stage, for_server
 from fedloom.platform.clients.assignments import SERVER, ClientResult, Task
 from fedloom.platform.clients.latency import MeasureLatency
 from fedloom.platform.clients.scoring import ScoreSubnets
-from fedloom.platform.federation.forecast import expected_macs
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.algorithm import (
+    SUPERNET,
+    Plan,
+    RoundResult,
+    RoundUpdate,
+    Row,
+    RunState,
+    Stage,
+    for_server,
+)
+from fedloom.platform.federation.world import World, expected_macs
 from fedloom.platform.methods.stages.candidates import candidate_rows
 from fedloom.platform.methods.stages.tier_search import (
     WINNERS,

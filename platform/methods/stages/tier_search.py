@@ -8,7 +8,10 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from fedloom.platform.algorithm import (
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement
+from fedloom.platform.clients.networks import ESTIMATED
+from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, ScoreSubnets
+from fedloom.platform.federation.algorithm import (
     SUPERNET,
     Plan,
     RoundResult,
@@ -20,12 +23,8 @@ from fedloom.platform.algorithm import (
     for_client,
     for_server,
 )
-from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement
-from fedloom.platform.clients.networks import ESTIMATED
-from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, ScoreSubnets
-from fedloom.platform.federation.forecast import expected_macs
 from fedloom.platform.federation.selection import Cohort
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, expected_macs
 from fedloom.platform.methods.stages.candidates import candidate_rows
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.search.base import Interval, Scored, Searcher, merit, pareto_front, winner

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-from fedloom.platform.algorithm import Method, Round, TrainingStage, from_generator, to_all
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
+from fedloom.platform.federation.algorithm import Method, Round, TrainingStage, from_generator, to_all
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
 from fedloom.platform.settings import NOT_EMPTY, ONE_OR_MORE
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from fedloom.platform.algorithm import RunState, Stage
     from fedloom.platform.clients.assignments import Task
+    from fedloom.platform.federation.algorithm import RunState, Stage
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.slices import Weights
 

@@ -25,7 +25,16 @@ import numpy as np
 from annotated_types import Interval
 from torch import Tensor
 
-from fedloom.platform.algorithm import (
+from fedloom.platform.clients.assignments import Assignment, places_of
+from fedloom.platform.clients.local_rules import local_rule
+from fedloom.platform.clients.networks import AVERAGED, ESTIMATED, Account, DrawingNetwork, Network, Subnet
+from fedloom.platform.clients.path_samplers import PathSampler, path_sampler
+from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, EstimateStatistics, ScoreSubnet, ScoreSubnets
+from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspace
+from fedloom.platform.clients.trainer import Train
+from fedloom.platform.clients.training import Trained
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import (
     SUPERNET,
     Method,
     Plan,
@@ -42,19 +51,9 @@ from fedloom.platform.algorithm import (
     from_generator,
     to_all,
 )
-from fedloom.platform.clients.assignments import Assignment, places_of
-from fedloom.platform.clients.local_rules import local_rule
-from fedloom.platform.clients.networks import AVERAGED, ESTIMATED, Account, DrawingNetwork, Network, Subnet
-from fedloom.platform.clients.path_samplers import PathSampler, path_sampler
-from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, EstimateStatistics, ScoreSubnet, ScoreSubnets
-from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspace
-from fedloom.platform.clients.trainer import Train
-from fedloom.platform.clients.training import Trained
-from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.budgets import training_budget
-from fedloom.platform.federation.forecast import expected_macs
 from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, cohort_size, rules_of
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, expected_macs
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.stages.tier_search import TierSearchConfig, TierSearchStage, tier_goals, winner_of
 from fedloom.platform.seeding import stream

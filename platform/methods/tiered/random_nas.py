@@ -16,12 +16,11 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from fedloom.platform.algorithm import Method, Plan, RoundResult, RoundUpdate, RunState, Stage, for_server
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
-from fedloom.platform.federation.forecast import evaluation_macs
+from fedloom.platform.federation.algorithm import Method, Plan, RoundResult, RoundUpdate, RunState, Stage, for_server
 from fedloom.platform.federation.training_config import TrainingConfig, check_training
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, evaluation_macs
 from fedloom.platform.methods.stages.candidates import candidate_rows
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.stages.tier_search import WINNERS, check_validation_data, winner_of

@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
-from fedloom.platform.algorithm import SUPERNET, Method, Round, TrainingStage, to_all
 from fedloom.platform.clients.networks import Account, Network, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train, TrainedNetwork
+from fedloom.platform.federation.algorithm import SUPERNET, Method, Round, TrainingStage, to_all
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
 from fedloom.platform.methods.tiered.fedavg import able
@@ -36,9 +36,9 @@ from fedloom.platform.spaces.slices import SliceMap, Weights, bytes_of, parse_ar
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fedloom.platform.algorithm import Stage
     from fedloom.platform.clients.assignments import Assignment, ClientResult
     from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.federation.algorithm import Stage
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.base import SearchSpace
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
-from fedloom.platform.algorithm import SUPERNET, Method
 from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.federation.algorithm import SUPERNET, Method
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.widths.tier_models import (
     WidthConfig,
@@ -26,7 +26,7 @@ from fedloom.platform.methods.widths.tier_models import (
 from fedloom.platform.settings import ZERO_OR_MORE
 
 if TYPE_CHECKING:
-    from fedloom.platform.algorithm import RunState, Stage
+    from fedloom.platform.federation.algorithm import RunState, Stage
     from fedloom.platform.federation.world import World
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-from fedloom.platform.algorithm import Method
 from fedloom.platform.clients.assignments import Assignment, places_of
 from fedloom.platform.clients.distillation import Taught
 from fedloom.platform.clients.networks import Account, DrawingNetwork, Network, Subnet
+from fedloom.platform.federation.algorithm import Method
 from fedloom.platform.methods.widths.tier_models import WidthConfig, largest_of_tiers, of_widths, width_stages
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import PART, POSITIVE
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fedloom.platform.algorithm import Stage
     from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.federation.algorithm import Stage
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.base import SearchSpace
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
-from fedloom.platform.algorithm import Method
 from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.federation.algorithm import Method
 from fedloom.platform.federation.budgets import training_budget
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.widths.tier_models import (
@@ -30,7 +30,7 @@ from fedloom.platform.methods.widths.tier_models import (
 from fedloom.platform.seeding import stream
 
 if TYPE_CHECKING:
-    from fedloom.platform.algorithm import Round, Stage
+    from fedloom.platform.federation.algorithm import Round, Stage
     from fedloom.platform.federation.world import World
 
 

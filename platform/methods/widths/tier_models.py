@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from fedloom.platform.algorithm import (
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import ScoreSubnets, loaded_subnet
+from fedloom.platform.clients.trainer import Train
+from fedloom.platform.clients.training import estimate_statistics
+from fedloom.platform.federation.algorithm import (
     SUPERNET,
     Plan,
     Round,
@@ -20,15 +26,9 @@ from fedloom.platform.algorithm import (
     for_client,
     fresh_supernet,
 )
-from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
-from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.clients.scoring import ScoreSubnets, loaded_subnet
-from fedloom.platform.clients.trainer import Train
-from fedloom.platform.clients.training import estimate_statistics
-from fedloom.platform.federation.forecast import evaluation_macs
 from fedloom.platform.federation.selection import Choice, Cohort
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
+from fedloom.platform.federation.world import evaluation_macs
 from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.stages.tier_search import check_statistics
 from fedloom.platform.methods.tiered.fedoras import bag_name
@@ -38,9 +38,9 @@ from fedloom.platform.spaces.slices import Architecture, Slice, Weights, bytes_o
 from fedloom.tiers.devices import EVALUATION_FACTOR
 
 if TYPE_CHECKING:
-    from fedloom.platform.algorithm import RunState
     from fedloom.platform.clients.networks import Countable
     from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.federation.algorithm import RunState
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.base import SearchSpace
     from fedloom.platform.spaces.width import WidthSpace
