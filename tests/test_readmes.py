@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = ROOT / "tests" / "plugins"
 FOLDERS = ("platform", "tiers", "actors", "experiments", "experiments/benchmarks")
 READMES = [ROOT / "README.md", *(ROOT / part / "README.md" for part in FOLDERS)]
+PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")
 MOST_LINES = 150
 ALIASES = {"describe": ("space=", "space.name="), "prepare": ("dataset=", "data.dataset=")}
 """What two of the commands understand beside configuration keys."""
@@ -128,7 +129,9 @@ def headings(readme: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda readme: str(readme.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "readme", [*READMES, *(ROOT / page for page in PAGES)], ids=lambda readme: str(readme.relative_to(ROOT))
+)
 def test_links_lead_somewhere(readme: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", readme.read_text(), flags=re.S | re.M)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):

@@ -153,8 +153,8 @@ COUNTED = ("fedoras/fig8", "fedoras/tab18", "superfednas/fig3", "superfed/fig6",
 
 TABLES = ("runs", "rounds", "clients", "candidates", "evaluations", "models")
 ASIDE = {"run_id", "experiment", "started", "ended", "versions", "source_hash", "config", "wall_s", "overhead_s",
-         "peak_memory_bytes", "attempts", "node", "traceback"}  # fmt: skip
-"""Columns of real time, places and versions."""
+         "peak_memory_bytes", "attempts", "node", "traceback", "ablation", "supernet", "supernet_run_id"}  # fmt: skip
+"""Columns of real time, places, versions and ids; a supernet's key depends on the source."""
 
 
 def write(out: Path, only: str = "") -> None:
@@ -199,7 +199,8 @@ def _report(folder: Path) -> list[str]:
     file = folder / "report" / "report.md"
     text = re.sub(r"\d{8}-\d{6}-[\w.]+-[0-9a-f]{6}", "RUN", file.read_text() if file.is_file() else "")
     lines = [re.sub(r" [\d.]+ (s|ms|min|h) \|$", "", line) for line in text.splitlines()]
-    return [line for line in lines if not re.match(r"\| (versions|source hash|started|ended) ", line)]
+    lines = [re.sub(r"[\d.]+ [kMG]B", "BYTES", line) for line in lines]  # among them the memory of this machine
+    return [line for line in lines if not re.match(r"\| (versions|source hash|started|ended|created|overrides) ", line)]
 
 
 def _values(folder: Path) -> list[str]:
