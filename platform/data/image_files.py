@@ -9,6 +9,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar, cast
@@ -473,13 +474,6 @@ def _read_column(file: Path, column: str, label: str) -> pa.ChunkedArray:
         raise ValueError(f"{file}: cannot be read ({str(error).splitlines()[0]}); {_expected(label)}") from error
 
 
-def _decode(image: Any, file: Path, row: int) -> ByteArray:
-    encoded = image["bytes"] if image else None
-    if not encoded:
-        raise ValueError(f"{file}: row {row} has no image; expected PNG or JPEG bytes in img")
-    return decode_image(encoded, f"{file}: row {row}", IMAGE_SHAPE)
-
-
 @dataclass(frozen=True, slots=True)
 class ParquetSource(Source):
     """The rows of one or more `train-*.parquet` and `test-*.parquet`, in the order of the file names."""
@@ -546,7 +540,10 @@ class ParquetSource(Source):
             column = _read_column(file, _image_column(_schema(file, self.label).names), self.label)
             here = sorted_rows[(sorted_rows >= start) & (sorted_rows < start + len(column))] - start
             for row, image in zip(here.tolist(), column.take(pa.array(here)), strict=True):
-                yield _decode(image.as_py(), file, row)
+                encoded = (image.as_py() or {}).get("bytes")
+                if not encoded:
+                    raise ValueError(f"{file}: row {row} has no image; expected PNG or JPEG bytes in img")
+                yield decode_image(encoded, f"{file}: row {row}", IMAGE_SHAPE)
             start += len(column)
 
 
@@ -621,14 +618,10 @@ class TorchvisionSource(Source):
         self._labels = {
             part: _torchvision_labels(dataset, f"data set 'torchvision:{name}'") for part, dataset in parts.items()
         }
-        self._names = self._found_names()
 
-    @property
+    @cached_property
     def class_names(self) -> Sequence[str]:
         """Torchvision's class names; numbers if it has none."""
-        return self._names
-
-    def _found_names(self) -> tuple[str, ...]:
         count = 1 + max(int(y.max()) for y in self._labels.values())
         names = getattr(self.parts["train"], "classes", None)
         texts = tuple(" / ".join(n) if isinstance(n, tuple) else str(n) for n in names) if names else ()

@@ -238,25 +238,16 @@ def _place(config: DataConfig, path: str) -> Path:
     return below if not as_given.exists() and below.exists() else as_given
 
 
-class _Known(Mapping[str, DataSet]):
+class _Known(dict[str, DataSet]):
     """The built-in data sets by name, and torchvision's by `torchvision:NAME`."""
 
-    def __init__(self, named: Mapping[str, DataSet]) -> None:
-        self._named = named
-
-    def __getitem__(self, name: str) -> DataSet:
-        if name.startswith(TORCHVISION):
-            return partial(torchvision_set, name.removeprefix(TORCHVISION))
-        return self._named[name]
+    def __missing__(self, name: str) -> DataSet:
+        if not name.startswith(TORCHVISION):
+            raise KeyError(name)
+        return partial(torchvision_set, name.removeprefix(TORCHVISION))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._named or (isinstance(name, str) and name.startswith(TORCHVISION))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._named)
-
-    def __len__(self) -> int:
-        return len(self._named)
+        return super().__contains__(name) or (isinstance(name, str) and name.startswith(TORCHVISION))
 
 
 DATASETS: Registry[DataSet] = Registry(
@@ -411,31 +402,19 @@ def check(config: DataConfig) -> None:
     """Raises a one-line ValueError for the first option that is out of range or does not fit the data set."""
     check_settings(config, "data.")
     data_choices(config)
-    if config.dataset in [*DATASETS.known] and config.dataset not in OF_ITS_OWN:
-        _check_partition(config.partition, config.dataset)
-        _check_kind(config)
-    _check_shares(config)
-
-
-def _check_partition(partition: str, dataset: str) -> None:
-    lacks = {**dict.fromkeys(BY_LABEL, dataset in TEXTS), "natural": dataset not in WITH_CLIENTS, "iid": False}
-    if lacks[partition]:
-        what = "has no class labels to draw by" if partition in BY_LABEL else "has no clients of its own"
-        allowed = ", ".join(p for p in PARTITIONS if not lacks[p])
-        raise ValueError(f"data.partition={partition}: {dataset} {what}; must be one of {allowed}")
-
-
-def _check_kind(config: DataConfig) -> None:
-    if config.dataset not in TEXTS and config.sequence_length is not None:
-        raise ValueError(f"data.sequence_length={config.sequence_length}: {config.dataset} holds images; leave it out")
-    if config.dataset in TEXTS and config.augment != "none" and config.augment in AUGMENTATIONS.known:
-        raise ValueError(f"data.augment={config.augment}: {config.dataset} is text; must be none")
-
-
-def _check_shares(config: DataConfig) -> None:
-    validation, test = config.validation_share, config.test_share
-    if test is not None and not validation + test < 1:
+    dataset = config.dataset
+    if dataset in [*DATASETS.known] and dataset not in OF_ITS_OWN:
+        lacks = {**dict.fromkeys(BY_LABEL, dataset in TEXTS), "natural": dataset not in WITH_CLIENTS, "iid": False}
+        if lacks[config.partition]:
+            what = "has no class labels to draw by" if config.partition in BY_LABEL else "has no clients of its own"
+            allowed = ", ".join(partition for partition in PARTITIONS if not lacks[partition])
+            raise ValueError(f"data.partition={config.partition}: {dataset} {what}; must be one of {allowed}")
+        if dataset not in TEXTS and config.sequence_length is not None:
+            raise ValueError(f"data.sequence_length={config.sequence_length}: {dataset} holds images; leave it out")
+        if dataset in TEXTS and config.augment != "none" and config.augment in AUGMENTATIONS.known:
+            raise ValueError(f"data.augment={config.augment}: {dataset} is text; must be none")
+    if config.test_share is not None and not config.validation_share + config.test_share < 1:
         raise ValueError(
-            f"data.validation_share={validation} and data.test_share={test}: must sum to less than 1; "
-            "the rest of a client's data trains"
+            f"data.validation_share={config.validation_share} and data.test_share={config.test_share}: must sum to "
+            "less than 1; the rest of a client's data trains"
         )

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def part_of(path: str) -> str:
 
 def mfcc(sound: Sound, features: str = "htk") -> Sound:
     """The features (40, 51) of one second at 16 kHz, in -1 to 1."""
-    librosa, f = _librosa(), FEATURES[features]
+    librosa, f = _imported("librosa"), FEATURES[features]
     bands = {"sr": f["rate"], "hop_length": f["hop"], "n_mels": f["mels"]}
     if features == "htk":
         of_bands = {**bands, "n_fft": f["fft"], "win_length": f["window"], "htk": True, "norm": None}
@@ -105,7 +106,7 @@ def read_second(path: Path, start: int = 0) -> Sound:
 
     Raises ValueError for a file that is no sound, empty, of another rate, or of several channels.
     """
-    soundfile = _soundfile()
+    soundfile = _imported("soundfile")
     try:
         samples, rate = soundfile.read(path, frames=RATE, start=start, dtype="float32", always_2d=True)
     except (soundfile.LibsndfileError, RuntimeError) as error:
@@ -118,26 +119,14 @@ def read_second(path: Path, start: int = 0) -> Sound:
     return np.pad(samples[:, 0], (0, RATE - len(samples)))
 
 
-def _librosa() -> Any:
-    """librosa, imported only where features are computed; ValueError if it cannot be."""
+def _imported(package: str) -> Any:
+    """A package that only preparing sounds needs; ValueError if it cannot be imported."""
     try:
-        import librosa
-    except ImportError as error:
-        raise _missing(error) from error
-    return librosa
-
-
-def _soundfile() -> Any:
-    """soundfile, imported only where sound is read; ValueError if it cannot be."""
-    try:
-        import soundfile
-    except (ImportError, OSError) as error:  # it looks for a library of the system
-        raise _missing(error) from error
-    return soundfile
-
-
-def _missing(error: Exception) -> ValueError:
-    return ValueError(f"speech_commands needs librosa and soundfile ({error}): pip install 'fedloom[speech]'")
+        return import_module(package)
+    except (ImportError, OSError) as error:  # soundfile looks for a library of the system
+        raise ValueError(
+            f"speech_commands needs librosa and soundfile ({error}): pip install 'fedloom[speech]'"
+        ) from error
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,13 +43,8 @@ def measure_of(measure: str) -> tuple[Measure, str]:
         case "activation_bytes":
             return activation_bytes_of, "meta"
         case "latency_s":
-            return median_seconds(), "cpu"
+            return lambda module, x: latency_s_of(module, x).median_s, "cpu"
     raise ValueError(f"unknown measure {measure!r}: known are {', '.join(MEASURES)}, bytes")
-
-
-def median_seconds(warmup: int = 3, repeats: int = 20) -> Measure:
-    """The measure of the median latency in seconds."""
-    return lambda module, x: latency_s_of(module, x, warmup=warmup, repeats=repeats).median_s
 
 
 def cost_of(
@@ -227,13 +222,16 @@ class SearchSpace(Protocol):
     # -- costs ------------------------------------------------------------------------------------------------------
 
     def cost_table(self, measure: str) -> CostTable:
-        """Costs of the fixed part and of every option for one sample.
+        """Costs of the fixed part and of every option for one sample; computed once.
 
-        `measure` is one of `fedloom.tiers.measure.MEASURES`, or bytes (of all sent tensors, buffers included).
-        By default an option's cost is the difference that it makes to the subnet of all first options.
-        Raises ValueError for an unknown measure.
+        `measure` is one of `fedloom.tiers.measure.MEASURES`, or bytes (of all sent tensors, buffers included). Latency
+        is measured on this host's CPU, part by part. Raises ValueError for an unknown measure.
         """
-        return once(self, measure, lambda space: _table_by_differences(space, measure))
+        return once(self, measure, lambda space: space._table_of(measure, *measure_of(measure)))
+
+    def _table_of(self, measure: str, of: Measure, device: str) -> CostTable:
+        """The costs as measured on the device; by default an option's is the difference that it makes to a subnet."""
+        return _table_by_differences(self, measure, of, device)
 
     def cheapest(self, table: CostTable) -> Architecture:
         """The architecture with the lowest cost by this table, which every client can train."""
@@ -271,9 +269,7 @@ def _facts(space: SearchSpace) -> _Facts:
     return _Facts(shapes, frozenset(name for name, _ in module.named_parameters()))
 
 
-def _table_by_differences(space: SearchSpace, measure: str) -> CostTable:
-    of, device = measure_of(measure)
-
+def _table_by_differences(space: SearchSpace, measure: str, of: Measure, device: str) -> CostTable:
     def cost(architecture: Architecture) -> float:
         build = partial(space.build_subnet, architecture)
         return cost_of(build, (1, *space.input_shape), of, device, space.input_dtype)

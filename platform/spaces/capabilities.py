@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import Tensor
 
@@ -124,44 +124,37 @@ class HasBlocks(SearchSpace, Protocol):
 
 def with_subspaces(space: SearchSpace, who: str) -> HasSubspaces:
     """The space, if it has subspaces; ValueError naming missing members."""
-    offering: HasSubspaces = _offering(space, HasSubspaces, who, "cnn_cifar")
-    return offering
+    return cast(HasSubspaces, _offering(space, HasSubspaces, who, "cnn_cifar"))
 
 
 def with_tasks(space: SearchSpace, who: str) -> HasTasks:
     """The space, if it has a classifier per task; ValueError naming missing members."""
-    offering: HasTasks = _offering(space, HasTasks, who, "cnn_cifar")
-    return offering
+    return cast(HasTasks, _offering(space, HasTasks, who, "cnn_cifar"))
 
 
 def summing_options(space: SearchSpace, who: str) -> SumsOptions:
     """The space, if it sums any subset of a decision's options; ValueError naming missing members."""
-    offering: SumsOptions = _offering(space, SumsOptions, who, "resnet18_modular or darts_s2")
-    return offering
+    return cast(SumsOptions, _offering(space, SumsOptions, who, "resnet18_modular or darts_s2"))
 
 
 def with_cells(space: SearchSpace, who: str) -> HasCells:
     """The space, if it consists of cells; ValueError naming missing members."""
-    offering: HasCells = _offering(space, HasCells, who, "darts_s2")
-    return offering
+    return cast(HasCells, _offering(space, HasCells, who, "darts_s2"))
 
 
 def with_depths(space: SearchSpace, who: str) -> HasDepths:
     """The space, if its subnets differ in depth and width; ValueError naming missing members."""
-    offering: HasDepths = _offering(space, HasDepths, who, "resnet_elastic")
-    return offering
+    return cast(HasDepths, _offering(space, HasDepths, who, "resnet_elastic"))
 
 
 def with_exits(space: SearchSpace, who: str) -> HasExits:
     """The space, if its subnets have an exit after every block; ValueError naming missing members."""
-    offering: HasExits = _offering(space, HasExits, who, "cnn_depth or resnet_depth")
-    return offering
+    return cast(HasExits, _offering(space, HasExits, who, "cnn_depth or resnet_depth"))
 
 
 def with_blocks(space: SearchSpace, who: str) -> HasBlocks:
     """The space, if its subnets consist of blocks; ValueError naming missing members."""
-    offering: HasBlocks = _offering(space, HasBlocks, who, "resnet_elastic")
-    return offering
+    return cast(HasBlocks, _offering(space, HasBlocks, who, "resnet_elastic"))
 
 
 def _offering(space: SearchSpace, what: type, who: str, such_as: str) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.base import Measure, SearchSpace, measure_of, median_seconds, ready, zeros_on
+from fedloom.platform.spaces.base import Measure, SearchSpace, ready, zeros_on
 from fedloom.platform.spaces.genome import ElasticGenome
 from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
 from fedloom.platform.spaces.slices import (
@@ -114,7 +114,6 @@ class ElasticSpace(SearchSpace):
         self.input_dtype = design.input_dtype
         self._genome = design.genome
         self.options = tuple(len(stage.contents) for stage in self._genome.stages)
-        self._tables: dict[str, CostTable] = {}
         self._stage_slices = lru_cache(maxsize=None)(self._slices_of_stage)
 
     # -- architectures ----------------------------------------------------------------------------------------------
@@ -324,23 +323,6 @@ class ElasticSpace(SearchSpace):
     def common_cost(self, table: CostTable) -> float:
         """The cost of the smallest subnet, because every stage keeps at least one block."""
         return table.cost(self.smallest)
-
-    def cost_table(self, measure: str) -> CostTable:
-        """Costs of stem and head and of every stage's options for one sample; computed once.
-
-        `measure` is one of `fedloom.tiers.measure.MEASURES`, or bytes (of all sent tensors, buffers included).
-        Latency is measured on this host's CPU, block by block with one sample.
-
-        Raises:
-            ValueError: an unknown measure.
-        """
-        if measure not in self._tables:
-            self._tables[measure] = self._table_of(measure, *measure_of(measure))
-        return self._tables[measure]
-
-    def latency_table(self, device: str = "cpu", *, warmup: int = 3, repeats: int = 20) -> CostTable:
-        """Measures the median seconds of stem and head together and of every stage's options on the device."""
-        return self._table_of("latency_s", median_seconds(warmup, repeats), device)
 
     def _table_of(self, measure: str, of: Measure, device: str) -> CostTable:
         """Measures blocks once per position and width, and sums their costs (for peaks: takes the maximum)."""

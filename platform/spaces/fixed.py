@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.base import SearchSpace, cost_of, measure_of
+from fedloom.platform.spaces.base import Measure, SearchSpace, cost_of
 from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
 from fedloom.platform.spaces.operator_choice import SpaceSizes
 from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap
@@ -55,7 +55,6 @@ class FixedSpace(SearchSpace):
         self.name = design.name
         self.input_shape: tuple[int, ...] = tuple(design.input_shape)
         self.options: tuple[int, ...] = (1,)
-        self._tables: dict[str, CostTable] = {}
 
     def validate(self, architecture: Architecture) -> None:
         """Raises ValueError for anything but the one architecture."""
@@ -104,17 +103,7 @@ class FixedSpace(SearchSpace):
         count = int(self.cost_table("parameters").fixed)
         return SpaceSizes(count, count, count, count)
 
-    def cost_table(self, measure: str) -> CostTable:
-        """The network's cost for one sample as the fixed part; the only option costs 0. Computed once.
-
-        `measure` is one of `fedloom.tiers.measure.MEASURES`, or bytes (of all sent tensors, buffers included).
-        Latency is measured on this host's CPU with one sample.
-
-        Raises:
-            ValueError: an unknown measure.
-        """
-        if measure not in self._tables:
-            of, device = measure_of(measure)
-            cost = cost_of(self.design.build, (1, *self.input_shape), of, device)
-            self._tables[measure] = CostTable(measure, cost, ((0.0,),), MEASURES.get(measure, "sum"))
-        return self._tables[measure]
+    def _table_of(self, measure: str, of: Measure, device: str) -> CostTable:
+        """The network's cost as the fixed part; the only option costs 0."""
+        cost = cost_of(self.design.build, (1, *self.input_shape), of, device)
+        return CostTable(measure, cost, ((0.0,),), MEASURES.get(measure, "sum"))

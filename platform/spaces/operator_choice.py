@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.base import Measure, SearchSpace, cost_of, measure_of, median_seconds, ready, zeros_on
+from fedloom.platform.spaces.base import Measure, SearchSpace, cost_of, ready, zeros_on
 from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
 from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, Subspace
 from fedloom.tiers.costs import CostTable, size_of
-from fedloom.tiers.measure import MEASURES, Latency, latency_s_of, shapes_only
+from fedloom.tiers.measure import MEASURES, shapes_only
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,6 @@ class NamedOperatorSpace(SearchSpace, ABC):
         self.input_dtype = input_dtype
         self.operator_names = operator_names
         self.options = tuple(map(len, operator_names))
-        self._tables: dict[str, CostTable] = {}
 
     # -- to be overridden -------------------------------------------------------------------------------------------
 
@@ -82,7 +81,7 @@ class NamedOperatorSpace(SearchSpace, ABC):
 
     @abstractmethod
     def _table_of(self, measure: str, of: Measure, device: str) -> CostTable:
-        """The costs of the fixed part and of every operator, measured on the device."""
+        """Costs of the fixed part and of every operator: the sum over all of its modules (for peaks, the maximum)."""
 
     # -- architectures ----------------------------------------------------------------------------------------------
 
@@ -228,31 +227,9 @@ class NamedOperatorSpace(SearchSpace, ABC):
     @property
     def num_parameters(self) -> SpaceSizes:
         """Trainable parameters of the supernet, its fixed part, its smallest and its largest architecture."""
-        table = self.parameters_table()
+        table = self.cost_table("parameters")
         supernet = table.fixed + sum(map(sum, table.options))
         return SpaceSizes(int(supernet), int(table.fixed), int(table.smallest), int(table.largest))
-
-    def parameters_table(self) -> CostTable:
-        """Trainable parameters of the fixed part and of each operator."""
-        return self.cost_table("parameters")
-
-    def cost_table(self, measure: str) -> CostTable:
-        """Costs of the fixed part and of every operator, for one sample; computed once.
-
-        An operator's cost is the sum over all of its modules in the network (for peaks, the maximum). `measure` is one
-        of `fedloom.tiers.measure.MEASURES`, or bytes (of all sent tensors, buffers included). Latency is measured on
-        this host's CPU with one sample, operator by operator.
-
-        Raises:
-            ValueError: an unknown measure.
-        """
-        if measure not in self._tables:
-            self._tables[measure] = self._table_of(measure, *measure_of(measure))
-        return self._tables[measure]
-
-    def latency_table(self, device: str = "cpu", *, warmup: int = 3, repeats: int = 20) -> CostTable:
-        """Measures the median seconds of the fixed part and of every operator with one sample on the device."""
-        return self._table_of("latency_s", median_seconds(warmup, repeats), device)
 
 
 def _path(architecture: Architecture) -> Subspace:
@@ -261,8 +238,6 @@ def _path(architecture: Architecture) -> Subspace:
 
 # -- one operator per layer: a fixed skeleton with searchable layers, of which a path chooses (FedorAS) ---------------
 # Tensors are named `fixed.*` and `layers.<layer>.ops.<operator>.*`.
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -439,31 +414,18 @@ class OperatorChoiceSpace(NamedOperatorSpace):
     # -- costs ------------------------------------------------------------------------------------------------------
 
     def _table_of(self, measure: str, of: Measure, device: str) -> CostTable:
-        fixed, rows = self._over_parts(device, of, 0.0)
-        options = tuple(tuple(map(float, row)) for row in rows)
-        return CostTable(measure, float(fixed), options, MEASURES.get(measure, "sum"))
-
-    def latencies(
-        self, device: str = "cpu", *, warmup: int = 3, repeats: int = 20
-    ) -> tuple[Latency, list[list[Latency]]]:
-        """Measured latency of the fixed part and of each operator of each layer, with its spread."""
-        return self._over_parts(device, partial(latency_s_of, warmup=warmup, repeats=repeats), Latency(0.0, 0.0, 0))
-
-    def _over_parts(
-        self, device: str, measure: Callable[[nn.Module, Tensor], T], nothing: T
-    ) -> tuple[T, list[list[T]]]:
-        """The costs of the fixed part and of each operator; an identity costs `nothing`."""
         sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device=device)
         ends = [(zeros_on(device, x), zeros_on(device, y)) for x, y in self._layer_ends]
 
-        def of_candidate(candidate: Candidate, x: Tensor) -> T:
+        def cost(candidate: Candidate, x: Tensor) -> float:
             module = ready(candidate.build, device)
-            return nothing if isinstance(module, nn.Identity) else measure(module, x)
+            return 0.0 if isinstance(module, nn.Identity) else float(of(module, x))
 
         outputs = [y for _, y in ends]
-        fixed = measure(ready(lambda: _FixedPart(self.build_fixed(), outputs), device), sample)
+        fixed = of(ready(lambda: _FixedPart(self.build_fixed(), outputs), device), sample)
         pairs = zip(self.candidates, ends, strict=True)
-        return fixed, [[of_candidate(candidate, x) for candidate in row] for row, (x, _) in pairs]
+        options = tuple(tuple(cost(candidate, x) for candidate in row) for row, (x, _) in pairs)
+        return CostTable(measure, float(fixed), options, MEASURES.get(measure, "sum"))
 
     @cached_property
     def _layer_ends(self) -> list[tuple[Tensor, Tensor]]:

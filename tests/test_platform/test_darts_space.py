@@ -283,7 +283,7 @@ def test_tables_add_up_over_subspaces() -> None:
     for kept in [MIXED.largest_subspace, *(random_subspace(MIXED, rng) for _ in range(3))]:
         net = MIXED.build_subspace(kept)
         assert size_of(MIXED.cost_table("macs"), kept) == macs_of(net, x)
-        assert size_of(MIXED.parameters_table(), kept) == parameters_of(net)
+        assert size_of(MIXED.cost_table("parameters"), kept) == parameters_of(net)
         assert size_of(MIXED.cost_table("bytes"), kept) == bytes_of(net.state_dict())
 
 
@@ -371,7 +371,7 @@ def test_tables_are_computed_once_and_know_their_kind() -> None:
 def test_latency_is_measured_without_touching_the_global_generator() -> None:
     space = space_of("darts_s2_small", operators=["noise", "skip_connect", "sep_conv_3x3"])
     before = torch.get_rng_state()
-    table = space.latency_table(warmup=0, repeats=2)
+    table = space.cost_table("latency_s")
     assert torch.equal(torch.get_rng_state(), before)
     assert table.fixed > 0
     assert table.options[0][1] == 0 < table.options[5][1]  # an identity; a factorised reduction

@@ -273,14 +273,14 @@ def test_tables_add_up_over_subspaces(space: ModularSpace) -> None:
     for kept in [space.largest_subspace, NOTHING, *(random_subspace(space, rng) for _ in range(3))]:
         net = space.build_subspace(kept)
         assert size_of(space.cost_table("macs"), kept) == macs_of(net, x)
-        assert size_of(space.parameters_table(), kept) == parameters_of(net)
+        assert size_of(space.cost_table("parameters"), kept) == parameters_of(net)
         assert size_of(space.cost_table("bytes"), kept) == bytes_of(net.state_dict())
     path = space.sample(rng)
     assert space.cost_table("activation_bytes").cost(path) == activation_bytes_of(space.build_subnet(path), x)
 
 
 def test_latency_and_unknown_measures() -> None:
-    table = SMALL.latency_table(warmup=0, repeats=1)
+    table = SMALL.cost_table("latency_s")
     assert table.fixed > 0
     assert all(cost > 0 for row in table.options for cost in row)
     with pytest.raises(ValueError, match="unknown measure 'flops'"):

@@ -49,7 +49,7 @@ def test_cnn_cifar_costs_are_exact_for_whole_subnets(cifar: OperatorChoiceSpace)
         with torch.device("meta"):
             subnet = space.build_subnet(path)
         assert macs_of(subnet, x) == space.cost_table("macs").cost(path)
-        assert parameters_of(subnet) == space.parameters_table().cost(path)
+        assert parameters_of(subnet) == space.cost_table("parameters").cost(path)
 
 
 def test_cnn_speech_has_the_published_size() -> None:
@@ -156,7 +156,7 @@ def test_a_stem_of_stride_two_leaves_a_quarter_of_the_macs(cifar: OperatorChoice
         costs = [s.cost_table("macs").cost(path) - s.cost_table("macs").fixed for s in (space, cifar)]
         # Approximately: gates of squeeze-and-excitation cost the same at every resolution.
         assert 4 * costs[0] == pytest.approx(costs[1], rel=0.01), operator
-    assert space.parameters_table().fixed == cifar.parameters_table().fixed
+    assert space.cost_table("parameters").fixed == cifar.cost_table("parameters").fixed
 
 
 def test_the_configuration_is_structured() -> None:

@@ -225,7 +225,7 @@ def test_tables_are_computed_once_and_know_their_kind(digits: OperatorChoiceSpac
 
 
 def test_latency_table_is_measured(digits: OperatorChoiceSpace) -> None:
-    table = digits.latency_table(warmup=1, repeats=3)
+    table = digits.cost_table("latency_s")
     assert table.fixed > 0
     assert all(row[8] == 0 and min(row[:8]) > 0 for row in table.options)
     assert table.largest < 1

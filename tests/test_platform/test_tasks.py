@@ -54,7 +54,7 @@ def test_a_supernet_has_a_classifier_for_each_task(tiny_config: Make) -> None:
     width = one.build_supernet().get_parameter("fixed.classifier.weight").shape[1]
     # 10 classes in the fixed part become 5 and 10 in options of the last decision.
     assert two.num_parameters.supernet - one.num_parameters.supernet == 5 * (width + 1)
-    table = two.parameters_table()
+    table = two.cost_table("parameters")
     assert table.options[-1] == (5 * (width + 1), 10 * (width + 1))
     for task, classes in enumerate((5, 10)):
         path = (*two.smallest[:-1], task)
