@@ -11,7 +11,6 @@ from annotated_types import Interval
 from fedloom.experiments.reproduce.help import REPRODUCE_HELP
 from fedloom.experiments.runs.overrides import last_values
 from fedloom.experiments.terminal import CONFIGURATION
-from fedloom.platform.plugins import an
 from fedloom.platform.search.base import Metric
 from fedloom.platform.settings import PATH, POSITIVE, UP_TO_A_MILLION, Setting, is_path
 from fedloom.platform.words import MOST_SAID, shown
@@ -87,6 +86,7 @@ def _path(given: str) -> Path:
 
 def _number(annotation: Any) -> Callable[[str], float]:
     """Reads a number of an option, so that a refusal names the option as it was typed."""
+    setting = Setting("", annotation)
 
     def read(given: str) -> float:
         from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -94,7 +94,8 @@ def _number(annotation: Any) -> Callable[[str], float]:
         try:
             number: float = TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False)).validate_strings(given)
         except ValidationError as error:
-            raise argparse.ArgumentTypeError(f"{shown(given)}: must be {an(str(Setting('', annotation)))}") from error
+            kind = "a whole number" if setting.kind == "int" else "a number"
+            raise argparse.ArgumentTypeError(f"{shown(given)}: must be {kind}, {setting.allowed}") from error
         return number
 
     return read

@@ -10,6 +10,7 @@ Only the driver checks values: workers, which unpickle configurations, do not im
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
@@ -298,13 +299,16 @@ def _refusal(kind: type, error: "ErrorDetails", prefix: str) -> ValueError:
         return ValueError(f"{setting.key} is missing: give {an(setting.kind)}")
     if error["type"] == "dataclass_type":
         return _group_refusal(_section(kind, path), prefix + ".".join(map(str, path)), given)
-    return _not_allowed(_setting(kind, path, prefix), given, is_of_type=error["type"] in OUT_OF_BOUNDS)
+    item = "".join(f"[{index}]" for index in path if isinstance(index, int))
+    return _not_allowed(_setting(kind, path, prefix), given, is_of_type=error["type"] in OUT_OF_BOUNDS, item=item)
 
 
-def _not_allowed(setting: Setting, given: Any, *, is_of_type: bool) -> ValueError:
-    """What was given, and what it must be: within the bounds, or else of which type."""
+def _not_allowed(setting: Setting, given: Any, *, is_of_type: bool, item: str = "") -> ValueError:
+    """What was given, and what it must be: within the bounds, or else of which type; `item` is its place in a list."""
     text = written(given) if given is None or isinstance(given, bool) else str(given)
     kind, needed = setting.kind, setting.allowed
+    if item and (inner := re.search(r"list\[(.*)\]", kind)):
+        kind = inner[1]
     if not is_of_type:
         needed = kind if kind.startswith(("one of", "true or false", "any")) else an(kind)
     else:
@@ -313,7 +317,7 @@ def _not_allowed(setting: Setting, given: Any, *, is_of_type: bool) -> ValueErro
             needed = f"{needed} and {finite}" if needed else finite
         needed = (needed or "finite") + (", or null" if kind.endswith(" or null") else "")
     close = nearest(text, setting.choices, cutoff=0.75)
-    return ValueError(f"{setting.key}={shown(given, lambda _: text)}: must be {needed}{close}")
+    return ValueError(f"{setting.key}{item}={shown(given, lambda _: text)}: must be {needed}{close}")
 
 
 CHOOSERS = ("name", "kind", "dataset", "rule", "heuristic")

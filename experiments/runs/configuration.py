@@ -259,9 +259,10 @@ def _blame_choices(choices: Mapping[str, str], chosen: Mapping[str, Any], error:
         raise ValueError(f"{PRESET}{preset}: {error}") from error
     fitting = of_method(method)
     others = f"a preset of {method} ({', '.join(fitting[:MOST_NAMES])})" if fitting else "another preset"
-    raise ValueError(
-        f"{PRESET}{preset} and method={method} do not go together: {error}, which the preset sets; choose {others}"
-    ) from error
+    cause = (
+        f"the preset sets {error.key}, which {method} does not have" if isinstance(error, UnknownKeyError) else error
+    )
+    raise ValueError(f"{PRESET}{preset} and method={method} do not go together: {cause}; choose {others}") from error
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

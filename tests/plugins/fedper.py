@@ -12,7 +12,7 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import client_samples, train_network, trained_outcome, update_of
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import Method, Round, Stage, to_all
+from fedloom.platform.federation.algorithm import Method, Stage, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo.personal import Personal, begun
@@ -60,15 +60,11 @@ def stages(config: FedPerConfig, world: World) -> list[Stage]:
     """Training, and the evaluation of every silo's network."""
     train, rules = config.train, checked_silos(world, config.train)
     subnet = Subnet(world.space.largest, stand_alone=True)
-
-    def client(round_: Round) -> TrainFedPer:
-        return TrainFedPer(subnet, round_.local, rules, train.use_validation)
-
     training = SiloTraining(
         *(world, train, rules),
         name=config.name,
         initial=fresh_subnet(world, subnet),
-        tasks=to_all(client),
+        tasks=to_all(lambda round_: TrainFedPer(subnet, round_.local, rules, train.use_validation)),
         test=lambda _state: ScoreOwn(subnet),
     )
     return training.and_evaluation()

@@ -153,7 +153,7 @@ def test_of_many_trials_those_at_work_are_shown_first() -> None:
 
 def arguments(**changes: Any) -> Namespace:
     usual: dict[str, Any] = {"plan": False, "json": False, "resume": None, "retry_failed": None}
-    return Namespace(**{**usual, "changed_plugins": False, "results": Path("r"), **changes})
+    return Namespace(**{**usual, "changed_plugins": False, "take_over": False, "results": Path("r"), **changes})
 
 
 def test_a_plan_is_shown_and_nothing_is_started(

@@ -67,7 +67,7 @@ def test_a_value_of_its_type_is_taken(option: str, value: Any, got: Any) -> None
         ("steps", True, "x.options.steps=true: must be an int or null"),
         ("kind", "mode", "x.options.kind=mode: must be one of mean, median"),
         ("fast", 2, "x.options.fast=2: must be true or false"),
-        ("levels", [1, "a"], r"x.options.levels=a: must be a list\[float\] or null"),
+        ("levels", [1, "a"], r"x.options.levels\[1\]=a: must be a float"),
         ("levels", "12", "x.options.levels=12: must be a list"),
         ("by_name", {"a": 1.5}, r"x.options.by_name=1.5: must be a dict\[text, int\] or null"),
     ],

@@ -25,10 +25,10 @@ ABLATION_CASES = {
     ),
     "no such file": (["ablation=nowhere/mine.yaml"], r"ablation=nowhere/mine.yaml: there is no such file"),
     "not YAML": (["axes: [1, 2\n"], r"mine.yaml cannot be read as YAML: expected ',' or '\]'"),
-    "a list": (["- lr\n"], r"mine.yaml: Cannot merge DictConfig with ListConfig"),
+    "a list": (["- lr\n"], r"cannot be read as YAML: Cannot merge DictConfig with ListConfig"),
     "no axes": (["seeds: [1]\n"], r"ablation.axes is empty: name at least one axis"),
     "unknown axis key": ([LR.replace("train.lr", "train.lrr")], r"'method.train.lrr'.*did you mean 'method.train.lr'"),
-    "wrong type": ([LR.replace("0.2", "fast")], r"method.train.lr: Value 'fast' of type 'str' could not be converted"),
+    "wrong type": ([LR.replace("0.2", "fast")], r"method.train.lr=fast: must be a float"),
     "axis of another method": (["ablation=spider_lambda"], r"unknown configuration key 'method.train.pull'"),
     "varied twice": (
         [LR.replace("axes: {", "axes: {too: {settings: {x: {method.train.lr: 1}}}, ")],
@@ -38,7 +38,10 @@ ABLATION_CASES = {
     "a seed": ([LR, "seed=2"], r"seed=2: an ablation has several seeds; give ablation.seeds=\[1,2\]"),
     "an axis of seeds": (["axes: {s: {key: seed, values: [1, 2]}}\n"], r"axes.s sets seed: .*give ablation.seeds"),
     "the same seed twice": ([LR, "ablation.seeds=[1,1]"], r"ablation.seeds=\[1, 1\]: give one or more different seeds"),
-    "unknown key of the ablation": ([LR, "ablation.sedes=[1]"], r"unknown key 'sedes'; did you mean 'seeds'"),
+    "unknown key of the ablation": (
+        [LR, "ablation.sedes=[1]"],
+        r"unknown configuration key 'ablation.sedes'.*'ablation.seeds'",
+    ),
     "key of the ablation that cannot be read": ([LR, "ablation.seeds=[1"], r"ablation.seeds=\[1 cannot be read"),
     "method of another preset": (
         ["axes: {m: {key: method, values: [fedavg]}}\n"],

@@ -20,8 +20,8 @@ CASES = {
         ["data.dataset=cifar11"],
         r"data.dataset: unknown data set 'cifar11': known are .*did you mean 'cifar10'",
     ),
-    "alpha of 0": (["data.alpha=0"], r"data.alpha=0.0: must be greater than 0"),
-    "negative alpha": (["data.alpha=-1"], r"data.alpha=-1.0: must be greater than 0"),
+    "alpha of 0": (["data.alpha=0"], r"data.alpha=0: must be greater than 0"),
+    "negative alpha": (["data.alpha=-1"], r"data.alpha=-1: must be greater than 0"),
     "too many clients": (
         ["data.num_clients=8", "method.train.clients_per_round=9"],
         r"method.train.clients_per_round=9: must be between 1 and the 8 clients",
@@ -69,23 +69,23 @@ CASES = {
         r"method.search.scoring=mixed: must be one of central, federated",
     ),
     "unknown policy": (["executor.failures.policy=ignore"], r"policy=ignore: must be one of stop, retry, tolerate"),
-    "impossible share of failures": (["executor.failures.max_share=2"], r"max_share=2.0: must be between 0 and 1"),
-    "no time for a client": (["executor.client_timeout_s=0"], r"client_timeout_s=0.0: must be greater than 0"),
+    "impossible share of failures": (["executor.failures.max_share=2"], r"max_share=2: must be between 0 and 1"),
+    "no time for a client": (["executor.client_timeout_s=0"], r"client_timeout_s=0: must be greater than 0"),
     "unknown executor": (["executor.kind=mpi"], r"executor.kind=mpi: must be one of ray, serial"),
     "fraction that does not divide a GPU": (["tiers.num_gpus=[.3,.3,.3,.3]"], r"num_gpus=0.3.*1/k.*0.333"),
     "resident clients in chunks": (
         ["executor.resident=true", "executor.chunk_size=2"],
         r"executor.chunk_size=2: resident clients take chunks of 1",
     ),
-    "a list in a list": (["tags=[[paper]]"], r"tags=\[\['paper'\]\]: must be a list\[text\]"),
-    "a mapping in a list": (["space.stage_layers=[{a: 1}]"], r"space.stage_layers=.*: must be a list\[int\] or null"),
+    "a list in a list": (["tags=[[paper]]"], r"tags\[0\]=\['paper'\]: must be a text"),
+    "a mapping in a list": (["space.stage_layers=[{a: 1}]"], r"space.stage_layers\[0\]=.*: must be an int"),
     "resident clients in stacks": (
         ["executor.resident=true", "executor.stack_clients=4"],
         r"executor.stack_clients=4: resident clients are trained alone",
     ),
     "no number of clients": (["executor.stack_clients=0"], r"stack_clients=0: must be auto, off, or a whole number"),
     "unknown precision": (["executor.precision=float16"], r"precision=float16: must be one of float32, tf32, bfloat16"),
-    "negative learning rate": (["method.train.lr=-1"], r"method.train.lr=-1.0: must be greater than 0"),
+    "negative learning rate": (["method.train.lr=-1"], r"method.train.lr=-1: must be greater than 0"),
 }
 
 
@@ -98,7 +98,7 @@ def test_is_refused_at_start_in_one_line(case: str, refused: Refuse) -> None:
 def test_a_budget_that_only_bad_rounds_make_impossible_is_refused_at_start(refused: Refuse) -> None:
     """What fits on a good day but not in the worst round of the trace must not stop a run in the middle."""
     line = refused("method.train.communication.value=0.03", "tiers.budget.kind=schedule", "tiers.budget.factors=[1,0]")
-    assert "tiers.budget.factors=[1.0, 0.0]: must be above 0 and at most 1" in line
+    assert "tiers.budget.factors[1]=0: must be above 0 and at most 1" in line
 
 
 def test_an_unknown_rule_is_refused_before_data_is_prepared(refused: Refuse, tmp_path: Path) -> None:

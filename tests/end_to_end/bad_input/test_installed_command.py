@@ -12,7 +12,7 @@ import pytest
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["run", "experiment=fedoras_digits", "data.alpha=0"], "data.alpha=0.0: must be greater than 0"),
+        (["run", "experiment=fedoras_digits", "data.alpha=0"], "data.alpha=0: must be greater than 0"),
         (["describe", "space=cnn_cifr"], "did you mean 'cnn_cifar'?"),
         (["prepare", "dataset=cifar10"], "cifar10 not found under"),
     ],

@@ -32,7 +32,7 @@ SILO_CASES = {
         r"search.kind=darts: must be one of perturbation, milenas",
     ),
     "tau of 0": ([*SILOS, "method.search.every=0"], r"method.search.every=0: must be at least 1"),
-    "negative lambda": ([*SILOS, "method.train.pull=-1"], r"method.train.pull=-1.0: must be 0 or more"),
+    "negative lambda": ([*SILOS, "method.train.pull=-1"], r"method.train.pull=-1: must be 0 or more"),
     "lambda that is no number": ([*SILOS, "method.train.pull=nan"], r"method.train.pull=nan: must be 0"),
     "no round": ([*SILOS, "method.train.rounds=0"], r"method.train.rounds=0: must be at least 1"),
     "space without cells": (
@@ -70,7 +70,7 @@ SILO_CASES = {
     ),
     "unknown option": (["method=ditto", *FIXED, "method.architecture=9-0-0"], r"cnn_digits"),
     "no adaptation": (["method=local_adaptation", *FIXED, "method.adapt.epochs=0"], r"method.adapt.epochs=0"),
-    "no inner step": (["method=per_fedavg", *FIXED, "method.train.local_factor=0"], r"local_factor=0.0: must be great"),
+    "no inner step": (["method=per_fedavg", *FIXED, "method.train.local_factor=0"], r"local_factor=0: must be great"),
     "no neighbours": (["method=knn_per", *FIXED, "method.neighbours=0"], r"method.neighbours=0"),
     "more pre-training than training": (
         ["method=fedmn", "space.name=darts_s2_small", *FIXED, "method.train.rounds=4"],
