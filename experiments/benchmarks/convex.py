@@ -25,10 +25,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import fedloom.platform.methods  # noqa: F401 - registers the built-in rules
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
-from fedloom.platform.clients.local_rules import PLAIN, LocalClient, local_rule, place_of
-from fedloom.platform.clients.training import SGD, LocalSGD
+from fedloom.platform.clients.local_rules import LocalClient, local_rule, place_of
+from fedloom.platform.clients.training import PLAIN, SGD, LocalSGD
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.spaces.slices import Slice
 

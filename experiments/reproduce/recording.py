@@ -19,8 +19,7 @@ from fedloom.experiments.reproduce.records import (
     recorded_scale,
 )
 from fedloom.experiments.reproduce.schema import HOUR_S, Item, Read
-from fedloom.experiments.store.ablations import FOLDER as ABLATIONS
-from fedloom.experiments.store.ablations import read_ablation
+from fedloom.experiments.store.ablations import FOLDER as ABLATIONS, read_ablation
 from fedloom.platform.results.files import check_writable, write_atomically
 
 DIGITS = 6

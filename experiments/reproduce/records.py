@@ -22,7 +22,15 @@ from fedloom.experiments.reproduce.starts import START_FROM
 FOLDER = "recorded"
 COUNTED = ITEMS / "counted.yaml"
 """What is counted without training, by item, scale, quantity, setting and place; a test keeps the file up to date."""
-LATER = ("label_sets", "balanced_classes", "idle_momentum", "one_per_round", "keep_momentum", "own_start")
+LATER = (
+    "label_sets",
+    "balanced_classes",
+    "idle_momentum",
+    "one_per_round",
+    "keep_momentum",
+    "own_start",
+    "processors",
+)
 """Keys that came after the first records, which are of runs without them."""
 
 

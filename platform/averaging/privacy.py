@@ -24,12 +24,71 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedloom.platform.averaging.average import Averaged, Coverage, Covered, part_of
+from fedloom.platform.averaging.accounting import Mechanism, epsilon, with_round
+from fedloom.platform.averaging.average import Averaged, Coverage, Covered, Update, part_of
+from fedloom.platform.averaging.processors import Message, Processor, ServerContext
+from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Region, SliceMap, Weights
+
+SPENT = "privacy"
+"""The JSON value that holds what all stages so far have spent of differential privacy."""
+
+
+@dataclass(frozen=True)
+class DifferentialPrivacy(Processor):
+    """Clients clip their changes and limit their weights; the server adds noise and accounts for it.
+
+    Attributes:
+        clip, noise: S and z.
+        weight_cap: what weights are divided by and then limited to 1; None if no weight is above 1.
+        least_coverage: scalars that fewer clients are expected to hold are never changed.
+        delta, accountant: for epsilon.
+        mechanism, population: how a round samples its clients, and among how many.
+    """
+
+    clip: float
+    noise: float
+    weight_cap: float | None
+    least_coverage: float
+    delta: float
+    accountant: str
+    mechanism: Mechanism
+    population: int
+
+    def on_client(self, message: Message) -> Message:
+        clip_changes(message.update.tensors, message.received, self.clip)
+        update = replace(message.update, weights=limited(message.update, self.weight_cap or 1.0))
+        return replace(message, update=update)
+
+    def on_mean(self, averaged: Averaged, context: ServerContext) -> Averaged:
+        """The mean with fixed denominators and noise."""
+        noise = torch_stream(context.seed, "noise", context.stage, context.round)
+        expected, std = context.expected_weights(), self.noise * self.clip
+        return privatised(averaged, context.old, expected, std, self.least_coverage, noise)
+
+    def recorded(self, context: ServerContext) -> dict[str, Any]:
+        """The mechanisms of all stages' rounds, with this one."""
+        return {SPENT: with_round(context.data.get(SPENT, []), self.mechanism, self.population)}
+
+    def schedules(self, context: ServerContext) -> dict[str, float]:
+        """The epsilon of all rounds with this one, if there is noise."""
+        if not self.noise:
+            return {}
+        return {"epsilon": epsilon(self.recorded(context)[SPENT], self.delta, self.accountant)}
+
+
+def limited(update: Update, cap: float) -> dict[str, float]:
+    """The weights divided by `cap` and limited to 1; counters, which would tell a client's samples, weigh 0."""
+    return {
+        name: min(weight / cap, 1.0) if update.tensors[name].is_floating_point() else 0.0
+        for name, weight in update.weights.items()
+    }
 
 
 @torch.no_grad()

@@ -18,9 +18,10 @@ cryptographic one: what is simulated is the arithmetic, the messages and their s
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -28,8 +29,11 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.average import MASKED, TensorSum, Update, WeightedSums, part_in, part_of
+from fedloom.platform.averaging.processors import Message, Processor, ServerContext, Traffic
 from fedloom.platform.seeding import stream
-from fedloom.platform.spaces.slices import Region, Slice, Weights
+from fedloom.platform.spaces.slices import Region, Slice, SliceMap, Weights
+
+logger = logging.getLogger(__name__)
 
 PRIME = 2**127 - 1
 """The field of Shamir's shares; secrets are seeds of 63 bits."""
@@ -74,7 +78,41 @@ Held = Mapping[str, Region]
 
 
 @dataclass(frozen=True)
-class SecureRound:
+class SecureAggregation(Processor):
+    """Masks that leave the server the sums alone.
+
+    Attributes:
+        fraction_bits: the binary places of fixed point.
+        survivors: the share of a cohort without which nothing is revealed.
+    """
+
+    fraction_bits: int = 16
+    survivors: float = 0.5
+    least_contributors = 2
+
+    def begun(self, context: ServerContext) -> SecureRound:
+        """The round's masks, of the regions that its clients hold."""
+        held = {client: _regions(slices, context.old) for client, slices in context.held().items()}
+        needed, place = needed_of(len(held), self.survivors), (context.stage, context.round)
+        return SecureRound(context.seed, place, _shared(held), needed, self.fraction_bits, context.min_contributors)
+
+
+def _regions(slices: SliceMap, old: Weights) -> Held:
+    """The region of every shared tensor that a client with these slices holds."""
+    return {p.source: _whole(old[p.source]) if p.region is None else p.region for p in slices.values()}
+
+
+def _shared(held: Mapping[int, Held]) -> dict[int, Held]:
+    """The same, with one object for all clients that hold the same, which is sent to workers once."""
+    different = list[Held]()
+    for regions in held.values():
+        if regions not in different:
+            different.append(regions)
+    return {client: different[different.index(regions)] for client, regions in held.items()}
+
+
+@dataclass(frozen=True)
+class SecureRound(Processor):
     """What all clients of a round agree on before it.
 
     Attributes:
@@ -104,6 +142,12 @@ class SecureRound:
         return int(stream(self.seed, "secure", *self.place, *what).integers(2**63))
 
     # -- the client ------------------------------------------------------------------------------------------------
+
+    def on_client(self, message: Message) -> Message:
+        """The message behind masks, and with those of the protocol."""
+        update = self.masked(message.client_id, message.update, message.received)
+        traffic = Traffic(*(sent + more for sent, more in zip(message.traffic, self.message_bytes, strict=True)))
+        return replace(message, update=update, traffic=traffic)
 
     def masked(self, client: int, update: Update, received: Weights) -> Update:
         """The update as it is sent: its weighted changes in fixed point, behind masks, as int32 modulo 2^32.
@@ -152,6 +196,18 @@ class SecureRound:
         return int(stream(seed, source).integers(2**63))
 
     # -- the server ------------------------------------------------------------------------------------------------
+
+    def on_sums(self, sums: WeightedSums, context: ServerContext) -> WeightedSums:
+        """The sums without masks; empty ones if too few clients have answered for anything to be revealed."""
+        if not context.answered:
+            return sums
+        unmasked = self.unmasked(sums, context.answered, context.old)
+        if unmasked is None:
+            logger.warning(
+                "%s, round %d: %d of %d clients answered, %d are needed to reveal their sum: nothing is learned",
+                *(context.stage, context.round + 1, len(context.answered), len(self.held), self.needed),
+            )
+        return WeightedSums() if unmasked is None else unmasked
 
     def unmasked(self, sums: WeightedSums, survivors: Sequence[int], old: Weights) -> WeightedSums | None:
         """The sums of weighted values, as `WeightedSums.finish` takes them; None if too few have survived."""
@@ -226,8 +282,12 @@ def _noise(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.empty(tuple(shape), dtype=MASKED).random_(LOW, HIGH, generator=generator)
 
 
+def _whole(tensor: Tensor) -> Region:
+    return tuple((0, n) for n in tensor.shape)
+
+
 def _region(piece: Slice, tensor: Tensor) -> Region:
-    return piece.region if piece.region is not None else tuple((0, n) for n in tensor.shape)
+    return piece.region if piece.region is not None else _whole(tensor)
 
 
 def _shape(region: Region) -> tuple[int, ...]:

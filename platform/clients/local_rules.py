@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from fedloom.platform.averaging.server import ServerStep
     from fedloom.platform.clients.training import Correction, LocalSGD
 
-PLAIN = ComponentSpec("sgd")
 STATE = "rule/"
 """Prefix of a rule's names in a client's state, which may also hold a method's own tensors."""
 

@@ -164,7 +164,6 @@ def _trained(worker: Worker, assignments: Sequence[Assignment], weights: Weights
     stack = _stack(worker, module, network, weights, data, len(clients))
     begun = [_begin(worker, client, network, weights, stack) for client in ordered]
     figures = train_stack(stack, task.local, worker.objective)
-    size = sum(t[0].numel() for t in stack.parameters.values())
     outcomes: list[ClientResult | None] = []
     for client in clients:
         k = client.place
@@ -173,9 +172,7 @@ def _trained(worker: Worker, assignments: Sequence[Assignment], weights: Weights
             continue
         tensors = stack.of(k)
         own = {name: tensors[name] for name in network.slices}
-        trained = TrainedNetwork(
-            network, own, {}, figures[k], size, *ended(*begun[k], client.task.sends, client.task.by)
-        )
+        trained = TrainedNetwork(network, own, {}, figures[k], tuple(stack.parameters), *ended(*begun[k]))
         if task.scored:
             worker.load(network.module, own, {name: Slice(name) for name in own})
         outcomes.append(client.task.finished(worker, client.assignment, trained, client.samples, weights))
@@ -208,6 +205,6 @@ def _begin(
     assignment = client.assignment
     local = local_client(worker, assignment, network, weights, client.samples, client.task.local, parameters)
     generator = torch_stream(worker.spec.training_seed, "batches", *places_of(assignment))
-    rule = local_rule(client.task.rule)
+    rule = local_rule(client.task.local.rule)
     stack.members.append(Member(client.start, client.samples, generator, rule.begin(local)))
     return rule, local

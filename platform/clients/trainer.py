@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.averaging.average import Update, first_not_finite
+from fedloom.platform.averaging.processors import Message, Processors, Traffic, expected_traffic, sent
 from fedloom.platform.averaging.weighting import FEDAVG, Work, weighting_rule, weights_of
 from fedloom.platform.clients.assignments import (
     Assignment,
@@ -23,12 +24,11 @@ from fedloom.platform.clients.assignments import (
     client_of,
     places_of,
 )
-from fedloom.platform.clients.local_rules import PLAIN, STATE, LocalClient, LocalRule, local_rule
+from fedloom.platform.clients.local_rules import STATE, LocalClient, LocalRule, local_rule
 from fedloom.platform.clients.networks import Subnet, in_task
 from fedloom.platform.clients.scoring import GLOBAL, measurements_of, score_loaded
 from fedloom.platform.clients.training import (
     SGD,
-    Correction,
     LocalSGD,
     Samples,
     Step,
@@ -42,24 +42,21 @@ from fedloom.platform.spaces.slices import FLOAT_BYTES, Slice, Weights, bytes_of
 if TYPE_CHECKING:
     from fedloom.platform.clients.networks import Countable, Network
     from fedloom.platform.clients.objectives import Objective
-    from fedloom.platform.clients.sealing import SecurePlan
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.plugins import ComponentSpec
 
 
 @dataclass(frozen=True)
-class Sent:
+class RuleUpdate:
     """What a local rule sends with the model: tensors by their shared names, their slices and weights.
 
     A weight of None stands for the largest weight of the model's own tensors. `factors` belong to the model's tensors.
-    `left_out` is the number of the model's scalars whose change is not sent.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     slices: Mapping[str, Slice] = field(default_factory=dict)
     weights: Mapping[str, float | None] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=dict)
-    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,8 @@ class TrainedNetwork:
     Attributes:
         tensors: the worker's module's tensors by name, valid until another network is loaded into the module.
         momentum: SGD's momentum buffers by parameter, where there is one.
-        parameters: the number of trained scalars.
-        sent, state: what the local rule sends with the model, and its state for the client.
+        parameters: the names of the trained tensors, in the network's order.
+        rule_update, state: what the local rule sends with the model, and its state for the client.
         rule_macs: forward MACs of the local rule's own passes.
         rows: the ranges of rows that count of a tensor, where not all do.
     """
@@ -79,8 +76,8 @@ class TrainedNetwork:
     tensors: Mapping[str, Tensor]
     momentum: Mapping[str, Tensor]
     figures: Trained
-    parameters: int
-    sent: Sent = Sent()
+    parameters: tuple[str, ...]
+    rule_update: RuleUpdate = RuleUpdate()
     state: ClientState = field(default_factory=dict)
     rule_macs: float = 0.0
     rows: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
@@ -89,6 +86,11 @@ class TrainedNetwork:
     def macs(self) -> float:
         """MACs of the forward passes over all samples seen, and of the local rule's."""
         return self.network.macs_of(self.figures) + self.rule_macs
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of trained scalars."""
+        return sum(self.tensors[name].numel() for name in self.parameters)
 
     def checked(self) -> TrainedNetwork:
         """Returns itself; raises TaskError for tensors that are not finite (possible after a finite last loss)."""
@@ -106,11 +108,11 @@ class TrainedNetwork:
         return replace(self, tensors={name: tensor.detach().clone() for name, tensor in self.tensors.items()})
 
 
-def client_samples(worker: Worker, assignment: Assignment, *, joined: bool = False) -> Samples:
-    """The client's training data, with its validation data if `joined`."""
+def client_samples(worker: Worker, assignment: Assignment, *, use_validation: bool = False) -> Samples:
+    """The client's training data, with its validation data if `use_validation`."""
     client_id = client_of(assignment)
     x, y = worker.client_data(client_id, "train")
-    if not joined:
+    if not use_validation:
         return x, y
     more_x, more_y = worker.client_data(client_id, "validation")
     return torch.cat([x, more_x]), torch.cat([y, more_y])
@@ -123,50 +125,35 @@ def train_network(
     weights: Weights,
     data: Samples,
     local: LocalSGD,
-    *,
-    rule: ComponentSpec = PLAIN,
-    correct: Correction | None = None,
-    momentum: Mapping[str, Tensor] | None = None,
-    sends: float = 1.0,
-    by: str = "change",
-    step: Callable[[SGD], Step] = lambda sgd: sgd,
+    optimiser: Callable[[SGD], Step] = lambda sgd: sgd,
 ) -> TrainedNetwork:
     """Trains a network locally from `weights`; all networks that an assignment trains see the same batches.
 
-    Args:
-        rule: the local rule.
-        correct: a correction of the gradients that replaces the rule's.
-        momentum: SGD's momentum buffers from an earlier training.
-        sends, by: the share of the parameters' changes that the client sends, the largest ones (`thin_out`).
-        step: wraps the SGD step over the network's parameters, for example to update further variables.
-
-    Raises TaskError if the training diverged.
+    `optimiser` makes the optimiser from SGD over the network's parameters, for example one that goes on with the
+    momentum of an earlier round (`SGD.resume`) or also updates further variables. Raises TaskError if the training
+    diverged.
     """
     tensors = worker.load(network.module, weights, network.slices)
     data = in_task(worker, data, network)
     parameters = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-    chosen_rule = local_rule(rule)
+    rule = local_rule(local.rule)
     client = local_client(worker, assignment, network, weights, len(data[1]), local, parameters)
-    if chosen_rule.extra_passes:
+    if rule.extra_passes:
         from fedloom.platform.clients.gradients import gradients_at  # what hardly any rule needs
 
         draws = torch_stream(worker.spec.training_seed, "gradients", *places_of(assignment))
         client.gradients = partial(gradients_at, worker, network, weights, data, local, draws)
-    if correct is None:
-        correct = chosen_rule.begin(client)
-    on_device = {name: buffer.to(worker.device) for name, buffer in (momentum or {}).items()}
-    sgd = SGD(local, parameters, correct, on_device)
+    sgd = SGD(local, parameters, rule.begin(client))
     worker.set_mode(network.module, training=True)
     generator = torch_stream(worker.spec.training_seed, "batches", *places_of(assignment))
     objective = worker.objective.for_client(data[1])
     with worker.randomness(network.module, generator):
-        figures = _locally(network, step(sgd), data, local, generator, objective)
-    size = sum(t.numel() for t in parameters.values())
-    rule_macs = chosen_rule.extra_passes * network.macs * len(data[1])
+        figures = _locally(network, optimiser(sgd), data, local, generator, objective)
+    rule_macs = rule.extra_passes * network.macs * len(data[1])
     classes = objective.counted_classes
     rows = {} if classes is None else _rows_of_classes(worker, network.module, tensors, classes)
     return TrainedNetwork(
-        network, tensors, sgd.momentum, figures, size, *ended(chosen_rule, client, sends, by), rule_macs, rows
+        network, tensors, sgd.momentum, figures, tuple(parameters), *ended(rule, client), rule_macs, rows
     )
 
 
@@ -200,28 +187,12 @@ def _locally(
     return found
 
 
-def ended(
-    rule: LocalRule, client: LocalClient, sends: float = 1.0, by: str = "change"
-) -> tuple[Sent, dict[str, Tensor]]:
+def ended(rule: LocalRule, client: LocalClient) -> tuple[RuleUpdate, dict[str, Tensor]]:
     """Ends the local rule; returns what it sends with the model, and its state for the client."""
-    left_out = 0
     with torch.no_grad():
         rule.end(client)
-        if sends < 1:
-            from fedloom.platform.clients.thinning import thin_out  # what only few clients need
-
-            left_out = thin_out(client.parameters, client.received, sends, by)
     state = {f"{STATE}{name}": tensor for name, tensor in client.state.items()}
-    return Sent(client.sent, client.sent_slices, client.sent_weights, client.factors, left_out), state
-
-
-def _saved_bytes(parameters: int, left_out: int) -> int:
-    """The bytes that are saved if so many parameters' changes are not sent."""
-    if not left_out:
-        return 0
-    from fedloom.platform.clients.thinning import saved_by
-
-    return saved_by(parameters, left_out)
+    return RuleUpdate(client.sent, client.sent_slices, client.sent_weights, client.factors), state
 
 
 def received(worker: Worker, network: Network, weights: Weights) -> dict[str, Tensor]:
@@ -261,8 +232,10 @@ def update_of(
     figures = trained.figures
     work = Work(num_samples, figures.seen_samples, trained.network.seen(figures), share)
     weights, unheld = weights_of(weighting_rule(weighting), work)
-    update = Update(trained.tensors, trained.network.slices, weights, unheld, trained.sent.factors, rows=trained.rows)
-    return with_more(update, trained.sent.tensors, trained.sent.slices, trained.sent.weights)
+    update = Update(
+        trained.tensors, trained.network.slices, weights, unheld, trained.rule_update.factors, rows=trained.rows
+    )
+    return with_more(update, trained.rule_update.tensors, trained.rule_update.slices, trained.rule_update.weights)
 
 
 def with_more(
@@ -286,20 +259,19 @@ def with_more(
 
 
 def trained_outcome(trained: TrainedNetwork, num_samples: int, update: Update) -> ClientResult:
-    """The outcome of a round that trains the shared model: the client receives and sends the same tensors."""
+    """The result of a round that trains the shared model: the client receives and sends the same tensors."""
     size_bytes, figures = bytes_of(update.tensors), trained.figures
-    saved_bytes = _saved_bytes(trained.parameters, trained.sent.left_out)
     return ClientResult(
         update=update,
         samples=num_samples,
         steps=figures.steps,
         macs=trained.macs,
         bytes_down=size_bytes,
-        bytes_up=size_bytes - saved_bytes,
+        bytes_up=size_bytes,
         loss=figures.loss,
         metric=figures.accuracy,
         loss_norm=figures.loss_norm,
-        parameters=trained.parameters,
+        parameters=trained.num_parameters,
         architecture=trained.network.architecture,
         subspace=trained.network.subspace,
         state=trained.state or None,
@@ -313,82 +285,73 @@ class Train:
     Attributes:
         weighting: the weighting rule of the client's tensors (`averaging.weighting`).
         share: the client's share, a factor of these weights set by the server.
-        rule: the local rule.
-        joined: whether to train on the validation data as well.
-        scored: whether to score the trained network on the client's validation data (unless `joined`).
-        sends: the share of the parameters' changes that is sent, the largest ones `by` change or trained weight.
-        clip, weight_cap: limits of the change's norm and of the weights, for differential privacy.
-        secure: the round's secure aggregation, if there is one.
+        use_validation: whether to train on the validation data as well.
+        scored: whether to score the trained network on the client's validation data (unless `use_validation`).
+        processors: what happens to the update before it is sent.
     """
 
     network: Countable
     local: LocalSGD
     weighting: ComponentSpec = FEDAVG
     share: float = 1.0
-    rule: ComponentSpec = PLAIN
-    joined: bool = False
+    use_validation: bool = False
     scored: bool = False
-    sends: float = 1.0
-    by: str = "change"
-    clip: float | None = None
-    weight_cap: float | None = None
-    secure: SecurePlan | None = None
+    processors: Processors = ()
 
     @property
     def splits(self) -> tuple[str, ...]:
         """The splits of the client's samples that it trains on."""
-        return ("train", "validation") if self.joined else ("train",)
+        return ("train", "validation") if self.use_validation else ("train",)
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Trains the network; the update holds all of its tensors."""
         network = self.network.on(worker, assignment)
-        data = client_samples(worker, assignment, joined=self.joined)
-        trained = train_network(
-            worker, assignment, network, weights, data, self.local, rule=self.rule, sends=self.sends, by=self.by
-        )
+        data = client_samples(worker, assignment, use_validation=self.use_validation)
+        trained = train_network(worker, assignment, network, weights, data, self.local)
         return self.finished(worker, assignment, trained, len(data[1]), weights)
 
     def finished(
         self, worker: Worker, assignment: Assignment, trained: TrainedNetwork, samples: int, weights: Weights
     ) -> ClientResult:
-        """The outcome with what is asked for privacy: the change clipped, the update behind masks."""
-        if self.clip is not None:
-            from fedloom.platform.averaging.privacy import clip_changes
+        """The result of a network that has been trained and is loaded in the worker's module."""
+        result = self.outcome(trained, samples)
+        if self.processors:
+            result = self._processed(client_of(assignment), result, trained, received(worker, trained.network, weights))
+        if self.scored and not self.use_validation:
+            result = replace(result, measurements=validation_scores(worker, assignment, trained.network))
+        return result
 
-            clip_changes(trained.tensors, received(worker, trained.network, weights), self.clip)
-        outcome = self.outcome(worker, assignment, trained, samples)
-        if self.secure is None or outcome.update is None:
-            return outcome
-        from fedloom.platform.clients.sealing import sealed
+    def _processed(
+        self, client_id: int, result: ClientResult, trained: TrainedNetwork, before: Weights
+    ) -> ClientResult:
+        """The result with its update as it is sent; TaskError if it does not fit the form in which it is sent."""
+        assert result.update is not None, "it has trained"
+        traffic = Traffic(result.bytes_down, result.bytes_up)
+        try:
+            message = sent(self.processors, Message(client_id, result.update, before, trained.parameters, traffic))
+        except OverflowError as error:
+            raise TaskError(str(error)) from error
+        traffic = message.traffic
+        return replace(result, update=message.update, bytes_down=traffic.down_bytes, bytes_up=traffic.up_bytes)
 
-        return sealed(self.secure.on(worker.space, weights), client_of(assignment), outcome, trained.network, weights)
-
-    def outcome(self, worker: Worker, assignment: Assignment, trained: TrainedNetwork, samples: int) -> ClientResult:
-        """The outcome of a network that has been trained and is loaded in the worker's module."""
-        update = update_of(trained, samples, self.weighting, self.share)
-        if self.clip is not None:
-            from fedloom.platform.clients.sealing import limited
-
-            update = replace(update, weights=limited(update, self.weight_cap or 1.0))
-        outcome = trained_outcome(trained, samples, update)
-        if self.joined or not self.scored:
-            return outcome
-        return replace(outcome, measurements=validation_scores(worker, assignment, trained.network))
+    def outcome(self, trained: TrainedNetwork, samples: int) -> ClientResult:
+        """The result of a trained network, before its update is processed."""
+        return trained_outcome(trained, samples, update_of(trained, samples, self.weighting, self.share))
 
     def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
         """The costs of `run`, counted without training."""
         held = sum(worker.data.size(client_of(assignment), split) for split in self.splits)
         batches = batch_sizes(held, self.local)
-        cost, rule = self.network.account(worker, assignment, batches), local_rule(self.rule)
+        cost, rule = self.network.account(worker, assignment, batches), local_rule(self.local.rule)
         samples = sum(batches) // self.local.epochs
         sent_bytes = int(cost.size_bytes) + len(rule.shared) * FLOAT_BYTES * cost.parameters
+        traffic = expected_traffic(self.processors, cost.parameters, Traffic(sent_bytes, sent_bytes))
         return ClientResult(
             samples=samples,
             steps=len(batches),
             macs=cost.macs + rule.extra_passes * cost.macs * samples / max(1, sum(batches)),
-            bytes_down=sent_bytes,
-            bytes_up=sent_bytes
-            - _saved_bytes(cost.parameters, cost.parameters - math.ceil(self.sends * cost.parameters)),
+            bytes_down=traffic.down_bytes,
+            bytes_up=traffic.up_bytes,
             parameters=cost.parameters,
             architecture=cost.architecture,
             subspace=cost.subspace,
@@ -401,7 +364,9 @@ def common_subnet(tasks: Sequence[Task]) -> Subnet | None:
     None as well for a local rule with passes of its own, which need a module for each client.
     """
     first = tasks[0] if tasks else None
-    if not isinstance(first, Train) or not isinstance(first.network, Subnet) or local_rule(first.rule).extra_passes:
+    if not isinstance(first, Train) or not isinstance(first.network, Subnet):
+        return None
+    if local_rule(first.local.rule).extra_passes:
         return None
     return first.network if all(first is task or _alike(first, task) for task in tasks) else None
 

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,10 +15,13 @@ from torch.optim.sgd import sgd
 
 from fedloom.platform.data.augment import NO_AUGMENTATION, augmentation
 from fedloom.platform.data.on_device import upload
+from fedloom.platform.plugins import ComponentSpec
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.objectives import Objective
-    from fedloom.platform.plugins import ComponentSpec
+
+PLAIN = ComponentSpec("sgd")
+"""The local rule of plain SGD."""
 
 Samples = tuple[Tensor, Tensor]
 """Inputs (n, ...) and targets (n,) or (n, T)."""
@@ -32,7 +35,7 @@ Correction = Callable[[str, Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """Hyper-parameters of a client's local training in one round.
+    """A client's local training in one round: the hyper-parameters of its SGD, and its local rule.
 
     `balanced` makes a client's classes equally likely, see `batch_indices`; `loss_norm` asks for `Trained.loss_norm`;
     with `steps`, training ends after that many steps, if not before. `idle_momentum` is explained at `SGD`.
@@ -49,6 +52,12 @@ class LocalSGD:
     balanced: bool = False
     loss_norm: bool = False
     steps: int | None = None
+    rule: ComponentSpec = PLAIN
+
+    @property
+    def plain(self) -> LocalSGD:
+        """The same without the local rule, for networks that stay with the client."""
+        return replace(self, rule=PLAIN)
 
 
 @dataclass(frozen=True)
@@ -254,10 +263,17 @@ class SGD:
         self.local, self.correct = local, correct
         self.names, self.parameters = tuple(parameters), tuple(parameters.values())
         self._buffers: dict[int, Tensor | None] = {}
-        if momentum:
-            self._buffers = {i: momentum[name] for i, name in enumerate(self.names) if name in momentum}
+        self.resume(momentum or {})
         for parameter in self.parameters:
             parameter.grad = None
+
+    def resume(self, momentum: Mapping[str, Tensor], correct: Correction | None = None) -> SGD:
+        """Goes on with the momentum buffers of an earlier training, and with another correction if one is given."""
+        for i, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            if name in momentum:
+                self._buffers[i] = momentum[name].to(parameter.device)
+        self.correct = self.correct if correct is None else correct
+        return self
 
     @property
     def momentum(self) -> dict[str, Tensor]:
@@ -295,6 +311,11 @@ class SGD:
                 gradient_of(parameter).zero_()
             else:
                 parameter.grad = None
+
+
+def resumed(momentum: Mapping[str, Tensor], correct: Correction | None = None) -> Callable[[SGD], SGD]:
+    """Makes SGD go on with the momentum of an earlier training, and with another correction (`SGD.resume`)."""
+    return lambda sgd: sgd.resume(momentum, correct)
 
 
 def gradient_of(parameter: Tensor) -> Tensor:

@@ -23,8 +23,7 @@ from fedloom.platform.data.artefact import (
     write_artefact,
 )
 from fedloom.platform.data.config import DataConfig, cache_root, check_cache
-from fedloom.platform.data.dataset import MANIFEST as DATASET
-from fedloom.platform.data.dataset import SPLITS, Dataset, TestGuard, check_split
+from fedloom.platform.data.dataset import MANIFEST as DATASET, SPLITS, Dataset, TestGuard, check_split
 from fedloom.platform.data.sources import check
 
 MANIFEST = "partition.json"

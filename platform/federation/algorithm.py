@@ -22,48 +22,24 @@ from fedloom.platform.clients.assignments import SERVER, Assignment
 from fedloom.platform.clients.local_rules import STATE, local_rule, place_of
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.history import recorded, unpacked
+from fedloom.platform.federation.processing import Processing
 from fedloom.platform.federation.selection import Choice, Cohort, select, selection_traits
 from fedloom.platform.federation.state import (
     CLIENT as CLIENT,
-)
-from fedloom.platform.federation.state import (
     HISTORY as HISTORY,
-)
-from fedloom.platform.federation.state import (
     MEMORY as MEMORY,
-)
-from fedloom.platform.federation.state import (
     SUPERNET as SUPERNET,
-)
-from fedloom.platform.federation.state import (
     KeptModel as KeptModel,
-)
-from fedloom.platform.federation.state import (
     Plan as Plan,
-)
-from fedloom.platform.federation.state import (
     PostRoundEvaluation as PostRoundEvaluation,
-)
-from fedloom.platform.federation.state import (
     RoundResult as RoundResult,
-)
-from fedloom.platform.federation.state import (
     RoundUpdate as RoundUpdate,
-)
-from fedloom.platform.federation.state import (
     Row as Row,
-)
-from fedloom.platform.federation.state import (
     RunState as RunState,
-)
-from fedloom.platform.federation.state import (
     Stage as Stage,
-)
-from fedloom.platform.federation.state import (
     evaluation_rows as evaluation_rows,
 )
 from fedloom.platform.federation.training_config import (
-    SPENT,
     Rules,
     TrainingConfig,
     checked_augmentation,
@@ -79,10 +55,10 @@ from fedloom.tiers.devices import TRAINING_FACTOR
 
 if TYPE_CHECKING:
     from fedloom.platform.averaging.average import Averaged
+    from fedloom.platform.averaging.processors import ServerContext
     from fedloom.platform.clients.assignments import Task
     from fedloom.platform.clients.training import LocalSGD
     from fedloom.platform.federation.history import History
-    from fedloom.platform.federation.privacy import PrivateRounds
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.base import SearchSpace
 
@@ -227,7 +203,7 @@ class Round:
         index: the round, from 0.
         state: the state before the round.
         client_ids: the round's clients in plan order: by tier, then by id.
-        local: the clients' SGD in this round.
+        local: the clients' local training in this round: the hyper-parameters of its SGD, and its local rule.
         rules: selection, local rule, weighting and server rule of the stage.
         scored: whether clients score their models on validation data after training, if their task supports it.
     """
@@ -279,8 +255,8 @@ def to_all(make: Callable[[Round], Task]) -> TasksOfRound:
 
 def as_asked(task: Task, cohort: Cohort, client_id: int) -> Task:
     """The client's task with what the selection rule asks of this client; ValueError if it cannot be asked for that."""
-    epochs, sends = cohort.epochs.get(client_id), cohort.sends.get(client_id)
-    if epochs is None and sends is None:
+    epochs, share = cohort.epochs.get(client_id), cohort.sends.get(client_id)
+    if epochs is None and share is None:
         return task
     if not isinstance(task, Train):
         raise ValueError(
@@ -288,7 +264,11 @@ def as_asked(task: Task, cohort: Cohort, client_id: int) -> Task:
             "do not take: choose another selection rule"
         )
     local = task.local if epochs is None else replace(task.local, epochs=epochs)
-    return replace(task, local=local, sends=task.sends if sends is None else sends)
+    if share is None:
+        return replace(task, local=local)
+    from fedloom.platform.averaging.sparsify import with_share  # what hardly any rule needs
+
+    return replace(task, local=local, processors=with_share(task.processors, share))
 
 
 @dataclass(eq=False)
@@ -335,25 +315,16 @@ class TrainingStage(Stage):
         self.population = self.world.everyone if self.eligible is None else self.eligible
         self.server_bag = f"server-{self.bag}"
         self.warnings = RoundWarnings(self.world, self.name)
-        self.private = self._privacy()
+        self.processing = Processing(self.world, self.config, self.rules, self.name, self.population)
         if len(self.population):
             self._cohort(RunState(data={HISTORY: {}}))  # raises for wrong options before the run begins
-
-    def _privacy(self) -> PrivateRounds | None:
-        privacy = self.config.privacy
-        if privacy.clip is None and not privacy.secure and not privacy.noise:
-            return None
-        from fedloom.platform.federation.privacy import PrivateRounds  # what only private runs need
-
-        return PrivateRounds(self.world, self.config, self.rules, self.name, self.population)
 
     def begin(self, state: RunState) -> RunState:
         """Adds the initial weights, the local rule's shared tensors, and an empty history."""
         weights = self.initial(state)
         if weights is None:
             return state
-        if SPENT in state.data and (self.private is None or not self.private.clips) and self.config.rounds:
-            logger.warning("%s trains without differential privacy after stages with it: its model has none", self.name)
+        self.processing.begin(state.data)
         shared = {name: torch.zeros_like(weights[source]) for name, source in self._shared(weights).items()}
         begun = state.with_bag(self.bag, {**weights, **shared})
         for name, value in {**self.data, **({HISTORY: {}} if self._keeps_history else {})}.items():
@@ -375,8 +346,8 @@ class TrainingStage(Stage):
         local = self._local_sgd(index)
         given = self.tasks(Round(world, self.name, index, state, ordered, local, self.rules, scored))
         tasks: Sequence[Task] = [as_asked(t, cohort, c) for c, t in zip(ordered, given.tasks, strict=True)]
-        if self.private is not None:
-            tasks = self.private.tasks(tasks, ordered, index)
+        context = self._processing_context(state)
+        tasks, processors = self.processing.begun(context, tasks, ordered)
         per_sample = config.epochs * TRAINING_FACTOR * self._macs(state)
         assignments = [
             for_client(world, self.name, index, cohort, c, task, world.data.size(c, "train") * per_sample)
@@ -384,13 +355,12 @@ class TrainingStage(Stage):
         ]
         beside = [*self.beside(state), *(self.score(state) if due else ())]
         assignments += [for_server(self.name, index, task) for task in beside]
-        schedules = {"lr": local.lr, **given.schedules}
-        if self.private is not None:
-            schedules |= self.private.schedules(state)
+        schedules = {"lr": local.lr, **given.schedules, **self.processing.schedules(context)}
         from fedloom.platform.federation.stacking import clients_per_stack  # what only runs need
 
         stack = clients_per_stack(world, tasks, local.batch_size)
-        return Plan(assignments, self.bag, schedules, stack=stack, memory=cohort.memory or None)
+        memory = cohort.memory or None
+        return Plan(assignments, self.bag, schedules, stack=stack, memory=memory, processors=processors)
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """Averages the updates and applies the server rule, the history and the method's `after`.
@@ -402,16 +372,12 @@ class TrainingStage(Stage):
                 f"all weights of all {result.sums.updates} updates are 0, so that the round trains nothing: weighting "
                 f"rule {self.rules.weighting.name!r} must weigh what is trained above 0"
             )
-        weights = state.weights(self.bag)
-        sums, fewest = result.sums, self.config.min_contributors
-        if self.private is not None:
-            sums, fewest = self.private.opened(state, self.bag, plan, result), self.private.least_contributors
-        averaged = sums.finish(weights, fewest, self._shared(weights))
-        if self.private is not None:
-            averaged = self.private.averaged(state, self.bag, averaged, partial(self._tasks_anew, state))
+        shared, tasks_of = self._shared(state.weights(self.bag)), partial(self._tasks_anew, state)
+        context, results = self._processing_context(state), result.client_results
+        averaged = self.processing.averaged(context, plan.processors, result.sums, results, shared, tasks_of)
         after = self._served(state, plan, averaged)
-        if self.private is not None:
-            after = self.private.recorded(state, after)
+        for name, value in self.processing.recorded(context).items():
+            after = after.with_data(name, value)
         if self._keeps_history:
             history = recorded(state.data[HISTORY], state.round, result.client_results)
             after = after.with_data(HISTORY, history)
@@ -454,8 +420,12 @@ class TrainingStage(Stage):
     def _keeps_history(self) -> bool:
         return selection_traits(self.rules.selection.name).needs_history
 
+    def _processing_context(self, state: RunState) -> ServerContext:
+        return self.processing.context(state.round, state.weights(self.bag), state.data)
+
     def _local_sgd(self, index: int) -> LocalSGD:
-        return local_sgd(self.config, index, self.augment, balanced=self.world.config.data.balanced_classes)
+        balanced = self.world.config.data.balanced_classes
+        return local_sgd(self.config, index, self.augment, balanced=balanced, rule=self.rules.local)
 
     def _tasks_anew(self, state: RunState, index: int, client_ids: tuple[int, ...]) -> Sequence[Task]:
         """The tasks of a simulated cohort, which differ from those of any round, and depend on none before it."""

@@ -1,42 +1,29 @@
-"""Differential privacy of a training stage: its configuration, what it refuses, and the epsilon after every round."""
+"""Differential privacy and secure aggregation of a training stage: what they refuse, and their processors."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fedloom.platform.averaging.average import WeightedSums
-from fedloom.platform.averaging.privacy import expected_weights, privatised
-from fedloom.platform.averaging.secure import needed_of
+from fedloom.platform.averaging.accounting import Mechanism, accounting
+from fedloom.platform.averaging.privacy import SPENT, DifferentialPrivacy
+from fedloom.platform.averaging.secure import SecureAggregation
 from fedloom.platform.averaging.weighting import weighting_traits
 from fedloom.platform.clients.local_rules import local_rule
 from fedloom.platform.clients.objectives import OBJECTIVES, MaskedClasses
-from fedloom.platform.clients.sealing import SecurePlan
-from fedloom.platform.clients.trainer import Train
-from fedloom.platform.federation.accounting import accounting, epsilon, mechanism, with_round
 from fedloom.platform.federation.selection import selection_traits
-from fedloom.platform.federation.training_config import SPENT, cohort_size
-from fedloom.platform.seeding import stream, torch_stream
+from fedloom.platform.federation.training_config import expected_size
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor
 
-    from fedloom.platform.averaging.average import Averaged
-    from fedloom.platform.clients.assignments import Task
-    from fedloom.platform.clients.networks import Countable
-    from fedloom.platform.federation.state import Plan, RoundResult, RunState
-    from fedloom.platform.federation.training_config import PrivacyConfig, Rules, TrainingConfig
+    from fedloom.platform.averaging.processors import Processor
+    from fedloom.platform.federation.training_config import Rules, TrainingConfig
     from fedloom.platform.federation.world import World
-    from fedloom.platform.spaces.slices import SliceMap
 
 logger = logging.getLogger(__name__)
-
-EXPECTED_FROM = 64
-"""Simulated cohorts from which the expected coverage of scalars is found."""
 
 LEAST_NOISE = 0.1
 """Of accountant pld: below it an interval of 1e-4 takes more than a gigabyte of memory, for an epsilon above 100."""
@@ -104,113 +91,49 @@ def _check_secure(config: TrainingConfig, rules: Rules, key: str) -> None:
         raise ValueError(f"{key}.privacy.secure=true: the sum of one client is its update; raise clients_per_round")
 
 
-def private(task: Task, config: PrivacyConfig, stage: str) -> Train:
-    """The client's task with its change clipped, if it has to be; ValueError for tasks that cannot be private."""
-    if not isinstance(task, Train) or task.joined:
-        raise ValueError(f"privacy: the clients of {stage} send more than the change of one network; leave it out")
-    if task.share > 1:
-        raise ValueError(f"privacy: the share {task.share:g} of a client is above 1, so that its influence is above S")
-    if config.secure and task.sends < 1:
-        raise ValueError("privacy.secure=true: behind masks all is sent; use a method whose clients leave out nothing")
-    return replace(task, clip=config.clip, weight_cap=config.weight_cap)
+def privacy_processors(
+    world: World, config: TrainingConfig, rules: Rules, stage: str, eligible: np.ndarray
+) -> list[Processor]:
+    """The processors of a stage's `privacy`.
+
+    Raises ValueError for what has no privacy; so do devices that are away, as nobody's probability is known.
+    """
+    check_privacy(config, rules)
+    objective = OBJECTIVES.make(world.spec.objective)
+    if isinstance(objective, MaskedClasses) and objective.in_mean:
+        raise ValueError(
+            f"{rules.key}.privacy: which rows of a classifier count tells which classes a client has: set "
+            "objective.options.in_mean=false"
+        )
+    privacy = config.privacy
+    if privacy.clip is None:
+        return [SecureAggregation(privacy.fraction_bits, privacy.survivors)]
+    if world.devices is not None or any(profile.availability < 1 for profile in world.profiles):
+        raise ValueError(f"{stage}, privacy: with devices that may be away no client's probability is known")
+    return [
+        DifferentialPrivacy(
+            clip=privacy.clip,
+            noise=privacy.noise,
+            weight_cap=privacy.weight_cap,
+            least_coverage=privacy.least_coverage,
+            delta=privacy.delta,
+            accountant=privacy.accountant,
+            mechanism=_mechanism(config, len(eligible)),
+            population=len(eligible),
+        )
+    ]
 
 
-def _survivors(result: RoundResult) -> list[int]:
-    return [r.client_id for r in result.client_results if r.client_id is not None and r.status == "ok"]
+def _mechanism(config: TrainingConfig, eligible: int) -> Mechanism:
+    """How a round of the stage samples its clients."""
+    sampling, size = selection_traits(config.selection).sampling, expected_size(config, eligible)
+    assert sampling is not None, "checked"
+    whole = config.clients_per_round is None or size >= eligible
+    share = size if sampling == "uniform" else size / max(1, eligible)
+    return "all" if whole else sampling, share, config.privacy.noise
 
 
-TasksOf = Callable[[int, tuple[int, ...]], Sequence[Any]]
-"""The tasks of a simulated cohort, of its index and clients in plan order."""
-
-
-class PrivateRounds:
-    """What a training stage does differently with differential privacy."""
-
-    def __init__(self, world: World, config: TrainingConfig, rules: Rules, stage: str, eligible: np.ndarray) -> None:
-        """Raises ValueError for what has no privacy; so do devices that are away: nobody's probability is known."""
-        check_privacy(config, rules)
-        objective = OBJECTIVES.make(world.spec.objective)
-        if isinstance(objective, MaskedClasses) and objective.in_mean:
-            raise ValueError(
-                f"{rules.key}.privacy: which rows of a classifier count tells which classes a client has: set "
-                "objective.options.in_mean=false"
-            )
-        self.clips = config.privacy.clip is not None
-        if self.clips and (world.devices is not None or any(profile.availability < 1 for profile in world.profiles)):
-            raise ValueError(f"{stage}, privacy: with devices that may be away no client's probability is known")
-        self.world, self.config, self.stage, self.eligible = world, config, stage, eligible
-        takes_all = selection_traits(config.selection).sampling == "all"
-        self.size = len(eligible) if takes_all else cohort_size(config, len(eligible))
-        self._expected: Mapping[str, Tensor] | None = None
-
-    def tasks(self, tasks: Sequence[Task], client_ids: Sequence[int], index: int) -> list[Train]:
-        """The clients' tasks with their changes clipped, and behind masks."""
-        found = [private(task, self.config.privacy, self.stage) for task in tasks]
-        if not self.config.privacy.secure:
-            return found
-        plan = self._plan([(c, task.network) for c, task in zip(client_ids, found, strict=True)], index)
-        return [replace(task, secure=plan) for task in found]
-
-    def _plan(self, networks: Sequence[tuple[int, Countable]], index: int) -> SecurePlan:
-        privacy, place = self.config.privacy, (self.stage, index)
-        needed = needed_of(len(networks), privacy.survivors)
-        seed = self.world.config.seed_for("training")
-        return SecurePlan(tuple(networks), seed, place, needed, privacy.fraction_bits, self.least_contributors)
-
-    def opened(self, state: RunState, bag: str, plan: Plan, result: RoundResult) -> WeightedSums:
-        """The round's sums without masks; empty ones if too few clients have answered for anything to be revealed."""
-        if not self.config.privacy.secure:
-            return result.sums
-        weights, survivors = state.weights(bag), _survivors(result)
-        told = next((a.task.secure for a in plan.assignments if isinstance(a.task, Train)), None)
-        if not survivors or told is None:
-            return result.sums
-        secure = told.on(self.world.space, weights)
-        found = secure.unmasked(result.sums, survivors, weights)
-        if found is None:
-            logger.warning(
-                "%s, round %d: %d of %d clients answered, %d are needed to reveal their sum: nothing is learned",
-                *(self.stage, state.round + 1, len(survivors), len(secure.held), secure.needed),
-            )
-        return WeightedSums() if found is None else found
-
-    def spent(self, state: RunState) -> list[list[Any]]:
-        """The mechanisms of all stages' rounds, with this one."""
-        here = mechanism(self.config, len(self.eligible), self.size)
-        return with_round(state.data.get(SPENT, []), here, len(self.eligible))
-
-    @property
-    def least_contributors(self) -> int:
-        """Scalars that fewer have trained keep their values, as their sum would be one client's."""
-        return max(2, self.config.min_contributors) if self.config.privacy.secure else self.config.min_contributors
-
-    def recorded(self, state: RunState, after: RunState) -> RunState:
-        """The state after a round with what it has spent, given the one before."""
-        return after.with_data(SPENT, self.spent(state)) if self.clips else after
-
-    def schedules(self, state: RunState) -> dict[str, float]:
-        """The epsilon of all rounds with this one, if there is noise."""
-        return {"epsilon": self.epsilon(state)} if self.config.privacy.noise else {}
-
-    def epsilon(self, state: RunState) -> float:
-        """That of all rounds, with this one."""
-        return epsilon(self.spent(state), self.config.privacy.delta, self.config.privacy.accountant)
-
-    def averaged(self, state: RunState, bag: str, averaged: Averaged, tasks_of: TasksOf) -> Averaged:
-        """The mean with fixed denominators and noise."""
-        privacy = self.config.privacy
-        if privacy.clip is None:
-            return averaged
-        if self._expected is None:
-            self._expected = expected_weights(self._simulated(tasks_of), state.weights(bag))
-        noise = torch_stream(self.world.config.seed_for("training"), "noise", self.stage, state.round)
-        std = privacy.noise * privacy.clip
-        return privatised(averaged, state.weights(bag), self._expected, std, privacy.least_coverage, noise)
-
-    def _simulated(self, tasks_of: TasksOf) -> Iterator[list[tuple[SliceMap, float]]]:
-        """Slices and weights of simulated cohorts: no client's data, and nobody's participation."""
-        for index in range(EXPECTED_FROM):
-            rng = stream(self.world.config.seed_for("selection"), "expected", self.stage, index)
-            drawn = rng.choice(self.eligible, size=min(self.size, len(self.eligible)), replace=False)
-            ordered = tuple(self.world.in_plan_order(tuple(drawn.tolist())))
-            yield [(task.network.held(self.world.space), task.share) for task in tasks_of(index, ordered)]
+def warn_unprotected(config: TrainingConfig, data: Mapping[str, Any], stage: str) -> None:
+    """Warns of a stage without differential privacy that trains on after stages with it, given the run's JSON values."""
+    if SPENT in data and config.privacy.clip is None and config.rounds:
+        logger.warning("%s trains without differential privacy after stages with it: its model has none", stage)

@@ -16,6 +16,7 @@ from fedloom.platform.spaces.slices import Weights
 
 if TYPE_CHECKING:
     from fedloom.platform.averaging.average import WeightedSums
+    from fedloom.platform.averaging.processors import Processors
     from fedloom.platform.clients.assignments import ClientResult
 
 # -- the state of a run ------------------------------------------------------------------------------------------------
@@ -113,6 +114,8 @@ class Plan:
     """Clients of a chunk that are trained as one batch."""
     memory: Mapping[str, Any] | None = None
     """The JSON values that the selection rule leaves to itself for the next round."""
+    processors: Processors = ()
+    """The round's processors, which the server undoes in reverse."""
 
 
 @dataclass(frozen=True)

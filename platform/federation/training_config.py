@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from annotated_types import Interval
 
+from fedloom.platform.averaging.processors import PROCESSORS
 from fedloom.platform.averaging.server import SERVER_RULES, server_traits
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES
 from fedloom.platform.clients.local_rules import LOCAL_RULES, local_rule, refuse_parts
-from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.training import PLAIN, LocalSGD
 from fedloom.platform.data.augment import AUGMENTATIONS, NO_AUGMENTATION, check_augmentation, coloured, tried_samples
 from fedloom.platform.federation.selection import SELECTION_RULES, selection_traits
 from fedloom.platform.plugins import ComponentSpec, Registry, is_import_path
@@ -29,8 +30,6 @@ from fedloom.platform.settings import (
 if TYPE_CHECKING:
     from fedloom.platform.federation.world import World
 
-SPENT = "privacy"
-"""The JSON value that holds what all stages so far have spent of differential privacy."""
 Schedule = Literal["fixed", "cosine", "step", "steps"]
 EPOCHS = Interval(ge=1, le=100_000)
 
@@ -83,6 +82,9 @@ class TrainingConfig:
     weighting: Annotated[str, ComponentName("weighting rule"), "weights of a client's tensors in the mean"] = "fedavg"
     server: Annotated[str, ComponentName("server rule"), "the server's update from the clients' mean"] = "replace"
     augment: Annotated[str | None, ComponentName("augmentation"), "the stage's augmentation; null: data.augment"] = None
+    processors: Annotated[
+        list[str], ComponentName("processor"), "what changes clients' updates on their way, such as sparsify"
+    ] = field(default_factory=list)
     options: Annotated[dict[str, Any], "options of the rules above, by their names"] = field(default_factory=dict)
     loss_norms: Annotated[bool, "clients report the root mean square of their samples' losses, for selection"] = False
     evaluate_every: Annotated[int, ZERO_OR_MORE, "rounds between two scores on validation data, 0 for none"] = 0
@@ -91,7 +93,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Rules:
-    """The four rules of a stage with their options; `more` holds a method's further rules by their keys.
+    """The rules of a stage with their options; `more` holds a method's further rules by their keys.
 
     `key` is the configuration key of the stage, for messages.
     """
@@ -100,6 +102,7 @@ class Rules:
     local: ComponentSpec
     weighting: ComponentSpec
     server: ComponentSpec
+    processors: tuple[ComponentSpec, ...] = ()
     more: Mapping[str, ComponentSpec] = field(default_factory=dict)
     key: str = ""
 
@@ -126,7 +129,8 @@ def rules_of(config: TrainingConfig, key: str, more: Named | None = None) -> Rul
     _check_names(named, key)
     found = dict(zip(named, component_specs([*named.values()], config.options, f"{key}.options"), strict=True))
     own = [found.pop(name) for name in REGISTRIES]
-    rules = Rules(own[0], own[1], own[2], own[3], found, key)
+    processors = tuple(found.pop(_processor_key(index)) for index in range(len(config.processors)))
+    rules = Rules(own[0], own[1], own[2], own[3], processors, found, key)
     _check_local_rule(rules, config, key)
     if any(is_import_path(rule.name) for rule in own):
         # Only a user's own rules need a test, and the import is slow.
@@ -138,7 +142,12 @@ def rules_of(config: TrainingConfig, key: str, more: Named | None = None) -> Rul
 
 def _named(config: TrainingConfig) -> dict[str, tuple[Registry[Any], str]]:
     named = {name: (slot, getattr(config, name)) for name, slot in REGISTRIES.items()}
+    named |= {_processor_key(index): (PROCESSORS, name) for index, name in enumerate(config.processors)}
     return named if config.augment is None else {**named, "augment": (AUGMENTATIONS, config.augment)}
+
+
+def _processor_key(index: int) -> str:
+    return f"processors[{index}]"
 
 
 def own_augmentation(config: TrainingConfig) -> ComponentSpec | None:
@@ -212,6 +221,12 @@ def cohort_size(config: TrainingConfig, num_clients: int) -> int:
     return num_clients if config.clients_per_round is None else config.clients_per_round
 
 
+def expected_size(config: TrainingConfig, num_clients: int) -> int:
+    """The expected number of clients of a round: rules that select all of them look at no size."""
+    takes_all = selection_traits(config.selection).sampling == "all"
+    return num_clients if takes_all else cohort_size(config, num_clients)
+
+
 def check_training(config: TrainingConfig, key: str, num_clients: int) -> None:
     """Raises ValueError for invalid numbers; `key` is the configuration key of the stage.
 
@@ -257,8 +272,10 @@ def learning_rate(config: TrainingConfig, round_: int) -> float:
     return config.lr * SCHEDULES[config.schedule](config, round_)
 
 
-def local_sgd(config: TrainingConfig, round_: int, augment: ComponentSpec, *, balanced: bool) -> LocalSGD:
-    """The clients' hyper-parameters in a round of the stage."""
+def local_sgd(
+    config: TrainingConfig, round_: int, augment: ComponentSpec, *, balanced: bool, rule: ComponentSpec = PLAIN
+) -> LocalSGD:
+    """The clients' local training in a round of the stage."""
     return LocalSGD(
         epochs=config.epochs,
         batch_size=config.batch_size,
@@ -270,4 +287,5 @@ def local_sgd(config: TrainingConfig, round_: int, augment: ComponentSpec, *, ba
         augment=augment,
         balanced=balanced,
         loss_norm=config.loss_norms or selection_traits(config.selection).needs_loss_norm,
+        rule=rule,
     )

@@ -31,8 +31,7 @@ from fedloom.platform.results.files import (
     without_number,
 )
 from fedloom.platform.results.lock import OwnedError, Ownership, OwnershipLostError, check_unowned, unowned
-from fedloom.platform.results.manifest import FILE as MANIFEST
-from fedloom.platform.results.manifest import Seals, decoded, either, encoded, manifest_path
+from fedloom.platform.results.manifest import FILE as MANIFEST, Seals, decoded, either, encoded, manifest_path
 from fedloom.platform.results.paths import (
     ABLATIONS,
     ARTIFACTS,

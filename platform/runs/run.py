@@ -17,8 +17,7 @@ from fedloom.platform.federation.algorithm import RunState, Stage
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RayConfig, RunConfig
 from fedloom.platform.federation.costs import RunCosts, load_costs
-from fedloom.platform.federation.event_files import FOLDER as EVENTS
-from fedloom.platform.federation.event_files import EventFiles, Events, NoEvents, check_event_files
+from fedloom.platform.federation.event_files import FOLDER as EVENTS, EventFiles, Events, NoEvents, check_event_files
 from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, Loop, RoundProgress, RunFailedError
 from fedloom.platform.federation.recorder import Recorder, restored_state, save_state
 from fedloom.platform.federation.without_effect import keys_without_effect

@@ -42,15 +42,14 @@ class TrainFedPer:
     subnet: Subnet
     local: LocalSGD
     rules: Rules
-    joined: bool
+    use_validation: bool
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """The update holds the shared layers; the state is the silo's whole network, for the next round."""
         silo = begun(assignment.state, weights)  # in a silo's first round the shared weights
         start = {name: silo.weights[name] if is_own(name) else tensor for name, tensor in weights.items()}
-        data = client_samples(worker, assignment, joined=self.joined)
-        network, rule = self.subnet.on(worker), self.rules.local
-        trained = train_network(worker, assignment, network, start, data, self.local, rule=rule).copied()
+        data = client_samples(worker, assignment, use_validation=self.use_validation)
+        trained = train_network(worker, assignment, self.subnet.on(worker), start, data, self.local).copied()
         update = update_of(trained, len(data[1]), self.rules.weighting)
         outcome = trained_outcome(trained, len(data[1]), only(update, {n for n in update.tensors if not is_own(n)}))
         return replace(outcome, state={**Personal(trained.tensors, {}).packed(), **trained.state})

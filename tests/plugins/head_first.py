@@ -52,7 +52,7 @@ def stages(config: HeadFirstConfig, world: World) -> list[Stage]:
     fresh = from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), BODY)
 
     def client(round_: Round) -> Train:
-        return Train(subnet, round_.local, round_.rules.weighting, rule=round_.rules.local)
+        return Train(subnet, round_.local, round_.rules.weighting)
 
     def training(name: str, part: TrainingConfig, initial: Initial) -> TrainingStage:
         check_training(part, "method.train", world.num_clients)

@@ -3,8 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fedloom.actors.placement import ActorGroup, bundles_of, groups_of_run, plan_groups, resident_group, total
 from fedloom.platform.federation.config import ExecutorConfig

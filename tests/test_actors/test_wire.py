@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fedloom.actors.wire import accept_shared_memory, pack, to_arrays, to_tensors, unpack
 from fedloom.platform.averaging.average import Update, WeightedSums

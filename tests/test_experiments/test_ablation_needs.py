@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from fedloom.actors.placement import bundles_of, groups_of_run, total
 from fedloom.experiments.ablation import checks

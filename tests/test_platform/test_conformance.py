@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.averaging import average as averaging
-from fedloom.platform.averaging import conformance
+from fedloom.platform.averaging import average as averaging, conformance
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.averaging.conformance import (
     Law,

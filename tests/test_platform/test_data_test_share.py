@@ -8,8 +8,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fedloom.platform.data.allocation import held_out_size, split_test, split_validation
 from fedloom.platform.data.artefact import IntArray, atomic_folder, write_artefact

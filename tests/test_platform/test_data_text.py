@@ -8,8 +8,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.nn import functional as F
 
 from fedloom.platform.data.config import DataConfig

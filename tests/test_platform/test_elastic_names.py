@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.resnet import ResnetDesign

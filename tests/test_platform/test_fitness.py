@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from fedloom.platform.federation.distribution import Distribution, pareto_path
-from fedloom.platform.search.fitness import MOST_RHO, fitness_of
-from fedloom.platform.search.fitness import path_of_the_fittest as path_of
+from fedloom.platform.search.fitness import MOST_RHO, fitness_of, path_of_the_fittest as path_of
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.genome import as_array

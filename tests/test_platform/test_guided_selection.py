@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from scipy.stats import chisquare
 
-from fedloom.platform.clients.thinning import kept_of, saved_by, thin_out
+from fedloom.platform.averaging.sparsify import kept_of, saved_by, sparsified
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, RunConfig, TiersConfig
@@ -306,10 +305,10 @@ def test_cohorts_are_distinct_ascending_available_and_full(
 def test_only_the_largest_changes_are_sent() -> None:
     received = {"a": torch.tensor([1.0, 1.0]), "b": torch.tensor([[0.0, 0.0, 2.0]])}
     trained = {"a": torch.tensor([1.1, 4.0]), "b": torch.tensor([[-5.0, 0.2, 2.0]])}
-    assert thin_out(trained, received, 0.4) == 3
+    assert sparsified(trained, received, 0.4) == 3
     assert trained["a"].tolist() == [1.0, 4.0]
     assert trained["b"].tolist() == [[-5.0, 0.0, 2.0]]
-    assert thin_out(trained, received, 1.0) == 0
+    assert sparsified(trained, received, 1.0) == 0
 
 
 def test_the_bytes_of_a_thinned_update_are_those_of_its_values_and_their_places() -> None:

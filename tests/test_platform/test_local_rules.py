@@ -84,8 +84,8 @@ def test_a_clients_training_with_fedprox_is_that_written_by_hand(tiny_config: Ma
     weights = world.space.initial_subnet_weights((0, 2, 3), torch_stream(1, "test"))
     x, y = worker.client_data(3, "train")
     # One batch of all samples per epoch: two steps, whatever the order.
-    local = LocalSGD(epochs=2, batch_size=len(y), lr=0.1)
-    task = Train(subnet, local, rule=fedprox(0.5))
+    local = LocalSGD(epochs=2, batch_size=len(y), lr=0.1, rule=fedprox(0.5))
+    task = Train(subnet, local)
     outcome = task.run(worker, Assignment("train", 0, 3, "tier1", task), weights)
     assert outcome.update is not None
     assert outcome.steps == 2
@@ -148,7 +148,7 @@ def test_an_elastic_subnets_rule_works_in_its_slices(elastic_config: Make, own_m
     weights = world.space.initial_weights(torch_stream(1, "test"))
     shared = {place_of("control", name): torch.full_like(weights[name], 2.0) for name in world.space.parameter_names}
     smallest = world.space.smallest
-    task = Train(Subnet(smallest), LocalSGD(epochs=1, batch_size=16, lr=0.1), rule=ComponentSpec("own_local:Watch"))
+    task = Train(Subnet(smallest), LocalSGD(epochs=1, batch_size=16, lr=0.1, rule=ComponentSpec("own_local:Watch")))
     outcome = task.run(Worker(world.spec), Assignment("train", 0, 3, "tier1", task), {**weights, **shared})
     assert outcome.update is not None
     assert outcome.state is not None

@@ -7,8 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fedloom.platform.clients.path_samplers import GreedyPaths, RejectionPaths, path_sampler
 from fedloom.platform.spaces.slices import Subspace

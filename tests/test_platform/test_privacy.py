@@ -12,14 +12,12 @@ import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from fedloom.platform.averaging.accounting import epsilon, with_round
 from fedloom.platform.averaging.average import Update, WeightedSums
-from fedloom.platform.averaging.privacy import clip_changes, expected_weights, privatised
-from fedloom.platform.clients.sealing import limited
-from fedloom.platform.federation.accounting import epsilon, with_round
+from fedloom.platform.averaging.privacy import clip_changes, expected_weights, limited, privatised
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, RunConfig
 from fedloom.platform.federation.privacy import check_privacy

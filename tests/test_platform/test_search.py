@@ -6,8 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fedloom.platform.search.base import Architecture, Interval, Scored, Searcher, pareto_front, winner
 from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher

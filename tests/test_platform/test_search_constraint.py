@@ -5,8 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.constraint import Constraint, Halves, PredictedConstraint, TableConstraint, distance

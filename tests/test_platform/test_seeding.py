@@ -7,8 +7,7 @@ import sys
 
 import numpy as np
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fedloom.platform.seeding import stream, torch_stream
 

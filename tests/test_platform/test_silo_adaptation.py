@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -156,7 +155,7 @@ def test_a_share_of_0_is_the_shared_model(federation: Federation, monkeypatch: p
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_neighbours_are_found_by_what_enters_the_classifier(federation: Federation, joined: bool) -> None:
-    outcome = federation.do(ScoreNearest(SUBNET, neighbours=3, joined=joined))
+    outcome = federation.do(ScoreNearest(SUBNET, neighbours=3, use_validation=joined))
     splits = ("train", "validation") if joined else ("train",)
 
     def features(split: str) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.trainer import client_samples, train_network
-from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.training import LocalSGD, resumed
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
@@ -93,9 +93,9 @@ def states_alone(world: World, first: Weights) -> list[Weights]:
             assignment,
             MixedNetwork(silo.kept).on(worker),
             silo.weights,
-            client_samples(worker, assignment, joined=joined),
+            client_samples(worker, assignment, use_validation=joined),
             LOCAL,
-            momentum=silo.momentum,
+            resumed(silo.momentum),
         ).copied()
         silo = Personal(own.tensors, own.momentum, silo.kept)
         states.append({name: tensor.clone() for name, tensor in silo.packed().items()})

@@ -204,7 +204,7 @@ def batches_of(data: Data, generator: torch.Generator, local: LocalSGD = LOCAL) 
 
 
 def test_a_round_of_per_fedavg_is_first_order_maml_and_counts_two_batches_per_step(federation: Federation) -> None:
-    outcome = federation.do(TrainMeta(SUBNET, LOCAL, inner_lr=0.1, rules=RULES, joined=False))
+    outcome = federation.do(TrainMeta(SUBNET, LOCAL, inner_lr=0.1, rules=RULES, use_validation=False))
     data = federation.data()
     batches = batches_of(data, federation.stream("batches"))
     endless = endless_batches(data, LOCAL, federation.stream("meta_batches"))
@@ -244,8 +244,8 @@ def test_the_pull_of_ditto_is_towards_what_was_received(federation: Federation) 
     local = LocalSGD(epochs=1, batch_size=1000, lr=0.05)
     mine = {**federation.weights, "fixed.classifier.bias": federation.weights["fixed.classifier.bias"] + 2.0}
     state = Personal(mine, {}).packed()
-    free = own(federation.do(TrainDitto(SUBNET, local, 0.0, RULES, joined=False), state))
-    pulled = own(federation.do(TrainDitto(SUBNET, local, 0.5, RULES, joined=False), state))
+    free = own(federation.do(TrainDitto(SUBNET, local, 0.0, RULES, use_validation=False), state))
+    pulled = own(federation.do(TrainDitto(SUBNET, local, 0.5, RULES, use_validation=False), state))
     # .05 * .5 * (own - received) = .05 * .5 * 2
     moved = free.weights["fixed.classifier.bias"] - pulled.weights["fixed.classifier.bias"]
     assert moved.tolist() == pytest.approx([0.05] * 10, abs=1e-6)
@@ -274,7 +274,7 @@ class DittoByHand:
 
 
 def test_the_own_model_of_ditto_goes_on_over_rounds_with_its_momentum(federation: Federation) -> None:
-    task, hand = TrainDitto(SUBNET, LOCAL, 0.3, RULES, joined=False), DittoByHand(federation.module(), 0.3)
+    task, hand = TrainDitto(SUBNET, LOCAL, 0.3, RULES, use_validation=False), DittoByHand(federation.module(), 0.3)
     state: Weights | None = None
     received = federation.weights
     for round_ in range(2):
@@ -313,7 +313,7 @@ def test_what_ditto_sends_is_what_fedavg_sends_and_nothing_of_the_silos_own(fede
     state = Personal(elsewhere(federation.weights), {}).packed()
     outcome = federation.do(TrainDitto(SUBNET, LOCAL, 0.3, RULES), state)
     # By a worker of its own: what is sent may lie in a worker's module.
-    alone = replace(federation, worker=Worker(federation.world.spec)).do(Train(SUBNET, LOCAL, joined=True))
+    alone = replace(federation, worker=Worker(federation.world.spec)).do(Train(SUBNET, LOCAL, use_validation=True))
     assert_same(sent(outcome), sent(alone))
     assert outcome.update is not None
     assert alone.update is not None

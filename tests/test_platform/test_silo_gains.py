@@ -18,8 +18,7 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.silo import crossed as crossed_task
-from fedloom.platform.methods.silo import gains as gains_module
+from fedloom.platform.methods.silo import crossed as crossed_task, gains as gains_module
 from fedloom.platform.methods.silo.crossed import BestEpoch
 from fedloom.platform.methods.silo.gains import GainConfig, GainStage
 from fedloom.platform.methods.silo.personal import Personal, unpacked

@@ -13,7 +13,7 @@ from fedloom.platform.clients.assignments import Assignment, own_copy
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.trainer import client_samples, train_network
-from fedloom.platform.clients.training import SGD, LocalSGD
+from fedloom.platform.clients.training import SGD, LocalSGD, resumed
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
@@ -101,7 +101,7 @@ def test_the_supernets_momentum_is_fresh_or_stays_with_the_silo(spider_config: M
     def by_hand(momentum: Weights) -> Weights:
         given = Assignment("spider", 1, 0, "tier1", TrainSpider(LOCAL, 0.0, Perturbation(turns=0), RULES))
         network, data = MixedNetwork().on(worker), client_samples(worker, given)
-        return train_network(worker, given, network, weights, data, LOCAL, momentum=own_copy(momentum)).copied().tensors
+        return train_network(worker, given, network, weights, data, LOCAL, resumed(own_copy(momentum))).copied().tensors
 
     (fresh, nothing), (kept, momentum) = second_round(False), second_round(True)
     assert (len(nothing), len(momentum)) == (0, len(world.space.parameter_names))

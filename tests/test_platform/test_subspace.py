@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fedloom.platform.clients.path_samplers import GreedyPaths
 from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspace

@@ -77,7 +77,7 @@ def test_architectures_and_subspaces_as_text() -> None:
 
 
 def test_a_client_that_trains_on_its_validation_data_too_is_counted_with_it(setting: Setting) -> None:
-    task = Train(Paths(((0,), (2,), (3,)), math.inf), LOCAL, joined=True)
+    task = Train(Paths(((0,), (2,), (3,)), math.inf), LOCAL, use_validation=True)
     counted = task.account(setting.worker, Assignment("train", 0, 3, "tier1", task))
     ran, data = setting.do(task), setting.world.data
     assert counted.samples == ran.samples == data.size(3, "train") + data.size(3, "validation")
@@ -294,7 +294,7 @@ def test_a_clients_result_does_not_depend_on_what_the_worker_did_before(setting:
 def test_a_client_that_is_asked_to_scores_what_it_trained(setting: Setting) -> None:
     task = Train(Subnet((0, 2, 3)), LOCAL)
     assert setting.do(task).measurements == ()
-    assert setting.do(replace(task, scored=True, joined=True)).measurements == (), "it trained on that data"
+    assert setting.do(replace(task, scored=True, use_validation=True)).measurements == (), "it trained on that data"
     outcome = setting.do(replace(task, scored=True))
     # With the statistics that it has measured in training, as a model of its own has.
     trained = {**setting.weights, **tensors_of(outcome)}

@@ -7,8 +7,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from fedloom.tiers.devices import DeviceTable
 from fedloom.tiers.tier import (

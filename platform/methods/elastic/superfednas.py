@@ -204,7 +204,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         is_largest = tuple(architecture == space.largest for architecture in architectures)
         shares = shares_of(shares_rule, Sharing(config.shares, round_.index, config.rounds, clients, is_largest))
         tasks = [
-            Train(Subnet(architecture), round_.local, rules.weighting, share, rules.local)
+            Train(Subnet(architecture), round_.local, rules.weighting, share)
             for architecture, share in zip(architectures, shares.values, strict=True)
         ]
         return RoundTasks(tasks, shares.schedules)
@@ -214,7 +214,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         shrinking = config.shrinking
         sandwich, distillation = bool(shrinking.sandwich), shrinking.distillation or 0.0
         network = Shrinking(shrinking.subnets_per_batch, widest, sandwich, distillation)
-        return Train(network, round_.local, rules.weighting, rule=rules.local)
+        return Train(network, round_.local, rules.weighting)
 
     def after(state: RunState, plan: Plan, _result: RoundResult) -> RunState:
         return state.with_data(SERVED, count_served(state.data[SERVED], given_in(plan), space))
@@ -259,7 +259,7 @@ def alone_stage(world: World, config: ElasticTrainingConfig, architecture: Archi
         name=f"{ALONE}/{architecture_id(architecture)}",
         bag=bag,
         initial=from_generator(world, lambda g: world.space.initial_subnet_weights(architecture, g), bag),
-        tasks=to_all(lambda round_: Train(subnet, round_.local, rules.weighting, rule=rules.local)),
+        tasks=to_all(lambda round_: Train(subnet, round_.local, rules.weighting)),
         macs=lambda _state: world.macs_table.cost(architecture),
         score=lambda _state: [ScoreSubnet(subnet, ALONE, "validation")],
         keep=lambda state: [_kept(world, state, bag, architecture)],

@@ -57,7 +57,10 @@ class TrainAndScore:
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Measures the model called `model`; the silo's own state does not change."""
         network = MixedNetwork(self.subspace).on(worker)
-        data, test = client_samples(worker, assignment, joined=self.joined), own_test_data(worker, assignment)
+        data, test = (
+            client_samples(worker, assignment, use_validation=self.use_validation),
+            own_test_data(worker, assignment),
+        )
         chosen_on = worker.client_data(client_of(assignment), "validation") if self.epoch == BY_VALIDATION else test
         best = BestEpoch()
 
@@ -74,7 +77,7 @@ class TrainAndScore:
             return sgd if self.epoch == LAST else EachEpoch(sgd, steps, look)
 
         begin = _begin(assignment, weights)
-        trained = train_network(worker, assignment, network, begin, data, self.local, step=watched).checked()
+        trained = train_network(worker, assignment, network, begin, data, self.local, watched).checked()
         score = best.on_test if self.epoch == BY_VALIDATION else None
         if score is None:
             score = on_test()
@@ -83,7 +86,7 @@ class TrainAndScore:
         return trained_and_scored(worker, trained, score, rows, evaluated=best.samples)
 
     @property
-    def joined(self) -> bool:
+    def use_validation(self) -> bool:
         """Whether it trains on validation data, too."""
         return self.epoch != BY_VALIDATION
 

@@ -11,7 +11,7 @@ from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import PERSONAL
 from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
-from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.training import LocalSGD, resumed
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Method, Round, Stage, to_all
 from fedloom.platform.federation.training_config import Rules
@@ -48,21 +48,20 @@ class TrainDitto:
     local: LocalSGD
     pull: float
     rules: Rules
-    joined: bool = True
+    use_validation: bool = True
     scored: bool = False
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Trains both models; the update holds only the shared one, the personal one stays in the silo's state."""
         silo = begun(assignment.state, weights)
         network = self.subnet.on(worker)
-        data = client_samples(worker, assignment, joined=self.joined)
+        data = client_samples(worker, assignment, use_validation=self.use_validation)
 
-        shared = train_network(worker, assignment, network, weights, data, self.local, rule=self.rules.local).copied()
+        shared = train_network(worker, assignment, network, weights, data, self.local).copied()
         pull = pull_towards(self.pull, received(worker, network, weights))
-        own = train_network(
-            worker, assignment, network, silo.weights, data, self.local, correct=pull, momentum=silo.momentum
-        )
-        unseen = self.scored and not self.joined
+        resume = resumed(silo.momentum, pull)
+        own = train_network(worker, assignment, network, silo.weights, data, self.local.plain, resume)
+        unseen = self.scored and not self.use_validation
         scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
         own = own.copied()
         kept = Personal(own.tensors, own.momentum)

@@ -90,20 +90,20 @@ class TrainModular:
     Attributes:
         router_lr: the router's learning rate.
         temperature: the temperature of the gates' gradients.
-        joined: whether to train on the validation data as well.
-        scored: whether to score the trained modules on validation data (unless `joined`).
+        use_validation: whether to train on the validation data as well.
+        scored: whether to score the trained modules on validation data (unless `use_validation`).
     """
 
     local: LocalSGD
     router_lr: float
     temperature: float
     rules: Rules
-    joined: bool = True
+    use_validation: bool = True
     scored: bool = False
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """The update holds the chosen modules, the fixed part and the router; the silo keeps no state."""
-        data = client_samples(worker, assignment, joined=self.joined)
+        data = client_samples(worker, assignment, use_validation=self.use_validation)
         gates = Gates.drawn(worker, assignment, weights, data, self.temperature)
         network = MixedNetwork(chosen(gates.hard), gates).on(worker)
 
@@ -111,8 +111,8 @@ class TrainModular:
             router_local = replace(self.local, lr=self.router_lr, weight_decay=0.0)
             return Steps([sgd, SGD(router_local, dict(gates.router.named_parameters()))])
 
-        shared = train_network(worker, assignment, network, weights, data, self.local, rule=self.rules.local, step=both)
-        unseen = self.scored and not self.joined
+        shared = train_network(worker, assignment, network, weights, data, self.local, both)
+        unseen = self.scored and not self.use_validation
         scores = validation_scores(worker, assignment, network) if unseen else ()
         router = {f"{PREFIX}{name}": tensor.detach() for name, tensor in gates.router.state_dict().items()}
         update = with_more(update_of(shared, len(data[1]), self.rules.weighting), router)
@@ -169,11 +169,11 @@ class ScoreModular:
     """Scores the modules that the router chooses for a silo without noise, before and after training on its data."""
 
     local: LocalSGD
-    joined: bool = True
+    use_validation: bool = True
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Measures `global`, the shared modules, and `personal`, the adapted ones."""
-        data = client_samples(worker, assignment, joined=self.joined)
+        data = client_samples(worker, assignment, use_validation=self.use_validation)
         router, embedding = routed(worker, weights, data)
         with torch.no_grad():
             network = MixedNetwork(chosen(router(embedding))).on(worker)
@@ -195,11 +195,11 @@ def stages(config: FedMnConfig, world: World) -> list[Stage]:
 
     def client(round_: Round) -> Task:
         """FedAvg of the whole network in pre-training, then of the modules that each silo chooses."""
-        joined, scored = train.use_validation, round_.scored
+        use_validation, scored = train.use_validation, round_.scored
         if round_.index < train.pretraining_rounds:
             whole = MixedNetwork(space.largest_subspace)
-            return Train(whole, round_.local, rules.weighting, rule=rules.local, joined=joined, scored=scored)
-        return TrainModular(round_.local, train.router_lr, train.temperature, rules, joined, scored)
+            return Train(whole, round_.local, rules.weighting, use_validation=use_validation, scored=scored)
+        return TrainModular(round_.local, train.router_lr, train.temperature, rules, use_validation, scored)
 
     router = frozenset(initial_router(space, classes, torch.Generator()))
     task = ScoreModular(adaptation(world, config.adapt, train), train.use_validation)

@@ -71,7 +71,7 @@ class TrainMixed:
         data = client_samples(worker, assignment)
         network = own_network(worker, silo)
         step = self.search.step(worker, assignment, silo)
-        shared = train_network(worker, assignment, network, weights, data, self.local, rule=self.rules.local, step=step)
+        shared = train_network(worker, assignment, network, weights, data, self.local, step)
         scores = validation_scores(worker, assignment, network) if self.scored else ()
         update = with_more(update_of(shared, len(data[1]), self.rules.weighting), {ALPHAS: alphas.detach()})
         outcome = trained_outcome(shared, len(data[1]), update)

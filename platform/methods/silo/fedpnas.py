@@ -23,7 +23,7 @@ from fedloom.platform.clients.trainer import (
     update_of,
     validation_scores,
 )
-from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.training import LocalSGD, resumed
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Method, Round, Stage, fresh_supernet, to_all
 from fedloom.platform.federation.training_config import Rules
@@ -86,12 +86,12 @@ class TrainSplit:
         begun_with = own_part(space, assignment, weights, base)
         before = self._before(worker, assignment, begun_with, _joined(weights, begun_with, base))
         silo = before.silo
-        joined = self.use_validation and self.search.is_over(space, silo.kept)
-        data = client_samples(worker, assignment, joined=joined)
+        use_validation = self.use_validation and self.search.is_over(space, silo.kept)
+        data = client_samples(worker, assignment, use_validation=use_validation)
 
         network, received = split_network(worker, silo.kept, self.base_cells), _joined(weights, silo, base)
-        trained = train_network(worker, assignment, network, received, data, self.local, momentum=silo.momentum)
-        unseen = self.scored and not joined
+        trained = train_network(worker, assignment, network, received, data, self.local.plain, resumed(silo.momentum))
+        unseen = self.scored and not use_validation
         scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
         trained = trained.copied()
         kept = Personal(without(trained.tensors, base), without(trained.momentum, base), silo.kept)

@@ -48,9 +48,9 @@ BATCH = 256
 class ScoreNearest:
     """Scores the predictions share * neighbours + (1 - share) * shared model on a silo's test data.
 
-    The data store holds the features of the silo's training data, with its validation data if `joined`. Then the share
-    has the highest accuracy on the store itself when every sample is predicted by its neighbours among the others
-    (leave-one-out cross-validation), otherwise on the validation data; ties go to the smallest.
+    The data store holds the features of the silo's training data, with its validation data if `use_validation`. Then
+    the share has the highest accuracy on the store itself when every sample is predicted by its neighbours among the
+    others (leave-one-out cross-validation), otherwise on the validation data; ties go to the smallest.
 
     Attributes:
         neighbours: k; a silo with fewer samples uses all of them.
@@ -60,7 +60,7 @@ class ScoreNearest:
     subnet: Subnet
     neighbours: int = 10
     scale: float = 1.0
-    joined: bool = True
+    use_validation: bool = True
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Measures `global`, `personal`, and the chosen share."""
@@ -69,7 +69,9 @@ class ScoreNearest:
         worker.set_mode(network.module, training=False)
         generator = torch_stream(worker.spec.training_seed, "score", *places_of(assignment))
         with worker.randomness(network.module, generator):
-            return self._scored(worker, network, client_samples(worker, assignment, joined=self.joined), client_id)
+            return self._scored(
+                worker, network, client_samples(worker, assignment, use_validation=self.use_validation), client_id
+            )
 
     def _scored(self, worker: Worker, network: Network, store: Samples, client_id: int) -> ClientResult:
         features, store_logits = features_and_logits(network, store[0])
@@ -79,7 +81,7 @@ class ScoreNearest:
             near = nearest_labels(queries, features, store[1], classes, k, scale, leave_one_out=leave_one_out)
             return near, logits.double().softmax(dim=1)
 
-        if self.joined:
+        if self.use_validation:
             share = best_share(*mixture(features, store_logits, leave_one_out=True), store[1])
         else:
             x, y = worker.client_data(client_id, "validation")

@@ -68,21 +68,21 @@ class TrainMeta:
     local: LocalSGD
     inner_lr: float
     rules: Rules
-    joined: bool = True
+    use_validation: bool = True
     scored: bool = False
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Trains the network; the update holds all of its tensors."""
         network = self.subnet.on(worker)
-        data = client_samples(worker, assignment, joined=self.joined)
+        data = client_samples(worker, assignment, use_validation=self.use_validation)
         generator = torch_stream(worker.spec.training_seed, "meta_batches", *places_of(assignment))
         batches, objective = endless_batches(data, self.local, generator), worker.objective.for_client(data[1])
 
         def meta(sgd: SGD) -> Step:
             return MetaStep(sgd, network.forward, batches, self.inner_lr, objective)
 
-        shared = train_network(worker, assignment, network, weights, data, self.local, rule=self.rules.local, step=meta)
-        unseen = self.scored and not self.joined
+        shared = train_network(worker, assignment, network, weights, data, self.local, meta)
+        unseen = self.scored and not self.use_validation
         scores = validation_scores(worker, assignment, network) if unseen else ()
         outcome = trained_outcome(shared, len(data[1]), update_of(shared, len(data[1]), self.rules.weighting))
         return replace(outcome, macs=BATCHES_PER_STEP * outcome.macs, measurements=scores)

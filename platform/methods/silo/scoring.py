@@ -85,7 +85,7 @@ class AdaptAndScore:
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Measures `global`, before the adaptation, and `personal`, after it."""
-        data = client_samples(worker, assignment, joined=self.use_validation)
+        data = client_samples(worker, assignment, use_validation=self.use_validation)
         return adapted_outcome(worker, assignment, self.subnet.on(worker), weights, data, self.local)
 
 

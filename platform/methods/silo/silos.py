@@ -116,7 +116,7 @@ def pair_outcome(
         macs=shared.macs + own.macs,
         loss=own.figures.loss,
         metric=own.figures.accuracy,
-        parameters=own.parameters,
+        parameters=own.num_parameters,
         state={**silo.packed(), **shared.state},
         architecture=own.network.architecture,
         subspace=own.network.subspace,
@@ -138,7 +138,7 @@ def fedavg_of(subnet: Subnet, train: SiloTrainingConfig) -> TasksOfRound:
     """FedAvg of one architecture over the silos, with no personal part."""
 
     def client(round_: Round) -> Train:
-        joined, rules = train.use_validation, round_.rules
-        return Train(subnet, round_.local, rules.weighting, rule=rules.local, joined=joined, scored=round_.scored)
+        weighting, use_validation = round_.rules.weighting, train.use_validation
+        return Train(subnet, round_.local, weighting, use_validation=use_validation, scored=round_.scored)
 
     return to_all(client)

@@ -20,7 +20,7 @@ from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.scoring import PERSONAL
 from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
-from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.training import LocalSGD, resumed
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Method, Round, Stage, fresh_supernet, to_all
 from fedloom.platform.federation.training_config import Rules
@@ -96,28 +96,19 @@ class TrainSpider:
             start = worker.space.initial_weights(generator)
         searched = self.search.before(worker, assignment, begun(assignment.state, start, space.largest_subspace))
         silo = searched.silo
-        joined = self.use_validation and self.search.is_over(space, silo.kept)
-        data = client_samples(worker, assignment, joined=joined)
+        use_validation = self.use_validation and self.search.is_over(space, silo.kept)
+        data = client_samples(worker, assignment, use_validation=use_validation)
 
         supernet = MixedNetwork().on(worker)
         before = under(state, SHARED_MOMENTUM) if self.keep_momentum else {}
-        rule = self.rules.local
-        shared = train_network(
-            worker, assignment, supernet, weights, data, self.local, rule=rule, momentum=before
-        ).copied()
+        shared = train_network(worker, assignment, supernet, weights, data, self.local, resumed(before)).copied()
         network = own_network(worker, silo)
+        pull = pull_towards(self.pull, received(worker, network, weights))
+        resume, search_step = resumed(silo.momentum, pull), self.search.step(worker, assignment, silo)
         own = train_network(
-            worker,
-            assignment,
-            network,
-            silo.weights,
-            data,
-            self.local,
-            correct=pull_towards(self.pull, received(worker, network, weights)),
-            momentum=silo.momentum,
-            step=self.search.step(worker, assignment, silo),
+            worker, assignment, network, silo.weights, data, self.local.plain, lambda sgd: search_step(resume(sgd))
         )
-        unseen = self.scored and not joined  # scores on data used for training would not measure generalisation
+        unseen = self.scored and not use_validation  # scores on data used for training would not measure generalisation
         scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
         own = own.copied()
         alphas = None if silo.alphas is None else silo.alphas.detach()

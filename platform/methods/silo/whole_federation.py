@@ -30,8 +30,8 @@ def train_kept(train: SiloTrainingConfig, rules: Rules, settled: Callable[[Subsp
 
     def client(round_: Round) -> Train:
         kept = kept_of(round_.state)
-        joined = train.use_validation and settled(kept)
+        use_validation = train.use_validation and settled(kept)
         network = MixedNetwork(kept)
-        return Train(network, round_.local, rules.weighting, rule=rules.local, joined=joined, scored=round_.scored)
+        return Train(network, round_.local, rules.weighting, use_validation=use_validation, scored=round_.scored)
 
     return to_all(client)

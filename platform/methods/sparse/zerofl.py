@@ -19,12 +19,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.platform.averaging.sparsify import By, Sparsify
 from fedloom.platform.clients.local_rules import refuse_parts
 from fedloom.platform.clients.networks import Account, Network, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
@@ -51,9 +52,7 @@ class ZeroFLConfig(FedAvgConfig):
     name: str = "zerofl"
     sparsity: Annotated[float, BELOW_ONE, "s, the share of a layer's weights and activations that are zero"] = 0.9
     mask_ratio: Annotated[float, PART, "r, the share of the weights that is sent beside the 1 - s"] = 0.2
-    by: Annotated[
-        Literal["change", "weight"], "what is sent: where the trained weights are largest, or their changes"
-    ] = "weight"
+    by: Annotated[By, "what is sent: where the trained weights are largest, or their changes"] = "weight"
 
 
 def largest(values: Tensor, share: float) -> Tensor:
@@ -179,7 +178,8 @@ def stages(config: ZeroFLConfig, world: World) -> list[Stage]:
 
     def client(subnet: Subnet, round_: Round) -> Train:
         network = Sparse(subnet, kept) if config.sparsity else subnet
-        return Train(network, round_.local, round_.rules.weighting, rule=round_.rules.local, sends=sends, by=config.by)
+        largest_changes = (Sparsify(share=sends, by=config.by),) if sends < 1 else ()
+        return Train(network, round_.local, round_.rules.weighting, processors=largest_changes)
 
     if not config.sparsity:
         return fedavg_stages(config, world, config.name, client)

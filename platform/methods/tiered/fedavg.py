@@ -55,7 +55,7 @@ class FedAvgConfig:
 
 def dense(subnet: Subnet, round_: Round) -> Train:
     """A client of FedAvg."""
-    return Train(subnet, round_.local, round_.rules.weighting, rule=round_.rules.local)
+    return Train(subnet, round_.local, round_.rules.weighting)
 
 
 @dataclass(frozen=True)

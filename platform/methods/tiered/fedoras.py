@@ -245,7 +245,7 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
         tier = int(world.tier_of_client[client_id])
         train_budget = training_budget(world, client_id, round_.stage, round_.index)
         subspace = sample_subspace(sizes_by_tier[tier], limit, rng, world.costs_by_tier[tier], train_budget)
-        return Train(Paths(subspace, train_budget, config.paths), round_.local, rules.weighting, rule=rules.local)
+        return Train(Paths(subspace, train_budget, config.paths), round_.local, rules.weighting)
 
     def score(state: RunState) -> list[ScoreSubnets]:
         rng = stream(world.config.seed_for("search"), "evaluate_paths")
@@ -306,7 +306,7 @@ def tier_stage(
         return {tensor_name: tensor.clone() for tensor_name, tensor in cut.items()}
 
     def client(round_: Round) -> Train:
-        return Train(subnet(round_.state), round_.local, rules.weighting, rule=rules.local)
+        return Train(subnet(round_.state), round_.local, rules.weighting)
 
     def macs(state: RunState) -> float:
         architecture, bounds = chosen(state), world.tiers[tier]

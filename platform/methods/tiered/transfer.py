@@ -173,8 +173,8 @@ class OnlyHead:
 class TrainHead(Train):
     """Receives the whole network of an `OnlyHead`, and sends what it trains of it."""
 
-    def outcome(self, worker: Worker, assignment: Assignment, trained: TrainedNetwork, samples: int) -> ClientResult:
-        whole = super().outcome(worker, assignment, trained, samples)
+    def outcome(self, trained: TrainedNetwork, samples: int) -> ClientResult:
+        whole = super().outcome(trained, samples)
         assert whole.update is not None, "what has been trained is sent"
         tensors = {name: whole.update.tensors[name] for name in self._sent}
         slices = {name: whole.update.slices[name] for name in tensors}
@@ -220,7 +220,7 @@ def stages(config: TransferConfig, world: World) -> list[Stage]:
         return TrainHead(network, round_.local, round_.rules.weighting)
 
     def everything(round_: Round) -> Train:
-        return Train(subnet, round_.local, round_.rules.weighting, rule=round_.rules.local)
+        return Train(subnet, round_.local, round_.rules.weighting)
 
     found: list[Stage] = []
     for name, training, task in ((HEAD, config.head, head), (MODEL, config.train, everything)):

@@ -107,7 +107,7 @@ def tier_stages(
 
     def give(round_: Round) -> RoundTasks:
         networks = [network(round_, client_id) for client_id in round_.client_ids]
-        return RoundTasks([Train(each, round_.local, rules.weighting, rule=rules.local) for each in networks])
+        return RoundTasks([Train(each, round_.local, rules.weighting) for each in networks])
 
     training = TrainingStage(
         *(world, train, rules),

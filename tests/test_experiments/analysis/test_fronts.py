@@ -4,8 +4,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fedloom.experiments import analysis
 from fedloom.experiments.analysis.tiers import front_of

@@ -19,8 +19,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.results.bag import Bag
 from fedloom.platform.results.checkpoint import load_checkpoint, save_checkpoint
 from fedloom.platform.results.copies import Mirror, fetch
-from fedloom.platform.results.manifest import FILE as MANIFEST
-from fedloom.platform.results.manifest import manifest_path, problems
+from fedloom.platform.results.manifest import FILE as MANIFEST, manifest_path, problems
 from fedloom.platform.results.paths import find_run, run_paths
 from fedloom.platform.results.store import local_root, open_target
 from fedloom.platform.results.tables import read_table

@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-from fedloom.platform.federation.selection import selection_traits
-
-if TYPE_CHECKING:
-    from fedloom.platform.federation.training_config import TrainingConfig
 
 Mechanism = tuple[str, float, float]
 """How clients are sampled (uniform, poisson or all), the share of the clients, and the noise multiplier z."""
@@ -36,26 +31,18 @@ def accounting() -> Any:
     return dp_accounting
 
 
-def mechanism(config: TrainingConfig, eligible: int, size: int) -> Mechanism:
-    """The mechanism of a round of the stage."""
-    sampling = selection_traits(config.selection).sampling
-    assert sampling is not None, "checked before the run"
-    whole = sampling == "all" or config.clients_per_round is None or size >= eligible
-    return "all" if whole else sampling, size if sampling == "uniform" else size / eligible, config.privacy.noise
-
-
-def with_round(spent: list[list[Any]], mechanism_: Mechanism, population: int) -> list[list[Any]]:
+def with_round(spent: list[list[Any]], mechanism: Mechanism, population: int) -> list[list[Any]]:
     """What was spent, as [mechanism, population, rounds] each, after one more round."""
     found = [[*entry] for entry in spent]
-    if {"uniform", "poisson"} <= {mechanism_[0], *(entry[0][0] for entry in found)}:
+    if {"uniform", "poisson"} <= {mechanism[0], *(entry[0][0] for entry in found)}:
         raise ValueError(
             "privacy: stages that sample by uniform and by poisson have no common epsilon: use one of them"
         )
     for entry in found:
-        if entry[0] == list(mechanism_) and entry[1] == population:
+        if entry[0] == list(mechanism) and entry[1] == population:
             entry[2] += 1
             return found
-    return [*found, [list(mechanism_), population, 1]]
+    return [*found, [list(mechanism), population, 1]]
 
 
 def epsilon(spent: list[list[Any]], delta: float, accountant: str) -> float:

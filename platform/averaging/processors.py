@@ -1,0 +1,149 @@
+"""Processors: what happens to an update between a client's training and the server's mean.
+
+A processor has a client side, which changes what is sent and counts its bytes, and a server side, which completes or
+undoes that. A client applies its processors in order, the server in reverse, as in pfl-research's postprocessors:
+
+    server   begun        before a round, on what its clients train
+    client   on_client    on the message, after local training
+    server   on_sums      on the sums of the updates that have arrived
+             on_mean      on the mean, before the server rule
+             recorded     on the run's JSON state, which later stages see
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fedloom.platform.plugins import PluginError, Registry, Shipped
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedloom.platform.averaging.average import Averaged, Update, WeightedSums
+    from fedloom.platform.plugins import ComponentSpec
+    from fedloom.platform.spaces.slices import SliceMap, Weights
+
+
+class Traffic(NamedTuple):
+    """The bytes that a client receives and sends in a round."""
+
+    down_bytes: int
+    up_bytes: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a client is about to send.
+
+    Attributes:
+        client_id: the client.
+        update: its tensors are those of the client's network, which a processor may change in place.
+        received: the values that the client has received, by the network's names; read-only.
+        parameters: the names of the tensors that were trained, in the network's order.
+        traffic: the bytes of the round so far.
+    """
+
+    client_id: int
+    update: Update
+    received: Weights
+    parameters: tuple[str, ...]
+    traffic: Traffic
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """A round of a training stage, as the server's side of a processor sees it.
+
+    Attributes:
+        stage, round: the stage's name and the round, from 0; with `seed` they derive random streams (`torch_stream`).
+        old: the shared weights before the round.
+        data: the run's JSON state before the round.
+        min_contributors: the fewest clients that change a scalar.
+        held: the slices that every client of the cohort trains, by client id.
+        answered: the clients whose updates have arrived, once they have.
+        expected_weights: finds the expected sum of the clients' weights of every scalar, from tiers and sampling alone.
+    """
+
+    stage: str
+    round: int
+    seed: int
+    old: Weights
+    data: Mapping[str, Any]
+    min_contributors: int
+    held: Callable[[], Mapping[int, SliceMap]] = dict
+    expected_weights: Callable[[], Mapping[str, Tensor]] = dict
+    answered: Sequence[int] = ()
+
+
+class Processor:
+    """Base class of processors, which changes nothing; override what is needed.
+
+    Processors are frozen dataclasses, as they are sent to the clients. Keyword parameters of the constructor are
+    options (`method.train.options.NAME`). `shortens_updates` says that a part of the client's change is left out,
+    which rules that need whole changes refuse. `least_contributors` is the fewest clients that may change a scalar.
+    """
+
+    shortens_updates: bool = False
+    least_contributors: int = 1
+
+    def begun(self, context: ServerContext) -> Processor:  # noqa: ARG002
+        """The processor of one round, such as one that knows what the cohort's clients hold."""
+        return self
+
+    def on_client(self, message: Message) -> Message:
+        """The message as it is sent."""
+        return message
+
+    def traffic(self, parameters: int, traffic: Traffic) -> Traffic:  # noqa: ARG002
+        """The bytes that `on_client` makes of these, for a network of so many trained scalars, without training."""
+        return traffic
+
+    def on_sums(self, sums: WeightedSums, context: ServerContext) -> WeightedSums:  # noqa: ARG002
+        """The sums of the updates, given those that have arrived."""
+        return sums
+
+    def on_mean(self, averaged: Averaged, context: ServerContext) -> Averaged:  # noqa: ARG002
+        """The mean that the server rule sees."""
+        return averaged
+
+    def recorded(self, context: ServerContext) -> Mapping[str, Any]:  # noqa: ARG002
+        """JSON values that the run's state keeps after the round."""
+        return {}
+
+    def schedules(self, context: ServerContext) -> Mapping[str, float]:  # noqa: ARG002
+        """Values for the round's row."""
+        return {}
+
+
+Processors = tuple[Processor, ...]
+
+PROCESSORS: Registry[Processor] = Registry(
+    "processor", Shipped({"sparsify": "fedloom.platform.averaging.sparsify:Sparsify"}), (), made=True
+)
+
+
+def processor(choice: ComponentSpec) -> Processor:
+    """The chosen processor; PluginError if it is none."""
+    made: object = PROCESSORS.make(choice)
+    if not isinstance(made, Processor):
+        raise PluginError(f"processor {choice.name!r} is no Processor: derive the class from {__name__}.Processor")
+    return made
+
+
+def sent(processors: Processors, message: Message) -> Message:
+    """The message after all client sides, in order."""
+    for each in processors:
+        after: object = each.on_client(message)
+        if not isinstance(after, Message):
+            raise PluginError(f"{type(each).__name__}.on_client gives {after!r:.60}: give a {__name__}.Message")
+        message = after
+    return message
+
+
+def expected_traffic(processors: Processors, parameters: int, traffic: Traffic) -> Traffic:
+    """The bytes that all processors make of these, in order."""
+    for each in processors:
+        traffic = each.traffic(parameters, traffic)
+    return traffic
