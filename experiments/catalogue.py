@@ -14,6 +14,7 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.overrides import meant
 from fedloom.experiments.runs.presets import DEFAULT_METHOD, PRESET
 from fedloom.experiments.terminal import console, write_json
+from fedloom.platform.averaging.processors import PROCESSORS
 from fedloom.platform.averaging.server import SERVER_RULES
 from fedloom.platform.averaging.shares import SHARES_RULES
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES
@@ -44,6 +45,7 @@ REGISTRIES: tuple[Registry[Any], ...] = (
     LOCAL_RULES,
     WEIGHTING_RULES,
     SERVER_RULES,
+    PROCESSORS,
     HEURISTICS,
     SHARES_RULES,
     SEARCHERS,
@@ -85,7 +87,8 @@ def _with_options(config: RunConfig) -> Iterator[Setting]:
         above = [p for p in places if setting.key.startswith(f"{p}.")]
         if registry is not None and above and setting.default is not None:
             place = max(above, key=len)
-            options[place] += options_of(registry, setting.default, f"{place}.options")
+            for name in setting.default if isinstance(setting.default, list) else [setting.default]:
+                options[place] += options_of(registry, name, f"{place}.options")
     for setting in settings:
         yield setting
         place, _, name = setting.key.rpartition(".")

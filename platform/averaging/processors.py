@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 
 class Traffic(NamedTuple):
-    """The bytes that a client receives and sends in a round."""
+    """The bytes that a client receives and sends in a round, and how many scalars' changes are among what it sends."""
 
     down_bytes: int
     up_bytes: int
+    changes: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Message:
         update: its tensors are those of the client's network, which a processor may change in place.
         received: the values that the client has received, by the network's names; read-only.
         parameters: the names of the tensors that were trained, in the network's order.
-        traffic: the bytes of the round so far.
+        traffic: what the client receives and sends, so far.
     """
 
     client_id: int
@@ -96,8 +97,8 @@ class Processor:
         """The message as it is sent."""
         return message
 
-    def traffic(self, parameters: int, traffic: Traffic) -> Traffic:  # noqa: ARG002
-        """The bytes that `on_client` makes of these, for a network of so many trained scalars, without training."""
+    def expected(self, traffic: Traffic) -> Traffic:
+        """What `on_client` makes of this traffic, without training."""
         return traffic
 
     def on_sums(self, sums: WeightedSums, context: ServerContext) -> WeightedSums:  # noqa: ARG002
@@ -142,8 +143,8 @@ def sent(processors: Processors, message: Message) -> Message:
     return message
 
 
-def expected_traffic(processors: Processors, parameters: int, traffic: Traffic) -> Traffic:
-    """The bytes that all processors make of these, in order."""
+def expected_traffic(processors: Processors, traffic: Traffic) -> Traffic:
+    """What all processors make of this traffic, in order."""
     for each in processors:
-        traffic = each.traffic(parameters, traffic)
+        traffic = each.expected(traffic)
     return traffic

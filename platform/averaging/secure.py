@@ -146,8 +146,8 @@ class SecureRound(Processor):
     def on_client(self, message: Message) -> Message:
         """The message behind masks, and with those of the protocol."""
         update = self.masked(message.client_id, message.update, message.received)
-        traffic = Traffic(*(sent + more for sent, more in zip(message.traffic, self.message_bytes, strict=True)))
-        return replace(message, update=update, traffic=traffic)
+        (down_bytes, up_bytes, changes), (more_down, more_up) = message.traffic, self.message_bytes
+        return replace(message, update=update, traffic=Traffic(down_bytes + more_down, up_bytes + more_up, changes))
 
     def masked(self, client: int, update: Update, received: Weights) -> Update:
         """The update as it is sent: its weighted changes in fixed point, behind masks, as int32 modulo 2^32.

@@ -27,14 +27,16 @@ class Sparsify(Processor):
     def on_client(self, message: Message) -> Message:
         """Resets the other parameters to the received values, in place."""
         parameters = {name: message.update.tensors[name] for name in message.parameters}
-        left_out = sparsified(parameters, message.received, self.share, self.by) if self.share < 1 else 0
-        saved_bytes = saved_by(sum(t.numel() for t in parameters.values()), left_out)
-        down_bytes, up_bytes = message.traffic
-        return replace(message, traffic=Traffic(down_bytes, up_bytes - saved_bytes))
+        if self.share < 1 and parameters:
+            sparsified(parameters, message.received, self.share, self.by)
+        return replace(message, traffic=self.expected(message.traffic))
 
-    def traffic(self, parameters: int, traffic: Traffic) -> Traffic:
-        saved_bytes = saved_by(parameters, parameters - kept_of(parameters, self.share))
-        return traffic._replace(up_bytes=traffic.up_bytes - saved_bytes)
+    def expected(self, traffic: Traffic) -> Traffic:
+        kept = kept_of(traffic.changes, self.share)
+        saved_bytes = saved_by(traffic.changes, traffic.changes - kept)
+        return traffic._replace(
+            up_bytes=traffic.up_bytes - saved_bytes, changes=kept if saved_bytes else traffic.changes
+        )
 
 
 def with_share(processors: Processors, share: float) -> Processors:

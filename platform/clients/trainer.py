@@ -326,7 +326,7 @@ class Train:
     ) -> ClientResult:
         """The result with its update as it is sent; TaskError if it does not fit the form in which it is sent."""
         assert result.update is not None, "it has trained"
-        traffic = Traffic(result.bytes_down, result.bytes_up)
+        traffic = Traffic(result.bytes_down, result.bytes_up, trained.num_parameters)
         try:
             message = sent(self.processors, Message(client_id, result.update, before, trained.parameters, traffic))
         except OverflowError as error:
@@ -345,7 +345,7 @@ class Train:
         cost, rule = self.network.account(worker, assignment, batches), local_rule(self.local.rule)
         samples = sum(batches) // self.local.epochs
         sent_bytes = int(cost.size_bytes) + len(rule.shared) * FLOAT_BYTES * cost.parameters
-        traffic = expected_traffic(self.processors, cost.parameters, Traffic(sent_bytes, sent_bytes))
+        traffic = expected_traffic(self.processors, Traffic(sent_bytes, sent_bytes, cost.parameters))
         return ClientResult(
             samples=samples,
             steps=len(batches),

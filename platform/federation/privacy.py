@@ -134,6 +134,6 @@ def _mechanism(config: TrainingConfig, eligible: int) -> Mechanism:
 
 
 def warn_unprotected(config: TrainingConfig, data: Mapping[str, Any], stage: str) -> None:
-    """Warns of a stage without differential privacy that trains on after stages with it, given the run's JSON values."""
+    """Warns of a stage without differential privacy that trains on after those with it, given the run's JSON values."""
     if SPENT in data and config.privacy.clip is None and config.rounds:
         logger.warning("%s trains without differential privacy after stages with it: its model has none", stage)

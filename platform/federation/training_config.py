@@ -83,7 +83,7 @@ class TrainingConfig:
     server: Annotated[str, ComponentName("server rule"), "the server's update from the clients' mean"] = "replace"
     augment: Annotated[str | None, ComponentName("augmentation"), "the stage's augmentation; null: data.augment"] = None
     processors: Annotated[
-        list[str], ComponentName("processor"), "what changes clients' updates on their way, such as sparsify"
+        list[Annotated[str, ComponentName("processor")]], "what changes clients' updates on their way, such as sparsify"
     ] = field(default_factory=list)
     options: Annotated[dict[str, Any], "options of the rules above, by their names"] = field(default_factory=dict)
     loss_norms: Annotated[bool, "clients report the root mean square of their samples' losses, for selection"] = False

@@ -1,0 +1,148 @@
+"""Processors: a chain on the client, undone in reverse by the server, whose bytes the tables count."""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedloom.platform.averaging.average import Averaged, Update, WeightedSums
+from fedloom.platform.averaging.processors import Message, Processor, ServerContext, Traffic, expected_traffic, sent
+from fedloom.platform.averaging.sparsify import Sparsify, with_share
+from fedloom.platform.federation.building import build_world
+from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
+from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
+from fedloom.platform.spaces.slices import Slice
+
+PLUGINS = Path(__file__).resolve().parent.parent / "plugins"
+
+
+@pytest.fixture(autouse=True)
+def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(PLUGINS))
+    yield
+    sys.modules.pop("quantise", None)
+
+
+def message() -> Message:
+    """Four trained scalars with the changes 1, -4, 0.3 and 2, and a counter."""
+    received = {"w": torch.zeros(4), "n": torch.tensor(3)}
+    tensors = {"w": torch.tensor([1.0, -4.0, 0.3, 2.0]), "n": torch.tensor(5)}
+    update = Update(tensors, {"w": Slice("w"), "n": Slice("n")}, {"w": 1.0, "n": 1.0})
+    return Message(0, update, received, ("w",), Traffic(24, 24, 4))
+
+
+def test_sparsify_keeps_the_largest_changes_and_counts_them_and_their_places() -> None:
+    done = sent((Sparsify(share=0.5),), message())
+    assert done.update.tensors["w"].tolist() == [0.0, -4.0, 0.0, 2.0]
+    assert done.traffic == Traffic(24, 24 - 2 * 4 + 1, 2), "a mask of one byte says which two were left out"
+    assert expected_traffic((Sparsify(share=0.5),), Traffic(24, 24, 4)) == done.traffic
+
+
+def test_a_quantiser_of_ones_own_rounds_to_steps_of_the_largest_change() -> None:
+    from quantise import Quantise
+
+    done = sent((Quantise(bits=3),), message())
+    steps = done.update.tensors["w"] / (4 / 3)
+    assert steps.tolist() == pytest.approx([1.0, -3.0, 0.0, 2.0])  # .75, -3, .225 and 1.5 steps, halves to even
+    assert done.traffic == Traffic(24, 24 - 16 + 2 + 4, 4)
+    assert expected_traffic((Quantise(bits=3),), Traffic(24, 24, 4)) == done.traffic
+    assert len((PLUGINS / "quantise.py").read_text().splitlines()) <= 30
+
+
+@dataclass(frozen=True)
+class Times(Processor):
+    """Multiplies the change by a factor on the client, and the mean change by another one on the server."""
+
+    client: float
+    server: float
+    log: Any = None
+
+    def on_client(self, message: Message) -> Message:
+        tensors = {**message.update.tensors, "w": message.update.tensors["w"] * self.client}
+        return replace(message, update=replace(message.update, tensors=tensors))
+
+    def on_mean(self, averaged: Averaged, context: ServerContext) -> Averaged:
+        order.append(self.client)
+        weights = {n: context.old[n] + (t - context.old[n]) * self.server for n, t in averaged.weights.items()}
+        return Averaged(weights, averaged.coverage)
+
+
+order: list[float] = []
+
+
+def test_a_chain_is_undone_in_reverse(tiny_config: Any) -> None:
+    train = TrainingConfig(rounds=1, clients_per_round=2)
+    stage: Any = build_stages(build_world(tiny_config(method=FedAvgConfig(architecture="0-1-2", train=train))))[0]
+    chain = (Times(2.0, 0.5), Times(4.0, 0.25))
+    done = sent(chain, message())
+    assert done.update.tensors["w"].tolist() == pytest.approx([8.0, -32.0, 2.4, 16.0])
+    sums = WeightedSums()
+    sums.add(done.update)
+    context = stage.processing.context(0, {"w": torch.zeros(4), "n": torch.tensor(3)}, {})
+    order.clear()
+    averaged = stage.processing.averaged(context, chain, sums, [], (), lambda _index, _clients: [])
+    assert order == [4.0, 2.0]
+    assert averaged.weights["w"].tolist() == pytest.approx([1.0, -4.0, 0.3, 2.0])
+
+
+def clients_of(run_in_memory: Any, config: Any) -> list[dict[str, Any]]:
+    _, memory, _ = run_in_memory(config)
+    rows = [row for r in memory.records for table, row in r.rows if table == "clients"]
+    return [row for row in rows if row["stage"] in ("fedavg", "supernet")]
+
+
+@pytest.mark.parametrize(("name", "options", "bits"), [("quantise:Quantise", {"bits": 4}, 4), ("sparsify", {}, 0)])
+def test_the_tables_count_what_processors_send(
+    tiny_config: Any, run_in_memory: Any, name: str, options: dict[str, int], bits: int
+) -> None:
+    train = TrainingConfig(rounds=2, clients_per_round=3, batch_size=16, processors=[name], options=options)
+    for row in clients_of(run_in_memory, tiny_config(method=FedAvgConfig(architecture="0-1-2", train=train))):
+        scalars, whole = row["parameters"], row["bytes_down"]
+        smaller = -(-bits * scalars // 8) + 4 if bits else 4 * -(-scalars // 10) + -(-scalars // 8)
+        assert row["bytes_up"] == whole - 4 * scalars + smaller
+
+
+def test_supernets_are_trained_through_processors(tiny_config: Any, run_in_memory: Any) -> None:
+    config = tiny_config()
+    config.method.train = replace(config.method.train, processors=["sparsify", "quantise:Quantise"], rounds=1)
+    rows = clients_of(run_in_memory, config)
+    for row in rows:
+        kept = -(-row["parameters"] // 10)
+        sparse_and_small = kept + 4 + -(-row["parameters"] // 8)
+        assert row["bytes_up"] == row["bytes_down"] - 4 * row["parameters"] + sparse_and_small
+    assert rows
+
+
+def test_a_selection_rule_changes_the_share_that_a_method_sends() -> None:
+    assert with_share((), 0.3) == (Sparsify(share=0.3),)
+    assert with_share((Sparsify(share=0.5, by="weight"),), 0.3) == (Sparsify(share=0.3, by="weight"),)
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"processors": ["sparsfy"]}, "method.train.processors[0]: unknown processor 'sparsfy'"),
+        ({"processors": ["math:cos"]}, "processor 'math:cos'"),
+        ({"processors": ["quantise:Traffic"]}, "processor 'quantise:Traffic'"),
+        ({"processors": ["sparsify"], "options": {"share": 0.0}}, "method.train.options.share=0"),
+        (
+            {"processors": ["sparsify"], "local_rule": "scaffold", "momentum": 0.0},
+            "method.train.local_rule=scaffold keeps whole changes",
+        ),
+        (
+            {"processors": ["sparsify"], "privacy": PrivacyConfig(secure=True)},
+            "method.train.privacy.secure=true: behind masks all is sent in fixed point",
+        ),
+    ],
+)
+def test_processors_that_do_not_fit_are_refused(tiny_config: Any, train: dict[str, Any], said: str) -> None:
+    config = TrainingConfig(rounds=1, clients_per_round=2, **train)
+    world = build_world(tiny_config(method=FedAvgConfig(architecture="0-1-2", train=config)))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        build_stages(world)
