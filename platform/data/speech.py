@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,7 @@ def part_of(path: str) -> str:
 
 def mfcc(sound: Sound, features: str = "htk") -> Sound:
     """The features (40, 51) of one second at 16 kHz, in -1 to 1."""
-    librosa, f = _imported("librosa"), FEATURES[features]
+    (librosa, _), f = _packages(), FEATURES[features]
     bands = {"sr": f["rate"], "hop_length": f["hop"], "n_mels": f["mels"]}
     if features == "htk":
         of_bands = {**bands, "n_fft": f["fft"], "win_length": f["window"], "htk": True, "norm": None}
@@ -106,7 +105,7 @@ def read_second(path: Path, start: int = 0) -> Sound:
 
     Raises ValueError for a file that is no sound, empty, of another rate, or of several channels.
     """
-    soundfile = _imported("soundfile")
+    _, soundfile = _packages()
     try:
         samples, rate = soundfile.read(path, frames=RATE, start=start, dtype="float32", always_2d=True)
     except (soundfile.LibsndfileError, RuntimeError) as error:
@@ -119,10 +118,13 @@ def read_second(path: Path, start: int = 0) -> Sound:
     return np.pad(samples[:, 0], (0, RATE - len(samples)))
 
 
-def _imported(package: str) -> Any:
-    """A package that only preparing sounds needs; ValueError if it cannot be imported."""
+def _packages() -> tuple[Any, Any]:
+    """librosa and soundfile, which only preparing sounds needs; ValueError if they cannot be imported."""
     try:
-        return import_module(package)
+        import librosa
+        import soundfile
+
+        return librosa, soundfile
     except (ImportError, OSError) as error:  # soundfile looks for a library of the system
         raise ValueError(
             f"speech_commands needs librosa and soundfile ({error}): pip install 'fedloom[speech]'"

@@ -29,8 +29,6 @@ WAIT_S = 1.0
 SETTLE_S = 1.0
 """Seconds after which a lease is read again, in case another machine wrote its own at the same moment."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_SAME_START_S = 2.0
-"""The time at which a process started is known to about a second."""
 
 
 class OwnedError(ValueError):
@@ -45,7 +43,7 @@ class OwnershipLostError(RuntimeError):
 
 
 class Process(NamedTuple):
-    """A process of this machine: its number, which is used again, and when it started (seconds since 1970)."""
+    """A process of this machine: its number, which is used again, and when it started (seconds since the boot)."""
 
     pid: int
     started: float
@@ -61,7 +59,16 @@ def this_place() -> str:
 
 def this_process() -> Process:
     """The process that asks."""
-    return Process(os.getpid(), psutil.Process().create_time())
+    return Process(os.getpid(), _started_s(os.getpid()))
+
+
+def _started_s(pid: int) -> float:
+    """When a process started: the time since 1970 that psutil gives moves with the clock, by a second now and then."""
+    try:
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return ticks / os.sysconf("SC_CLK_TCK")
+    except OSError:  # it has ended, or this is not Linux
+        return float(psutil.Process(pid).create_time())
 
 
 def process_of(pid: int) -> Process | None:
@@ -69,15 +76,14 @@ def process_of(pid: int) -> Process | None:
     try:
         process = psutil.Process(pid)
         is_over = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        return None if is_over else Process(pid, process.create_time())
+        return None if is_over else Process(pid, _started_s(pid))
     except (psutil.Error, ValueError, OverflowError):
         return None
 
 
 def is_process(pid: int, started: float) -> bool:
     """Whether the process that started then still exists."""
-    found = process_of(pid)
-    return found is not None and abs(found.started - started) <= _SAME_START_S
+    return process_of(pid) == Process(pid, started)
 
 
 def children(parents: Collection[Process]) -> set[Process]:
@@ -110,9 +116,12 @@ def end_all(processes: Collection[Process], grace_s: float) -> list[Process]:
 
 def _parents() -> dict[Process, int]:
     """All processes with the number of their parent."""
-    fields = ["pid", "ppid", "create_time", "status"]
-    alive = (p.info for p in psutil.process_iter(fields) if p.info["status"] != psutil.STATUS_ZOMBIE)
-    return {Process(info["pid"], info["create_time"]): info["ppid"] for info in alive}
+    parents = {}
+    for process in psutil.process_iter(["pid", "ppid", "status"]):
+        if process.info["status"] != psutil.STATUS_ZOMBIE:
+            with suppress(psutil.Error):  # it has just ended
+                parents[Process(process.info["pid"], _started_s(process.info["pid"]))] = process.info["ppid"]
+    return parents
 
 
 # -- who owns a folder -------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ FILES = {
         "axes: {a: {key: x, value: [1]}}",
         "key 'ablation.axes.a.value'; did you mean 'ablation.axes.a.values'?",
     ),
-    "seed of another kind": (PLAIN.replace("[1]", "[one]"), r"seeds=one: must be a list.int."),
+    "seed of another kind": (PLAIN.replace("[1]", "[one]"), r"seeds.0.=one: must be an int"),
     "no seed": (PLAIN.replace("[1]", "[]"), r"ablation.seeds=\[\]: give one or more different seeds"),
     "seed twice": (PLAIN.replace("[1]", "[1, 1]"), r"ablation.seeds=\[1, 1\]: give one or more different seeds"),
     "axis without values": ("axes: {a: {key: x}}", "ablation.axes.a has 0 of values, settings.*: give one of them"),
@@ -157,11 +157,11 @@ def test_a_file_that_is_no_ablation_is_refused_in_one_line(case: str, written: W
     [
         ("uniform: [0, 1, 2]", "uniform=[0.0, 1.0, 2.0]: give the least and the greatest"),
         ("uniform: [1, 0]", "uniform=[1.0, 0.0]: give the least and the greatest"),
-        ("uniform: [0, .inf]", "uniform=inf: must be finite"),
-        ("uniform: [0, .nan]", "uniform=nan: must be finite"),
+        ("uniform: [0, .inf]", "uniform[1]=inf: must be finite"),
+        ("uniform: [0, .nan]", "uniform[1]=nan: must be finite"),
         ("log_uniform: [0, 1]", "log_uniform=[0.0, 1.0]: give the least and the greatest, both above 0"),
         ("integers: []", "integers=[]: give the least and the greatest"),
-        ("integers: [1.5, 3]", "must be a list[int] or null"),
+        ("integers: [1.5, 3]", "integers[0]=1.5: must be an int"),
         ("integers: [3, 3]", "integers=[3, 3]: give the least and the greatest"),
     ],
 )

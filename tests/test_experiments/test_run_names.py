@@ -128,7 +128,7 @@ def test_names_have_no_bearing_on_results(results: Path) -> None:
         ("tags=[20261122-113000-best]", "tag '20261122-113000-best' is like the beginning of a run's id"),
         ("tags=[two words]", "tag 'two words' cannot be a file name here"),
         ("name=''", "name=: must be a text of at least one character, or null"),
-        ("tags=['']", "tags=: must be a text of at least one character"),
+        ("tags=['']", "tags[0]=: must be a text of at least one character"),
     ],
 )
 def test_a_name_that_cannot_be_told_from_an_id_or_a_path_is_refused(word: str, refusal: str) -> None:
