@@ -19,7 +19,6 @@ from fedloom.platform.results.status import Status, read_status
 LEAST_MESSAGE = 24
 """Characters of a message that fit beside a run; with less room the message stands below it."""
 
-
 BELOW = "    "
 
 
@@ -96,7 +95,6 @@ def shortened(text: str, length: int) -> str:
 
 MOST = 50
 """The number of the newest runs, and of the newest ablations, that are shown if none is named."""
-
 
 LONGEST_MESSAGE = 70
 

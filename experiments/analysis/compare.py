@@ -26,20 +26,12 @@ from fedloom.experiments.analysis.tables import ALL_TIERS, METRIC, Tables, confi
 
 EXPERIMENT, NAME, SEED = "experiment", "name", "seed"
 
-
 WHOLE = (EXPERIMENT, NAME)
 """Values of `by` that stand for whole configurations instead of one key."""
 
-
 SEEDS = "seeds"
-
-
 _ROUNDING = 1e-12
-
-
 _KEYS_SHOWN = 8
-
-
 _EACH: Mapping[str, tuple[Sequence[str], Callable[[Tables], pd.DataFrame]]] = {
     "model": (MEASURES, per_model),
     "run": (OUTCOMES, outcomes),
@@ -351,10 +343,8 @@ def difference(values: np.ndarray, baseline: np.ndarray, *, paired: bool) -> Dif
 
 CLIENTS, SAMPLES = "clients", "samples"
 
-
 UNITS = (CLIENTS, SAMPLES)
 """What two runs of one seed are compared over, besides seeds."""
-
 
 _COLUMNS = ["run_id", "model", "tier", "subnet", "unit", "units"]
 

@@ -30,10 +30,7 @@ from fedloom.experiments.analysis.tables import (
 MEASURES = (METRIC, "loss", "macs", "parameters", "total_bytes", "simulated_s", "wall_s")
 """The measures of a model in `summary` and `compare`; `per_model` describes them."""
 
-
 MODEL_KEY = ["model", "tier", "subnet"]
-
-
 _QUALITIES, _COSTS = [METRIC, "loss"], ["macs", "parameters"]
 
 
@@ -165,14 +162,10 @@ OUTCOMES = (
 )  # fmt: skip
 """The measures of a run in `outcomes` and in `compare(each="run")`; `outcomes` describes them."""
 
-
 FINAL = "final"
 """The model of all rows of `outcomes`."""
 
-
 _LAST_STEPS = ("fine_tuned", PERSONAL, SEARCHED)
-
-
 _BESIDE = ("supernet_init", "rand_init")
 
 
@@ -214,8 +207,6 @@ def outcomes(tables: Tables) -> pd.DataFrame:
 
 
 _WHICH = ("final_model", "models")
-
-
 _FROM_MODELS = (METRIC, "least_accuracy", "total_bytes", "simulated_s", "wall_s", "macs", "parameters")
 
 

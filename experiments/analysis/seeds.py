@@ -12,7 +12,6 @@ from fedloom.experiments.analysis.tables import Tables, configuration
 
 CONFIDENCE = 0.95
 
-
 FEWEST = 3
 """Values from which there is an interval and a test: Student's quantile is 12.7 for two values, 4.3 for three."""
 

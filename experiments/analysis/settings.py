@@ -16,21 +16,17 @@ from fedloom.platform.plugins import called
 
 DATA_PLACES = ("data.root", "data.cache", "data.download")
 
-
 FREE = (
     "name", "tags", "seed", "seeds", "results", "reuse_supernet", "tensorboard", "executor", "ray", "checkpoint",
     *DATA_PLACES
 )  # fmt: skip
 """Keys and key prefixes that do not affect what is trained: names, seeds, and where and how it is computed."""
 
-
 NOT_SET = "(not set)"
 """Value of a key that the configuration of a run does not have, for instance because its version is older."""
 
-
 MOST_KEYS = 4
 """Maximum number of differences in the name of a setting."""
-
 
 LONGEST_VALUE = 32
 """Maximum number of characters of a value in the name of a setting."""

@@ -28,10 +28,8 @@ from fedloom.platform.plugins import called
 PERSONAL, GLOBAL = "personal", "global"
 """The models that are measured for a silo: its own, and the one that all silos share."""
 
-
 EDGES_KEPT = 2
 """Number of incoming edges that a node keeps if edges are pruned, as in DARTS."""
-
 
 PER_SILO = ("accuracy", "loss", "global_accuracy", "parameters", "macs", "neighbour_share")
 
@@ -285,7 +283,6 @@ def _phases(run: Tables, config: Mapping[str, Any]) -> Phases | None:
 
 SILO = "silo-"
 """Prefix of models in the stage `gains`: "silo-3" is the architecture of silo 3, fine-tuned on another silo's data."""
-
 
 BEST = "best_test_accuracy"
 """The paper's p_ij, where it was measured: the highest test accuracy of all epochs."""

@@ -97,17 +97,11 @@ def space_of(config: Mapping[str, Any]) -> "SearchSpace | None":
 
 SUPERNET, SEARCHED = "supernet", "searched"
 
-
 SAMPLES, FRONT = "samples", "front"
 """Values of `tier` in the table `candidates` that are not targets: training samples of predictors, NSGA-II's front."""
 
-
 COSTS = ("macs", "parameters")
-
-
 QUALITIES = ("accuracy", "perplexity", "loss")
-
-
 MEASURED = (*COSTS, *(f"{split}_{quality}" for split in ("validation", "test") for quality in QUALITIES))
 
 

@@ -16,10 +16,8 @@ from fedloom.platform.results.tables import TABLES, read_runs
 
 ALL_TABLES = tuple(TABLES)
 
-
 RUN_KEY = ["experiment", "run_id"]
 """The columns that identify the run of a row."""
-
 
 CLIENT_COLUMNS = (
     "stage", "round", "client_id", "tier", "architecture", "subspace", "macs", "bytes_down", "bytes_up", "loss",
@@ -158,13 +156,10 @@ def configuration(tables: Tables, run_id: str) -> dict[str, Any]:
 TRAINING = "supernet"
 """The kind of the stage that trains a supernet; several runs may share the supernet."""
 
-
 ALONE = "alone"
 """The kind of the stages that train a subnet without a supernet, and the name of the resulting model."""
 
-
 SEARCH, EVALUATION, GAINS = "search", "evaluation", "gains"
-
 
 MEASUREMENTS = (EVALUATION, GAINS)
 """Kinds of stages that measure trained models and do not count as communication of the method itself."""
@@ -198,7 +193,6 @@ def rounds_by_stage(rounds: pd.DataFrame) -> dict[tuple[str, str], int]:
 
 TIERS, SUBNETS, SILOS, SHARED = "tiers", "subnets", "silos", "shared"
 """What a run produces: a model per tier, subnets for targets, a model per silo, or one model for all clients."""
-
 
 ALL_TIERS = "all"
 """The tier in rows that concern all tiers."""
@@ -336,7 +330,6 @@ def _copies(
 
 
 METRIC = "accuracy"
-
 
 MODELS = ("supernet_init", "fine_tuned", "rand_init")
 """Models in display order: slices of the supernet, the slices after fine-tuning, and models from fresh weights."""

@@ -219,7 +219,6 @@ def _share(front: np.ndarray, box: Box) -> float:
 
 PERPLEXITY = "perplexity"
 
-
 LARGEST_EXPONENT = 700.0
 """As in scoring, so that the perplexity of a diverged model stays finite."""
 

@@ -50,11 +50,7 @@ from fedloom.platform.spaces.slices import Architecture, architecture_id, bytes_
 from fedloom.tiers.measure import latency_s_of
 
 LONGEST_NAME = 100
-
-
 CARD = "json"
-
-
 Card = dict[str, Any]
 
 
@@ -220,8 +216,6 @@ def _write_files(folder: Path, name: str, files: Mapping[str, Path], contents: M
 # -- the model card --------------------------------------------------------------------------------------------------
 
 CARD_VERSION = 1
-
-
 EVALUATION = "evaluation"
 
 

@@ -17,14 +17,8 @@ from fedloom.platform.clients.objectives import IGNORED
 from fedloom.platform.results.checkpoint import from_bytes, to_bytes
 
 FORMATS = ("safetensors", "pt2", "onnx")
-
-
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-
-
 INPUT, OUTPUT = "x", "logits"
-
-
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -143,10 +137,8 @@ LARGEST_DIFFERENCE = 1e-4
 Sums in another order differ by less.
 """
 
-
 LARGEST_CHANGED_SHARE = 1e-3
 """Allowed share of predicted classes that differ, since two logits may be nearly equal."""
-
 
 BATCH_SIZE = 256
 

@@ -44,7 +44,6 @@ from fedloom.experiments.report.drawing import (
     LEGEND,
     MARKERS,
     SERIES,
-    Drawing,
     legend_line,
     legend_patch,
     model_colours,
@@ -87,7 +86,6 @@ if TYPE_CHECKING:
 
 Names = Mapping[str, str]
 """Readable labels of subnets, by id."""
-
 
 MEASURED: tuple[tuple[str, str, Write], ...] = (
     (METRIC, "accuracy %", percent),
@@ -244,9 +242,7 @@ def _probability(p: Any) -> str:
 DECADE = 10.0
 """Ratio of an axis' largest to its smallest positive value from which its scale is logarithmic."""
 
-
 _PANEL, _MOST_COLUMNS = 4.1, 3
-
 
 _MOST_TICKS = 5
 """Maximum number of numeric values with a tick each; for more values matplotlib chooses the ticks."""
@@ -670,7 +666,7 @@ def ablation_content(ablation: Ablation, states: Sequence[TrialState], tables: T
         runs=(_facts(ablation),),
         missing=(*progress_of(states), *unknown),
         blocks=tuple(block for block in blocks if block.rows),
-        pictures=tuple(_pictures(ablation, frame, names, tables)),
+        pictures=_pictures(ablation, frame, names, tables),
         about="Ablation",
         refresh_s=REFRESH_S if at_work else None,
         pictures_first=True,
@@ -736,7 +732,7 @@ def _pictures(ablation: Ablation, frame: pd.DataFrame, names: Mapping[str, str],
         figure = makers[name](Studied(ablation, frame, names))
         if figure is not None:
             title, caption = CAPTIONS[name]
-            yield Picture(name, title, f"{caption} {_held_caption(ablation)}", Drawing(figure))
+            yield Picture(name, title, f"{caption} {_held_caption(ablation)}", figure)
 
 
 def _held_caption(ablation: Ablation) -> str:
@@ -750,8 +746,6 @@ def _held_caption(ablation: Ablation) -> str:
 
 
 _BARS = f"{BARS} What would leave the panel is cut off."
-
-
 CAPTIONS = {
     "macs_by_axis": (
         "Test accuracy against MACs, per axis",

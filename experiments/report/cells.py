@@ -23,10 +23,8 @@ from fedloom.platform.spaces.slices import Subspace
 MOST_CELLS = 8
 """Maximum number of cells in one picture: the number of silos in SPIDER."""
 
-
 DOT_SECONDS = 30
 """Timeout of `dot` for a cell, in seconds; it usually takes less than 1 s."""
-
 
 COLOURS = {
     "sep_conv_3x3": BLUE,
@@ -40,7 +38,6 @@ COLOURS = {
     "none": GREY,
 }
 
-
 SHORT = {
     "sep_conv_3x3": "sep3",
     "sep_conv_5x5": "sep5",
@@ -53,7 +50,6 @@ SHORT = {
     "none": "none",
 }
 """Labels of edges, so that operators differ in more than colour."""
-
 
 CAPTION = (
     "From left to right the inputs (the outputs of the cell before the last, and of the last), the nodes, and the "
@@ -223,7 +219,6 @@ def _rendered(source: str) -> bytes | None:
 # -- matplotlib --------------------------------------------------------------------------------------------------------
 
 Place = tuple[float, float]
-
 
 _GAP = 1.6
 """Distance between nodes, in the drawing's units."""

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 MOST_COLUMNS = 10
 """Tiers or targets beside each other; a table of more would not fit a page."""
 
-
 MOST_PARAGRAPHS = 12
 
 
@@ -72,7 +71,6 @@ def paragraph_block(tables: Tables, settings: Sequence[Setting]) -> Block:
 
 MOST_NUMBERS = 12
 """Classes up to which the shares are written into the cells."""
-
 
 MOST_PANELS = 8
 

@@ -102,10 +102,8 @@ def _failed(causes: pd.DataFrame) -> int:
 MOST_DOTS = 400
 """Maximum number of dots per tier and model, since more would overlap to a dark bar."""
 
-
 WIDE_IN = 10.0
 """Figure width in inches from which the legend fits on one line."""
-
 
 _GOLDEN = 0.618034
 

@@ -116,13 +116,11 @@ def _counted(row: Mapping[Any, Any]) -> Sequence[str]:
 SIMILAR = 10.0
 """Settings share an axis if none of them fills less than one part in so many of it."""
 
-
 DIRECTIONS: dict[str, tuple[str, Any, float]] = {
     "bytes_down": (BLUE, "-", 3.6),
     "bytes_up": (VERMILION, (0, (2.2, 1.6)), 2.0),
 }
 """Colour, line style and width of both directions: dashes over a broad line, since often both are the same curve."""
-
 
 WORDS = {"bytes_down": "down (server to clients)", "bytes_up": "up (clients to server)"}
 

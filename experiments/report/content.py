@@ -1,8 +1,10 @@
 """The content of a report, independent of its format: tables, figures, facts, and missing parts."""
 
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -10,6 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.experiments.analysis.settings import Setting
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WIDEST = 10_000
 
@@ -51,30 +56,16 @@ def _stacked(text: str) -> str:
     return text.replace(" ± ", "\n± ").replace(", ", "\n")
 
 
-class Images(NamedTuple):
-    """A figure as PNG, for the page, and as PDF, for papers."""
-
-    png: bytes
-    pdf: bytes
-
-
-class Drawn(Protocol):
-    """What delivers a figure's images, now or when it has drawn them."""
-
-    @property
-    def images(self) -> Images: ...
-
-
 @dataclass(frozen=True)
 class Picture:
-    """A figure, drawn or being drawn, its file name without suffix, its title and its caption."""
+    """A figure with its file name without suffix, its title and its caption."""
 
     name: str
     title: str
     caption: str
-    drawing: Drawn
+    figure: Figure
 
-    def named(self, name: str) -> "Picture":
+    def named(self, name: str) -> Picture:
         """A copy with the name of its run or experiment in file name and title."""
         return replace(self, name=f"{self.name}-{name}", title=f"{self.title}: {name}")
 
@@ -97,21 +88,18 @@ class Content:
     """All parts of a report.
 
     `about` is the heading of the facts of the `runs`; `refresh_s` is the reload interval of the page in seconds, None
-    for no reload. `pictures_first` puts the pictures above the tables, which may be long.
+    for no reload. `pictures_first` puts the pictures above the tables, which may be long. Pictures may be made while
+    earlier ones are drawn.
     """
 
     title: str
     runs: tuple[RunFacts, ...]
     missing: tuple[str, ...]
     blocks: tuple[Block, ...]
-    pictures: tuple[Picture, ...]
+    pictures: Iterable[Picture] = ()
     about: str = "Runs"
     refresh_s: int | None = None
     pictures_first: bool = False
-
-    def ordered(self, tables: Sequence[str], pictures: Sequence[str]) -> list[str]:
-        """The formatted tables and pictures in the order of the page."""
-        return [*pictures, *tables] if self.pictures_first else [*tables, *pictures]
 
 
 MOST_SETTINGS = 12

@@ -35,14 +35,11 @@ if TYPE_CHECKING:
 
 KINDS = ("supernet", *MODELS[1:])
 
-
 LONGEST_SHORT_NAME = 10
 """Length of tier names up to which the legend has seven columns; labels of subnets are longer."""
 
-
 SIMILAR = 3.0
 """Stages share an axis if none of them fills less than one part in so many of it."""
-
 
 VALUES = {"metric": "accuracy (%)", "loss": "loss (cross-entropy)", "perplexity": "perplexity"}
 """The values to draw and the labels of their axes."""

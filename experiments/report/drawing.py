@@ -6,24 +6,22 @@ import os
 import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from functools import cached_property
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from io import BytesIO
 from itertools import cycle
 from math import inf
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing import get_context, parent_process
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.analysis.tables import natural
-from fedloom.experiments.report.content import Images
+from fedloom.experiments.report.content import Picture
 from fedloom.experiments.report.wording import runs_in_brief
 
 if TYPE_CHECKING:
@@ -34,20 +32,13 @@ if TYPE_CHECKING:
 
 # Okabe & Ito 2008: colours that readers with any common colour vision can distinguish.
 BLUE, VERMILION, GREEN, GREY, INK = "#0072B2", "#D55E00", "#009E73", "#8A8A8A", "#222222"
-
-
 MODEL_COLOURS = {"supernet_init": GREY, "fine_tuned": BLUE, "rand_init": VERMILION}
-
 
 SERIES = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", INK)
 """Colours of lines without a natural order."""
 
-
 MARKERS = "osD^vPX<>*"
-
-
 DPI = 160
-
 
 PDF_FONTS = 42
 """Text embedded as TrueType, Type 42; conferences reject matplotlib's default, Type 3."""
@@ -166,7 +157,6 @@ def pdf(figure: Figure) -> bytes:
 LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False}
 """Options of every legend."""
 
-
 COUNTS = {
     "": "",
     "k": " (thousands)",
@@ -178,10 +168,7 @@ COUNTS = {
 }
 """Labels of axes with counts, by SI prefix."""
 
-
 DASHED = (0, (4, 2))
-
-
 BAR: dict[str, Any] = {"elinewidth": 1.0, "capsize": 2.0}
 
 
@@ -193,10 +180,8 @@ def tiers_in_order(names: Iterable[str]) -> list[str]:
 TITLE_LETTERS, LEGEND_LETTERS = 11, 13
 """Characters per inch in the font sizes of titles and of legends."""
 
-
 LEGEND_LINE_IN = 0.2
 """Height of a line of a legend, in inches."""
-
 
 Look = dict[str, tuple[str, str]]
 """Colour and marker by the name of the setting."""
@@ -277,85 +262,60 @@ def _share(
     return True
 
 
-COPIES_PER_CPU = 2
+class Images(NamedTuple):
+    """A figure as PNG, for the page, and as PDF, for papers."""
+
+    png: bytes
+    pdf: bytes
 
 
-PATIENCE_S = 60.0
-"""Seconds after which a figure that nobody delivered is drawn here."""
-
-
-class Drawing:
-    """A figure that is being drawn by a copy of this process, or will be drawn here when it is asked for."""
-
-    _running: ClassVar[deque[Drawing]] = deque()
-
-    def __init__(self, figure: Figure) -> None:
-        self._figure = figure
-        self._answer = _in_copy(lambda: _draw(figure), self._unread()) if _may_copy() else None
-        if self._answer is not None:
-            # Only so many copies at a time: the oldest is waited for, its answer kept.
-            self._running.append(self)
-            while len(self._running) > COPIES_PER_CPU * len(os.sched_getaffinity(0)):
-                _ = self._running.popleft()._delivered
-
-    @classmethod
-    def _unread(cls) -> list[Connection]:
-        return [drawing._answer for drawing in cls._running if drawing._answer is not None]
-
-    @cached_property
-    def images(self) -> Images:
-        """The PNG and the PDF, the same bytes wherever they are drawn."""
-        return self._delivered or _draw(self._figure)
-
-    @cached_property
-    def _delivered(self) -> Images | None:
-        return None if self._answer is None else _delivered(self._answer)
-
-
-def _draw(figure: Figure) -> Images:
+def draw(figure: Figure) -> Images:
+    """The images of a figure, the same bytes in any process."""
     page = png(figure)
     figure.set_layout_engine("none")  # its parts are in their places now; finding these takes half of the time
     return Images(page, pdf(figure))
 
 
-def _may_copy() -> bool:
+def drawn(pictures: Iterable[Picture]) -> list[tuple[Picture, Images]]:
+    """The pictures with their images, drawn where that is safe by copies of this process while the next are made."""
+    if not _may_fork():
+        return [(picture, draw(picture.figure)) for picture in pictures]
+    copies = ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork"), _begin_copy)
+    try:
+        answers = [(picture, _asked(copies, picture.figure)) for picture in pictures]
+        return [(picture, _answered(answer, picture.figure)) for picture, answer in answers]
+    finally:
+        copies.shutdown(wait=False, cancel_futures=True)
+
+
+def _may_fork() -> bool:
     """Whether a fork is safe: Linux, no other Python thread, and no Ray, whose threads do not survive it."""
     return hasattr(os, "sched_getaffinity") and threading.active_count() == 1 and "ray" not in sys.modules
 
 
-def _in_copy(work: Callable[[], Images], unread: list[Connection]) -> Connection | None:
-    """Where the images will arrive; None if the system has no room for another process."""
-    context = get_context("fork")
-    answer, question = context.Pipe(duplex=False)
-    copy = context.Process(target=_send, args=(work, question, [answer, *unread]), daemon=True)
-    # What interrupts the command is its own business: a copy has no line to say, and ends with it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+def _asked(copies: ProcessPoolExecutor, figure: Figure) -> Future[Images] | None:
     try:
-        copy.start()
-    except OSError:
-        answer.close()
+        return copies.submit(draw, figure)
+    except (BrokenProcessPool, OSError):  # a copy died, or the system has no room for another process
         return None
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        question.close()
-    return answer
 
 
-def _send(work: Callable[[], Images], question: Connection, inherited: list[Connection]) -> None:
-    for end in inherited:  # or copies would wait for each other to read, once the command that reads is dead
-        end.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _answered(answer: Future[Images] | None, figure: Figure) -> Images:
+    try:
+        return draw(figure) if answer is None else answer.result()
+    except BrokenProcessPool:
+        return draw(figure)
+
+
+def _begin_copy() -> None:
+    """Lets a copy end in silence: with its command, whether that is killed or interrupted together with its copies."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    with suppress(Exception):  # it happens again, and is told, where the figure is drawn instead
-        question.send(work())
+    threading.Thread(target=_end_with_command, daemon=True).start()
 
 
-def _delivered(answer: Connection) -> Images | None:
-    """What a copy sends; None if it died or is stuck, so that the figure is drawn, or fails, in this process."""
-    with answer:
-        try:
-            found: Images | None = answer.recv() if answer.poll(PATIENCE_S) else None
-        except (EOFError, OSError):  # it died before it sent anything, or while it did
-            return None
-        return found
+def _end_with_command() -> None:
+    command = parent_process()
+    assert command is not None, "a copy has a parent"
+    command.join()
+    os._exit(1)

@@ -19,7 +19,6 @@ from fedloom.experiments.report.drawing import (
     LEGEND_LINE_IN,
     MARKERS,
     SERIES,
-    Drawing,
     legend_line,
     new_figure,
     quiet,
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 Groups = Sequence[tuple[tuple[str, ...], pd.DataFrame]]
 """Settings: their labels, and their rows of `analysis.outcomes`."""
 
-
 COLUMNS: tuple[tuple[str, str, Write], ...] = (
     (METRIC, "accuracy %", percent),
     ("least_accuracy", "worst model", percent),
@@ -60,7 +58,6 @@ COLUMNS: tuple[tuple[str, str, Write], ...] = (
     ("parameters", "parameters", si),
 )
 """The measure, its head and its format."""
-
 
 TEXT = (
     "What a setting ends with, so that methods with different models can be compared: accuracy in %, the mean over its "
@@ -108,7 +105,6 @@ COSTS = (
     ("simulated_s", "simulated time", "s"),
 )
 """The panels: the measure, its label and its unit."""
-
 
 _DECADE, _HOUR_S = 10.0, 3600.0
 
@@ -190,4 +186,4 @@ def outcome_pictures(groups: Groups) -> Iterator[Picture]:
 
     figure = outcomes_figure(groups)
     if figure is not None:
-        yield Picture("fronts", *FRONTS, Drawing(figure))
+        yield Picture("fronts", *FRONTS, figure)

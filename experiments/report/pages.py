@@ -5,10 +5,14 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
-from fedloom.experiments.report.content import Block, Content, Picture, RunFacts
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+from fedloom.experiments.report.content import Block, Content, Picture
+from fedloom.experiments.report.drawing import Images, drawn
 from fedloom.platform.results.files import write_atomically
 
 
@@ -26,127 +30,52 @@ class ReportFiles:
     latex: Path
     """The tables in LaTeX."""
     is_live: bool
-    """Whether the report is of something that still runs, so that a later one says more."""
+    """Whether a run of the report is still running, so that a later report says more."""
 
 
 def write_content(content: Content, folder: Path, run_ids: Sequence[str]) -> ReportFiles:
     """Writes the page, the Markdown, the tables in LaTeX and the pictures, each file atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = [(p.name, ending, image) for p in content.pictures for ending, image in p.drawing.images._asdict().items()]
-    for name, ending, image in files:
-        write_atomically(folder / f"{name}.{ending}", image, durable=False)
+    pictures = drawn(content.pictures)
     html, text, latex = (folder / name for name in ("report.html", "report.md", "tables.tex"))
-    write_atomically(latex, latex_tables(content.blocks).encode(), durable=False)
-    write_atomically(html, html_page(content).encode(), durable=False)
-    write_atomically(text, markdown_page(content).encode(), durable=False)
-    plots = tuple(folder / f"{name}.{ending}" for name, ending, _ in files)
+    plots = {folder / f"{p.name}.{kind}": image for p, images in pictures for kind, image in images._asdict().items()}
+    pages = {
+        latex: latex_tables(content.blocks),
+        html: html_page(content, pictures),
+        text: markdown_page(content, [picture for picture, _ in pictures]),
+    }
+    for path, data in {**plots, **{path: page.encode() for path, page in pages.items()}}.items():
+        write_atomically(path, data, durable=False)
     is_live = content.refresh_s is not None
-    return ReportFiles(tuple(run_ids), folder, html, text, plots, content.missing, latex, is_live)
+    return ReportFiles(tuple(run_ids), folder, html, text, tuple(plots), content.missing, latex, is_live)
 
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c1c1c; --soft: #5c5c5c; --line: #d9d9d9; --back: #ffffff; --card: #f6f6f4; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e8e8e8; --soft: #a8a8a8; --line: #3c3c3c; --back: #161616; --card: #202020; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 76rem; padding: 2rem 1.25rem 4rem; background: var(--back); color: var(--ink);
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-h1 { font-size: 1.6rem; margin: 0 0 1rem; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; }
-h3 { font-size: 1rem; margin: 0 0 .5rem; overflow-wrap: anywhere; } p { margin: .4rem 0; max-width: 60rem; }
-p, figcaption { color: var(--soft); }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; margin: .6rem 0; }
-th, td { padding: .35rem .5rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
-th { vertical-align: bottom; font-weight: 600; } thead th { border-bottom: 2px solid var(--soft); }
-.text { text-align: left; white-space: normal; overflow-wrap: break-word; max-width: 32rem; }
-.run { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 1rem; margin: 1rem 0; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0; font-size: .9rem; }
-dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-summary { cursor: pointer; margin-top: .8rem; } pre { overflow-x: auto; font-size: .8rem; }
-.missing { border-left: 4px solid #d55e00; padding: .1rem 0 .1rem 1rem; margin: 1rem 0; }
-figure { margin: 1rem 0; } figcaption { font-size: .9rem; max-width: 60rem; }
-img { display: block; max-width: 100%; height: auto; background: #ffffff; border-radius: 6px; padding: .5rem; }
-"""
+def html_page(content: Content, pictures: Sequence[tuple[Picture, Images]] = ()) -> str:
+    """The report as one self-contained HTML page; all text is escaped."""
+    png_of = {picture.name: base64.b64encode(images.png).decode("ascii") for picture, images in pictures}
+    return _html_template().render(content=content, pictures=[picture for picture, _ in pictures], png_of=png_of)
 
 
-# The page loads no external resources, and this policy makes the browser enforce it.
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-
-
-def html_page(content: Content) -> str:
-    """The whole page; all text is escaped."""
-    parts = [
-        "<!DOCTYPE html>",
-        '<html lang="en">',
-        "<head>",
-        '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-        *([f'<meta http-equiv="refresh" content="{content.refresh_s}">'] if content.refresh_s else []),
-        f"<title>{escape(content.title)}</title>",
-        f"<style>{_STYLE}</style>",
-        "</head>",
-        "<body>",
-        f"<h1>{escape(content.title)}</h1>",
-        *_missing((*content.missing, *_again(content))),
-        *content.ordered([_table(b) for b in content.blocks], [_figure(p) for p in content.pictures]),
-        *([f"<h2>{escape(content.about)}</h2>"] if content.runs else []),
-        *(_run(run) for run in content.runs),
-        "</body>",
-        "</html>",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def _again(content: Content) -> list[str]:
-    return [f"This page loads itself again every {content.refresh_s} s."] if content.refresh_s else []
-
-
-def _missing(missing: Sequence[str]) -> list[str]:
-    if not missing:
-        return []
-    return ['<div class="missing">', *(f"<p>{escape(sentence)}</p>" for sentence in missing), "</div>"]
-
-
-def _table(block: Block) -> str:
-    def cell(tag: str, text: str, column: int) -> str:
-        kind = ' class="text"' if column < block.labels else ""
-        scope = ' scope="col"' if tag == "th" else ""
-        shown = escape(text)
-        if tag == "td" and not kind:
-            # A narrow page breaks a number before its interval and between values, and nowhere else.
-            shown = shown.replace(" ", "&nbsp;").replace("&nbsp;±", " ±").replace(",&nbsp;", ", ")
-        return f"<{tag}{kind}{scope}>{shown}</{tag}>"
-
-    head = "".join(cell("th", text, i) for i, text in enumerate(block.heads))
-    rows = ("<tr>" + "".join(cell("td", text, i) for i, text in enumerate(row)) + "</tr>" for row in block.rows)
-    lines = [
-        "<section>",
-        f"<h2>{escape(block.title)}</h2>",
-        *(f"<p>{escape(sentence)}</p>" for sentence in block.text),
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>',
-        *rows,
-        "</tbody></table></div>",
-        "</section>",
-    ]
-    return "\n".join(lines)
-
-
-def _figure(picture: Picture) -> str:
-    data = base64.b64encode(picture.drawing.images.png).decode("ascii")
-    return (
-        f"<section>\n<h2>{escape(picture.title)}</h2>\n<figure>\n"
-        f'<img alt="{escape(picture.title)}" src="data:image/png;base64,{data}">\n'
-        f"<figcaption>{escape(picture.caption)}</figcaption>\n</figure>\n</section>"
+@cache
+def _html_template() -> Template:
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
+    templates.filters["unbroken"] = _unbroken
+    return templates.get_template("page.html.jinja")
 
 
-def _run(run: RunFacts) -> str:
-    facts = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in run.facts)
+def _unbroken(text: str) -> str:
+    """A number that a narrow page breaks before its interval and between values, and nowhere else."""
     return (
-        f'<div class="run">\n<h3>{escape(run.run_id)}</h3>\n<dl>\n{facts}\n</dl>\n'
-        f"<details><summary>Configuration</summary><pre>{escape(run.config)}</pre></details>\n</div>"
+        text.replace(" ", "\N{NO-BREAK SPACE}")
+        .replace("\N{NO-BREAK SPACE}±", " ±")
+        .replace(",\N{NO-BREAK SPACE}", ", ")
     )
 
 
@@ -160,15 +89,12 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ").strip() for c in cells) + " |"
 
 
-def markdown_page(content: Content) -> str:
+def markdown_page(content: Content, pictures: Sequence[Picture] = ()) -> str:
     """The report as Markdown that links to the PNG files of its pictures."""
     parts = [f"# {content.title}", *(f"> {sentence}" for sentence in content.missing)]
-    tables, pictures = [], []
-    for block in content.blocks:
-        tables += [f"## {block.title}", *block.text, markdown(block.heads, block.rows, block.labels).rstrip()]
-    for picture in content.pictures:
-        pictures += [f"## {picture.title}", f"![{picture.title}]({picture.name}.png)", picture.caption]
-    parts += content.ordered(tables, pictures)
+    tables = [[f"## {b.title}", *b.text, markdown(b.heads, b.rows, b.labels).rstrip()] for b in content.blocks]
+    images = [[f"## {p.title}", f"![{p.title}]({p.name}.png)", p.caption] for p in pictures]
+    parts += chain(*images, *tables) if content.pictures_first else chain(*tables, *images)
     parts += [f"## {content.about}"] if content.runs else []
     for run in content.runs:
         parts += [f"### {run.run_id}", markdown(("fact", "value"), run.facts).rstrip()]
@@ -178,16 +104,13 @@ def markdown_page(content: Content) -> str:
 LONG = 35
 """Maximum number of rows of a table on one page; longer tables break over pages."""
 
-
 WIDE = 60
 """Maximum number of characters in a column of text without line breaks."""
-
 
 HEAD = (
     "% Tables of a fedloom report: \\input this file, or copy a table.\n"
     "% It needs \\usepackage[T1]{fontenc} and \\usepackage{booktabs,longtable} in the preamble.\n"
 )
-
 
 _SIGNS = {
     "\\": r"\textbackslash{}",
@@ -211,7 +134,6 @@ _SIGNS = {
     "…": r"\dots{}",
     "\n": " ",
 }
-
 
 _LAST_OF_LATIN_1 = "\u00ff"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,6 @@ from fedloom.experiments.report.clients import clients_figure, failures_block, f
 from fedloom.experiments.report.communication import communication_block, communication_figure, dry_block
 from fedloom.experiments.report.content import REFRESH_S, Block, Content, Picture, RunFacts, rich_block, sheets
 from fedloom.experiments.report.convergence import convergence_figure
-from fedloom.experiments.report.drawing import Drawing
 from fedloom.experiments.report.outcomes import Groups, outcome_pictures, outcomes_block
 from fedloom.experiments.report.pages import ReportFiles, write_content
 from fedloom.experiments.report.silos import missing_of_silos, silo_blocks, silo_pictures
@@ -127,11 +127,11 @@ def report_content(tables: Tables) -> Content:
         refresh_s=REFRESH_S if any(state_of(tables, p) in AT_WORK for p in tables.paths) else None,
         missing=(*missing_of(tables), *unknown_bounds(tables, bounds)),
         blocks=tuple(block for block in _blocks(tables, settings, bounds, labels) if block.rows),
-        pictures=(
-            *outcome_pictures(outcome_groups(tables, settings)),
-            *subnet_pictures(tables, labels),
-            *silo_pictures(tables),
-            *stage_pictures(tables, bounds, labels),
+        pictures=chain(
+            outcome_pictures(outcome_groups(tables, settings)),
+            subnet_pictures(tables, labels),
+            silo_pictures(tables),
+            stage_pictures(tables, bounds, labels),
         ),
     )
 
@@ -453,17 +453,14 @@ CAPTIONS = {
     ),
 }
 
-
 LOSS = "convergence-loss"
 """Name of the figure of loss; for several settings, loss and accuracy have separate figures to ease comparison."""
-
 
 COMMUNICATION_OF_SILOS = (
     "Bytes that all silos together received and sent. The cumulative curves leave out the final evaluation and "
     "personalisation gains."
 )
 """Caption of the figure of communication if all runs are cross-silo and therefore have no baseline."""
-
 
 OVER_RUNS = {
     "convergence": "Lines are means over the runs, bands reach from the least to the greatest.",
@@ -473,10 +470,7 @@ OVER_RUNS = {
     "clients": "The clients of all runs are shown together.",
 }
 
-
 OVER_SETTINGS = "Each part is a setting, with the axes of the others"
-
-
 WHERE_SIMILAR = {"communication": " where they sent similar amounts"}
 
 
@@ -533,9 +527,7 @@ def _pictures(frames: _Frames, settings: Sequence[Setting], bounds: Bounds, *, a
     for name, make in makers.items():
         figure = make()
         if figure is not None:
-            yield Picture(
-                name, _picture_title(name, alone=alone), _caption(name, settings, alone=alone), Drawing(figure)
-            )
+            yield Picture(name, _picture_title(name, alone=alone), _caption(name, settings, alone=alone), figure)
 
 
 def _picture_title(name: str, *, alone: bool) -> str:

@@ -46,7 +46,6 @@ from fedloom.experiments.report.drawing import (
     INK,
     LEGEND,
     SERIES,
-    Drawing,
     legend_height_in,
     legend_line,
     legend_text,
@@ -78,7 +77,6 @@ if TYPE_CHECKING:
 
 COSTS = ("parameters", "macs", "peak_memory_bytes", "bytes_per_round", "wall_s")
 """Columns that the terminal shows in a separate table."""
-
 
 COLUMNS: tuple[tuple[str, str, Write], ...] = (
     ("accuracy", "test %,\nmean", percent),
@@ -240,17 +238,13 @@ def gains_block(run: Tables) -> Block:
 COLOURS = (*SERIES, "#8C564B", GREY)
 """One colour per method that may be compared."""
 
-
 PHASES = ("1: pre-training", "2: search", "3: training")
-
 
 SHADES = ("#F4F4F4", "#DCE9F3", "#F4F4F4")
 """Background colours of the phases; the search is highlighted."""
 
-
 Spans = tuple[tuple[float, float], ...]
 """Start and end of each of `PHASES`, in finished rounds; they are equal for an empty phase."""
-
 
 NARROW = 26
 """Maximum number of characters per line of a setting's name beside an axis."""
@@ -535,7 +529,7 @@ def silo_pictures(tables: Tables) -> Iterator[Picture]:
         for name, figure in figures.items():
             if figure is not None:
                 title, caption = CAPTIONS[name]
-                yield sheet.labelled(Picture(name, title, f"{caption}{repeated}", Drawing(figure)))
+                yield sheet.labelled(Picture(name, title, f"{caption}{repeated}", figure))
     for paths in own.paths:
         for picture in _of_run(only(own, [paths.run_id])):
             yield picture.named(paths.run_id) if len(own.paths) > 1 else picture
@@ -547,10 +541,10 @@ def _of_run(run: Tables) -> Iterator[Picture]:
 
     figure = gains_figure(p_matrix(run))
     if figure is not None:
-        yield Picture("gains", *CAPTIONS["gains"], Drawing(figure))
+        yield Picture("gains", *CAPTIONS["gains"], figure)
     for cell_type, cells, left_out in cell_pictures(run):
         more = f" {left_out} more different cells are not drawn." if left_out else ""
-        yield Picture(f"{cell_type}-cells", f"{cell_type.capitalize()} cells", f"{CAPTION}{more}", Drawing(cells))
+        yield Picture(f"{cell_type}-cells", f"{cell_type.capitalize()} cells", f"{CAPTION}{more}", cells)
 
 
 def missing_of_silos(tables: Tables, run_id: str, state: str) -> list[str]:

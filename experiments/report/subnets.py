@@ -26,7 +26,7 @@ from fedloom.experiments.analysis.subnets import (
     subnets,
 )
 from fedloom.experiments.analysis.tables import ALONE, SUBNETS, Tables, elastic_run_ids, only, real_rounds
-from fedloom.experiments.report.content import Block, Drawn, Picture, sheets
+from fedloom.experiments.report.content import Block, Picture, sheets
 from fedloom.experiments.report.drawing import (
     BLUE,
     COUNTS,
@@ -38,7 +38,6 @@ from fedloom.experiments.report.drawing import (
     LEGEND_LINE_IN,
     MARKERS,
     VERMILION,
-    Drawing,
     legend_height_in,
     legend_line,
     legend_text,
@@ -174,7 +173,6 @@ def _cost_text(c: CostComparison) -> tuple[str, ...]:
 
 LOGARITHMIC_FROM = 20.0
 """Ratio of the largest to the smallest MACs from which the axis is logarithmic, so that small subnets stay apart."""
-
 
 PANEL_IN = 5.4
 """The width of a setting's panel in inches."""
@@ -369,11 +367,7 @@ def cost_figure(comparisons: Sequence[CostComparison]) -> Figure | None:
 
 
 COST_FIELDS = ("size_bytes", "macs")
-
-
 ALONE_COLOURS = (VERMILION, "#E69F00", "#CC79A7")
-
-
 TOGETHER_COLOURS = (BLUE, GREEN, "#56B4E9", INK)
 
 
@@ -449,13 +443,13 @@ def subnet_pictures(tables: Tables, labels: Labels) -> Iterator[Picture]:
         }
         for name, figure in figures.items():
             if figure is not None:
-                yield sheet.labelled(_picture(name, Drawing(figure), sheet.settings))
+                yield sheet.labelled(_picture(name, figure, sheet.settings))
     figure = cost_figure(cost_comparisons(tables, labels))
     if figure is not None:
-        yield _picture("cost", Drawing(figure), settings)
+        yield _picture("cost", figure, settings)
 
 
-def _picture(name: str, drawing: Drawn, settings: Sequence[Setting]) -> Picture:
+def _picture(name: str, figure: Figure, settings: Sequence[Setting]) -> Picture:
     title, caption = CAPTIONS[name]
     repeated = f" {sentence(REPEATED)}" if any(s.repeats_seeds for s in settings) else ""
-    return Picture(name, title, f"{caption}{repeated}", drawing)
+    return Picture(name, title, f"{caption}{repeated}", figure)

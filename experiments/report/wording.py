@@ -10,17 +10,11 @@ from fedloom.experiments.analysis.seeds import FEWEST, SEEDS, Estimate, estimate
 from fedloom.experiments.analysis.settings import Setting
 
 Write = Callable[[Any], str]
-
-
 ABSENT = "–"
-
-
 MOST_WRITTEN = 1e5
-
 
 ROUNDING = 1e-9
 """Share of a mean by which equal values of several seeds may differ."""
-
 
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -119,7 +113,6 @@ STAGE_NAMES = {
     "method": "method in total",
 }
 
-
 MODEL_NAMES = {
     "supernet_init": "supernet init",
     "fine_tuned": "fine-tuned",
@@ -127,12 +120,8 @@ MODEL_NAMES = {
     "fedavg": "FedAvg",
 }
 
-
 REPEATED = "a repeated seed counts once, with its mean"
-
-
 INTERVALS = "Means ± 95 % intervals (Student's t) over seeds; of one or two seeds the values, which give no interval."
-
 
 BARS = "Bars are 95 % intervals (Student's t) over seeds; one or two seeds are a dash each."
 """What figures draw with `with_bars`."""

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fedloom.experiments.report.content import Picture
-from fedloom.experiments.report.drawing import LEGEND, MARKERS, SERIES, Drawing, quiet, tint
+from fedloom.experiments.report.drawing import LEGEND, MARKERS, SERIES, quiet, tint
 from fedloom.experiments.reproduce.table import Outcome, Row
 
 MOST_PANELS, MOST_SETTINGS = 4, 7
@@ -42,7 +42,7 @@ def picture(outcome: Outcome) -> Picture | None:
         + (f" Values {outcome.record.text}." if outcome.record else "")
     )
     name = f"{item.name.replace('/', '-')}-{outcome.scale}"
-    return Picture(name, f"{item.name}: {item.title}", caption, Drawing(figure))
+    return Picture(name, f"{item.name}: {item.title}", caption, figure)
 
 
 def _by_quantity(rows: Sequence[Row]) -> Iterator[list[Row]]:

@@ -38,7 +38,7 @@ def content(found: Sequence[Entry]) -> Content:
             *_numbers(measured),
             list_block(found),
         ),
-        pictures=tuple(_pictures(measured)),
+        pictures=_pictures(measured),
     )
 
 

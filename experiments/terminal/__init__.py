@@ -16,20 +16,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 OK = 0
-
-
 CONFIGURATION = 2
-
-
 CLIENTS_FAILED = 3
-
-
 INFRASTRUCTURE = 4
-
-
 INTERRUPTED = 130
-
-
 _BY_KIND = {
     "done": OK,
     "refused": CONFIGURATION,

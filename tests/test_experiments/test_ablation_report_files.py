@@ -90,7 +90,7 @@ def test_an_unfinished_ablation_says_how_its_trials_stand_and_refreshes(
     assert re.fullmatch(r"15 of 18 trials are done at .* UTC; 1 failed, 1 running, 1 waiting\.", said)
     page = files.html.read_text()
     assert '<meta http-equiv="refresh" content="30">' in page
-    assert "This page loads itself again every 30 s." in page
+    assert "This page reloads itself every 30 s." in page
     trials = rows_of(files.markdown.read_text(), "Trials")
     assert [trials[i][4] for i in (0, 1, 3, 17)] == ["done", "failed", "running", "waiting"]
     assert "loss is not finite in layer_2" in trials[1][6]

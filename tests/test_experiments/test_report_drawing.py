@@ -10,81 +10,86 @@ import pytest
 from matplotlib.figure import Figure
 
 from fedloom.experiments.report import drawing
-from fedloom.experiments.report.drawing import Drawing
+from fedloom.experiments.report.content import Picture
+from fedloom.experiments.report.drawing import drawn
 
 
-def figure() -> Figure:
-    made = Figure(layout="constrained")
-    made.subplots().plot([1, 3, 2], label="accuracy")
+def pictures(count: int) -> list[Picture]:
+    made = []
+    for i in range(count):
+        figure = Figure(layout="constrained")
+        figure.subplots().plot([1, 3, 2], label="accuracy")
+        made.append(Picture(f"p{i}", "", "", figure))
     return made
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def drawn_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the figures that are drawn in this process; copies may be made whatever other tests left behind."""
     here: list[int] = []
-    me, draw = os.getpid(), drawing._draw
-    monkeypatch.setattr(drawing, "_may_copy", lambda: True)
-    monkeypatch.setattr(drawing, "_draw", lambda f: (here.append(1) if os.getpid() == me else None, draw(f))[1])
+    me, draw = os.getpid(), drawing.draw
+    monkeypatch.setattr(drawing, "_may_fork", lambda: True)
+    monkeypatch.setattr(drawing, "draw", lambda f: (here.append(1) if os.getpid() == me else None, draw(f))[1])
+    monkeypatch.setattr(drawing, "_asked", lambda copies, figure: copies.submit(_drawn_by_copy, figure))
     return here
 
 
-def test_a_copy_draws_the_same_bytes(copies: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = [Drawing(figure()).images for _ in range(2)]
-    assert not copies
-    monkeypatch.setattr(drawing, "_may_copy", lambda: False)
-    assert Drawing(figure()).images == drawn[0] == drawn[1]
-    assert len(copies) == 1
-    assert drawn[0].png.startswith(b"\x89PNG")
-    assert drawn[0].pdf.startswith(b"%PDF")
+def _drawn_by_copy(figure: Figure) -> drawing.Images:
+    return drawing.draw(figure)
 
 
-def test_a_figure_whose_copy_was_killed_is_drawn_here(copies: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    me, draw = os.getpid(), drawing._draw
-    monkeypatch.setattr(
-        drawing, "_draw", lambda f: draw(f) if os.getpid() == me else os.kill(os.getpid(), signal.SIGKILL)
-    )
-    drawn = Drawing(figure())
-    assert drawn.images.png.startswith(b"\x89PNG")
-    assert drawn.images is drawn.images
-    assert len(copies) == 1
+def _killed(_: Figure) -> drawing.Images:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
-def test_more_figures_than_copies_may_run(copies: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "COPIES_PER_CPU", 0)
-    assert len({d.images.pdf for d in [Drawing(figure()) for _ in range(3)]}) == 1
-    assert not copies
+def test_copies_draw_the_same_bytes(drawn_here: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    by_copies = [images for _, images in drawn(pictures(5))]
+    assert not drawn_here
+    monkeypatch.setattr(drawing, "_may_fork", lambda: False)
+    assert {*by_copies} == {images for _, images in drawn(pictures(1))}
+    assert len(drawn_here) == 1
+    assert by_copies[0].png.startswith(b"\x89PNG")
+    assert by_copies[0].pdf.startswith(b"%PDF")
 
 
-def test_a_figure_that_cannot_be_drawn_raises_here_and_says_nothing_elsewhere(
-    copies: list[int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_figures_whose_copies_were_killed_are_drawn_here(
+    drawn_here: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawing, "COPIES_PER_CPU", 0.5)
+    monkeypatch.setattr(drawing, "_asked", lambda copies, figure: copies.submit(_killed, figure))
+    found = drawn(pictures(2))
+    assert [picture.name for picture, _ in found] == ["p0", "p1"]
+    assert all(images.png.startswith(b"\x89PNG") for _, images in found)
+    assert len(drawn_here) == 2
+
+
+def test_a_figure_that_cannot_be_drawn_raises_and_says_nothing_elsewhere(
+    drawn_here: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
     wrong = Figure()
     wrong.text(0, 0, "$\\nonsense{$")
-    drawn = Drawing(wrong)
     with pytest.raises(ValueError, match="nonsense"):
-        _ = drawn.images
-    later = [Drawing(figure()) for _ in range(2)]  # they wait for it, and not in vain
-    assert later[0].images == later[1].images
+        drawn([Picture("wrong", "", "", wrong), *pictures(2)])
     assert capfd.readouterr().err == ""
 
 
-STRUCK = """
+SLOW = """
 import os, signal, sys, time
 from matplotlib.figure import Figure
 from fedloom.experiments.report import drawing
+from fedloom.experiments.report.content import Picture
 
 def asked_to_end(*_):
     raise KeyboardInterrupt
 
-signal.signal(signal.SIGTERM, asked_to_end)
-draw, me = drawing._draw, os.getpid()
-drawing._draw = lambda figure: (time.sleep(20) if os.getpid() != me else None, draw(figure))[1]
-drawings = [drawing.Drawing(Figure()) for _ in range(3)]
-try:
+def slow(figure):
     print("begun", flush=True)
-    print(len(drawings[0].images.png))
+    time.sleep(20)
+
+signal.signal(signal.SIGTERM, asked_to_end)
+drawing.draw = slow
+try:
+    drawing.drawn([Picture("p", "", "", Figure())])
 except KeyboardInterrupt:
     print("ended", flush=True)
 """
@@ -93,7 +98,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("struck", [signal.SIGTERM, signal.SIGINT])
 def test_copies_end_with_an_interrupted_command_and_say_nothing(struck: signal.Signals) -> None:
     command = subprocess.Popen(
-        [sys.executable, "-c", STRUCK],
+        [sys.executable, "-c", SLOW],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -108,27 +113,12 @@ def test_copies_end_with_an_interrupted_command_and_say_nothing(struck: signal.S
         os.killpg(command.pid, 0)
 
 
-UNREAD = """
-import time
-from matplotlib.figure import Figure
-from fedloom.experiments.report import drawing
-
-drawing._draw = lambda figure: drawing.Images(bytes(10**7), b"")
-drawing.COPIES_PER_CPU = 100
-drawings = [drawing.Drawing(Figure()) for _ in range(3)]
-print("begun", flush=True)
-time.sleep(60)
-"""
-
-
-def test_copies_that_nobody_reads_end_with_a_killed_command() -> None:
-    command = subprocess.Popen(
-        [sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+def test_copies_end_with_a_killed_command() -> None:
+    command = subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert command.stdout is not None
     assert command.stdout.readline() == "begun\n"
-    assert len(psutil.Process(command.pid).children()) == 3
     copies = psutil.Process(command.pid).children()
+    assert copies
     command.kill()
     command.wait()
     _, alive = psutil.wait_procs(copies, timeout=10)

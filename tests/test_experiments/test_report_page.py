@@ -18,7 +18,7 @@ from rich.console import Console
 from fedloom.experiments.analysis.tables import load, upper_bounds
 from fedloom.experiments.cli import main
 from fedloom.experiments.report.content import Block, Content, Picture, RunFacts, rich_block
-from fedloom.experiments.report.drawing import Drawing
+from fedloom.experiments.report.drawing import draw
 from fedloom.experiments.report.pages import ReportFiles, html_page, markdown_page
 from fedloom.experiments.report.runs import report_json, summary_table, write_report
 from fedloom.platform.results.status import StatusFile
@@ -144,9 +144,9 @@ def test_a_report_is_complete_and_self_contained(tmp_path: Path, colours: Callab
 def test_everything_on_the_page_is_escaped() -> None:
     evil = "<b>&\"'</b>"
     block = Block(evil, (evil,), (evil, evil), ((evil, evil),))
-    picture = Picture("a", evil, evil, Drawing(Figure()))
+    picture = Picture("a", evil, evil, Figure())
     content = Content(evil, (RunFacts(evil, ((evil, evil),), evil),), (evil,), (block,), (picture,))
-    page = Page(html_page(content))
+    page = Page(html_page(content, [(picture, draw(picture.figure))]))
     assert "b" not in page.tags
     assert " ".join(page.text).count(evil) == 15
     assert "a\\|b" in markdown_page(Content("t", (), (), (Block("t", (), ("a|b",), (("c",),)),), ()))
@@ -212,7 +212,7 @@ def test_following_a_run_writes_its_report_until_it_has_ended(
 def test_a_number_is_broken_over_lines_only_before_its_interval() -> None:
     block = Block("t", (), ("setting", "accuracy", "bytes"), (("a b", "69.0 ± 1.3", "1.20 GB, 1.30 GB"),), labels=1)
     page = html_page(Content("t", (), (), (block,), ()))
-    assert "<td>69.0 ±&nbsp;1.3</td><td>1.20&nbsp;GB, 1.30&nbsp;GB</td>" in page
+    assert "<td>69.0 ±~1.3</td><td>1.20~GB, 1.30~GB</td>" in page.replace("\N{NO-BREAK SPACE}", "~")
     assert '<td class="text">a b</td>' in page
 
 

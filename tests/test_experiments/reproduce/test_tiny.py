@@ -93,7 +93,7 @@ def test_the_page_has_claims_numbers_and_figures(command: Command, results: Path
     assert (code, "1 shown, 2 contradicted" in out) == (0, True)
     page, text = ((tmp_path / "page" / name).read_text() for name in ("report.html", "report.md"))
     for words in ("Twice the rounds send twice the bytes.", "contradicted", "50.00 (sd 2.500)"):
-        assert words in page.replace("&nbsp;", " ")
+        assert words in page.replace("\N{NO-BREAK SPACE}", " ")
         assert words in text
     assert (tmp_path / "page" / "tiny-tab1-small.png").stat().st_size > 1000
     assert "<h2>Runs</h2>" not in page
