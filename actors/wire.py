@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.platform.averaging.average import Coverage, TensorSum, WeightedSums
+from fedloom.platform.averaging.aggregators import KeptUpdates
+from fedloom.platform.averaging.average import Coverage, TensorSum, Update, WeightedSums
 from fedloom.platform.clients.assignments import ClientResult
 from fedloom.platform.clients.execution import ChunkResult
 from fedloom.platform.spaces.slices import Region, Weights
@@ -43,10 +44,15 @@ class PackedResult:
     updates: int
     whole_weight: float
     client_results: tuple[ClientResult, ...]
+    kept: tuple[tuple[Update, Arrays], ...] | None = None
+    """The updates without their tensors, and these, if single updates are kept."""
 
 
 def pack(result: ChunkResult) -> PackedResult:
-    """Converts the sums of a result to arrays."""
+    """Converts the sums of a result, or its updates, to arrays."""
+    if isinstance(result.sums, KeptUpdates):
+        kept = tuple((replace(update, tensors={}), to_arrays(update.tensors)) for update in result.sums.kept)
+        return PackedResult({}, 0, 0.0, tuple(result.client_results), kept)
     totals = to_arrays({name: s.total for name, s in result.sums.tensors.items()})
     sums = {name: (s.box, totals[name], s.coverage) for name, s in result.sums.tensors.items()}
     return PackedResult(sums, result.sums.updates, result.sums.whole_weight, tuple(result.client_results))
@@ -54,5 +60,8 @@ def pack(result: ChunkResult) -> PackedResult:
 
 def unpack(packed: PackedResult) -> ChunkResult:
     """The inverse of `pack`; the sums must not be written to."""
+    if packed.kept is not None:
+        kept = [replace(update, tensors=to_tensors(arrays)) for update, arrays in packed.kept]
+        return ChunkResult(KeptUpdates(kept), list(packed.client_results))
     sums = {n: TensorSum(box, torch.from_numpy(total), cover) for n, (box, total, cover) in packed.sums.items()}
     return ChunkResult(WeightedSums(sums, packed.updates, packed.whole_weight), list(packed.client_results))

@@ -14,6 +14,7 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.overrides import meant
 from fedloom.experiments.runs.presets import DEFAULT_METHOD, PRESET
 from fedloom.experiments.terminal import console, write_json
+from fedloom.platform.averaging.aggregators import AGGREGATORS
 from fedloom.platform.averaging.processors import PROCESSORS
 from fedloom.platform.averaging.server import SERVER_RULES
 from fedloom.platform.averaging.shares import SHARES_RULES
@@ -45,6 +46,7 @@ REGISTRIES: tuple[Registry[Any], ...] = (
     LOCAL_RULES,
     WEIGHTING_RULES,
     SERVER_RULES,
+    AGGREGATORS,
     PROCESSORS,
     HEURISTICS,
     SHARES_RULES,

@@ -145,7 +145,7 @@ class TensorSum:
         for cell in product(*(list(pairwise(dimension)) for dimension in edges)):
             covered = Coverage()
             for region, coverage in self.coverage.items():
-                if _inside(cell, region):
+                if inside(cell, region):
                     covered.add(coverage)
             yield cell, covered
 
@@ -188,7 +188,8 @@ def part_in(tensor: Tensor, box: Region, region: Region) -> Tensor:
     return tensor[tuple(slice(r[0] - b[0], r[1] - b[0]) for b, r in zip(box, region, strict=True))]
 
 
-def _inside(cell: Region, region: Region) -> bool:
+def inside(cell: Region, region: Region) -> bool:
+    """Whether a region holds a cell as a whole."""
     return all(r[0] <= c[0] and c[1] <= r[1] for c, r in zip(cell, region, strict=True))
 
 
@@ -226,7 +227,7 @@ class WeightedSums:
         or too large for a float32 sum.
         """
         self._check_unused()
-        _check_weights(update)
+        check_weights(update)
         self.updates += 1
         self.whole_weight += update.unheld
         for name in update.tensors:
@@ -282,8 +283,11 @@ class WeightedSums:
             raise ValueError("these sums were finished: they have become the new weights, start new ones")
 
 
-def _check_weights(update: Update) -> None:
-    # Checked before the first tensor is added, because a partly added update cannot be removed from the sums.
+def check_weights(update: Update) -> None:
+    """Raises ValueError for a weight that sums cannot take.
+
+    It is asked before the first tensor is added, because a partly added update cannot be removed from the sums.
+    """
     _check_weight("everything that is not held", update.unheld)
     for name in update.tensors:
         if name not in update.weights:

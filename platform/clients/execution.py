@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fedloom.platform.averaging.aggregators import KeptUpdates, Sums
 from fedloom.platform.averaging.average import Update, WeightedSums, first_not_finite
 from fedloom.platform.clients.assignments import (
     AccountableTask,
@@ -40,6 +41,8 @@ class Chunk:
     attempts_per_client: int = 1
     stack: int = 1
     """The number of clients that are trained as one batch if their tasks allow it."""
+    keeps_updates: bool = False
+    """Whether its updates are returned one by one, and not their sums."""
 
     @property
     def samples(self) -> int:
@@ -49,9 +52,9 @@ class Chunk:
 
 @dataclass
 class ChunkResult:
-    """The chunk's partial weighted sums, added in plan order, and one result per assignment."""
+    """The chunk's partial weighted sums, added in plan order, or its updates, and one result per assignment."""
 
-    sums: WeightedSums = field(default_factory=WeightedSums)
+    sums: Sums = field(default_factory=WeightedSums)
     client_results: list[ClientResult] = field(default_factory=list)
 
 
@@ -86,7 +89,11 @@ class Executor(Protocol):
 
 
 def make_chunks(
-    assignments: Iterable[Assignment], size: int, attempts_per_client: int = 1, stack: int = 1
+    assignments: Iterable[Assignment],
+    size: int,
+    attempts_per_client: int = 1,
+    stack: int = 1,
+    keeps_updates: bool = False,
 ) -> list[Chunk]:
     """Splits the plan into chunks of at most `size` (at least `stack`) assignments, each of one tier."""
     chunks: list[list[Assignment]] = []
@@ -94,7 +101,7 @@ def make_chunks(
         if not chunks or len(chunks[-1]) >= max(size, stack) or chunks[-1][0].tier != assignment.tier:
             chunks.append([])
         chunks[-1].append(assignment)
-    return [Chunk(chunk[0].tier, tuple(chunk), attempts_per_client, stack) for chunk in chunks]
+    return [Chunk(chunk[0].tier, tuple(chunk), attempts_per_client, stack, keeps_updates) for chunk in chunks]
 
 
 def run_chunk(
@@ -105,7 +112,8 @@ def run_chunk(
     `begins` is told the place of every assignment before its work, and of the first one of those that are trained as
     one batch before their work. Raises DeviceLostError if the process has to be replaced.
     """
-    chunk_result, attempts = ChunkResult(), chunk.attempts_per_client
+    sums = KeptUpdates() if chunk.keeps_updates else WeightedSums()
+    chunk_result, attempts = ChunkResult(sums), chunk.attempts_per_client
     together = Together()
     if chunk.stack > 1:
         together = trained_together(worker, chunk.assignments, weights.tensors, chunk.stack, begins)
@@ -118,7 +126,7 @@ def run_chunk(
 
 
 def run_assignment(
-    worker: Worker, assignment: Assignment, weights: SharedWeights, sums: WeightedSums, attempts: int = 1
+    worker: Worker, assignment: Assignment, weights: SharedWeights, sums: Sums, attempts: int = 1
 ) -> ClientResult:
     """Executes one assignment; its update is added to `sums` only if the result's status is `ok`.
 
@@ -175,7 +183,7 @@ def _message(error: BaseException) -> str:
         return "(it fails to say why)"
 
 
-def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sums: WeightedSums) -> ClientResult:
+def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sums: Sums) -> ClientResult:
     reset_peak_memory(worker.device)
     started = time.perf_counter()
     if assignment.state is not None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from fedloom.platform.averaging.aggregators import MEAN, KeptUpdates
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
 from fedloom.platform.clients.assignments import SERVER, Assignment
 from fedloom.platform.clients.local_rules import STATE, local_rule, place_of
@@ -50,7 +51,7 @@ from fedloom.platform.federation.warnings import UNANSWERED, RoundWarnings
 from fedloom.platform.federation.world import expected_macs
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces.slices import Weights
+from fedloom.platform.spaces.slices import Weights, bytes_of
 from fedloom.tiers.devices import TRAINING_FACTOR
 
 if TYPE_CHECKING:
@@ -325,6 +326,12 @@ class TrainingStage(Stage):
         if weights is None:
             return state
         self.processing.begin(state.data)
+        if self.rules.aggregator.name != MEAN:
+            clients = min(cohort_size(self.config, len(self.population)), len(self.population))
+            logger.warning(
+                "%s: aggregator %s keeps every update of a round in the server's memory, up to %d times %.1f MB",
+                *(self.name, self.rules.aggregator.name, clients, bytes_of(weights) / 1e6),
+            )
         shared = {name: torch.zeros_like(weights[source]) for name, source in self._shared(weights).items()}
         begun = state.with_bag(self.bag, {**weights, **shared})
         for name, value in {**self.data, **({HISTORY: {}} if self._keeps_history else {})}.items():
@@ -360,7 +367,10 @@ class TrainingStage(Stage):
 
         stack = clients_per_stack(world, tasks, local.batch_size)
         memory = cohort.memory or None
-        return Plan(assignments, self.bag, schedules, stack=stack, memory=memory, processors=processors)
+        keeps = self.rules.aggregator.name != MEAN
+        return Plan(
+            assignments, self.bag, schedules, None, stack, memory=memory, processors=processors, keeps_updates=keeps
+        )
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """Averages the updates and applies the server rule, the history and the method's `after`.
@@ -374,7 +384,10 @@ class TrainingStage(Stage):
             )
         shared, tasks_of = self._shared(state.weights(self.bag)), partial(self._tasks_anew, state)
         context, results = self._processing_context(state), result.client_results
-        averaged = self.processing.averaged(context, plan.processors, result.sums, results, shared, tasks_of)
+        sums = result.sums
+        if isinstance(sums, KeptUpdates):
+            sums = replace(sums, rule=self.rules.aggregator)
+        averaged = self.processing.averaged(context, plan.processors, sums, results, shared, tasks_of)
         after = self._served(state, plan, averaged)
         for name, value in self.processing.recorded(context).items():
             after = after.with_data(name, value)

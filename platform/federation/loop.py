@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from fedloom.platform.averaging.aggregators import KeptUpdates, Sums
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment, ClientResult, DeviceLostError
 from fedloom.platform.clients.execution import (
@@ -246,12 +247,12 @@ class Loop:
         failures = self.execution.failures
         attempts = failures.attempts if failures.policy == "retry" else 1
         size = plan.chunk_size or self.execution.chunk_size
-        chunks = make_chunks(with_own_states(plan.assignments, state), size, attempts, plan.stack)
+        chunks = make_chunks(with_own_states(plan.assignments, state), size, attempts, plan.stack, plan.keeps_updates)
         weights = SharedWeights(state.weights(plan.bag), state.version(plan.bag))
         results = self.executor.run(chunks, weights)
         self.recorder.start()
         try:
-            return merge_chunks(results, self.status.beat)
+            return merge_chunks(results, self.status.beat, keeps_updates=plan.keeps_updates)
         except DeviceLostError as error:
             raise RunFailedError(f"the device of this process fails ({error}): resume the run, in another") from error
 
@@ -377,12 +378,17 @@ def validated(rows: Sequence[Row], round_: int, *, trained: bool = True) -> Vali
     return Validated(sum(values) / len(values), latest if trained else None) if values else None
 
 
-def merge_chunks(results: Iterable[ChunkResult], beat: Callable[[], None] = lambda: None) -> RoundResult:
-    """Adds the chunks' sums in plan order and concatenates their results."""
-    sums = WeightedSums()
+def merge_chunks(
+    results: Iterable[ChunkResult], beat: Callable[[], None] = lambda: None, *, keeps_updates: bool = False
+) -> RoundResult:
+    """Adds the chunks' sums in plan order, or collects their updates, and concatenates their results."""
+    sums: Sums = KeptUpdates() if keeps_updates else WeightedSums()
     client_results: list[ClientResult] = []
     for result in results:
-        sums.merge(result.sums)
+        if isinstance(sums, KeptUpdates) and isinstance(result.sums, KeptUpdates):
+            sums.merge(result.sums)
+        elif isinstance(sums, WeightedSums) and isinstance(result.sums, WeightedSums):
+            sums.merge(result.sums)  # those of a chunk that failed as a whole are empty
         client_results += result.client_results
         beat()
     return RoundResult(sums, client_results)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.averaging.processors import Processors, ServerContext, processor
 from fedloom.platform.clients.local_rules import refuse_parts
 from fedloom.platform.clients.trainer import Train
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from fedloom.platform.averaging.average import Averaged, WeightedSums
+    from fedloom.platform.averaging.aggregators import Sums
+    from fedloom.platform.averaging.average import Averaged
     from fedloom.platform.clients.assignments import ClientResult, Task
     from fedloom.platform.federation.training_config import Rules, TrainingConfig
     from fedloom.platform.federation.world import World
@@ -116,7 +118,7 @@ class Processing:
         self,
         context: ServerContext,
         processors: Processors,
-        sums: WeightedSums,
+        sums: Sums,
         results: Iterable[ClientResult],
         singly: Container[str],
         tasks_of: TasksOf,
@@ -128,8 +130,9 @@ class Processing:
         answered = [r.client_id for r in results if r.client_id is not None and r.status == "ok"]
         expected_weights = partial(self._expected_weights, context.old, tasks_of)
         context = replace(context, answered=answered, expected_weights=expected_weights)
-        for each in reversed(processors):
-            sums = each.on_sums(sums, context)
+        if isinstance(sums, WeightedSums):
+            for each in reversed(processors):
+                sums = each.on_sums(sums, context)
         averaged = sums.finish(context.old, context.min_contributors, singly)
         for each in reversed(processors):
             averaged = each.on_mean(averaged, context)

@@ -15,7 +15,7 @@ from fedloom.platform.results.bag import Bag
 from fedloom.platform.spaces.slices import Weights
 
 if TYPE_CHECKING:
-    from fedloom.platform.averaging.average import WeightedSums
+    from fedloom.platform.averaging.aggregators import Sums
     from fedloom.platform.averaging.processors import Processors
     from fedloom.platform.clients.assignments import ClientResult
 
@@ -116,13 +116,15 @@ class Plan:
     """The JSON values that the selection rule leaves to itself for the next round."""
     processors: Processors = ()
     """The round's processors, which the server undoes in reverse."""
+    keeps_updates: bool = False
+    """Whether the server gets every single update, for an aggregator that compares clients."""
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """A round's results: the weighted sums of all updates, and one result per assignment in plan order."""
+    """A round's results: the weighted sums of all updates, or these, and one result per assignment in plan order."""
 
-    sums: WeightedSums
+    sums: Sums
     client_results: Sequence[ClientResult]
 
 

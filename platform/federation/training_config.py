@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from annotated_types import Interval
 
+from fedloom.platform.averaging.aggregators import AGGREGATORS, MEAN
 from fedloom.platform.averaging.processors import PROCESSORS
 from fedloom.platform.averaging.server import SERVER_RULES, server_traits
-from fedloom.platform.averaging.weighting import WEIGHTING_RULES
+from fedloom.platform.averaging.weighting import WEIGHTING_RULES, weighting_traits
 from fedloom.platform.clients.local_rules import LOCAL_RULES, local_rule, refuse_parts
 from fedloom.platform.clients.training import PLAIN, LocalSGD
 from fedloom.platform.data.augment import AUGMENTATIONS, NO_AUGMENTATION, check_augmentation, coloured, tried_samples
@@ -81,6 +82,9 @@ class TrainingConfig:
     local_rule: Annotated[str, ComponentName("local rule"), "correction of the clients' gradients"] = "sgd"
     weighting: Annotated[str, ComponentName("weighting rule"), "weights of a client's tensors in the mean"] = "fedavg"
     server: Annotated[str, ComponentName("server rule"), "the server's update from the clients' mean"] = "replace"
+    aggregator: Annotated[
+        str, ComponentName("aggregator"), "mean, or a rule that compares clients and gets every single update"
+    ] = MEAN
     augment: Annotated[str | None, ComponentName("augmentation"), "the stage's augmentation; null: data.augment"] = None
     processors: Annotated[
         list[Annotated[str, ComponentName("processor")]], "what changes clients' updates on their way, such as sparsify"
@@ -102,6 +106,7 @@ class Rules:
     local: ComponentSpec
     weighting: ComponentSpec
     server: ComponentSpec
+    aggregator: ComponentSpec = field(default_factory=lambda: ComponentSpec(MEAN))
     processors: tuple[ComponentSpec, ...] = ()
     more: Mapping[str, ComponentSpec] = field(default_factory=dict)
     key: str = ""
@@ -112,6 +117,7 @@ REGISTRIES: Mapping[str, Registry[Any]] = {
     "local_rule": LOCAL_RULES,
     "weighting": WEIGHTING_RULES,
     "server": SERVER_RULES,
+    "aggregator": AGGREGATORS,
 }
 
 
@@ -130,9 +136,10 @@ def rules_of(config: TrainingConfig, key: str, more: Named | None = None) -> Rul
     found = dict(zip(named, component_specs([*named.values()], config.options, f"{key}.options"), strict=True))
     own = [found.pop(name) for name in REGISTRIES]
     processors = tuple(found.pop(_processor_key(index)) for index in range(len(config.processors)))
-    rules = Rules(own[0], own[1], own[2], own[3], processors, found, key)
+    rules = Rules(own[0], own[1], own[2], own[3], own[4], processors, found, key)
     _check_local_rule(rules, config, key)
-    if any(is_import_path(rule.name) for rule in own):
+    _check_aggregator(rules, config, key)
+    if any(is_import_path(rule.name) for rule in own[:4]):
         # Only a user's own rules need a test, and the import is slow.
         from fedloom.platform.federation.trying import try_rules
 
@@ -181,6 +188,21 @@ def _check_local_rule(rules: Rules, config: TrainingConfig, key: str) -> None:
     problem = local_rule(rules.local).refuses(local_sgd(config, 0, NO_AUGMENTATION, balanced=False))
     if problem is not None:
         raise ValueError(f"{key}.local_rule={local} cannot be used with {key}.{problem}")
+
+
+def _check_aggregator(rules: Rules, config: TrainingConfig, key: str) -> None:
+    """Raises ValueError for an aggregator of single updates beside what gives the server nothing but sums."""
+    if rules.aggregator.name == MEAN:
+        return
+    privacy, beside = config.privacy, f"{key}.aggregator={rules.aggregator.name}"
+    if privacy.secure:
+        raise ValueError(f"{beside} needs every single update: {key}.privacy.secure=true hides all but their sum")
+    if privacy.clip is not None or privacy.noise:
+        raise ValueError(f"{beside}: the noise of {key}.privacy is for weighted sums; use {key}.aggregator={MEAN}")
+    if weighting_traits(rules.weighting.name).weighs_unheld:
+        raise ValueError(
+            f"{beside} judges a scalar among those who hold it: {key}.weighting={rules.weighting.name} counts others"
+        )
 
 
 def _check_names(named: Named, key: str) -> None:

@@ -100,18 +100,24 @@ RUNS: Mapping[str, Changes] = {
     },
     "head_first": {"method": "head_first:METHOD", **SMALL, **WRITERS, "method.train.local_rule": "prox:prox"},
     "fedper": {"method": "fedper:METHOD", **SMALL, "data.num_clients": 10},
-    "scaffold": {"method": "fedavg", **SMALL, **HUNDRED, **LION},
+    "scaffold": {"method": "fedavg", **SMALL, **HUNDRED, **LION, "method.train.aggregator": "median:median"},
     "fedoras": {"method": "fedoras", **HUNDRED, "tiers.count": 2, "space.name": "mixers:mixers", **TWO_STAGES},
-    "superfednas": {"method": "superfednas", **HUNDRED, "tiers.count": 2, **ELASTIC},
+    "superfednas": {
+        "method": "superfednas",
+        **HUNDRED,
+        "tiers.count": 2,
+        **ELASTIC,
+        "method.train.aggregator": "median:median",
+    },
 }
 """Runs that use each of the plug-ins, together where that saves time."""
 USED = {
     "prox": {"mixers", "rotated", "power_of_choice", "lion", "prox"},
     "head_first": {"mixers", "head_first", "rotated", "power_of_choice", "prox"},
     "fedper": {"mixers", "fedper"},
-    "scaffold": {"mixers", "scaffold", "lion"},
+    "scaffold": {"mixers", "scaffold", "lion", "median"},
     "fedoras": {"scaffold", "mixers"},
-    "superfednas": {"scaffold"},
+    "superfednas": {"scaffold", "median"},
 }
 EMPTY = {"fedoras": (), "superfednas": ("candidates",)}
 """Tables that a run writes nothing to; the others' are `candidates`, too."""

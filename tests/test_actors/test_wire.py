@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from fedloom.actors.wire import accept_shared_memory, pack, to_arrays, to_tensors, unpack
+from fedloom.platform.averaging.aggregators import KeptUpdates
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.assignments import ClientResult
 from fedloom.platform.clients.execution import ChunkResult
@@ -49,6 +50,15 @@ def test_unpacked_sums_can_be_merged_into_others() -> None:
     whole.merge(unpack(pack(ChunkResult(sums_of(1.0)))).sums)
     # Both held the value 1 in rows 0 and 1.
     assert whole.finish(OLD).weights["w"].tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
+
+
+def test_single_updates_come_back_as_they_were_kept() -> None:
+    update = Update({"w": torch.arange(6.0).reshape(2, 3)}, {"w": Slice("w", ((1, 3), (0, 3)))}, {"w": 2.0}, unheld=0.5)
+    kept = KeptUpdates()
+    kept.add(update)
+    (back,) = unpack(pack(ChunkResult(kept))).sums.kept
+    assert torch.equal(back.tensors["w"], update.tensors["w"])
+    assert (back.slices, back.weights, back.unheld) == (update.slices, update.weights, 0.5)
 
 
 def test_tensors_and_arrays_share_their_memory() -> None:

@@ -311,8 +311,8 @@ PUBLIC = {
     ),
     "TrainingConfig": (
         "rounds clients_per_round epochs batch_size lr momentum idle_momentum weight_decay clip_norm schedule "
-        "final_lr_share step_rounds min_contributors selection local_rule weighting server augment processors options "
-        "loss_norms evaluate_every privacy"
+        "final_lr_share step_rounds min_contributors selection local_rule weighting server aggregator augment "
+        "processors options loss_norms evaluate_every privacy"
     ),
     "TransferConfig": "name start_from model architecture tier from_scratch head train evaluation",
     "WidthConfig": "name train statistics_clients evaluation",
