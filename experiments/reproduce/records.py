@@ -220,11 +220,12 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that there are; privacy that asks for nothing is none, nor is a newer switch that is off."""
+    """The values that there are; privacy that asks for nothing is none, nor is a newer switch that is off or at its default."""
     return {
         name: _given(value) if isinstance(value, Mapping) else value
         for name, value in config.items()
         if value is not None
         and not (name == "privacy" and value["clip"] is None and not value["secure"])
         and not (name in LATER and not value)
+        and not (name == "aggregator" and value == "mean")
     }
