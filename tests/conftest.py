@@ -18,8 +18,8 @@ import torch
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import TrainingConfig
-from fedloom.platform.methods.stages.tier_search import TierSearchConfig
-from fedloom.platform.methods.tiered.fedoras import FedorASConfig, SupernetConfig
+from fedloom.platform.methods.fedoras import FedorASConfig, SupernetConfig
+from fedloom.platform.methods.tier_search import TierSearchConfig
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.space_config import SpaceConfig

@@ -153,7 +153,7 @@ def test_hardly_anything_asks_which_class_a_space_is() -> None:
 def test_a_method_is_imported_with_little_else() -> None:
     """FedAvg once pulled in 83 modules of fedloom, all spaces and data sets among them."""
     code = (
-        "import sys, fedloom.platform.methods.tiered.fedavg\n"
+        "import sys, fedloom.platform.methods.fedavg\n"
         "files = [getattr(m, '__file__', None) or '' for n, m in sys.modules.items() if n.startswith('fedloom.')]\n"
         "print(sum(f.endswith('.py') and not f.endswith('__init__.py') for f in files))"
     )

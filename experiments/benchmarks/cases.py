@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.config import ExecutorConfig, RayConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import TrainingConfig
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpace
 from fedloom.platform.spaces.space_config import SpaceConfig
 

@@ -38,7 +38,7 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.federation.algorithm import SUPERNET
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.tiered.fedoras import FedorASConfig
+from fedloom.platform.methods.fedoras import FedorASConfig
 from fedloom.platform.results.checkpoint import list_models
 from fedloom.platform.results.files import content_hash, sync_file, sync_folder
 from fedloom.platform.results.paths import RunPaths, find_run

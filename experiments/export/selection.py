@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from fedloom.experiments.runs.search import search_trained, trained_of
 from fedloom.platform.federation.algorithm import SUPERNET
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.elastic.superfednas import SEARCHED, bag_of
 from fedloom.platform.methods.registry import method_of
+from fedloom.platform.methods.superfednas import SEARCHED, bag_of
 from fedloom.platform.results.checkpoint import list_models, load_model, run_checkpoint
 from fedloom.platform.results.files import as_stored
 from fedloom.platform.results.paths import STATE_FILE, RunPaths

@@ -14,8 +14,8 @@ from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspa
 from fedloom.platform.federation.building import split_into_tiers
 from fedloom.platform.federation.costs import measure_costs
 from fedloom.platform.federation.training_config import TrainingConfig, cohort_size
-from fedloom.platform.methods.tiered.fedoras import FedorASConfig, SupernetConfig
-from fedloom.platform.methods.widths.tier_models import WidthConfig
+from fedloom.platform.methods.fedoras import FedorASConfig, SupernetConfig
+from fedloom.platform.methods.tier_models import WidthConfig
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.registry import build_space

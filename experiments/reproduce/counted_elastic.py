@@ -10,7 +10,7 @@ from typing import Any
 
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.federation.training_config import cohort_size
-from fedloom.platform.methods.elastic.superfednas import SuperFedNASConfig
+from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.genome import ElasticStage
 from fedloom.platform.spaces.registry import build_space

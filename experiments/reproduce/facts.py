@@ -21,9 +21,9 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import measure_costs
 from fedloom.platform.federation.forecast import kind_of, macs_left
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.stages.tier_search import TierSearchConfig
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
-from fedloom.platform.methods.tiered.transfer import TransferConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.tier_search import TierSearchConfig
+from fedloom.platform.methods.transfer import TransferConfig
 from fedloom.platform.runs.dry_run import DryStage, is_countable
 from fedloom.platform.runs.run import make_serial, planned_stages, planned_world, start_run
 from fedloom.platform.search.base import Interval, Scored, winner

@@ -10,7 +10,7 @@ from fedloom.platform.federation.building import sampled_costs, split_into_tiers
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import measure_costs
 from fedloom.platform.federation.tasks import task_names
-from fedloom.platform.methods.tiered.fedoras import PUBLISHED_RATIOS, FedorASConfig, epochs_per_operator
+from fedloom.platform.methods.fedoras import PUBLISHED_RATIOS, FedorASConfig, epochs_per_operator
 from fedloom.platform.spaces.registry import SPACES, build_space
 from fedloom.tiers.measure import COUNTED_AS_MACS
 from fedloom.tiers.tier import share_of_models

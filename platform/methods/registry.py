@@ -24,26 +24,31 @@ ARGUMENTS = {
 }
 """What the loop calls a stage's members with; a stage need not have `macs_left`."""
 
-_PLACES: Mapping[str, tuple[str, ...]] = {
-    "tiered": ("fedoras", "fedavg", "random_nas", "transfer"),
-    "elastic": ("superfednas",),
-    "widths": ("heterofl", "fjord", "fedrolex", "depthfl"),
-    "sparse": ("zerofl",),
-    "silo": (
-        "spider",
-        "local_adaptation",
-        "ditto",
-        "per_fedavg",
-        "knn_per",
-        "fedmn",
-        "global_nas",
-        "fednas",
-        "fedpnas",
-    ),
-}
-
 METHODS: Mapping[str, Method] = Shipped(
-    {name: f"fedloom.platform.methods.{family}.{name}:METHOD" for family, names in _PLACES.items() for name in names}
+    {
+        name: f"fedloom.platform.methods.{name}:METHOD"
+        for name in (
+            "fedoras",
+            "fedavg",
+            "random_nas",
+            "transfer",
+            "superfednas",
+            "heterofl",
+            "fjord",
+            "fedrolex",
+            "depthfl",
+            "zerofl",
+            "spider",
+            "local_adaptation",
+            "ditto",
+            "per_fedavg",
+            "knn_per",
+            "fedmn",
+            "global_nas",
+            "fednas",
+            "fedpnas",
+        )
+    }
 )
 """The built-in methods, each imported on demand."""
 

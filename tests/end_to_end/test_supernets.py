@@ -18,7 +18,7 @@ from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.elastic.superfednas import SuperFedNASConfig
+from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.files import unsealed
 from fedloom.platform.results.paths import find_run, list_runs

@@ -17,7 +17,7 @@ from fedloom.platform.clients.training import Correction
 from fedloom.platform.federation.algorithm import Initial, Method, Round, Stage, TrainingStage, from_generator, to_all
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.stages.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
+from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
 from fedloom.platform.settings import ONE_OR_MORE, SHARE
 
 BODY, WHOLE = "head", "whole"

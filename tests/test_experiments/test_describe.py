@@ -8,7 +8,7 @@ import pytest
 from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.describe import describe
-from fedloom.platform.methods.tiered.fedoras import epochs_per_operator
+from fedloom.platform.methods.fedoras import epochs_per_operator
 from fedloom.platform.spaces.registry import build_space
 
 FEW_PATHS = "tiers.paths=1000"

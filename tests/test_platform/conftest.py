@@ -19,8 +19,8 @@ from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import Loop, merge_chunks
 from fedloom.platform.federation.recorder import Record, Recorder
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.elastic.superfednas import ElasticTrainingConfig, SuperFedNASConfig
 from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.methods.superfednas import ElasticTrainingConfig, SuperFedNASConfig
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table

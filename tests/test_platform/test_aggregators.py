@@ -14,7 +14,7 @@ from fedloom.platform.averaging.aggregators import KeptUpdates
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.federation.config import ExecutorConfig, RunConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.plugins import ComponentSpec, PluginError
 from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.spaces.slices import Slice

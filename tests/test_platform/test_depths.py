@@ -21,8 +21,8 @@ from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
+from fedloom.platform.methods.depthfl import DepthFLConfig, WithExits, loss_of_exits, ramped_up
 from fedloom.platform.methods.registry import build_stages, check_space
-from fedloom.platform.methods.widths.depthfl import DepthFLConfig, WithExits, loss_of_exits, ramped_up
 from fedloom.platform.plugins import PluginError
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import SearchSpace

@@ -17,8 +17,8 @@ from fedloom.platform.federation.config import CheckpointConfig, DevicesConfig, 
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.elastic.superfednas import DistributionConfig, ShrinkingConfig
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.superfednas import DistributionConfig, ShrinkingConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import list_runs, run_paths
 from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run

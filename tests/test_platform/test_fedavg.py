@@ -22,8 +22,8 @@ from fedloom.platform.federation.loop import RunFailedError
 from fedloom.platform.federation.selection import Choice
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.results.checkpoint import load_model
 
 Make = Callable[..., RunConfig]

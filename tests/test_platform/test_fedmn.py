@@ -27,9 +27,9 @@ from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.federation.training_config import local_sgd, rules_of
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods.fedmn import FedMnConfig, FedMnTrainingConfig, ScoreModular, TrainModular
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.silo.fedmn import FedMnConfig, FedMnTrainingConfig, ScoreModular, TrainModular
-from fedloom.platform.methods.silo.silos import AdaptationConfig, SiloTrainingConfig
+from fedloom.platform.methods.silos import AdaptationConfig, SiloTrainingConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table

@@ -19,9 +19,9 @@ from fedloom.platform.federation.algorithm import RunState, Stage
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import BudgetConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods import fedoras
+from fedloom.platform.methods.fedoras import CommunicationConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.tiered import fedoras
-from fedloom.platform.methods.tiered.fedoras import CommunicationConfig
 from fedloom.platform.results.checkpoint import load_checkpoint, load_model
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace

@@ -13,9 +13,9 @@ from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.methods.elastic.shrinking import Shrinking
-from fedloom.platform.methods.elastic.superfednas import ShrinkingConfig
 from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.methods.shrinking import Shrinking
+from fedloom.platform.methods.superfednas import ShrinkingConfig
 
 Make = Callable[..., RunConfig]
 SANDWICH = Shrinking(3, sandwich=True, distillation=0.5)

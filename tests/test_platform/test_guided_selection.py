@@ -19,11 +19,11 @@ from fedloom.platform.federation.config import DevicesConfig, RunConfig, TiersCo
 from fedloom.platform.federation.history import ClientRecord
 from fedloom.platform.federation.selection import Choice, Cohort, select
 from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.oort import oort, utilities_of
+from fedloom.platform.methods.pyramidfl import pyramidfl
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.selection.oort import oort, utilities_of
-from fedloom.platform.methods.selection.pyramidfl import pyramidfl
-from fedloom.platform.methods.selection.simple import power_of_choice, round_robin, tier_quota
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
+from fedloom.platform.methods.simple_selection import power_of_choice, round_robin, tier_quota
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.tiers.devices import DeviceProfile
 
@@ -359,7 +359,7 @@ def test_a_wrong_option_is_refused_before_a_run_begins(tiny_config: Make) -> Non
 
 def test_methods_whose_clients_take_no_epochs_of_their_own_refuse(silo_config: Make, run_in_memory: Any) -> None:
     from fedloom.platform.federation.loop import RunFailedError
-    from fedloom.platform.methods.silo.ditto import DittoConfig
+    from fedloom.platform.methods.ditto import DittoConfig
 
     config = silo_config(DittoConfig())
     config.method.train.selection = "pyramidfl"

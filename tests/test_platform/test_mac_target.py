@@ -12,16 +12,16 @@ from fedloom.platform.clients.training import Score
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.silo.fednas import FedNasConfig
-from fedloom.platform.methods.silo.fedpnas import FedPnasConfig
-from fedloom.platform.methods.silo.global_nas import GlobalNasConfig
-from fedloom.platform.methods.silo.mac_target import MacTarget
-from fedloom.platform.methods.silo.personal import is_decided, with_row
-from fedloom.platform.methods.silo.perturbation import decide
-from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig
-from fedloom.platform.methods.silo.searchers import by_magnitude
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig
-from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig
+from fedloom.platform.methods.fednas import FedNasConfig
+from fedloom.platform.methods.fedpnas import FedPnasConfig
+from fedloom.platform.methods.global_nas import GlobalNasConfig
+from fedloom.platform.methods.mac_target import MacTarget
+from fedloom.platform.methods.personal import is_decided, with_row
+from fedloom.platform.methods.perturbation import decide
+from fedloom.platform.methods.search_config import ArchitectureSearchConfig
+from fedloom.platform.methods.searchers import by_magnitude
+from fedloom.platform.methods.silos import SiloTrainingConfig
+from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Subspace

@@ -14,9 +14,9 @@ from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.methods.silo.masking import Perturbation, batch_statistics
-from fedloom.platform.methods.silo.personal import with_row
-from fedloom.platform.methods.silo.spider import SpiderConfig
+from fedloom.platform.methods.masking import Perturbation, batch_statistics
+from fedloom.platform.methods.personal import with_row
+from fedloom.platform.methods.spider import SpiderConfig
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import Subspace, Weights

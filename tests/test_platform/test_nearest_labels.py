@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.platform.methods.silo import knn_per
-from fedloom.platform.methods.silo.knn_per import best_share, nearest_labels, score_of
+from fedloom.platform.methods import knn_per
+from fedloom.platform.methods.knn_per import best_share, nearest_labels, score_of
 
 
 def test_nearest_labels_in_literal_numbers() -> None:

@@ -19,8 +19,7 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RunFailedError
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.stages import tier_search
-from fedloom.platform.methods.tiered import fedoras
+from fedloom.platform.methods import fedoras, tier_search
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS

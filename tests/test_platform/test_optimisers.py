@@ -23,8 +23,8 @@ from fedloom.platform.clients.local_rules import STATE
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig, rules_of
-from fedloom.platform.methods.optimisers.fednova import total_weight
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.fednova import total_weight
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.spaces.slices import Slice
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import Score, evaluate
-from fedloom.platform.methods.silo.personal import with_row
-from fedloom.platform.methods.silo.perturbation import (
+from fedloom.platform.methods.personal import with_row
+from fedloom.platform.methods.perturbation import (
     ScoreOf,
     by_importance,
     crowded_nodes,

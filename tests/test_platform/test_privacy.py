@@ -22,8 +22,8 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, RunConfig
 from fedloom.platform.federation.privacy import check_privacy
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.spaces.slices import Region, Slice
 
 Make = Callable[..., RunConfig]
@@ -363,7 +363,7 @@ def test_unbounded_influence_is_refused_in_one_line(train: dict[str, Any], said:
 
 
 def test_further_mistakes_are_refused(tiny_config: Make, silo_config: Make) -> None:
-    from fedloom.platform.methods.silo.ditto import DittoConfig
+    from fedloom.platform.methods.ditto import DittoConfig
 
     lonely = TrainingConfig(privacy=PrivacyConfig(noise=1.0))
     with pytest.raises(ValueError, match=r"privacy\.noise=1 needs method\.train\.privacy\.clip, its unit"):

@@ -15,8 +15,8 @@ from fedloom.platform.averaging.processors import Message, Processor, ServerCont
 from fedloom.platform.averaging.sparsify import Sparsify, with_share
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.spaces.slices import Slice
 
 PLUGINS = Path(__file__).resolve().parent.parent / "plugins"

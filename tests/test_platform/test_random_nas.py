@@ -10,8 +10,8 @@ from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.methods.random_nas import RandomNasConfig, drawn
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.tiered.random_nas import RandomNasConfig, drawn
 from fedloom.platform.spaces.slices import architecture_id
 
 Make = Callable[..., RunConfig]

@@ -19,7 +19,7 @@ from fedloom.platform.data.dataset import TestReadError
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.tiered.fedoras import Paths
+from fedloom.platform.methods.fedoras import Paths
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.spaces.operator_choice import Beginnings, OperatorChoiceSpace, PathNetwork
 from fedloom.platform.spaces.registry import build_space

@@ -17,7 +17,7 @@ from fedloom.platform.federation.config import DevicesConfig, RunConfig
 from fedloom.platform.federation.loop import RunFailedError
 from fedloom.platform.federation.privacy import check_privacy
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.spaces.slices import Region, Slice
 
 Make = Callable[..., RunConfig]

@@ -27,14 +27,14 @@ from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods import knn_per
+from fedloom.platform.methods.ditto import DittoConfig, DittoTrainingConfig
+from fedloom.platform.methods.knn_per import KnnPerConfig, ScoreNearest, best_share, nearest_labels, score_of
+from fedloom.platform.methods.local_adaptation import LocalAdaptationConfig
+from fedloom.platform.methods.per_fedavg import InnerStepsConfig, PerFedAvgConfig, PerFedAvgTrainingConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.silo import knn_per
-from fedloom.platform.methods.silo.ditto import DittoConfig, DittoTrainingConfig
-from fedloom.platform.methods.silo.knn_per import KnnPerConfig, ScoreNearest, best_share, nearest_labels, score_of
-from fedloom.platform.methods.silo.local_adaptation import LocalAdaptationConfig
-from fedloom.platform.methods.silo.per_fedavg import InnerStepsConfig, PerFedAvgConfig, PerFedAvgTrainingConfig
-from fedloom.platform.methods.silo.scoring import AdaptAndScore, ScoreShared
-from fedloom.platform.methods.silo.silos import AdaptationConfig, SiloTrainingConfig
+from fedloom.platform.methods.scoring import AdaptAndScore, ScoreShared
+from fedloom.platform.methods.silos import AdaptationConfig, SiloTrainingConfig
 from fedloom.platform.seeding import torch_stream
 
 Make = Callable[..., RunConfig]

@@ -15,9 +15,9 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.silo.masking import Perturbation
-from fedloom.platform.methods.silo.personal import Personal, unpacked, with_row
-from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider
+from fedloom.platform.methods.masking import Perturbation
+from fedloom.platform.methods.personal import Personal, unpacked, with_row
+from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import Weights

@@ -26,12 +26,12 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods.ditto import DittoConfig, DittoTrainingConfig, TrainDitto
+from fedloom.platform.methods.per_fedavg import MetaStep, PerFedAvgConfig, PerFedAvgTrainingConfig, TrainMeta
+from fedloom.platform.methods.personal import Personal, unpacked
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.silo.ditto import DittoConfig, DittoTrainingConfig, TrainDitto
-from fedloom.platform.methods.silo.per_fedavg import MetaStep, PerFedAvgConfig, PerFedAvgTrainingConfig, TrainMeta
-from fedloom.platform.methods.silo.personal import Personal, unpacked
-from fedloom.platform.methods.silo.scoring import ScoreOwn
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig
+from fedloom.platform.methods.scoring import ScoreOwn
+from fedloom.platform.methods.silos import SiloTrainingConfig
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Weights, bytes_of
 

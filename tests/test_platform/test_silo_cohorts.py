@@ -9,13 +9,13 @@ import torch
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.silo.fednas import FedNasConfig
-from fedloom.platform.methods.silo.fedpnas import FedPnasConfig
-from fedloom.platform.methods.silo.global_nas import GlobalNasConfig
-from fedloom.platform.methods.silo.personal import ALPHAS, unpacked
-from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig, steps_made, turns
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig
-from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig
+from fedloom.platform.methods.fednas import FedNasConfig
+from fedloom.platform.methods.fedpnas import FedPnasConfig
+from fedloom.platform.methods.global_nas import GlobalNasConfig
+from fedloom.platform.methods.personal import ALPHAS, unpacked
+from fedloom.platform.methods.search_config import ArchitectureSearchConfig, steps_made, turns
+from fedloom.platform.methods.silos import SiloTrainingConfig
+from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import parse_subspace, subspace_id
 from fedloom.platform.spaces.space_config import SpaceConfig

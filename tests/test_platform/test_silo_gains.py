@@ -17,13 +17,13 @@ from fedloom.platform.federation.algorithm import RunState, Stage
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods import crossed as crossed_task, gains as gains_module
+from fedloom.platform.methods.crossed import BestEpoch
+from fedloom.platform.methods.gains import GainConfig, GainStage
+from fedloom.platform.methods.personal import Personal, unpacked
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.silo import crossed as crossed_task, gains as gains_module
-from fedloom.platform.methods.silo.crossed import BestEpoch
-from fedloom.platform.methods.silo.gains import GainConfig, GainStage
-from fedloom.platform.methods.silo.personal import Personal, unpacked
-from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig
-from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig
+from fedloom.platform.methods.search_config import ArchitectureSearchConfig
+from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id

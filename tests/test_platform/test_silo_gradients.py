@@ -23,12 +23,12 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods.fednas import FedNasConfig, TrainMixed
+from fedloom.platform.methods.masking import Perturbation
+from fedloom.platform.methods.personal import ALPHAS, Personal, is_decided, unpacked
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.silo.fednas import FedNasConfig, TrainMixed
-from fedloom.platform.methods.silo.masking import Perturbation
-from fedloom.platform.methods.silo.personal import ALPHAS, Personal, is_decided, unpacked
-from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig
-from fedloom.platform.methods.silo.searchers import (
+from fedloom.platform.methods.search_config import ArchitectureSearchConfig
+from fedloom.platform.methods.searchers import (
     Milenas,
     MixedStep,
     absent_of,
@@ -37,8 +37,8 @@ from fedloom.platform.methods.silo.searchers import (
     searcher_of,
     softmax,
 )
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig
-from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider
+from fedloom.platform.methods.silos import SiloTrainingConfig
+from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import Slice, Weights, bytes_of, parse_subspace, subspace_id

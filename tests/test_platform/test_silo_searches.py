@@ -22,17 +22,17 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods import fedpnas
+from fedloom.platform.methods.fednas import FedNasConfig
+from fedloom.platform.methods.fedpnas import FedPnasConfig, TrainSplit
+from fedloom.platform.methods.global_nas import DecideCentrally, GlobalNasConfig
+from fedloom.platform.methods.masking import Perturbation
+from fedloom.platform.methods.personal import Personal, unpacked, with_row
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.silo import fedpnas
-from fedloom.platform.methods.silo.fednas import FedNasConfig
-from fedloom.platform.methods.silo.fedpnas import FedPnasConfig, TrainSplit
-from fedloom.platform.methods.silo.global_nas import DecideCentrally, GlobalNasConfig
-from fedloom.platform.methods.silo.masking import Perturbation
-from fedloom.platform.methods.silo.personal import Personal, unpacked, with_row
-from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig
-from fedloom.platform.methods.silo.searchers import Milenas
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig
-from fedloom.platform.methods.silo.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider
+from fedloom.platform.methods.search_config import ArchitectureSearchConfig
+from fedloom.platform.methods.searchers import Milenas
+from fedloom.platform.methods.silos import SiloTrainingConfig
+from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import Subspace, Weights, bytes_of, parse_subspace, subspace_id

@@ -11,14 +11,14 @@ from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods.ditto import DittoConfig
+from fedloom.platform.methods.fednas import FedNasConfig
+from fedloom.platform.methods.fedpnas import FedPnasConfig
+from fedloom.platform.methods.knn_per import KnnPerConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.silo.ditto import DittoConfig
-from fedloom.platform.methods.silo.fednas import FedNasConfig
-from fedloom.platform.methods.silo.fedpnas import FedPnasConfig
-from fedloom.platform.methods.silo.knn_per import KnnPerConfig
-from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig
-from fedloom.platform.methods.silo.silo_stages import WATCHED
-from fedloom.platform.methods.silo.spider import SpiderConfig
+from fedloom.platform.methods.search_config import ArchitectureSearchConfig
+from fedloom.platform.methods.silo_stages import WATCHED
+from fedloom.platform.methods.spider import SpiderConfig
 from fedloom.platform.spaces.space_config import SpaceConfig
 
 Make = Callable[..., RunConfig]

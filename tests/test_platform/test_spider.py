@@ -19,11 +19,11 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.silo.gains import GainConfig
-from fedloom.platform.methods.silo.masking import Perturbation
-from fedloom.platform.methods.silo.personal import Personal, is_decided, undecided, unpacked, with_row
-from fedloom.platform.methods.silo.search_config import ArchitectureSearchConfig
-from fedloom.platform.methods.silo.spider import (
+from fedloom.platform.methods.gains import GainConfig
+from fedloom.platform.methods.masking import Perturbation
+from fedloom.platform.methods.personal import Personal, is_decided, undecided, unpacked, with_row
+from fedloom.platform.methods.search_config import ArchitectureSearchConfig
+from fedloom.platform.methods.spider import (
     SHARED_MOMENTUM,
     SpiderConfig,
     SpiderTrainingConfig,

@@ -26,8 +26,8 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
 from fedloom.platform.spaces.fixed import FixedNetwork, FixedSpace
 from fedloom.platform.spaces.slices import Weights
 from fedloom.platform.spaces.space_config import SpaceConfig

@@ -19,9 +19,9 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.elastic.superfednas import DistributionConfig, ElasticTrainingConfig, ShrinkingConfig
+from fedloom.platform.methods.evaluation import EvaluationConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.stages.evaluation import EvaluationConfig
+from fedloom.platform.methods.superfednas import DistributionConfig, ElasticTrainingConfig, ShrinkingConfig
 from fedloom.platform.results.checkpoint import load_model
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.runs.run import make_serial, start_run

@@ -16,8 +16,8 @@ from fedloom.platform.federation.building import build_world, split_into_tiers
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.distribution import Distribution, random
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.elastic.superfednas import SEARCHED
-from fedloom.platform.methods.stages.supernet_search import search_supernet
+from fedloom.platform.methods.superfednas import SEARCHED
+from fedloom.platform.methods.supernet_search import search_supernet
 from fedloom.platform.results.checkpoint import load_model
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table

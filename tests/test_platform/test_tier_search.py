@@ -13,7 +13,7 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.stages.tier_search import TierSearchStage, winner_of
+from fedloom.platform.methods.tier_search import TierSearchStage, winner_of
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Architecture, architecture_id, parse_architecture
 

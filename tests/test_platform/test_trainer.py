@@ -24,8 +24,8 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.tiered import fedoras
-from fedloom.platform.methods.tiered.fedoras import Paths
+from fedloom.platform.methods import fedoras
+from fedloom.platform.methods.fedoras import Paths
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace

@@ -19,9 +19,9 @@ from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
-from fedloom.platform.methods.tiered.transfer import OnlyHead, TrainHead, TransferConfig, source_of
+from fedloom.platform.methods.transfer import OnlyHead, TrainHead, TransferConfig, source_of
 from fedloom.platform.results.checkpoint import load_checkpoint, load_model
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tables import read_table

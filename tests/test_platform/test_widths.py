@@ -25,11 +25,11 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import ObjectiveConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods.fedrolex import FedRolexConfig
+from fedloom.platform.methods.fjord import FjordConfig, Ordered
+from fedloom.platform.methods.heterofl import HeteroFLConfig
 from fedloom.platform.methods.registry import build_stages, check_space
-from fedloom.platform.methods.widths.fedrolex import FedRolexConfig
-from fedloom.platform.methods.widths.fjord import FjordConfig, Ordered
-from fedloom.platform.methods.widths.heterofl import HeteroFLConfig
-from fedloom.platform.methods.widths.tier_models import TierModelsStage, WidthConfig, largest_of_tiers, of_widths
+from fedloom.platform.methods.tier_models import TierModelsStage, WidthConfig, largest_of_tiers, of_widths
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.space_config import SpaceConfig

@@ -22,8 +22,8 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import BudgetConfig, DevicesConfig, RunConfig, SeedsConfig, TiersConfig
 from fedloom.platform.federation.selection import Cohort
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods.fedoras import Paths
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.tiered.fedoras import Paths
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.device_files import write_device_table

@@ -17,9 +17,9 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.sparse.zerofl import Sparse, ZeroFLConfig, largest, sparsely
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
+from fedloom.platform.methods.zerofl import Sparse, ZeroFLConfig, largest, sparsely
 from fedloom.platform.seeding import torch_stream
 
 Make = Callable[..., RunConfig]

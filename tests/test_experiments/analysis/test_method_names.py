@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 from fedloom.platform.methods.registry import METHODS
-from fedloom.platform.methods.silo.silos import SiloTrainingConfig
+from fedloom.platform.methods.silos import SiloTrainingConfig
 
 EXPERIMENTS = Path(__file__).resolve().parents[3] / "experiments"
 

@@ -12,11 +12,11 @@ from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.elastic.superfednas import ElasticTrainingConfig, SuperFedNASConfig
-from fedloom.platform.methods.stages.tier_search import TierSearchConfig
-from fedloom.platform.methods.tiered.fedavg import FedAvgConfig
-from fedloom.platform.methods.tiered.fedoras import FedorASConfig, SupernetConfig
-from fedloom.platform.methods.widths.depthfl import DepthFLConfig
+from fedloom.platform.methods.depthfl import DepthFLConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.fedoras import FedorASConfig, SupernetConfig
+from fedloom.platform.methods.superfednas import ElasticTrainingConfig, SuperFedNASConfig
+from fedloom.platform.methods.tier_search import TierSearchConfig
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import start_run

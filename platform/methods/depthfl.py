@@ -1,0 +1,122 @@
+"""DepthFL: clients train the first blocks of a network, whose exits teach each other (Kim et al. 2023, Alg. 1, Eq. 2).
+
+    client with D blocks:
+        for every batch minimise, over its exits i = 1 to D,
+        sum_i cross entropy(y_i) + u(t) / (D - 1) sum_i sum_{j != i} KL(y_j's outputs || y_i's),
+        where the teachers' outputs y_j are targets, through which nothing is trained
+    server:
+        a block becomes the mean over the clients that hold it, who count alike (weighting=plain)
+    u(t) rises from exp(-5) to 1 over the first rounds: exp(-5 (1 - t / T)^2)
+
+A tier's model is the network of the most blocks that the tier affords, which classifies by its exits' mean logits. One
+block for all is FedAvg. The paper's server and local rule are FedDyn's: method.train.server=feddyn and
+local_rule=feddyn with alpha=.1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated
+
+from torch.nn import functional as F
+
+from fedloom.platform.clients.networks import Account, Network, Subnet
+from fedloom.platform.federation.algorithm import Method
+from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.methods.evaluation import EvaluationConfig
+from fedloom.platform.methods.tier_models import largest_of_tiers, plainly_weighted, tier_stages
+from fedloom.platform.plugins import is_import_path
+from fedloom.platform.settings import PART, ZERO_OR_MORE
+from fedloom.platform.spaces.capabilities import with_exits
+from fedloom.platform.spaces.registry import try_exits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from fedloom.platform.clients.assignments import Assignment
+    from fedloom.platform.clients.objectives import Objective
+    from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.federation.algorithm import Round, Stage
+    from fedloom.platform.federation.world import World
+    from fedloom.platform.spaces.base import SearchSpace
+    from fedloom.platform.spaces.slices import SliceMap
+
+
+@dataclass
+class DepthFLConfig:
+    """Training of leading blocks with exits, and the tiers' models."""
+
+    name: str = "depthfl"
+    distillation: Annotated[float, ZERO_OR_MORE, "the weight of what exits teach each other; 0: nothing"] = 1.0
+    ramp_up: Annotated[float, PART, "share of the rounds over which that weight rises (the authors': .3)"] = 0.3
+    train: TrainingConfig = field(default_factory=plainly_weighted)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+@dataclass(frozen=True)
+class WithExits:
+    """A network of leading blocks, all of whose exits are trained, and teach each other with weight `distillation`."""
+
+    subnet: Subnet
+    distillation: float = 0.0
+
+    def on(self, worker: Worker, assignment: Assignment) -> Network:
+        """The network; its outputs are the mean of the logits that its loss looks at one by one."""
+        network, last = self.subnet.on(worker, assignment), list["Tensor"]()
+
+        def forward(x_B: Tensor) -> Tensor:
+            last.clear()
+            outputs: Tensor = network.module(x_B, last)
+            return outputs
+
+        def loss(objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor:
+            return loss_of_exits(objective, [each.to(outputs.dtype) for each in last], targets, self.distillation)
+
+        return replace(network, forward=forward, loss=loss)
+
+    def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
+        """The subnet's."""
+        return self.subnet.account(worker, assignment, batches)
+
+    def held(self, space: SearchSpace) -> SliceMap:
+        """The subnet's slices."""
+        return self.subnet.held(space)
+
+
+def loss_of_exits(objective: Objective, exits: Sequence[Tensor], targets: Tensor, distillation: float) -> Tensor:
+    """Eq. 2: the sum of the exits' losses, and of what every exit learns from the others' outputs (N, classes)."""
+    total = sum((objective.loss(logits, targets) for logits in exits[1:]), objective.loss(exits[0], targets))
+    if not distillation or len(exits) == 1:
+        return total
+    logs = [F.log_softmax(logits, dim=1) for logits in exits]
+    for i, pupil in enumerate(logs):
+        for teacher in [t.detach() for j, t in enumerate(logs) if j != i]:
+            divergence = F.kl_div(pupil, teacher, reduction="none", log_target=True).sum(dim=1).mean()
+            total = total + distillation / (len(exits) - 1) * divergence
+    return total
+
+
+def ramped_up(config: DepthFLConfig, index: int) -> float:
+    """The weight of distillation in a round: exp(-5 (1 - t / T)^2) of the final one, T being the ramp's rounds."""
+    length = config.ramp_up * config.train.rounds
+    left = 1 - index / length if index < length else 0.0
+    return config.distillation * math.exp(-5 * left**2)
+
+
+def stages(config: DepthFLConfig, world: World) -> list[Stage]:
+    """Training, the tiers' models, evaluation."""
+    deepest = largest_of_tiers(world)
+    if is_import_path(world.config.space.name):
+        try_exits(with_exits(world.space, config.name), world.config.space)
+
+    def network(round_: Round, client_id: int) -> WithExits:
+        subnet = Subnet(deepest[int(world.tier_of_client[client_id])])
+        return WithExits(subnet, ramped_up(config, round_.index))
+
+    return tier_stages(world, config.train, config.evaluation, config.name, network)
+
+
+METHOD = Method(DepthFLConfig, stages, kind="tiers", lacks=("candidates",), needs=with_exits)

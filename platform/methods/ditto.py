@@ -1,0 +1,89 @@
+"""Ditto (Li et al. 2021, Alg. 1): FedAvg, and for every silo a personal model regularised towards the shared one.
+
+Settings of SPIDER, App. B.1.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from fedloom.platform.clients.assignments import Assignment, ClientResult
+from fedloom.platform.clients.local_rules import pull_towards
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import PERSONAL
+from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
+from fedloom.platform.clients.training import LocalSGD, resumed
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Method, Round, Stage, to_all
+from fedloom.platform.federation.training_config import Rules
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.personal import Personal, begun
+from fedloom.platform.methods.scoring import ScoreOwn
+from fedloom.platform.methods.silo_stages import SiloTraining
+from fedloom.platform.methods.silos import SiloTrainingConfig, checked_silos, fresh_subnet, pair_outcome
+from fedloom.platform.settings import NOT_EMPTY, ZERO_OR_MORE
+from fedloom.platform.spaces.slices import Weights
+
+
+@dataclass
+class DittoTrainingConfig(SiloTrainingConfig):
+    """Training of the silos."""
+
+    pull: Annotated[float, ZERO_OR_MORE, "lambda: the pull towards the shared model; 0: local training only"] = 0.1
+
+
+@dataclass
+class DittoConfig:
+    """FedAvg, and a personal model per silo."""
+
+    name: str = "ditto"
+    architecture: Annotated[str | None, NOT_EMPTY, "options such as 0-0-3; null: the space's first"] = None
+    train: DittoTrainingConfig = field(default_factory=DittoTrainingConfig)
+
+
+@dataclass(frozen=True)
+class TrainDitto:
+    """One round of a silo; `pull` is lambda, the strength of the pull towards the received weights."""
+
+    subnet: Subnet
+    local: LocalSGD
+    pull: float
+    rules: Rules
+    use_validation: bool = True
+    scored: bool = False
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        """Trains both models; the update holds only the shared one, the personal one stays in the silo's state."""
+        silo = begun(assignment.state, weights)
+        network = self.subnet.on(worker)
+        data = client_samples(worker, assignment, use_validation=self.use_validation)
+
+        shared = train_network(worker, assignment, network, weights, data, self.local).copied()
+        pull = pull_towards(self.pull, received(worker, network, weights))
+        resume = resumed(silo.momentum, pull)
+        own = train_network(worker, assignment, network, silo.weights, data, self.local.plain, resume)
+        unseen = self.scored and not self.use_validation
+        scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
+        own = own.copied()
+        kept = Personal(own.tensors, own.momentum)
+        return replace(pair_outcome(shared, own, data, self.rules.weighting, kept), measurements=scores)
+
+
+def stages(config: DittoConfig, world: World) -> list[Stage]:
+    """Training of both models, then the evaluation of the personal ones."""
+    train, rules = config.train, checked_silos(world, config.train)
+    subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
+
+    def client(round_: Round) -> TrainDitto:
+        return TrainDitto(subnet, round_.local, train.pull, rules, train.use_validation, round_.scored)
+
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
+        initial=fresh_subnet(world, subnet),
+        tasks=to_all(client),
+        test=lambda _state: ScoreOwn(subnet),
+    )
+    return training.and_evaluation()
+
+
+METHOD = Method(DittoConfig, stages, kind="silos", own="model", lacks=("candidates", "models"))

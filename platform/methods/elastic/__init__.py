@@ -1,1 +1,0 @@
-"""Methods on elastic supernets, whose subnets fit any target."""

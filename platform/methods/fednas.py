@@ -1,0 +1,129 @@
+"""FedNAS (He et al. 2020): architecture parameters are trained and averaged like weights.
+
+during the search: every silo trains weights and architecture parameters (MiLeNAS), both are averaged
+after the search:  every edge keeps the operator of the largest parameter, and FedAvg continues to train them
+"""
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
+from fedloom.platform.clients.mixed import MixedNetwork
+from fedloom.platform.clients.trainer import (
+    client_samples,
+    train_network,
+    trained_outcome,
+    update_of,
+    validation_scores,
+    with_more,
+)
+from fedloom.platform.clients.training import LocalSGD
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import (
+    SUPERNET,
+    Method,
+    Plan,
+    Round,
+    RoundResult,
+    RoundTasks,
+    RunState,
+    Stage,
+    fresh_supernet,
+)
+from fedloom.platform.federation.training_config import Rules
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.personal import ALPHAS, Personal
+from fedloom.platform.methods.perturbation import is_settled
+from fedloom.platform.methods.scoring import ScoreShared
+from fedloom.platform.methods.search_config import ArchitectureSearchConfig, check_target, only_by, searched_space
+from fedloom.platform.methods.searchers import Milenas, chosen, first_alphas, own_network
+from fedloom.platform.methods.silo_stages import SiloTraining
+from fedloom.platform.methods.silos import SiloTrainingConfig, checked_silos
+from fedloom.platform.methods.whole_federation import KEPT, kept_of, restricted_bag, train_kept
+from fedloom.platform.spaces.capabilities import with_cells
+from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
+
+
+@dataclass
+class FedNasConfig:
+    """FedAvg of weights and architecture parameters, then FedAvg of the chosen architecture."""
+
+    name: str = "fednas"
+    train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
+    search: ArchitectureSearchConfig = field(default_factory=lambda: ArchitectureSearchConfig("milenas"))
+
+
+@dataclass(frozen=True)
+class TrainMixed:
+    """One round of a silo: it trains weights and architecture parameters, and sends both."""
+
+    subspace: Subspace
+    local: LocalSGD
+    search: Milenas
+    rules: Rules
+    scored: bool = False
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        """The update holds the supernet and the architecture parameters."""
+        alphas = weights[ALPHAS].clone().to(worker.device)
+        silo = Personal(weights, {}, self.subspace, alphas)
+        data = client_samples(worker, assignment)
+        network = own_network(worker, silo)
+        step = self.search.step(worker, assignment, silo)
+        shared = train_network(worker, assignment, network, weights, data, self.local, step)
+        scores = validation_scores(worker, assignment, network) if self.scored else ()
+        update = with_more(update_of(shared, len(data[1]), self.rules.weighting), {ALPHAS: alphas.detach()})
+        outcome = trained_outcome(shared, len(data[1]), update)
+        return replace(outcome, macs=self.search.passes * outcome.macs, measurements=scores)
+
+
+def stages(config: FedNasConfig, world: World) -> list[Stage]:
+    """Search and FedAvg, then the evaluation of the shared model on every silo's test data."""
+    train, search, rules = config.train, config.search, checked_silos(world, config.train)
+    only_by("milenas", search, config.name)
+    space = searched_space(world, search, train.rounds, config.name)
+    check_target(space, search)
+    milenas = Milenas(False, search.lr, search.validation_weight)
+    fedavg = train_kept(train, rules, lambda kept: is_settled(space, kept, prune_edges=search.prune_edges))
+    fresh = fresh_supernet(world)
+
+    def initial(state: RunState) -> dict[str, Tensor]:
+        return {**(fresh(state) or {}), ALPHAS: first_alphas(space)}
+
+    def give(round_: Round) -> RoundTasks:
+        if ALPHAS not in round_.state.weights(SUPERNET):
+            return fedavg(round_)
+        task: Task = TrainMixed(kept_of(round_.state), round_.local, milenas, rules, round_.scored)
+        return RoundTasks([task] * len(round_.client_ids))
+
+    def choose(state: RunState, _plan: Plan, _result: RoundResult) -> RunState:
+        """Chooses the largest parameters after the last round of the search, or of the training if that is earlier."""
+        alphas = state.weights(SUPERNET).get(ALPHAS)
+        if alphas is None or state.round + 1 < min(search.rounds, train.rounds):
+            return state
+        return restricted_bag(
+            state.with_data(KEPT, subspace_id(chosen(space, alphas, kept_of(state), search.max_macs))), space
+        )
+
+    def score(state: RunState) -> Task:
+        return ScoreShared(MixedNetwork(kept_of(state)))
+
+    def has_chosen(state: RunState) -> bool:
+        return ALPHAS not in state.weights(SUPERNET)
+
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
+        initial=initial,
+        tasks=give,
+        after=choose,
+        parameters=world.space.parameter_names | {ALPHAS},
+        data={KEPT: subspace_id(space.largest_subspace)},
+        test=score,
+        ready=has_chosen,
+    )
+    return training.and_evaluation()
+
+
+METHOD = Method(FedNasConfig, stages, kind="silos", lacks=("candidates", "models"), needs=with_cells)

@@ -1,0 +1,60 @@
+"""HeteroFL: every client trains the leading share of the channels that its tier affords (Diao et al. 2021, Alg. 1).
+
+    in every round: each client trains the leading channels of the global network, as many as its tier's width allows
+                    (dynamic: a width drawn among these), hidden layers scaled up by the inverse share in training;
+                    a parameter becomes the mean over the clients that hold it (weighting=plain)
+    in the end:     batch norms, which keep no statistics in training, get the clients' (norm=static);
+                    each tier's model is the leading part of the global network
+
+The paper's clients mask absent classes, whose rows of the classifier the authors' code leaves out of the mean:
+objective.name=masked_classes does both. One width for all is FedAvg.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.federation.algorithm import Method
+from fedloom.platform.federation.budgets import training_budget
+from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.methods.tier_models import (
+    WidthConfig,
+    largest_of_tiers,
+    of_widths,
+    plainly_weighted,
+    width_stages,
+    within,
+)
+from fedloom.platform.seeding import stream
+
+if TYPE_CHECKING:
+    from fedloom.platform.federation.algorithm import Round, Stage
+    from fedloom.platform.federation.world import World
+
+
+@dataclass
+class HeteroFLConfig(WidthConfig):
+    """Training of leading channels, and the tiers' models."""
+
+    name: str = "heterofl"
+    dynamic: Annotated[bool, "clients draw a width of those that their tier affords in every round"] = False
+    train: TrainingConfig = field(default_factory=plainly_weighted)
+
+
+def stages(config: HeteroFLConfig, world: World) -> list[Stage]:
+    """Training, the tiers' models and their statistics, evaluation."""
+    widest = largest_of_tiers(world)
+
+    def network(round_: Round, client_id: int) -> Subnet:
+        if not config.dynamic:
+            return Subnet(widest[int(world.tier_of_client[client_id])])
+        rng = stream(world.config.seed_for("training"), "width", round_.index, client_id)
+        affordable = within(world, training_budget(world, client_id, round_.stage, round_.index))
+        return Subnet(affordable[int(rng.integers(len(affordable)))])
+
+    return width_stages(world, config, network)
+
+
+METHOD = Method(HeteroFLConfig, stages, kind="tiers", lacks=("candidates",), needs=of_widths)

@@ -1,0 +1,208 @@
+"""kNN-Per (Marfoq et al. 2022): FedAvg, then each silo mixes in a k-nearest-neighbour prediction from its own data.
+
+Settings of SPIDER, App. B.1.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.platform.clients.assignments import (
+    Assignment,
+    ClientResult,
+    Measurement,
+    client_of,
+    places_of,
+)
+from fedloom.platform.clients.networks import Network, Subnet
+from fedloom.platform.clients.scoring import GLOBAL, PERSONAL
+from fedloom.platform.clients.trainer import client_samples
+from fedloom.platform.clients.training import Samples, Score
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Method, Stage
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.scoring import final_measurements, scored_outcome
+from fedloom.platform.methods.silo_stages import SiloTraining
+from fedloom.platform.methods.silos import (
+    SiloTrainingConfig,
+    check_validation,
+    checked_silos,
+    fedavg_of,
+    fresh_subnet,
+)
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.settings import NOT_EMPTY, POSITIVE, UP_TO_A_MILLION
+from fedloom.platform.spaces.slices import Weights
+
+SHARES = tuple(i / 10 for i in range(11))
+"""The candidate mixing weights of the neighbours' prediction (SPIDER, App. B.1)."""
+BATCH = 256
+
+
+@dataclass(frozen=True)
+class ScoreNearest:
+    """Scores the predictions share * neighbours + (1 - share) * shared model on a silo's test data.
+
+    The data store holds the features of the silo's training data, with its validation data if `use_validation`. Then
+    the share has the highest accuracy on the store itself when every sample is predicted by its neighbours among the
+    others (leave-one-out cross-validation), otherwise on the validation data; ties go to the smallest.
+
+    Attributes:
+        neighbours: k; a silo with fewer samples uses all of them.
+        scale: sigma in exp(-distance / sigma), in units of the mean distance to the neighbours.
+    """
+
+    subnet: Subnet
+    neighbours: int = 10
+    scale: float = 1.0
+    use_validation: bool = True
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        """Measures `global`, `personal`, and the chosen share."""
+        network, client_id = self.subnet.on(worker), client_of(assignment)
+        worker.load(network.module, weights, network.slices)
+        worker.set_mode(network.module, training=False)
+        generator = torch_stream(worker.spec.training_seed, "score", *places_of(assignment))
+        with worker.randomness(network.module, generator):
+            return self._scored(
+                worker, network, client_samples(worker, assignment, use_validation=self.use_validation), client_id
+            )
+
+    def _scored(self, worker: Worker, network: Network, store: Samples, client_id: int) -> ClientResult:
+        features, store_logits = features_and_logits(network, store[0])
+
+        def mixture(queries: Tensor, logits: Tensor, *, leave_one_out: bool = False) -> tuple[Tensor, Tensor]:
+            classes, k, scale = logits.shape[1], self.neighbours, self.scale
+            near = nearest_labels(queries, features, store[1], classes, k, scale, leave_one_out=leave_one_out)
+            return near, logits.double().softmax(dim=1)
+
+        if self.use_validation:
+            share = best_share(*mixture(features, store_logits, leave_one_out=True), store[1])
+        else:
+            x, y = worker.client_data(client_id, "validation")
+            share = best_share(*mixture(*features_and_logits(network, x)), y)
+        x, y = worker.client_data(client_id, "test")
+        near, predicted = mixture(*features_and_logits(network, x))
+        own = score_of(share * near + (1 - share) * predicted, y)
+        rows = (
+            *final_measurements(worker, GLOBAL, network, score_of(predicted, y)),
+            *final_measurements(worker, PERSONAL, network, own),
+            Measurement(PERSONAL, network.name, None, "neighbour_share", share, 0),
+        )
+        return scored_outcome(worker, network, own, rows)
+
+
+@torch.no_grad()
+def features_and_logits(network: Network, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The inputs of the last linear layer (n, d), and the logits (n, classes)."""
+    kept: list[Tensor] = []
+    with _inputs_of(_last_linear(network.module), kept):
+        logits = [network.forward(x_B) for x_B in torch.split(x, BATCH)]
+    return torch.cat(kept), torch.cat(logits)
+
+
+def _last_linear(module: nn.Module) -> nn.Linear:
+    found = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    if not found:
+        raise ValueError("kNN-Per reads the features before a linear classifier, and this network has none")
+    return found[-1]
+
+
+@contextmanager
+def _inputs_of(layer: nn.Linear, kept: list[Tensor]) -> Iterator[None]:
+    handle = layer.register_forward_pre_hook(lambda _layer, args: kept.append(args[0]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def nearest_labels(
+    queries: Tensor,
+    features: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    neighbours: int,
+    scale: float,
+    *,
+    leave_one_out: bool = False,
+) -> Tensor:
+    """Class probabilities (n, classes) from the labels of the nearest features, weighted by exp(-distance / sigma).
+
+    With `leave_one_out`, the queries are the features, and none is a neighbour of itself; a single one has no neighbour
+    and no probabilities. Source: Marfoq et al. 2022, Eq. 7; sigma is `scale` times a query's mean distance to its
+    neighbours, so that `scale` is comparable between networks.
+    """
+    k = min(neighbours, len(features) - leave_one_out)
+    found = torch.zeros((len(queries), num_classes), dtype=torch.float64, device=queries.device)
+    if k == 0:
+        return found
+    # All distances at once would take gigabytes for a silo with thousands of samples.
+    for first in range(0, len(queries), BATCH):
+        rows = slice(first, first + BATCH)
+        every = torch.cdist(queries[rows].double(), features.double())
+        if leave_one_out:
+            every.diagonal(first).fill_(torch.inf)
+        distances, places = every.topk(k, largest=False)
+        sigma = scale * distances.mean(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        found[rows].scatter_add_(1, labels[places], (-distances / sigma).softmax(dim=1))
+    return found
+
+
+def best_share(near: Tensor, predicted: Tensor, y: Tensor) -> float:
+    """The share with the highest accuracy; ties go to the smallest, and without samples it is 0."""
+    if len(y) == 0:
+        return 0.0
+    accuracies = [score_of(share * near + (1 - share) * predicted, y).metric for share in SHARES]
+    return SHARES[accuracies.index(max(accuracies))]
+
+
+def score_of(probabilities: Tensor, y: Tensor) -> Score:
+    """Mean negative log-likelihood and accuracy of predicted probabilities."""
+    if len(y) == 0:
+        return Score(torch.nan, torch.nan, 0)
+    loss = F.nll_loss(probabilities.clamp_min(1e-12).log(), y).item()
+    return Score(loss, (probabilities.argmax(dim=1) == y).double().mean().item(), len(y))
+
+
+@dataclass
+class KnnPerConfig:
+    """FedAvg, then every silo mixes in the prediction of its nearest samples.
+
+    With `train.use_validation`, as in the paper, FedAvg trains on validation data, too, it joins the silos' stores, and
+    the mixing weight is chosen by cross-validation on the store; otherwise it is chosen on validation data, which is
+    then neither trained on nor stored.
+    """
+
+    name: str = "knn_per"
+    architecture: Annotated[str | None, NOT_EMPTY, "options such as 0-0-3; null: the space's first"] = None
+    train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
+    neighbours: Annotated[int, UP_TO_A_MILLION, "number of nearest samples"] = 10
+    scale: Annotated[float, POSITIVE, "sigma, in units of the mean distance to the neighbours"] = 1.0
+
+
+def stages(config: KnnPerConfig, world: World) -> list[Stage]:
+    """FedAvg, then the evaluation with nearest neighbours."""
+    if len(world.space.input_shape) != 3:
+        raise ValueError(f"method=knn_per classifies images, and {world.config.data.dataset} is text")
+    train, rules = config.train, checked_silos(world, config.train)
+    if not train.use_validation:
+        check_validation(world, "choose the mixing weight")
+    subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
+    task = ScoreNearest(subnet, config.neighbours, config.scale, train.use_validation)
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
+        initial=fresh_subnet(world, subnet),
+        tasks=fedavg_of(subnet, train),
+        test=lambda _state: task,
+    )
+    return training.and_evaluation()
+
+
+METHOD = Method(KnnPerConfig, stages, kind="silos", lacks=("candidates", "models"))

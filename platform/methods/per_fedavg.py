@@ -1,0 +1,149 @@
+"""perFedAvg, first order (Fallah et al. 2020, Alg. 1; Finn et al. 2017): a model that adapts well in one step.
+
+Settings of SPIDER, App. B.1.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from fedloom.platform.clients.assignments import Assignment, ClientResult, places_of
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.objectives import Objective
+from fedloom.platform.clients.trainer import (
+    client_samples,
+    train_network,
+    trained_outcome,
+    update_of,
+    validation_scores,
+)
+from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, endless_batches, gradient_of
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import Method, Round, Stage, to_all
+from fedloom.platform.federation.training_config import EPOCHS, Rules, augmentation_of, local_sgd
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.scoring import AdaptAndScore
+from fedloom.platform.methods.silo_stages import SiloTraining
+from fedloom.platform.methods.silos import SiloTrainingConfig, checked_silos, fresh_subnet
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.settings import NOT_EMPTY, POSITIVE
+from fedloom.platform.spaces.slices import Weights
+
+BATCHES_PER_STEP = 2
+
+
+@dataclass
+class PerFedAvgTrainingConfig(SiloTrainingConfig):
+    """Training of the silos."""
+
+    local_factor: Annotated[float, POSITIVE, "the inner step's rate (alpha) in units of lr, without decay"] = 1.0
+
+
+@dataclass
+class InnerStepsConfig:
+    """A silo's adaptation, which the shared model was trained for: steps without momentum, decay or clipping."""
+
+    steps: Annotated[int, EPOCHS, "number of steps, each on one batch of the silo's data"] = 1
+    lr: Annotated[float | None, POSITIVE, "learning rate; null: the inner step's, local_factor times lr"] = None
+
+
+@dataclass
+class PerFedAvgConfig:
+    """First-order MAML over the silos, then every silo adapts the shared model."""
+
+    name: str = "per_fedavg"
+    architecture: Annotated[str | None, NOT_EMPTY, "options such as 0-0-3; null: the space's first"] = None
+    train: PerFedAvgTrainingConfig = field(default_factory=PerFedAvgTrainingConfig)
+    adapt: InnerStepsConfig = field(default_factory=InnerStepsConfig)
+
+
+@dataclass(frozen=True)
+class TrainMeta:
+    """Trains the received network to be good after one inner step of learning rate `inner_lr` (alpha)."""
+
+    subnet: Subnet
+    local: LocalSGD
+    inner_lr: float
+    rules: Rules
+    use_validation: bool = True
+    scored: bool = False
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        """Trains the network; the update holds all of its tensors."""
+        network = self.subnet.on(worker)
+        data = client_samples(worker, assignment, use_validation=self.use_validation)
+        generator = torch_stream(worker.spec.training_seed, "meta_batches", *places_of(assignment))
+        batches, objective = endless_batches(data, self.local, generator), worker.objective.for_client(data[1])
+
+        def meta(sgd: SGD) -> Step:
+            return MetaStep(sgd, network.forward, batches, self.inner_lr, objective)
+
+        shared = train_network(worker, assignment, network, weights, data, self.local, meta)
+        unseen = self.scored and not self.use_validation
+        scores = validation_scores(worker, assignment, network) if unseen else ()
+        outcome = trained_outcome(shared, len(data[1]), update_of(shared, len(data[1]), self.rules.weighting))
+        return replace(outcome, macs=BATCHES_PER_STEP * outcome.macs, measurements=scores)
+
+
+class MetaStep:
+    """w' = w - alpha * grad(w; one batch), then w <- w - beta * grad(w'; another batch), beta being SGD's rate."""
+
+    def __init__(
+        self,
+        sgd: SGD,
+        forward: Callable[[Tensor], Tensor],
+        batches: Iterator[Samples],
+        inner_lr: float,
+        objective: Objective,
+    ) -> None:
+        self.sgd, self.forward, self.batches = sgd, forward, batches
+        self.inner_lr, self.objective = inner_lr, objective
+
+    def step(self) -> None:
+        """Applies the gradients of the first batch as the inner step, and draws the second batch."""
+        reached = [p for p in self.sgd.parameters if p.grad is not None]
+        before = [p.detach().clone() for p in reached]
+        with torch.no_grad():
+            for parameter in reached:
+                parameter.sub_(gradient_of(parameter), alpha=self.inner_lr)
+                parameter.grad = None
+        x, y = next(self.batches)
+        self.objective.loss(self.forward(x), y).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for parameter, value in zip(reached, before, strict=True):
+                parameter.copy_(value)
+        self.sgd.step()
+
+
+def inner_steps(world: World, config: InnerStepsConfig, train: SiloTrainingConfig, inner_lr: float) -> LocalSGD:
+    """Hyper-parameters of the adaptation; a silo with fewer batches than steps passes over them again."""
+    lr = inner_lr if config.lr is None else config.lr
+    local = local_sgd(train, 0, augmentation_of(world, train), balanced=world.config.data.balanced_classes)
+    steps = config.steps
+    return replace(local, epochs=steps, steps=steps, lr=lr, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
+
+
+def stages(config: PerFedAvgConfig, world: World) -> list[Stage]:
+    """First-order MAML, then the evaluation of the shared and the adapted model."""
+    train, rules = config.train, checked_silos(world, config.train)
+    subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
+    inner_lr = train.local_factor * train.lr
+
+    def client(round_: Round) -> TrainMeta:
+        return TrainMeta(subnet, round_.local, inner_lr, rules, train.use_validation, round_.scored)
+
+    task = AdaptAndScore(subnet, inner_steps(world, config.adapt, train, inner_lr), train.use_validation)
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
+        initial=fresh_subnet(world, subnet),
+        tasks=to_all(client),
+        test=lambda _state: task,
+    )
+    return training.and_evaluation()
+
+
+METHOD = Method(PerFedAvgConfig, stages, kind="silos", lacks=("candidates", "models"))

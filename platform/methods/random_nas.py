@@ -1,0 +1,159 @@
+"""Random NAS: random architectures of each tier, trained from fresh weights; the best on validation data stays.
+
+The baseline of FedorAS, Tab. 13 and App. F.1, where about 40 models in all cost as much as FedorAS.
+
+for each tier, `models` times:
+    draw a new architecture within the tier's bounds
+    train it by FedAvg on the clients of the tier and above
+    score it on validation data; keep the better one of it and the best so far
+evaluate every tier's best model
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import numpy as np
+
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import ScoreSubnet
+from fedloom.platform.federation.algorithm import Method, Plan, RoundResult, RoundUpdate, RunState, Stage, for_server
+from fedloom.platform.federation.training_config import TrainingConfig, check_training
+from fedloom.platform.federation.world import World, evaluation_macs
+from fedloom.platform.methods.candidates import candidate_rows
+from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
+from fedloom.platform.methods.fedoras import bag_name, tier_stage
+from fedloom.platform.methods.tier_search import WINNERS, check_validation_data, winner_of
+from fedloom.platform.search.base import METRIC_TEXT, Interval, Metric, Scored, merit, pareto_front, winner
+from fedloom.platform.search.generations import RandomSearch
+from fedloom.platform.settings import UP_TO_A_THOUSAND
+from fedloom.platform.spaces.slices import Architecture, architecture_id, parse_architecture
+
+SCORES = "random_nas"
+"""The JSON value that holds per tier the scores of its models so far: architecture, metric and loss."""
+
+
+def _train() -> TrainingConfig:
+    return TrainingConfig(rounds=500, lr=0.1, schedule="cosine")
+
+
+@dataclass
+class RandomNasConfig:
+    """FedAvg of random architectures of each tier, as FedorAS trains rand-init (Tab. 11)."""
+
+    name: str = "random_nas"
+    models: Annotated[int, UP_TO_A_THOUSAND, "number of architectures that are trained per tier"] = 10
+    metric: Annotated[Metric | None, f"{METRIC_TEXT}; null: accuracy"] = None
+    train: TrainingConfig = field(default_factory=_train)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+class ContestStage(Stage):
+    """Scores a tier's newest model on validation data, and keeps it or the best one before it."""
+
+    def __init__(
+        self, world: World, tier: int, number: int, architecture: Architecture, metric: str, *, last: bool
+    ) -> None:
+        """`last` is whether it is the tier's last model, after which the candidates' rows are written."""
+        self.world, self.tier, self.metric, self.last = world, world.tiers[tier], metric, last
+        self.number, self.architecture = number, architecture
+        self.name = f"choice_{number}/{self.tier.name}"
+
+    def rounds_left(self, state: RunState) -> int:
+        """One round in total."""
+        return 1 - state.round
+
+    def macs_left(self, state: RunState) -> float:
+        """Those of scoring one model."""
+        return evaluation_macs(self.world, 1 - state.round)
+
+    def plan(self, state: RunState) -> Plan:
+        """The server scores the model."""
+        task = ScoreSubnet(Subnet(self.architecture, stand_alone=True), model_name(self.number), "validation")
+        return Plan([for_server(self.name, state.round, task)], self._bag(self.number))
+
+    def _bag(self, number: int) -> str:
+        return bag_name(self.tier.name, model_name(number))
+
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
+        """Adds the score; a model without a finite loss counts as failed."""
+        (report,) = result.client_results
+        finite = report.loss is not None and report.metric is not None and math.isfinite(report.loss)
+        score = [architecture_id(self.architecture), report.metric if finite else None, report.loss]
+        known = state.data.get(SCORES, {})
+        own = [*known.get(self.tier.name, []), score]
+        return RoundUpdate(state.with_data(SCORES, {**known, self.tier.name: own}))
+
+    def end(self, state: RunState) -> RoundUpdate:
+        """The state with the weights of the tier's best model alone."""
+        history = self._history(state.data[SCORES][self.tier.name])
+        ranked = [replace(s, metric=merit(self.metric, s.metric, s.loss)) for s in history]
+        feasible = [scored for scored in ranked if scored.feasible]
+        won = winner(feasible) if feasible else None
+        best = None if won is None else won.generation
+        losers = [self._bag(i) for i in range(len(history)) if i != best and self._bag(i) in state.bags]
+        state = state.without_bags(*losers)
+        if won is not None:
+            winners = {**state.data.get(WINNERS, {}), self.tier.name: architecture_id(won.architecture)}
+            state = state.with_data(WINNERS, winners)
+        if not self.last:
+            return RoundUpdate(state)
+        front = {scored.architecture for scored in pareto_front(ranked)}
+        chosen = None if won is None else won.architecture
+        return RoundUpdate(state, candidate_rows(self.world, self.tier.name, history, front, chosen))
+
+    def _history(self, scores: Sequence[Sequence[Any]]) -> list[Scored]:
+        """The scores so far; a model's generation is its number."""
+
+        def scored(number: int, name: str, metric: float | None, loss: float | None) -> Scored:
+            architecture = parse_architecture(name)
+            value, lost = (math.nan if x is None else x for x in (metric, loss))
+            return Scored(
+                architecture, value, lost, self.world.cost_table.cost(architecture), number, metric is not None
+            )
+
+        return [scored(number, *score) for number, score in enumerate(scores)]
+
+
+def model_name(number: int) -> str:
+    """The name of a tier's model while it is one of many."""
+    return f"random_{number}"
+
+
+def drawn(world: World, tier: int, models: int) -> list[Architecture]:
+    """Distinct random architectures within the tier's bounds; fewer if there are not as many."""
+    bounds = world.tiers[tier]
+    interval, seed = Interval(bounds.lower, bounds.upper), world.config.seed_for("search")
+    return RandomSearch(world.space.options, world.cost_table, interval, seed, batch=models, budget=models).ask()
+
+
+def best_jobs(world: World, state: RunState) -> list[EvaluationJob]:
+    """The evaluation of every tier's best model."""
+    jobs: list[EvaluationJob] = []
+    for index, tier in enumerate(world.tiers):
+        architecture = winner_of(state, tier.name)
+        bags = [bag for bag in state.bags if bag.startswith(bag_name(tier.name, "random_"))]
+        if architecture is not None and bags:
+            own = np.flatnonzero(world.tier_of_client == index)
+            subnet = Subnet(architecture, stand_alone=True)
+            jobs.append(EvaluationJob(tier.name, "random_nas", subnet, bags[0], own, f"{tier.name}-random_nas"))
+    return jobs
+
+
+def stages(config: RandomNasConfig, world: World) -> list[Stage]:
+    """Per tier and model the training and the choice, then the evaluation of the best ones."""
+    check_training(config.train, "method.train", world.num_clients)
+    check_validation_data(world)
+    sequence: list[Stage] = []
+    for tier in range(len(world.tiers)):
+        architectures = drawn(world, tier, config.models)
+        for number, architecture in enumerate(architectures):
+            last = number == len(architectures) - 1
+            sequence.append(tier_stage(world, config.train, tier, model_name(number), "method.train", architecture))
+            sequence.append(ContestStage(world, tier, number, architecture, config.metric or "accuracy", last=last))
+    jobs = EvaluationStage(world, config.evaluation, lambda state: best_jobs(world, state), len(world.tiers))
+    return [*sequence, jobs]
+
+
+METHOD = Method(RandomNasConfig, stages, kind="tiers")

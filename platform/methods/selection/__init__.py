@@ -1,1 +1,0 @@
-"""Client selection by what the server knows of clients: losses, devices, tiers, and who took part before."""

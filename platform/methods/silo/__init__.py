@@ -1,1 +1,0 @@
-"""Cross-silo methods: clients keep state between rounds and end with personalised networks."""

@@ -1,1 +1,0 @@
-"""Methods whose clients compute with, or send, few of their weights."""

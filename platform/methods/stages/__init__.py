@@ -1,1 +1,0 @@
-"""Stages that several methods share: searches and final evaluations."""

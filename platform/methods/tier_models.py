@@ -1,0 +1,250 @@
+"""What the methods of widths and depths have in common: a size per tier, and the tiers' models at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import ScoreSubnets, loaded_subnet
+from fedloom.platform.clients.trainer import Train
+from fedloom.platform.clients.training import estimate_statistics
+from fedloom.platform.federation.algorithm import (
+    SUPERNET,
+    Plan,
+    Round,
+    RoundResult,
+    RoundTasks,
+    RoundUpdate,
+    Stage,
+    TrainingStage,
+    for_client,
+    fresh_supernet,
+)
+from fedloom.platform.federation.selection import Choice, Cohort
+from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
+from fedloom.platform.federation.world import evaluation_macs
+from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
+from fedloom.platform.methods.fedoras import bag_name
+from fedloom.platform.methods.tier_search import check_statistics
+from fedloom.platform.seeding import stream
+from fedloom.platform.settings import ONE_OR_MORE
+from fedloom.platform.spaces.slices import Architecture, Slice, Weights, bytes_of, extract
+from fedloom.tiers.devices import EVALUATION_FACTOR
+
+if TYPE_CHECKING:
+    from fedloom.platform.clients.networks import Countable
+    from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.federation.algorithm import RunState
+    from fedloom.platform.federation.world import World
+    from fedloom.platform.spaces.base import SearchSpace
+    from fedloom.platform.spaces.width import WidthSpace
+
+
+@dataclass
+class WidthConfig:
+    """What the methods of widths have in common."""
+
+    name: str = ""
+    train: TrainingConfig = field(default_factory=TrainingConfig)
+    statistics_clients: Annotated[
+        int | None, ONE_OR_MORE, "clients that measure each tier's batch norms in the end; null: all"
+    ] = None
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+def plainly_weighted() -> TrainingConfig:
+    """Training in which all clients count alike."""
+    return TrainingConfig(weighting="plain")
+
+
+def width_stages(
+    world: World,
+    config: WidthConfig,
+    network: Callable[[Round, int], Countable],
+    after: Callable[[RunState], RunState] = lambda state: state,
+) -> list[Stage]:
+    """`tier_stages` of a method of widths; `after` changes the state after every round."""
+    return tier_stages(
+        world,
+        config.train,
+        config.evaluation,
+        config.name,
+        network,
+        after=after,
+        statistics_clients=config.statistics_clients,
+    )
+
+
+def tier_stages(
+    world: World,
+    train: TrainingConfig,
+    evaluation: EvaluationConfig,
+    model: str,
+    network: Callable[[Round, int], Countable],
+    *,
+    after: Callable[[RunState], RunState] = lambda state: state,
+    statistics_clients: int | None = None,
+) -> list[Stage]:
+    """Training of each client's `network` (of a round and its id), the tiers' models and their evaluation.
+
+    `after` changes the state after every round; `model` is the models' name in the tables; `statistics_clients` is how
+    many measure each tier's batch norms in the end, if a subnet's statistics must be estimated (None: all).
+    """
+    if train.privacy.clip is not None and world.space.keeps_statistics:
+        raise ValueError(
+            f"method.train.privacy: {model}'s clients measure batch norms in the end without noise; use space.norm=none"
+        )
+    if train.evaluate_every:
+        check_statistics(world)
+    check_training(train, "method.train", world.num_clients)
+    rules, shown = rules_of(train, "method.train"), tuple(dict.fromkeys(largest_of_tiers(world)))
+
+    def give(round_: Round) -> RoundTasks:
+        networks = [network(round_, client_id) for client_id in round_.client_ids]
+        return RoundTasks([Train(each, round_.local, rules.weighting) for each in networks])
+
+    training = TrainingStage(
+        *(world, train, rules),
+        name=SUPERNET,
+        initial=fresh_supernet(world),
+        tasks=give,
+        score=lambda state: [ScoreSubnets(shown, state.version(SUPERNET))],
+        after=lambda state, _plan, _result: after(state),
+    )
+    models = TierModelsStage(world, model, statistics_clients)
+    return [training, models, EvaluationStage(world, evaluation, models.jobs, len(world.tiers))]
+
+
+def of_widths(space: SearchSpace, who: str) -> WidthSpace:
+    """The space, if its one decision is the width; ValueError for any other."""
+    from fedloom.platform.spaces.width import WidthSpace  # what other methods need not load
+
+    if not isinstance(space, WidthSpace):
+        raise ValueError(
+            f"{who} cannot use space {space.name}, whose subnets are no widths of one network: choose "
+            "space.name=cnn_width, resnet_width, lstm_width, or width with a network of your own"
+        )
+    return space
+
+
+def within(world: World, budget: float) -> list[Architecture]:
+    """The architectures whose cost is within a budget, smallest first."""
+    cost = world.cost_table.cost
+    return sorted((a for a in world.space.enumerate() if cost(a) <= budget), key=cost)
+
+
+def largest_of_tiers(world: World) -> list[Architecture]:
+    """The largest network of every tier; ValueError for a tier that cannot train any."""
+    found = []
+    for tier in world.tiers:
+        affordable = within(world, tier.upper)
+        if not affordable:
+            least = world.cost_table.cost(world.space.smallest)
+            raise ValueError(
+                f"{tier.name} may spend {tier.upper:.6g} {world.cost_table.measure}, the smallest network costs "
+                f"{least:.6g}: raise its upper bound, or make the space's smallest network smaller"
+            )
+        found.append(affordable[-1])
+    return found
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """A client's batch statistics of a network, in one pass over its training data (HeteroFL's static batch norm)."""
+
+    subnet: Subnet
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        """Sends the statistics, weighted by the client's samples."""
+        module = loaded_subnet(worker, self.subnet, weights)
+        x, _ = worker.client_data(client_of(assignment), "train")
+        estimate_statistics(module, x)
+        found = {name: t for name, t in module.named_buffers() if t.is_floating_point()}
+        update = Update(found, {name: Slice(name) for name in found}, dict.fromkeys(found, float(len(x))))
+        return replace(self.account(worker, assignment), update=update)
+
+    def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
+        """The costs of `run`, counted without a pass."""
+        samples = worker.data.size(client_of(assignment), "train")
+        module = worker.subnet(self.subnet.architecture)
+        found = {name: t for name, t in module.named_buffers() if t.is_floating_point()}
+        return ClientResult(
+            samples=samples,
+            macs=worker.spec.macs_table.cost(self.subnet.architecture) * samples,
+            bytes_down=bytes_of(worker.tensors_of(module)),
+            bytes_up=bytes_of(found),
+            clock_factor=EVALUATION_FACTOR,
+        )
+
+
+class TierModelsStage(Stage):
+    """Cuts every tier's model from the shared weights; its clients then measure the running statistics, if it has any.
+
+    One round per tier. The mean over clients, weighted by samples, takes the place of the trained statistics.
+    """
+
+    name = "tier_models"
+
+    def __init__(self, world: World, model: str, clients: int | None) -> None:
+        """`clients` is how many measure the statistics of each tier, None for all."""
+        self.world, self.model, self.clients = world, model, clients
+        self.architectures = largest_of_tiers(world)
+
+    def bag(self, tier: int) -> str:
+        """The bag of a tier's model."""
+        return bag_name(self.world.tiers[tier].name, self.model)
+
+    def subnet(self, tier: int) -> Subnet:
+        """A tier's network."""
+        return Subnet(self.architectures[tier], stand_alone=True)
+
+    def begin(self, state: RunState) -> RunState:
+        """The state with the tiers' models."""
+        if SUPERNET not in state.bags:
+            return state
+        for tier, architecture in enumerate(self.architectures):
+            cut = extract(state.weights(SUPERNET), self.world.space.slices(architecture))
+            state = state.with_bag(self.bag(tier), {name: tensor.clone() for name, tensor in cut.items()})
+        return state
+
+    def rounds_left(self, state: RunState) -> int:
+        """One per tier, none for networks without running statistics."""
+        needed = self.world.space.keeps_statistics and SUPERNET in state.bags
+        return len(self.world.tiers) - state.round if needed else 0
+
+    def macs_left(self, state: RunState) -> float:
+        """Those of a pass over the clients' data per tier."""
+        return evaluation_macs(self.world, 2 * max(0, len(self.world.tiers) - state.round))
+
+    def plan(self, state: RunState) -> Plan:
+        """Clients with samples, drawn uniformly."""
+        world, index = self.world, state.round
+        eligible = np.flatnonzero(np.asarray(world.data.sizes("train")) > 0)
+        rng = stream(world.config.seed_for("selection"), "statistics", index)
+        choice = Choice(index, len(eligible), eligible, rng, True, lambda _: True, {}, lambda _: 0)
+        drawn = choice.draw(self.clients) if self.clients is not None else tuple(eligible.tolist())
+        cohort, task = Cohort(drawn, reason="statistics"), Statistics(self.subnet(index))
+        planned = [for_client(world, self.name, index, cohort, c, task) for c in world.in_plan_order(drawn)]
+        return Plan([replace(a, deadline_s=None) for a in planned], self.bag(index))
+
+    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
+        """The tier's model with the mean statistics."""
+        bag = self.bag(state.round)
+        return RoundUpdate(state.with_bag(bag, result.sums.finish(state.weights(bag)).weights))
+
+    def jobs(self, state: RunState) -> list[EvaluationJob]:
+        """The evaluation of every tier's model, on the clients of the tier."""
+        if SUPERNET not in state.bags:
+            return []
+        found = []
+        for index, tier in enumerate(self.world.tiers):
+            own = np.flatnonzero(self.world.tier_of_client == index)
+            kept = f"{tier.name}-{self.model}"
+            found.append(EvaluationJob(tier.name, self.model, self.subnet(index), self.bag(index), own, kept))
+        return found

@@ -1,1 +1,0 @@
-"""Methods whose result is one model per tier, or one for all clients."""

@@ -1,1 +1,0 @@
-"""Methods whose clients train a leading part of a network: static, nested or rolling widths, or depths."""
