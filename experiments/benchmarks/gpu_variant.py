@@ -154,7 +154,7 @@ def train_part(part: int, overrides: list[str], processes: int, device: str, bar
         plan = stage.plan(state)
         spec = replace(world.spec, device=device, device_bytes=memory_of(device, 1 / processes))
         worker, clients = Worker(spec), [a for a in plan.assignments if a.client_id is not None]
-        weights = worker.uploaded(state.bags[plan.bag].tensors)
+        weights = worker.uploaded(state.groups[plan.group].tensors)
         own = clients[part::processes] or clients[:1]
         train_plainly(worker, own[0], weights)
         reset_peak_memory(worker.device)

@@ -1,6 +1,6 @@
 """A method whose clients do nothing but return what they received: what is left is the platform's own work.
 
-Its data set has one number per sample and its space one linear layer; the weights that a round shares are a bag of
+Its data set has one number per sample and its space one linear layer; the weights that a round shares are a group of
 their own, of any size, so that a supernet of 200 M parameters needs no module.
 """
 
@@ -74,7 +74,7 @@ def stages(config: NoOpConfig, world: World) -> list[Stage]:
     rules = rules_of(config.train, "method.train")
     tasks = to_all(lambda _round: Return(config.rest_s))
     initial = config.weights
-    return [TrainingStage(world, config.train, rules, name=NAME, bag=NAME, initial=lambda _: initial, tasks=tasks)]
+    return [TrainingStage(world, config.train, rules, name=NAME, group=NAME, initial=lambda _: initial, tasks=tasks)]
 
 
 METHOD = Method(NoOpConfig, stages, kind="shared", lacks=("candidates", "evaluations", "models"))

@@ -91,7 +91,7 @@ def measured(overrides: list[str], *, profile: bool) -> list[float]:
     stage = build_stages(world)[0]
     state = stage.begin(RunState())
     plan = stage.plan(state)
-    worker, weights = Worker(world.spec), SharedWeights(state.bags[plan.bag].tensors, "v0")
+    worker, weights = Worker(world.spec), SharedWeights(state.groups[plan.group].tensors, "v0")
     clients = [a for a in plan.assignments if a.client_id is not None]
     found = []
     for number in range(CLIENTS + 1):

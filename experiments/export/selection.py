@@ -7,7 +7,7 @@ from fedloom.experiments.runs.search import search_trained, trained_of
 from fedloom.platform.federation.algorithm import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import method_of
-from fedloom.platform.methods.superfednas import SEARCHED, bag_of
+from fedloom.platform.methods.superfednas import SEARCHED, group_of
 from fedloom.platform.results.checkpoint import list_models, load_model, run_checkpoint
 from fedloom.platform.results.files import as_stored
 from fedloom.platform.results.paths import STATE_FILE, RunPaths
@@ -154,7 +154,7 @@ def _only(paths: RunPaths, world: World) -> Chosen:
 
 
 def _of_architecture(paths: RunPaths, world: World, architecture: Architecture) -> Chosen:
-    alone = bag_of(architecture)
+    alone = group_of(architecture)
     if alone in list_models(paths):
         return _kept(paths, world, alone)
     return _cut(paths, architecture, architecture_id(architecture))
@@ -186,8 +186,8 @@ def _supernet(paths: RunPaths) -> tuple[Weights, str]:
     # Methods that search once keep their supernet only in the checkpoint.
     if as_stored(paths.checkpoint / STATE_FILE).exists():
         checkpoint = run_checkpoint(paths)
-        if SUPERNET in checkpoint.bags and checkpoint.data["stage"] > 0:
-            return checkpoint.bags[SUPERNET].tensors, "checkpoint"
+        if SUPERNET in checkpoint.groups and checkpoint.data["stage"] > 0:
+            return checkpoint.groups[SUPERNET].tensors, "checkpoint"
     known = list_models(paths)
     if not known:
         raise ValueError(_nothing_yet(paths))

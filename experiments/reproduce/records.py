@@ -220,7 +220,7 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that there are; privacy that asks for nothing is none, nor is a newer switch that is off or at its default."""
+    """The values that there are; privacy that asks for nothing is none, nor is a newer switch at its default."""
     return {
         name: _given(value) if isinstance(value, Mapping) else value
         for name, value in config.items()

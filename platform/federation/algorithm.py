@@ -274,20 +274,20 @@ def as_asked(task: Task, cohort: Cohort, client_id: int) -> Task:
 
 @dataclass(eq=False)
 class TrainingStage(Stage):
-    """Federated rounds over one bag of weights: select clients, send slices, train, average, evaluate.
+    """Federated rounds over one tensor group: select clients, send slices, train, average, evaluate.
 
     Attributes:
         rules: selection, local rule, weighting and server rule, as configured (`rules_of`).
-        initial: the initial weights of the bag.
+        initial: the initial weights of the tensor group.
         tasks: what the round's clients do.
-        bag: the name of the weights.
+        group: the name of the tensor group.
         eligible: ids of the clients that may be selected; by default all.
         score: the server's tasks that score the current weights every `evaluate_every` rounds and after the last.
         beside: further tasks of the server in a round, in parallel to the clients.
         after: the method's update of the state after averaging, given the round's plan and result.
         keep: the models that are stored when the stage ends.
         macs: MACs of a sample's forward pass that clients are expected to train; by default the space's middle.
-        parameters: the names of the bag's trained tensors; by default the space's parameters.
+        parameters: the names of the tensor group's trained tensors; by default the space's parameters.
         tier: the tier whose model is trained, for rows of `evaluations`.
         data: JSON values added to the initial state.
     """
@@ -299,7 +299,7 @@ class TrainingStage(Stage):
     name: str
     initial: Initial
     tasks: TasksOfRound
-    bag: str = SUPERNET
+    group: str = SUPERNET
     eligible: np.ndarray | None = None
     score: Callable[[RunState], Sequence[Task]] = lambda _state: ()
     beside: Callable[[RunState], Sequence[Task]] = lambda _state: ()
@@ -314,7 +314,7 @@ class TrainingStage(Stage):
         self.augment = checked_augmentation(self.world, self.config)
         self.local_rule = local_rule(self.rules.local)
         self.population = self.world.everyone if self.eligible is None else self.eligible
-        self.server_bag = f"server-{self.bag}"
+        self.server_group = f"server-{self.group}"
         self.warnings = RoundWarnings(self.world, self.name)
         self.processing = Processing(self.world, self.config, self.rules, self.name, self.population)
         if len(self.population):
@@ -333,14 +333,14 @@ class TrainingStage(Stage):
                 *(self.name, self.rules.aggregator.name, clients, bytes_of(weights) / 1e6),
             )
         shared = {name: torch.zeros_like(weights[source]) for name, source in self._shared(weights).items()}
-        begun = state.with_bag(self.bag, {**weights, **shared})
+        begun = state.with_group(self.group, {**weights, **shared})
         for name, value in {**self.data, **({HISTORY: {}} if self._keeps_history else {})}.items():
             begun = begun.with_data(name, value)
         return begun
 
     def rounds_left(self, state: RunState) -> int:
         """The remaining rounds; 0 without weights or without an eligible client."""
-        possible = self.bag in state.bags and len(self.population) > 0
+        possible = self.group in state.groups and len(self.population) > 0
         return self.config.rounds - state.round if possible else 0
 
     def plan(self, state: RunState) -> Plan:
@@ -369,7 +369,7 @@ class TrainingStage(Stage):
         memory = cohort.memory or None
         keeps = self.rules.aggregator.name != MEAN
         return Plan(
-            assignments, self.bag, schedules, None, stack, memory=memory, processors=processors, keeps_updates=keeps
+            assignments, self.group, schedules, None, stack, memory=memory, processors=processors, keeps_updates=keeps
         )
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
@@ -382,7 +382,7 @@ class TrainingStage(Stage):
                 f"all weights of all {result.sums.updates} updates are 0, so that the round trains nothing: weighting "
                 f"rule {self.rules.weighting.name!r} must weigh what is trained above 0"
             )
-        shared, tasks_of = self._shared(state.weights(self.bag)), partial(self._tasks_anew, state)
+        shared, tasks_of = self._shared(state.weights(self.group)), partial(self._tasks_anew, state)
         context, results = self._processing_context(state), result.client_results
         sums = result.sums
         if isinstance(sums, KeptUpdates):
@@ -407,16 +407,16 @@ class TrainingStage(Stage):
         Raises ValueError if no update has ever arrived and no stage has trained before: all weights are the initial
         ones. After others, whose results are worth having, it is a warning.
         """
-        if self.bag not in state.bags:
+        if self.group not in state.groups:
             return RoundUpdate(state)
         self.warnings.check_trained(state)
-        weights = state.weights(self.bag)
+        weights = state.weights(self.group)
         # A local rule's client state belongs to these weights, and the next stage may train others.
-        ended = state.without_bags(self.server_bag).without_client_tensors(STATE)
+        ended = state.without_groups(self.server_group).without_client_tensors(STATE)
         ended = ended.without_data(HISTORY, MEMORY, UNANSWERED)
         shared = self._shared(weights)
         if shared:
-            ended = ended.with_bag(self.bag, {name: t for name, t in weights.items() if name not in shared})
+            ended = ended.with_group(self.group, {name: t for name, t in weights.items() if name not in shared})
         return RoundUpdate(ended, models=self.keep(ended))
 
     # -- parts of a round -------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ class TrainingStage(Stage):
         return selection_traits(self.rules.selection.name).needs_history
 
     def _processing_context(self, state: RunState) -> ServerContext:
-        return self.processing.context(state.round, state.weights(self.bag), state.data)
+        return self.processing.context(state.round, state.weights(self.group), state.data)
 
     def _local_sgd(self, index: int) -> LocalSGD:
         balanced = self.world.config.data.balanced_classes
@@ -463,13 +463,13 @@ class TrainingStage(Stage):
             rules = dict.fromkeys(self._parameters(averaged.weights), (self.rules.server.name, rule))
         rules |= dict.fromkeys(self._shared(averaged.weights), (self.rules.local.name, self.local_rule.merge))
         if not rules:
-            return state.with_bag(self.bag, averaged.weights)
+            return state.with_group(self.group, averaged.weights)
         cohort = sum(a.client_id is not None for a in plan.assignments)
         about = ServerRound(state.round, cohort, len(self.population))
-        before = state.weights(self.server_bag) if self.server_bag in state.bags else {}
-        weights, server_state = serve(rules, state.weights(self.bag), averaged, before, about)
-        served = state.with_bag(self.bag, weights)
-        return served.with_bag(self.server_bag, server_state) if server_state else served
+        before = state.weights(self.server_group) if self.server_group in state.groups else {}
+        weights, server_state = serve(rules, state.weights(self.group), averaged, before, about)
+        served = state.with_group(self.group, weights)
+        return served.with_group(self.server_group, server_state) if server_state else served
 
     def _is_due(self, index: int) -> bool:
         return self.config.evaluate_every > 0 and index % self.config.evaluate_every == 0
@@ -482,7 +482,7 @@ class TrainingStage(Stage):
         tasks = self.score(after) if self.config.evaluate_every and self._is_last(after.round) else ()
         if not tasks:
             return None
-        plan = Plan([for_server(self.name, after.round, task) for task in tasks], self.bag)
+        plan = Plan([for_server(self.name, after.round, task) for task in tasks], self.group)
 
         def rows(result: RoundResult) -> list[Row]:
             scores = evaluation_rows(result.client_results, self.tier)

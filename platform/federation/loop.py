@@ -248,7 +248,7 @@ class Loop:
         attempts = failures.attempts if failures.policy == "retry" else 1
         size = plan.chunk_size or self.execution.chunk_size
         chunks = make_chunks(with_own_states(plan.assignments, state), size, attempts, plan.stack, plan.keeps_updates)
-        weights = SharedWeights(state.weights(plan.bag), state.version(plan.bag))
+        weights = SharedWeights(state.weights(plan.group), state.version(plan.group))
         results = self.executor.run(chunks, weights)
         self.recorder.start()
         try:
@@ -318,14 +318,16 @@ def checked_plan(plan: Plan, state: RunState) -> Plan:
     other = next((a for a in plan.assignments if not isinstance(a, Assignment)), None)
     if other is not None:
         raise ValueError(f"the stage's plan has {other!r:.60} among its assignments: give Assignments")
-    if plan.bag not in state.bags:
-        raise ValueError(f"the stage's plan names the bag {plan.bag!r:.60}; there are {', '.join(state.bags)}")
+    if plan.group not in state.groups:
+        raise ValueError(
+            f"the stage's plan names the tensor group {plan.group!r:.60}; there are {', '.join(state.groups)}"
+        )
     return plan
 
 
 def with_own_states(assignments: Iterable[Assignment], state: RunState) -> Iterable[Assignment]:
     """The assignments with their clients' saved states, unless the stage has given them a state."""
-    if not any(name.startswith(CLIENT) for name in state.bags):
+    if not any(name.startswith(CLIENT) for name in state.groups):
         return assignments
     return [
         replace(a, state=state.client_state(a.client_id)) if a.client_id is not None and a.state is None else a

@@ -137,10 +137,10 @@ def save_state(
         "position": dict(position),
         "config": config,
     }
-    return save_checkpoint(folder, state.bags, data, previous)
+    return save_checkpoint(folder, state.groups, data, previous)
 
 
-def restored_state(checkpoint_data: dict[str, Any], bags: dict[str, Any]) -> RunState:
+def restored_state(checkpoint_data: dict[str, Any], groups: dict[str, Any]) -> RunState:
     """The state from a checkpoint of `save_state`."""
     names = ("stage", "round", "simulated_s", "data")
-    return RunState(bags=bags, **{name: checkpoint_data[name] for name in names})
+    return RunState(groups=groups, **{name: checkpoint_data[name] for name in names})

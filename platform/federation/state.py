@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fedloom.platform.clients.assignments import Assignment
-from fedloom.platform.results.bag import Bag
+from fedloom.platform.results.tensor_group import TensorGroup
 from fedloom.platform.spaces.slices import Weights
 
 if TYPE_CHECKING:
@@ -36,25 +36,25 @@ class RunState:
     Attributes:
         stage: index of the current stage; equal to the number of stages when the run is finished.
         round: the next round of that stage, from 0.
-        bags: named bags of tensors (the supernet, each tier's model, client states).
+        groups: the tensor groups by name (the supernet, each tier's model, client states).
         data: JSON values by name.
         simulated_s: the virtual clock in seconds.
     """
 
     stage: int = 0
     round: int = 0
-    bags: Mapping[str, Bag] = field(default_factory=dict)
+    groups: Mapping[str, TensorGroup] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     simulated_s: float = 0.0
 
-    def with_bag(self, name: str, tensors: Weights) -> RunState:
-        """The state with one bag replaced and its version incremented."""
-        version = self.bags[name].version + 1 if name in self.bags else 0
-        return replace(self, bags={**self.bags, name: Bag(tensors, version)})
+    def with_group(self, name: str, tensors: Weights) -> RunState:
+        """The state with one tensor group replaced and its version incremented."""
+        version = self.groups[name].version + 1 if name in self.groups else 0
+        return replace(self, groups={**self.groups, name: TensorGroup(tensors, version)})
 
-    def without_bags(self, *names: str) -> RunState:
-        """The state without these bags."""
-        return replace(self, bags={name: bag for name, bag in self.bags.items() if name not in names})
+    def without_groups(self, *names: str) -> RunState:
+        """The state without these tensor groups."""
+        return replace(self, groups={name: group for name, group in self.groups.items() if name not in names})
 
     def with_data(self, name: str, value: Any) -> RunState:
         """The state with one JSON value replaced."""
@@ -65,33 +65,33 @@ class RunState:
         return replace(self, data={name: value for name, value in self.data.items() if name not in names})
 
     def with_client_states(self, states: Mapping[int, Weights]) -> RunState:
-        """The state with the states of these clients replaced, one bag per client."""
+        """The state with the states of these clients replaced, one tensor group per client."""
         state = self
         for client_id, tensors in states.items():
-            state = state.with_bag(f"{CLIENT}{client_id}", tensors)
+            state = state.with_group(f"{CLIENT}{client_id}", tensors)
         return state
 
     def without_client_tensors(self, prefix: str) -> RunState:
-        """The state without the client tensors of this name prefix, and without client bags that become empty."""
+        """The state without the client tensors of this name prefix, and without groups that become empty."""
         state = self
-        for name, bag in self.bags.items():
-            left = {n: t for n, t in bag.tensors.items() if not n.startswith(prefix)}
-            if name.startswith(CLIENT) and len(left) < len(bag.tensors):
-                state = state.with_bag(name, left) if left else state.without_bags(name)
+        for name, group in self.groups.items():
+            left = {n: t for n, t in group.tensors.items() if not n.startswith(prefix)}
+            if name.startswith(CLIENT) and len(left) < len(group.tensors):
+                state = state.with_group(name, left) if left else state.without_groups(name)
         return state
 
     def client_state(self, client_id: int) -> Weights | None:
         """The client's saved state for its next assignment; None if it has none."""
-        bag = self.bags.get(f"{CLIENT}{client_id}")
-        return None if bag is None else bag.tensors
+        group = self.groups.get(f"{CLIENT}{client_id}")
+        return None if group is None else group.tensors
 
     def weights(self, name: str) -> Weights:
-        """The tensors of a bag."""
-        return self.bags[name].tensors
+        """The tensors of a group."""
+        return self.groups[name].tensors
 
     def version(self, name: str) -> str:
-        """A string that changes whenever the bag does."""
-        return f"{name}@{self.bags[name].version}"
+        """A string that changes whenever the tensor group does."""
+        return f"{name}@{self.groups[name].version}"
 
 
 # -- a stage, its plan and its results ---------------------------------------------------------------------------------
@@ -102,10 +102,10 @@ Row = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Plan:
-    """A round's assignments, and the bag of the state whose weights they get."""
+    """A round's assignments, and the tensor group of the state whose weights they get."""
 
     assignments: Sequence[Assignment]
-    bag: str
+    group: str
     schedules: Mapping[str, float] = field(default_factory=dict)
     """The schedules' values in this round, such as lr and beta."""
     chunk_size: int | None = None

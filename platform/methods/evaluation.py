@@ -50,7 +50,7 @@ class EvaluationJob:
         name: the tier or target that the model is for; empty if there is none.
         model: its name in the tables.
         subnet: its architecture, and whether its tensors are its own or slices of a supernet.
-        bag: the bag that holds its tensors.
+        group: the tensor group that holds its tensors.
         client_ids: the clients on whose test data it is also scored.
         kept: the name under which it is stored; empty if it is not stored.
     """
@@ -58,7 +58,7 @@ class EvaluationJob:
     name: str
     model: str
     subnet: Subnet
-    bag: str
+    group: str
     client_ids: Sequence[int] | np.ndarray
     kept: str = ""
 
@@ -121,7 +121,7 @@ class EvaluationStage(Stage):
         own = job.client_ids[: self.config.clients_per_tier]
         cohort = Cohort(tuple(int(c) for c in own), 1.0, "all of the tier")
         clients = [for_client(self.world, self.name, state.round, cohort, c, on_test) for c in cohort.client_ids]
-        return Plan([*central, *as_measured(clients)], job.bag)
+        return Plan([*central, *as_measured(clients)], job.group)
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """Returns the measurements and the model; the state does not change."""
@@ -142,7 +142,7 @@ class EvaluationStage(Stage):
         ]
 
     def _kept(self, state: RunState, job: EvaluationJob) -> KeptModel:
-        weights, space, architecture = state.weights(job.bag), self.world.space, job.subnet.architecture
+        weights, space, architecture = state.weights(job.group), self.world.space, job.subnet.architecture
         return kept_model(
             self.world,
             job.kept,

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from fedloom.platform.spaces.slices import Weights
 
 MODEL = "fedavg"
-"""The name of the stage, its bag, and the model in the tables."""
+"""The name of the stage, its tensor group, and the model in the tables."""
 DEPLOYED = "deployed"
-"""The bag of a model whose weights are not those that were trained."""
+"""The tensor group of a model whose weights are not those that were trained."""
 
 
 @dataclass
@@ -78,14 +78,14 @@ def fedavg_stages(
     client: Callable[[Subnet, Round], Train] = dense,
     deployment: Deployment | None = None,
 ) -> list[Stage]:
-    """Training of one architecture, then the final evaluation; `model` names the stage, its bag and the model."""
+    """Training of one architecture, then the final evaluation; `model` names all three: stage, group, model."""
     check_training(config.train, "method.train", world.num_clients)
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
     rules = rules_of(config.train, "method.train")
     training = TrainingStage(
         *(world, config.train, rules),
         name=model,
-        bag=model,
+        group=model,
         initial=from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), model),
         tasks=to_all(partial(client, subnet)),
         eligible=able(world, config.tier, subnet),
@@ -94,9 +94,9 @@ def fedavg_stages(
     )
 
     def deployed(state: RunState) -> RunState:
-        if deployment is None or model not in state.bags:
+        if deployment is None or model not in state.groups:
             return state
-        return state.with_bag(DEPLOYED, deployment.weights(subnet, state.weights(model)))
+        return state.with_group(DEPLOYED, deployment.weights(subnet, state.weights(model)))
 
     job = EvaluationJob("", model, subnet, DEPLOYED if deployment else model, everybody(world), kept=model)
     evaluation = EvaluationStage(world, config.evaluation, lambda _state: [job], models=1, prepare=deployed)

@@ -40,7 +40,7 @@ from fedloom.platform.methods.search_config import ArchitectureSearchConfig, che
 from fedloom.platform.methods.searchers import Milenas, chosen, first_alphas, own_network
 from fedloom.platform.methods.silo_stages import SiloTraining
 from fedloom.platform.methods.silos import SiloTrainingConfig, checked_silos
-from fedloom.platform.methods.whole_federation import KEPT, kept_of, restricted_bag, train_kept
+from fedloom.platform.methods.whole_federation import KEPT, kept_of, restricted_group, train_kept
 from fedloom.platform.spaces.capabilities import with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
 
@@ -102,7 +102,7 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
         alphas = state.weights(SUPERNET).get(ALPHAS)
         if alphas is None or state.round + 1 < min(search.rounds, train.rounds):
             return state
-        return restricted_bag(
+        return restricted_group(
             state.with_data(KEPT, subspace_id(chosen(space, alphas, kept_of(state), search.max_macs))), space
         )
 

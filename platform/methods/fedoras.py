@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FROM_SUPERNET = "supernet_init"
-"""The name of models sliced from the supernet without further training; other models have bags of their own."""
+"""The name of models sliced from the supernet without further training; others have tensor groups of their own."""
 
 # -- configuration ----------------------------------------------------------------------------------------------------
 
@@ -298,8 +298,8 @@ def tier_stage(
         if model == "rand_init" or given is not None:
             draw = from_generator(world, lambda g: space.initial_subnet_weights(architecture, g), model, name)
             return draw(state)
-        kept = bag_name(name, FROM_SUPERNET)
-        if kept in state.bags:
+        kept = group_name(name, FROM_SUPERNET)
+        if kept in state.groups:
             cut = state.weights(kept)
         else:
             cut = extract(state.weights(SUPERNET), space.slices(architecture))
@@ -317,7 +317,7 @@ def tier_stage(
     return TrainingStage(
         *(world, config, rules),
         name=f"{model}/{name}",
-        bag=bag_name(name, model),
+        group=group_name(name, model),
         initial=initial,
         tasks=to_all(client),
         eligible=world.eligible_by_tier[tier],
@@ -354,14 +354,14 @@ class SliceStage(Stage):
         return Plan([for_server(self.name, state.round, EstimateStatistics(Subnet(architecture)))], SUPERNET)
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
-        """The slice with its statistics, as a bag of its own."""
+        """The slice with its statistics, as a tensor group of its own."""
         tier, architecture = self._won(state)[state.round]
         cut = extract(state.weights(SUPERNET), self.world.space.slices(architecture))
-        return RoundUpdate(state.with_bag(bag_name(tier, FROM_SUPERNET), result.sums.finish(cut).weights))
+        return RoundUpdate(state.with_group(group_name(tier, FROM_SUPERNET), result.sums.finish(cut).weights))
 
 
-def bag_name(tier: str, model: str) -> str:
-    """The bag of a tier's model."""
+def group_name(tier: str, model: str) -> str:
+    """The tensor group of a tier's model."""
     return f"{tier}-{model}"
 
 
@@ -374,11 +374,13 @@ def tier_jobs(world: World, state: RunState, models: Sequence[str]) -> list[Eval
             continue
         own = np.flatnonzero(world.tier_of_client == index)
         for model in models:
-            bag = bag_name(tier.name, model)
-            stands_alone = bag in state.bags  # a slice without statistics of its own has those of the supernet
+            group = group_name(tier.name, model)
+            stands_alone = group in state.groups  # a slice without statistics of its own has those of the supernet
             subnet = Subnet(architecture, stands_alone, AVERAGED)
             jobs.append(
-                EvaluationJob(tier.name, model, subnet, bag if stands_alone else SUPERNET, own, f"{tier.name}-{model}")
+                EvaluationJob(
+                    tier.name, model, subnet, group if stands_alone else SUPERNET, own, f"{tier.name}-{model}"
+                )
             )
     return jobs
 

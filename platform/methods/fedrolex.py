@@ -54,7 +54,7 @@ def stages(config: FedRolexConfig, world: World) -> list[Stage]:
     check_rules(config.train)
 
     def roll(state: RunState) -> RunState:
-        return state.with_bag(SUPERNET, space.rolled(state.weights(SUPERNET), config.step)) if config.step else state
+        return state.with_group(SUPERNET, space.rolled(state.weights(SUPERNET), config.step)) if config.step else state
 
     def network(_round: object, client_id: int) -> Subnet:
         return Subnet(widest[int(world.tier_of_client[client_id])])

@@ -19,7 +19,7 @@ from fedloom.platform.methods.search_config import ArchitectureSearchConfig, che
 from fedloom.platform.methods.searchers import searcher_of
 from fedloom.platform.methods.silo_stages import SiloTraining
 from fedloom.platform.methods.silos import SiloTrainingConfig, checked_silos
-from fedloom.platform.methods.whole_federation import KEPT, kept_of, restricted_bag, train_kept
+from fedloom.platform.methods.whole_federation import KEPT, kept_of, restricted_group, train_kept
 from fedloom.platform.spaces.capabilities import with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
 from fedloom.tiers.devices import EVALUATION_FACTOR
@@ -69,7 +69,7 @@ def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
 
     def take_over(state: RunState, _plan: Plan, result: RoundResult) -> RunState:
         decided = [r.subspace for r in result.client_results if r.client_id is None and r.subspace is not None]
-        return restricted_bag(state.with_data(KEPT, decided[0]), space) if decided else state
+        return restricted_group(state.with_data(KEPT, decided[0]), space) if decided else state
 
     training = SiloTraining(
         *(world, train, rules),

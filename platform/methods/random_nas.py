@@ -23,7 +23,7 @@ from fedloom.platform.federation.training_config import TrainingConfig, check_tr
 from fedloom.platform.federation.world import World, evaluation_macs
 from fedloom.platform.methods.candidates import candidate_rows
 from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
-from fedloom.platform.methods.fedoras import bag_name, tier_stage
+from fedloom.platform.methods.fedoras import group_name, tier_stage
 from fedloom.platform.methods.tier_search import WINNERS, check_validation_data, winner_of
 from fedloom.platform.search.base import METRIC_TEXT, Interval, Metric, Scored, merit, pareto_front, winner
 from fedloom.platform.search.generations import RandomSearch
@@ -71,10 +71,10 @@ class ContestStage(Stage):
     def plan(self, state: RunState) -> Plan:
         """The server scores the model."""
         task = ScoreSubnet(Subnet(self.architecture, stand_alone=True), model_name(self.number), "validation")
-        return Plan([for_server(self.name, state.round, task)], self._bag(self.number))
+        return Plan([for_server(self.name, state.round, task)], self._group(self.number))
 
-    def _bag(self, number: int) -> str:
-        return bag_name(self.tier.name, model_name(number))
+    def _group(self, number: int) -> str:
+        return group_name(self.tier.name, model_name(number))
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """Adds the score; a model without a finite loss counts as failed."""
@@ -92,8 +92,8 @@ class ContestStage(Stage):
         feasible = [scored for scored in ranked if scored.feasible]
         won = winner(feasible) if feasible else None
         best = None if won is None else won.generation
-        losers = [self._bag(i) for i in range(len(history)) if i != best and self._bag(i) in state.bags]
-        state = state.without_bags(*losers)
+        losers = [self._group(i) for i in range(len(history)) if i != best and self._group(i) in state.groups]
+        state = state.without_groups(*losers)
         if won is not None:
             winners = {**state.data.get(WINNERS, {}), self.tier.name: architecture_id(won.architecture)}
             state = state.with_data(WINNERS, winners)
@@ -133,11 +133,11 @@ def best_jobs(world: World, state: RunState) -> list[EvaluationJob]:
     jobs: list[EvaluationJob] = []
     for index, tier in enumerate(world.tiers):
         architecture = winner_of(state, tier.name)
-        bags = [bag for bag in state.bags if bag.startswith(bag_name(tier.name, "random_"))]
-        if architecture is not None and bags:
+        groups = [group for group in state.groups if group.startswith(group_name(tier.name, "random_"))]
+        if architecture is not None and groups:
             own = np.flatnonzero(world.tier_of_client == index)
             subnet = Subnet(architecture, stand_alone=True)
-            jobs.append(EvaluationJob(tier.name, "random_nas", subnet, bags[0], own, f"{tier.name}-random_nas"))
+            jobs.append(EvaluationJob(tier.name, "random_nas", subnet, groups[0], own, f"{tier.name}-random_nas"))
     return jobs
 
 

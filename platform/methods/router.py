@@ -18,7 +18,7 @@ from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
 from fedloom.platform.spaces.slices import Subspace, Weights
 
 PREFIX = "router/"
-"""Prefix of the router's tensors in the bag that also holds the network's."""
+"""Prefix of the router's tensors in the tensor group that also holds the network's."""
 SIDE = 4
 """Height and width to which images are pooled."""
 HIDDEN = 64
@@ -46,7 +46,7 @@ def _build(space: SumsOptions, num_classes: int) -> Router:
 
 
 def initial_router(space: SumsOptions, num_classes: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Initial tensors of the space's router, by their names in the shared bag.
+    """Initial tensors of the space's router, by their names in the shared tensor group.
 
     The second layer's weights are zero, so that all logits are initially `FIRST_LOGIT` for any data.
     """
@@ -57,7 +57,7 @@ def initial_router(space: SumsOptions, num_classes: int, generator: torch.Genera
 
 
 def received_router(space: SumsOptions, num_classes: int, weights: Weights, device: torch.device) -> Router:
-    """A new router module with the shared bag's values."""
+    """A new router module with the shared tensor group's values."""
     router = blank(partial(_build, space, num_classes)).to(device)
     assert isinstance(router, Router), "that is what was built"
     router.load_state_dict({name: weights[f"{PREFIX}{name}"] for name in router.state_dict()})

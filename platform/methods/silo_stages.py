@@ -51,7 +51,7 @@ class SiloTraining(TrainingStage):
         assert merged.evaluation is None, "silos' models are scored by the silos, not by the server"
         planned = ClientEvaluation(self.world, self.test).planned(state.round, self.test(merged.state))
         tests = [replace(a, stage=self.name) for a in as_measured(planned)]
-        return replace(merged, evaluation=PostRoundEvaluation(Plan(tests, self.bag), _watched))
+        return replace(merged, evaluation=PostRoundEvaluation(Plan(tests, self.group), _watched))
 
     def _is_tested(self, index: int) -> bool:
         every = self.config.test_every

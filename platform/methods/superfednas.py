@@ -252,27 +252,27 @@ def distribution_of(
 
 def alone_stage(world: World, config: ElasticTrainingConfig, architecture: Architecture) -> TrainingStage:
     """Trains one subnet from its own fresh weights (FedAvg, and the members of iFedAvg)."""
-    bag, subnet = bag_of(architecture), Subnet(architecture, stand_alone=True)
+    group, subnet = group_of(architecture), Subnet(architecture, stand_alone=True)
     rules = rules_of(config, "method.train")
     return TrainingStage(
         *(world, config, rules),
         name=f"{ALONE}/{architecture_id(architecture)}",
-        bag=bag,
-        initial=from_generator(world, lambda g: world.space.initial_subnet_weights(architecture, g), bag),
+        group=group,
+        initial=from_generator(world, lambda g: world.space.initial_subnet_weights(architecture, g), group),
         tasks=to_all(lambda round_: Train(subnet, round_.local, rules.weighting)),
         macs=lambda _state: world.macs_table.cost(architecture),
         score=lambda _state: [ScoreSubnet(subnet, ALONE, "validation")],
-        keep=lambda state: [_kept(world, state, bag, architecture)],
+        keep=lambda state: [_kept(world, state, group, architecture)],
     )
 
 
-def bag_of(architecture: Architecture) -> str:
-    """The bag of a subnet that is trained by itself."""
+def group_of(architecture: Architecture) -> str:
+    """The tensor group of a subnet that is trained by itself."""
     return f"{ALONE}-{architecture_id(architecture)}"
 
 
-def _kept(world: World, state: RunState, bag: str, architecture: Architecture) -> KeptModel:
-    return kept_model(world, bag, architecture, tensors=state.weights(bag))
+def _kept(world: World, state: RunState, group: str, architecture: Architecture) -> KeptModel:
+    return kept_model(world, group, architecture, tensors=state.weights(group))
 
 
 def given_in(plan: Plan) -> Mapping[int, Architecture]:
@@ -313,7 +313,7 @@ def _alone(world: World, config: SuperFedNASConfig, family: tuple[Architecture, 
         raise ValueError("method.separately=true trains the members of method.family, which is empty: name some")
     training: list[Stage] = [alone_stage(world, config.train, member) for member in family]
     jobs = [
-        EvaluationJob("", ALONE, Subnet(member, stand_alone=True), bag_of(member), everybody(world))
+        EvaluationJob("", ALONE, Subnet(member, stand_alone=True), group_of(member), everybody(world))
         for member in family
     ]
     return [*training, EvaluationStage(world, config.evaluation, lambda _state: jobs, len(jobs))]

@@ -51,7 +51,7 @@ def search_supernet(
     targets = targets_of(world, config)
     for target in targets:
         check_reachable(target, costs_of(world), world.config.seed_for("search"))
-    state = RunState().with_bag(SUPERNET, weights)
+    state = RunState().with_group(SUPERNET, weights)
     if samples:
         state = state.with_data(SAMPLES, {architecture_id(s.architecture): _plain(s) for s in samples})
         if config.latency_s:
@@ -88,7 +88,7 @@ def run_rounds(stage: SampleStage | VerifyStage, state: RunState, executor: Exec
     """Runs the remaining rounds of a stage in memory."""
     while stage.rounds_left(state) > 0:
         plan = stage.plan(state)
-        shared = SharedWeights(state.weights(plan.bag), state.version(plan.bag))
+        shared = SharedWeights(state.weights(plan.group), state.version(plan.group))
         result = merge_chunks(executor.run(make_chunks(plan.assignments, 1), shared))
         for report in result.client_results:
             if report.error:

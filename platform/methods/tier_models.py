@@ -30,7 +30,7 @@ from fedloom.platform.federation.selection import Choice, Cohort
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.federation.world import evaluation_macs
 from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
-from fedloom.platform.methods.fedoras import bag_name
+from fedloom.platform.methods.fedoras import group_name
 from fedloom.platform.methods.tier_search import check_statistics
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import ONE_OR_MORE
@@ -196,9 +196,9 @@ class TierModelsStage(Stage):
         self.world, self.model, self.clients = world, model, clients
         self.architectures = largest_of_tiers(world)
 
-    def bag(self, tier: int) -> str:
-        """The bag of a tier's model."""
-        return bag_name(self.world.tiers[tier].name, self.model)
+    def group(self, tier: int) -> str:
+        """The tensor group of a tier's model."""
+        return group_name(self.world.tiers[tier].name, self.model)
 
     def subnet(self, tier: int) -> Subnet:
         """A tier's network."""
@@ -206,16 +206,16 @@ class TierModelsStage(Stage):
 
     def begin(self, state: RunState) -> RunState:
         """The state with the tiers' models."""
-        if SUPERNET not in state.bags:
+        if SUPERNET not in state.groups:
             return state
         for tier, architecture in enumerate(self.architectures):
             cut = extract(state.weights(SUPERNET), self.world.space.slices(architecture))
-            state = state.with_bag(self.bag(tier), {name: tensor.clone() for name, tensor in cut.items()})
+            state = state.with_group(self.group(tier), {name: tensor.clone() for name, tensor in cut.items()})
         return state
 
     def rounds_left(self, state: RunState) -> int:
         """One per tier, none for networks without running statistics."""
-        needed = self.world.space.keeps_statistics and SUPERNET in state.bags
+        needed = self.world.space.keeps_statistics and SUPERNET in state.groups
         return len(self.world.tiers) - state.round if needed else 0
 
     def macs_left(self, state: RunState) -> float:
@@ -231,20 +231,20 @@ class TierModelsStage(Stage):
         drawn = choice.draw(self.clients) if self.clients is not None else tuple(eligible.tolist())
         cohort, task = Cohort(drawn, reason="statistics"), Statistics(self.subnet(index))
         planned = [for_client(world, self.name, index, cohort, c, task) for c in world.in_plan_order(drawn)]
-        return Plan([replace(a, deadline_s=None) for a in planned], self.bag(index))
+        return Plan([replace(a, deadline_s=None) for a in planned], self.group(index))
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """The tier's model with the mean statistics."""
-        bag = self.bag(state.round)
-        return RoundUpdate(state.with_bag(bag, result.sums.finish(state.weights(bag)).weights))
+        group = self.group(state.round)
+        return RoundUpdate(state.with_group(group, result.sums.finish(state.weights(group)).weights))
 
     def jobs(self, state: RunState) -> list[EvaluationJob]:
         """The evaluation of every tier's model, on the clients of the tier."""
-        if SUPERNET not in state.bags:
+        if SUPERNET not in state.groups:
             return []
         found = []
         for index, tier in enumerate(self.world.tiers):
             own = np.flatnonzero(self.world.tier_of_client == index)
             kept = f"{tier.name}-{self.model}"
-            found.append(EvaluationJob(tier.name, self.model, self.subnet(index), self.bag(index), own, kept))
+            found.append(EvaluationJob(tier.name, self.model, self.subnet(index), self.group(index), own, kept))
         return found

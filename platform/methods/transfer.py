@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fedloom.platform.spaces.base import SearchSpace
 
 MODEL = "transferred"
-"""The name of the last training's stage, of the bag of both, and of the model in the tables."""
+"""The name of the last training's stage, of the tensor group of both, and of the model in the tables."""
 HEAD = "head"
 
 
@@ -231,8 +231,8 @@ def stages(config: TransferConfig, world: World) -> list[Stage]:
         stage = TrainingStage(
             *(world, training, rules_of(training, key)),
             name=name,
-            bag=MODEL,
-            initial=lambda state: state.weights(MODEL) if MODEL in state.bags else source.weights,
+            group=MODEL,
+            initial=lambda state: state.weights(MODEL) if MODEL in state.groups else source.weights,
             tasks=to_all(task),
             eligible=able(world, config.tier, subnet),
             score=lambda _state: [ScoreSubnet(subnet, MODEL, "validation")],

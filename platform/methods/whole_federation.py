@@ -19,10 +19,10 @@ def kept_of(state: RunState) -> Subspace:
     return parse_subspace(state.data[KEPT])
 
 
-def restricted_bag(state: RunState, space: HasSubspaces) -> RunState:
+def restricted_group(state: RunState, space: HasSubspaces) -> RunState:
     """The state without the weights of removed operators."""
     weights = state.weights(SUPERNET)
-    return state.with_bag(SUPERNET, {name: weights[name] for name in space.subspace_slices(kept_of(state))})
+    return state.with_group(SUPERNET, {name: weights[name] for name in space.subspace_slices(kept_of(state))})
 
 
 def train_kept(train: SiloTrainingConfig, rules: Rules, settled: Callable[[Subspace], bool]) -> TasksOfRound:

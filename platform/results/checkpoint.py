@@ -1,4 +1,4 @@
-"""A run's checkpoint and its models: bags of named tensors as safetensors, with JSON beside them."""
+"""A run's checkpoint and its models: named tensors as safetensors, with JSON beside them."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedloom.platform.results.bag import Bag
 from fedloom.platform.results.files import (
     MOST_BYTES,
     as_stored,
@@ -31,6 +30,7 @@ from fedloom.platform.results.files import (
 )
 from fedloom.platform.results.manifest import Replacing, seal_of_bytes
 from fedloom.platform.results.paths import STATE_FILE, RunPaths
+from fedloom.platform.results.tensor_group import TensorGroup
 
 _ORDER = "order"
 
@@ -46,7 +46,7 @@ def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
         return safetensors.torch.save(_storable(tensors), metadata)
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         kinds = sorted({str(tensor.dtype) for tensor in tensors.values()})
-        raise ValueError(f"a bag of tensors of the types {kinds} cannot be saved as safetensors: {error}") from error
+        raise ValueError(f"a group of tensors of the types {kinds} cannot be saved as safetensors: {error}") from error
 
 
 def from_bytes(content: bytes, origin: Path) -> dict[str, Tensor]:
@@ -97,39 +97,41 @@ CHECKPOINT_VERSION = 2
 class Checkpoint:
     """A loaded checkpoint."""
 
-    bags: dict[str, Bag]
+    groups: dict[str, TensorGroup]
     data: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBag:
-    """The file of the checkpoint folder that holds a bag."""
+class StoredGroup:
+    """The file of the checkpoint folder that holds a tensor group."""
 
     file: str
     sha256: str
     version: int
 
 
-Saved = Mapping[str, StoredBag]
-"""The files of a checkpoint by bag, passed from one `save_checkpoint` to the next."""
+Saved = Mapping[str, StoredGroup]
+"""The files of a checkpoint by tensor group, passed from one `save_checkpoint` to the next."""
 
 
 def save_checkpoint(
     folder: Path,
-    bags: Mapping[str, Bag],
+    groups: Mapping[str, TensorGroup],
     data: Mapping[str, Any],
     previous: Saved | None = None,
-) -> dict[str, StoredBag]:
+) -> dict[str, StoredGroup]:
     """Replaces the checkpoint in the folder atomically: a crash leaves either the old or the new one.
 
-    `previous` is the return value of the last call for this folder: bags of an unchanged version are not written again
-    (without it, all are). `data` is a JSON value; note that JSON turns tuples into lists and all keys into strings.
+    `previous` is the return value of the last call for this folder: groups of an unchanged version are not written
+    again (without it, all are). `data` is a JSON value: tuples become lists, and all keys strings.
     Raises ValueError for data or tensors that cannot be stored, OSError for disk errors.
     """
     state = _state_json(data)
     folder.mkdir(parents=True, exist_ok=True)
-    saved = {name: _store(folder, name, bag, (previous or {}).get(name)) for name, bag in bags.items()}
-    references = {name: {"file": bag.file, "sha256": bag.sha256, "version": bag.version} for name, bag in saved.items()}
+    saved = {name: _store(folder, name, group, (previous or {}).get(name)) for name, group in groups.items()}
+    references = {
+        name: {"file": group.file, "sha256": group.sha256, "version": group.version} for name, group in saved.items()
+    }
     head = json.dumps({"checkpoint_version": CHECKPOINT_VERSION, "bags": references})
     # The data is already encoded, so it is inserted as text instead of being encoded twice.
     write_atomically(folder / STATE_FILE, sealed_text(f'{head[:-1]}, "data": {state}}}'))
@@ -142,8 +144,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     path = as_stored(folder / STATE_FILE)
     state = _read_state(path)
     try:
-        bags = {name: _load_bag(folder, reference) for name, reference in state["bags"].items()}
-        return Checkpoint(bags, dict(state["data"].items()))
+        groups = {name: _load_group(folder, reference) for name, reference in state["bags"].items()}
+        return Checkpoint(groups, dict(state["data"].items()))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(damaged(path, "it is not the state of a checkpoint")) from error
 
@@ -218,20 +220,20 @@ def _state_json(data: Mapping[str, Any]) -> str:
         raise ValueError(f"the data of a checkpoint cannot be written as JSON: {error}") from error
 
 
-def _store(folder: Path, name: str, bag: Bag, previous: StoredBag | None) -> StoredBag:
-    if previous is not None and previous.version == bag.version:
+def _store(folder: Path, name: str, group: TensorGroup, previous: StoredGroup | None) -> StoredGroup:
+    if previous is not None and previous.version == group.version:
         return previous
-    check_name("bag", name)
-    content = to_bytes(bag.tensors)
+    check_name("tensor group", name)
+    content = to_bytes(group.tensors)
     sha256 = content_hash(content)
     # The hash in the name prevents overwriting a file that the current state.json refers to.
-    path = folder / f"{name}-v{bag.version}-{sha256[:16]}.safetensors"
+    path = folder / f"{name}-v{group.version}-{sha256[:16]}.safetensors"
     write_atomically(path, content)
-    return StoredBag(path.name, sha256, bag.version)
+    return StoredGroup(path.name, sha256, group.version)
 
 
 def _remove_unreferenced(folder: Path, saved: Saved) -> None:
-    needed = {bag.file for bag in saved.values()}
+    needed = {group.file for group in saved.values()}
     for path in folder.glob("*.safetensors"):
         if path.name not in needed:
             path.unlink(missing_ok=True)
@@ -253,10 +255,10 @@ def _read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _load_bag(folder: Path, reference: Any) -> Bag:
-    stored = typed(StoredBag, reference)
+def _load_group(folder: Path, reference: Any) -> TensorGroup:
+    stored = typed(StoredGroup, reference)
     path = within(folder, stored.file)
-    return Bag(from_bytes(read_checked(path, stored.sha256), path), stored.version)
+    return TensorGroup(from_bytes(read_checked(path, stored.sha256), path), stored.version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Plan, RoundResult, RoundUpdate, RunState, Stage, TrainingStage
 from fedloom.platform.federation.forecast import macs_left
 from fedloom.platform.federation.world import World
-from fedloom.platform.results.bag import Bag
+from fedloom.platform.results.tensor_group import TensorGroup
 from fedloom.platform.spaces.slices import Weights
 
 
@@ -57,9 +57,9 @@ class DryStage(Stage):
         self.stage, self.name = stage, stage.name
 
     def begin(self, state: RunState) -> RunState:
-        """The stage's initial state, with empty bags."""
+        """The stage's initial state, with empty tensor groups."""
         begun = self.stage.begin(state)
-        return replace(begun, bags={name: Bag({}, bag.version) for name, bag in begun.bags.items()})
+        return replace(begun, groups={name: TensorGroup({}, group.version) for name, group in begun.groups.items()})
 
     def rounds_left(self, state: RunState) -> int:
         return self.stage.rounds_left(state)

@@ -257,7 +257,7 @@ def _resume(
         checkpoint = run_checkpoint(paths)
         saved_config = what_is_computed(checkpoint.data["config"])
         check_same_config(saved_config, what_is_computed(asdict(config)), later=True)
-        state, position = restored_state(checkpoint.data, checkpoint.bags), checkpoint.data["position"]
+        state, position = restored_state(checkpoint.data, checkpoint.groups), checkpoint.data["position"]
     writer = RunWriter.resume(paths.root, config.experiment, paths.run_id, position)
     if "config" in writer.run_row:
         beginning = _going_on(world, writer, state)

@@ -163,7 +163,7 @@ def _load(root: Path, key: str, config: RunConfig) -> StoredSupernet:
     checkpoint = load_checkpoint(folder)
     if (changes := _of_another(checkpoint.data, config)) or origin.get("key", key) != key:
         raise ValueError(f"{folder} holds the supernet of another training ({changes or origin['key']})")
-    return StoredSupernet(run_id, restored_state(checkpoint.data, checkpoint.bags))
+    return StoredSupernet(run_id, restored_state(checkpoint.data, checkpoint.groups))
 
 
 def _of_another(stored: Mapping[str, Any], config: RunConfig) -> str:

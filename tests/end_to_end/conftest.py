@@ -224,11 +224,11 @@ def assert_same_run(rows_of: Callable[[Path | str, str], Rows]) -> Callable[...,
         for table in TABLES:
             assert (len(a[table]) > 0) != (table in empty), f"table {table} has {len(a[table])} rows"
             pd.testing.assert_frame_equal(a[table], b[table], check_exact=True, obj=table)
-        bags = [load_checkpoint(find_run(Path(results), run).checkpoint).bags for results, run in (first, second)]
-        assert bags[0].keys() == bags[1].keys()
-        for name in bags[0]:
-            for tensor, value in bags[0][name].tensors.items():
-                other = bags[1][name].tensors[tensor]
+        groups = [load_checkpoint(find_run(Path(results), run).checkpoint).groups for results, run in (first, second)]
+        assert groups[0].keys() == groups[1].keys()
+        for name in groups[0]:
+            for tensor, value in groups[0][name].tensors.items():
+                other = groups[1][name].tensors[tensor]
                 assert value.numpy().tobytes() == other.numpy().tobytes(), f"{name}: {tensor} differs"
 
     return check

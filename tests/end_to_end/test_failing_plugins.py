@@ -72,7 +72,7 @@ STAGE = """
 class Own(Stage):
     name = "own"
     def begin(self, state):
-        return state.with_bag("nothing", {})
+        return state.with_group("nothing", {})
     def rounds_left(self, state):
         return 1 - state.round
     def macs_left(self, state):
@@ -271,7 +271,11 @@ def test_what_fails_at_the_server_ends_the_run_in_a_line_that_names_it(
         ("plan", "return state.nothing", "own, round 1: AttributeError: 'RunState' object has no attribute 'nothing'"),
         ("plan", "return None", "own, round 1: the stage's plan gives None: give a Plan"),
         ("plan", "return Plan([3], 'nothing')", "own, round 1: the stage's plan has 3 among its assignments: give Ass"),
-        ("plan", "return Plan([], 'weights')", "own, round 1: the stage's plan names the bag 'weights'; there are not"),
+        (
+            "plan",
+            "return Plan([], 'weights')",
+            "own, round 1: the stage's plan names the tensor group 'weights'; there are not",
+        ),
         ("begin", "return None", "own, round 1: the stage's begin gives None: give a RunState"),
         ("rounds_left", "return None", "own, round 1: the stage's rounds_left gives None: give an int"),
         ("macs_left", "return 'many'", "own, round 1: macs_left of stage 'own' gives 'many': give a number from 0"),

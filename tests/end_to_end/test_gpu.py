@@ -65,7 +65,7 @@ class FirstRound:
             return Worker(replace(world.spec, device=device, device_bytes=device_bytes))
 
         clients = tuple(a for a in plan.assignments if a.client_id is not None)
-        return cls(clients, state.weights(plan.bag), on)
+        return cls(clients, state.weights(plan.group), on)
 
     def trained(self, worker: Worker, client: int = 0) -> tuple[ClientResult, dict[str, Tensor]]:
         """The report of a client, and the round's new weights, as if it were the only one."""

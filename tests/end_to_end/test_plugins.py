@@ -178,8 +178,8 @@ def world_of(run: Run, name: str) -> World:
     return build_world(compose_config(overrides({**ALL, **RUNS[name]})))
 
 
-def weights_of(run_id: str, bag: str) -> Mapping[str, torch.Tensor]:
-    return load_checkpoint(find_run(RESULTS, run_id).checkpoint).bags[bag].tensors
+def weights_of(run_id: str, group: str) -> Mapping[str, torch.Tensor]:
+    return load_checkpoint(find_run(RESULTS, run_id).checkpoint).groups[group].tensors
 
 
 # -- what they do ------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_the_methods_stages_are_in_the_tables_and_the_first_leaves_the_body_as_i
     rates = rounds.groupby("stage")["lr"].first()
     assert rates["whole"] == pytest.approx(0.3 * rates["head"]), "times method.shrink"
     world = world_of(run, "head_first")
-    first, head, whole = weights_of_fresh(world, "head"), *(weights_of(run_id, bag) for bag in ("head", "whole"))
+    first, head, whole = weights_of_fresh(world, "head"), *(weights_of(run_id, group) for group in ("head", "whole"))
     trained = [n for n in head if n in world.space.parameter_names and not torch.allclose(head[n], first[n], atol=1e-6)]
     assert sorted(trained) == ["fixed.classifier.bias", "fixed.classifier.weight"]
     assert all(not torch.equal(whole[n], head[n]) for n in whole if n in world.space.parameter_names)
@@ -252,7 +252,7 @@ def test_the_methods_stages_are_in_the_tables_and_the_first_leaves_the_body_as_i
 def test_silos_keep_their_last_layer_to_themselves(run: Run) -> None:
     run_id, world = run(RUNS["fedper"]), world_of(run, "fedper")
     fresh, checkpoint = weights_of_fresh(world, "supernet"), load_checkpoint(find_run(RESULTS, run_id).checkpoint)
-    state = restored_state(checkpoint.data, checkpoint.bags)
+    state = restored_state(checkpoint.data, checkpoint.groups)
     shared, networks = state.weights("supernet"), [state.client_state(client_id) for client_id in range(10)]
     assert shared is not None
     unchanged = {name for name in world.space.parameter_names & set(fresh) if torch.equal(shared[name], fresh[name])}
@@ -282,8 +282,8 @@ def test_a_dry_run_counts_the_stage_that_begins_with_fresh_weights(run: Run) -> 
     ],
 )
 def test_an_option_reaches_the_plug_in(run: Run, name: str, key: str, value: float) -> None:
-    bag = {"prox": "fedavg", "head_first": "whole", "fedoras": "supernet"}[name]
-    before, after = (weights_of(run(changes), bag) for changes in (RUNS[name], {**RUNS[name], key: value}))
+    group = {"prox": "fedavg", "head_first": "whole", "fedoras": "supernet"}[name]
+    before, after = (weights_of(run(changes), group) for changes in (RUNS[name], {**RUNS[name], key: value}))
     assert before.keys() == after.keys()
     assert any(before[n].shape != after[n].shape or not torch.equal(before[n], after[n]) for n in before)
 
@@ -304,7 +304,7 @@ def test_clients_that_took_part_keep_their_variate_and_nobody_else(
     with pytest.raises(InterruptedRunError):
         resume_run(config, seen[0], make_serial, stops)
     checkpoint = load_checkpoint(find_run(RESULTS, seen[0]).checkpoint)
-    state = restored_state(checkpoint.data, checkpoint.bags)
+    state = restored_state(checkpoint.data, checkpoint.groups)
     shared = state.weights(stage)
     took_part = table("clients", seen[0]).groupby("client_id")["architecture"].last()
     assert 10 < len(took_part) <= 20
@@ -320,7 +320,7 @@ def test_clients_that_took_part_keep_their_variate_and_nobody_else(
     resume_run(config, seen[0], make_serial)
     assert_same_run((RESULTS, run(RUNS[name])), (RESULTS, seen[0]), empty=EMPTY.get(name, ("candidates",)))
     last = load_checkpoint(find_run(RESULTS, seen[0]).checkpoint)
-    assert restored_state(last.data, last.bags).client_state(int(took_part.index[0])) is None, "of this stage alone"
+    assert restored_state(last.data, last.groups).client_state(int(took_part.index[0])) is None, "of this stage alone"
 
 
 # -- on Ray ------------------------------------------------------------------------------------------------------------

@@ -73,12 +73,12 @@ def assert_same_later(rows: Rows, results: Path, first: str, second: str) -> Non
         a, b = (frame.reset_index(drop=True) for frame in later)
         assert len(a) > 0, name
         pd.testing.assert_frame_equal(a, b, check_exact=True, obj=name)
-    bags = [load_checkpoint(find_run(results, run_id).checkpoint).bags for run_id in (first, second)]
-    assert bags[0].keys() == bags[1].keys()
-    for name in bags[0]:
-        assert bags[0][name].version == bags[1][name].version
-        for tensor, value in bags[0][name].tensors.items():
-            assert value.numpy().tobytes() == bags[1][name].tensors[tensor].numpy().tobytes(), f"{name}: {tensor}"
+    groups = [load_checkpoint(find_run(results, run_id).checkpoint).groups for run_id in (first, second)]
+    assert groups[0].keys() == groups[1].keys()
+    for name in groups[0]:
+        assert groups[0][name].version == groups[1][name].version
+        for tensor, value in groups[0][name].tensors.items():
+            assert value.numpy().tobytes() == groups[1][name].tensors[tensor].numpy().tobytes(), f"{name}: {tensor}"
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def test_of_two_runs_that_finish_at_once_one_wins(tmp_path: Path) -> None:
     barrier = Barrier(4)
 
     def store(run_id: str) -> None:
-        state = RunState(round=3).with_bag("supernet", {"w": torch.arange(20_000.0)})
+        state = RunState(round=3).with_group("supernet", {"w": torch.arange(20_000.0)})
         barrier.wait()
         store_supernet(tmp_path, KEY, state, run_id, MINE)
 

@@ -58,7 +58,7 @@ def stages(config: HeadFirstConfig, world: World) -> list[Stage]:
         check_training(part, "method.train", world.num_clients)
         rules, score = rules_of(part, "method.train"), [ScoreSubnet(subnet, name, "validation")]
         start = {"initial": initial, "tasks": to_all(client)}
-        return TrainingStage(world, part, rules, name=name, bag=name, score=lambda _state: score, **start)
+        return TrainingStage(world, part, rules, name=name, group=name, score=lambda _state: score, **start)
 
     sequence = [training(BODY, head, fresh), training(WHOLE, whole, lambda state: state.weights(BODY))]
     job = EvaluationJob("", WHOLE, subnet, WHOLE, everybody(world), kept=WHOLE)

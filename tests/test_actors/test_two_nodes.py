@@ -146,11 +146,11 @@ def assert_same_run(results: Path, first: str, second: str) -> None:
         a, b = (read_table(results, table, run_id=run).drop(columns=aside) for run in (first, second))
         assert len(a), f"table {table} is empty"
         pd.testing.assert_frame_equal(a, b, check_exact=True, obj=table)
-    bags = [load_checkpoint(find_run(results, run).checkpoint).bags for run in (first, second)]
-    assert bags[0].keys() == bags[1].keys()
-    for name, bag in bags[0].items():
-        for tensor, value in bag.tensors.items():
-            assert value.numpy().tobytes() == bags[1][name].tensors[tensor].numpy().tobytes(), f"{name}: {tensor}"
+    groups = [load_checkpoint(find_run(results, run).checkpoint).groups for run in (first, second)]
+    assert groups[0].keys() == groups[1].keys()
+    for name, group in groups[0].items():
+        for tensor, value in group.tensors.items():
+            assert value.numpy().tobytes() == groups[1][name].tensors[tensor].numpy().tobytes(), f"{name}: {tensor}"
 
 
 @dataclass

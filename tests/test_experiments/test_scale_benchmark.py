@@ -24,7 +24,7 @@ def test_clients_that_do_nothing_change_nothing_and_have_their_rows(tmp_path: Pa
     case = ScaleCase(registered=30, cohort=5, rounds=3, parameters=100, reads=True)
     figures = measure(case, run_config(case, str(tmp_path / "cache"), str(tmp_path / "results")))
     (state,) = (tmp_path / "results" / "artifacts").rglob("state.json")
-    weights = load_checkpoint(state.parent).bags["noop"].tensors
+    weights = load_checkpoint(state.parent).groups["noop"].tensors
     assert len(weights) == 10
     assert all(torch.equal(tensor, torch.ones(10)) for tensor in weights.values())
     assert (figures["rounds_rows"], figures["clients_rows"]) == (3, 15)

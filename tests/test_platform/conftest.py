@@ -180,7 +180,7 @@ class Stepper:
     def step(self) -> None:
         """One round."""
         plan = self.stage.plan(self.state)
-        weights = SharedWeights(self.state.weights(plan.bag), self.state.version(plan.bag))
+        weights = SharedWeights(self.state.weights(plan.group), self.state.version(plan.group))
         result = merge_chunks(self.executor.run(make_chunks(plan.assignments, 2), weights))
         merged = self.stage.merge(self.state, plan, result)
         self.state = replace(merged.state, round=self.state.round + 1)

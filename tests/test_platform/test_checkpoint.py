@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fedloom.platform.results import checkpoint as checkpoint_module
-from fedloom.platform.results.bag import Bag
 from fedloom.platform.results.checkpoint import check_same_config, load_checkpoint, save_checkpoint
 from fedloom.platform.results.files import sealed_json
+from fedloom.platform.results.tensor_group import TensorGroup
 
 WEIGHTS = {
     "z": torch.arange(6.0).reshape(2, 3),
@@ -32,48 +32,50 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def loaded(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    return dict(load_checkpoint(folder).bags[name].tensors)
+    return dict(load_checkpoint(folder).groups[name].tensors)
 
 
 def test_a_checkpoint_gives_back_exactly_what_was_saved(tmp_path: Path) -> None:
     data = {"round": 3, "scores": [0.1, math.inf], "name": "ä", "none": None, "deep": {"a": [1, {"b": True}]}}
-    save_checkpoint(tmp_path / "checkpoint", {"supernet": Bag(WEIGHTS, 5), "no-tensors": Bag({}, 0)}, data)
+    save_checkpoint(
+        tmp_path / "checkpoint", {"supernet": TensorGroup(WEIGHTS, 5), "no-tensors": TensorGroup({}, 0)}, data
+    )
     found = load_checkpoint(tmp_path / "checkpoint")
     assert found.data == data
-    assert found.bags["supernet"].version == 5
-    assert_same(dict(found.bags["supernet"].tensors), WEIGHTS)
-    assert dict(found.bags["no-tensors"].tensors) == {}
+    assert found.groups["supernet"].version == 5
+    assert_same(dict(found.groups["supernet"].tensors), WEIGHTS)
+    assert dict(found.groups["no-tensors"].tensors) == {}
 
 
 def test_views_of_shared_memory_are_stored_as_values(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
     views = {"whole": base, "column": base[:, 1], "turned": base.T, "row": base[2], "same": base}
-    save_checkpoint(tmp_path, {"views": Bag(views, 0)}, {})
+    save_checkpoint(tmp_path, {"views": TensorGroup(views, 0)}, {})
     assert_same(loaded(tmp_path, "views"), views)
 
 
 def test_a_parameter_is_stored_without_its_gradient(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, {"p": Bag({"w": torch.nn.Parameter(torch.ones(2))}, 0)}, {})
+    save_checkpoint(tmp_path, {"p": TensorGroup({"w": torch.nn.Parameter(torch.ones(2))}, 0)}, {})
     assert not loaded(tmp_path, "p")["w"].requires_grad
 
 
-def test_only_bags_of_a_new_version_are_written_again(tmp_path: Path) -> None:
-    bags = {name: Bag({"w": torch.full((2,), float(i))}, 0) for i, name in enumerate(["a", "b"])}
-    saved = save_checkpoint(tmp_path, bags, {"round": 0})
+def test_only_groups_of_a_new_version_are_written_again(tmp_path: Path) -> None:
+    groups = {name: TensorGroup({"w": torch.full((2,), float(i))}, 0) for i, name in enumerate(["a", "b"])}
+    saved = save_checkpoint(tmp_path, groups, {"round": 0})
     first = {path.name: path.stat().st_ino for path in tmp_path.glob("*.safetensors")}
-    bags["b"] = Bag({"w": torch.full((2,), 9.0)}, 1)
-    saved = save_checkpoint(tmp_path, bags, {"round": 1}, saved)
+    groups["b"] = TensorGroup({"w": torch.full((2,), 9.0)}, 1)
+    saved = save_checkpoint(tmp_path, groups, {"round": 1}, saved)
     second = {path.name: path.stat().st_ino for path in tmp_path.glob("*.safetensors")}
     assert len(second) == 2  # the old file of b is gone
     assert [name for name in second if first.get(name) == second[name]] == [saved["a"].file]
     assert loaded(tmp_path, "b")["w"].tolist() == [9.0, 9.0]
-    save_checkpoint(tmp_path, {"a": bags["a"]}, {"round": 2}, saved)
+    save_checkpoint(tmp_path, {"a": groups["a"]}, {"round": 2}, saved)
     assert [path.stat().st_ino for path in tmp_path.glob("*.safetensors")] == [first[saved["a"].file]]
-    assert sorted(load_checkpoint(tmp_path).bags) == ["a"]
+    assert sorted(load_checkpoint(tmp_path).groups) == ["a"]
 
 
 def test_a_checkpoint_can_be_moved(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "old", {"w": Bag(WEIGHTS, 0)}, {"round": 1})
+    save_checkpoint(tmp_path / "old", {"w": TensorGroup(WEIGHTS, 0)}, {"round": 1})
     assert str(tmp_path) not in (tmp_path / "old" / "state.json").read_text()
     (tmp_path / "old").rename(tmp_path / "new")
     assert load_checkpoint(tmp_path / "new").data == {"round": 1}
@@ -85,8 +87,8 @@ def test_a_crash_between_any_two_steps_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, step: int
 ) -> None:
     """The n-th call that changes or syncs something stops the process; old or new can be loaded, and saving goes on."""
-    old = {name: Bag({"w": torch.zeros(2)}, 0) for name in ("a", "b")}
-    new = {name: Bag({"w": torch.ones(2)}, 1) for name in ("a", "b")}
+    old = {name: TensorGroup({"w": torch.zeros(2)}, 0) for name in ("a", "b")}
+    new = {name: TensorGroup({"w": torch.ones(2)}, 1) for name in ("a", "b")}
     saved = save_checkpoint(tmp_path, old, {"round": 0})
     target = {"replace": (os, "replace"), "fsync": (os, "fsync"), "unlink": (Path, "unlink")}[function]
     original, calls = getattr(*target), []
@@ -107,10 +109,10 @@ def test_a_crash_between_any_two_steps_leaves_a_whole_checkpoint(
     found = load_checkpoint(tmp_path)
     number = found.data["round"]
     assert crashed or number == 1
-    for bag in found.bags.values():
-        assert bag.tensors["w"].tolist() == [float(number)] * 2
+    for group in found.groups.values():
+        assert group.tensors["w"].tolist() == [float(number)] * 2
     # The resumed run saves another content under the version that the crashed save may have left behind.
-    again = {name: Bag({"w": torch.full((2,), 5.0)}, 1 + number) for name in ("a", "b")}
+    again = {name: TensorGroup({"w": torch.full((2,), 5.0)}, 1 + number) for name in ("a", "b")}
     save_checkpoint(tmp_path, again, {"round": 5})
     assert loaded(tmp_path, "a")["w"].tolist() == [5.0, 5.0]
     assert len(list(tmp_path.iterdir())) == 3
@@ -120,7 +122,7 @@ def test_the_crash_test_reaches_every_step(tmp_path: Path, monkeypatch: pytest.M
     calls = []
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda *args: (calls.append(args), replace(*args)))
-    save_checkpoint(tmp_path, {"a": Bag(WEIGHTS, 0), "b": Bag(WEIGHTS, 0)}, {})
+    save_checkpoint(tmp_path, {"a": TensorGroup(WEIGHTS, 0), "b": TensorGroup(WEIGHTS, 0)}, {})
     assert [Path(target).name.split("-")[0] for _, target in calls] == ["a", "b", "state.json"]
 
 
@@ -132,7 +134,7 @@ def refused(folder: Path, message: str) -> None:
 
 def test_damage_is_named_in_one_line(tmp_path: Path) -> None:
     refused(tmp_path, "there is no checkpoint in")
-    saved = save_checkpoint(tmp_path, {"w": Bag(WEIGHTS, 0)}, {"round": 1})
+    saved = save_checkpoint(tmp_path, {"w": TensorGroup(WEIGHTS, 0)}, {"round": 1})
     path, state = tmp_path / saved["w"].file, tmp_path / "state.json"
     content, text = path.read_bytes(), state.read_bytes()
     flipped = bytearray(content)
@@ -155,16 +157,16 @@ def test_damage_is_named_in_one_line(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_stored_is_refused_and_nothing_changes(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, {"w": Bag(WEIGHTS, 0)}, {"round": 1})
+    save_checkpoint(tmp_path, {"w": TensorGroup(WEIGHTS, 0)}, {"round": 1})
     before = sorted(path.name for path in tmp_path.iterdir())
-    for bags, data, message in (
-        ({"w": Bag(WEIGHTS, 1)}, {"tensor": torch.ones(1)}, "cannot be written as JSON"),
-        ({"../w": Bag(WEIGHTS, 1)}, {}, "bag '../w' cannot be a file name here"),
-        ({"w": Bag({"s": torch.ones(2).to_sparse()}, 1)}, {}, "cannot be saved as safetensors"),
-        ({"w": Bag({"c": torch.ones(2, dtype=torch.complex128)}, 1)}, {}, "complex128.* cannot be saved"),
+    for groups, data, message in (
+        ({"w": TensorGroup(WEIGHTS, 1)}, {"tensor": torch.ones(1)}, "cannot be written as JSON"),
+        ({"../w": TensorGroup(WEIGHTS, 1)}, {}, "group '../w' cannot be a file name here"),
+        ({"w": TensorGroup({"s": torch.ones(2).to_sparse()}, 1)}, {}, "cannot be saved as safetensors"),
+        ({"w": TensorGroup({"c": torch.ones(2, dtype=torch.complex128)}, 1)}, {}, "complex128.* cannot be saved"),
     ):
         with pytest.raises(ValueError, match=message):
-            save_checkpoint(tmp_path, bags, data)
+            save_checkpoint(tmp_path, groups, data)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert load_checkpoint(tmp_path).data == {"round": 1}
 

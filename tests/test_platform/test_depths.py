@@ -177,7 +177,7 @@ def test_two_rounds_are_those_of_a_reference_in_float64(depth_config: Make, run_
     states = [r.state for r in memory.records if r.state is not None and r.state.stage == 0]
     rows = [row for r in memory.records for t, row in r.rows if t == "clients" and row["stage"] == "supernet"]
     worker = Worker(world.spec)
-    begun = build_stages(world)[0].begin(replace(states[0], bags={}))
+    begun = build_stages(world)[0].begin(replace(states[0], groups={}))
     weights = {name: tensor.double() for name, tensor in begun.weights("supernet").items()}
     for round_ in range(2):
         factor = 1.5 * math.exp(-5 * (1 - round_ / 2) ** 2)

@@ -154,7 +154,7 @@ def test_a_dry_run_needs_no_workers(elastic_config: Make, tmp_path: Path) -> Non
 
     start_run(elastic_config(dry_run=True, results=str(tmp_path)), refuse)
     (paths,) = list_runs(tmp_path)
-    assert load_checkpoint(paths.checkpoint).bags["supernet"].tensors == {}, "no weights"
+    assert load_checkpoint(paths.checkpoint).groups["supernet"].tensors == {}, "no weights"
 
 
 def test_a_dry_run_without_anything_to_count_is_refused(

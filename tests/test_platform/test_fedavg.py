@@ -216,8 +216,8 @@ def test_server_momentum_goes_on_from_round_to_round_and_is_not_kept(tiny_config
         for after, before, change in ((1, 0, first), (2, 1, velocity)):
             found = weights[after][name].double()
             torch.testing.assert_close(found, weights[before][name] + 2.0 * change, rtol=1e-4, atol=1e-5, msg=name)
-    assert "server-fedavg" in stepper.state.bags
-    assert set(stage.end(stepper.state).state.bags) == {"fedavg"}
+    assert "server-fedavg" in stepper.state.groups
+    assert set(stage.end(stepper.state).state.groups) == {"fedavg"}
 
 
 @pytest.mark.parametrize("server", ["fedavgm", "fedadagrad", "fedadam", "fedyogi"])

@@ -88,7 +88,7 @@ def shared_weights(world: World) -> dict[str, Tensor]:
 
 
 def with_logits(weights: Mapping[str, Tensor], logits: Sequence[float]) -> dict[str, Tensor]:
-    """The bag with a router that gives these logits, whatever it reads."""
+    """The tensor group with a router that gives these logits, whatever it reads."""
     return {**weights, BIAS: torch.tensor(logits)}
 
 
@@ -103,7 +103,7 @@ def one_silo(world: World, client_id: int, weights: Mapping[str, Tensor], worker
 
 def one_round(world: World, stage: Stage, state: RunState) -> RunState:
     plan = stage.plan(state)
-    shared = SharedWeights(state.weights(plan.bag), state.version(plan.bag))
+    shared = SharedWeights(state.weights(plan.group), state.version(plan.group))
     results = SerialExecutor(Worker(world.spec)).run(make_chunks(plan.assignments, world.num_clients), shared)
     return stage.merge(state, plan, merge_chunks(results)).state
 
@@ -179,7 +179,7 @@ def test_a_module_is_averaged_over_those_who_chose_it_and_else_unchanged(world: 
     stage, space = build_stages(world)[0], space_of(world)
     # Nobody chooses the first block's first branch, everybody its second; the others as they are drawn.
     weights = with_logits(shared_weights(world), [-60.0, 60.0] + [0.0] * 14)
-    state = replace(begun(world).with_bag(SUPERNET, weights), round=1)
+    state = replace(begun(world).with_group(SUPERNET, weights), round=1)
     after = one_round(world, stage, state).weights(SUPERNET)
 
     outcomes = {c: alone(world, stage, state, c) for c in range(world.num_clients)}
@@ -297,8 +297,8 @@ def test_a_whole_run(fedmn_config: Make) -> None:
     seen = accuracy[accuracy.split == "validation"]
     assert seen.groupby("round").size().tolist() == [4] * 3
 
-    bag = load_checkpoint(find_run(results, run_id).checkpoint).bags[SUPERNET].tensors
-    assert (bag[BIAS] != 1.0).any(), "the router has learnt something"
+    group = load_checkpoint(find_run(results, run_id).checkpoint).groups[SUPERNET].tensors
+    assert (group[BIAS] != 1.0).any(), "the router has learnt something"
 
 
 def test_it_runs_on_cells_too(fedmn_config: Make) -> None:

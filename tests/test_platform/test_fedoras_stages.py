@@ -42,7 +42,7 @@ def stage_of(world: World, name: str) -> Any:
 
 
 def supernet_state(world: World, seed: int = 1) -> RunState:
-    return RunState().with_bag("supernet", world.space.initial_weights(torch_stream(seed, "test")))
+    return RunState().with_group("supernet", world.space.initial_weights(torch_stream(seed, "test")))
 
 
 # -- stage 1: the supernet --------------------------------------------------------------------------------------------
@@ -277,9 +277,9 @@ def test_no_rounds_of_rand_init_leave_it_out(tiny_config: Make, results_of: Any)
     results = results_of(config)
     assert set(results["evaluations"].query("stage == 'evaluation'")["model"]) == {"supernet_init", "fine_tuned"}
     assert len(results["models"]) == 4
-    bags = load_checkpoint(results.paths.checkpoint).bags
+    groups = load_checkpoint(results.paths.checkpoint).groups
     slices = ["tier1-supernet_init", "tier2-supernet_init"]
-    assert sorted(bags) == sorted(["supernet", "tier1-fine_tuned", "tier2-fine_tuned", *slices])
+    assert sorted(groups) == sorted(["supernet", "tier1-fine_tuned", "tier2-fine_tuned", *slices])
 
 
 def test_no_rounds_of_supernet_training_search_the_fresh_weights(tiny_config: Make, results_of: Any) -> None:
@@ -318,7 +318,7 @@ def test_the_supernet_is_scored_before_its_rounds_and_after_the_last(finished: A
     paths = [set(rows[rows["round"] == round_]["architecture"]) for round_ in (0, 2)]
     assert paths[0] == paths[1], "the same paths every time"
     # The last score is that of the weights that the next stages begin with.
-    worker, weights = Worker(finished.world.spec), load_checkpoint(finished.paths.checkpoint).bags["supernet"].tensors
+    worker, weights = Worker(finished.world.spec), load_checkpoint(finished.paths.checkpoint).groups["supernet"].tensors
     for row in rows[rows["round"] == 2].to_dict("records"):
         task = ScoreSubnets((parse_architecture(row["architecture"]),), "afterwards")
         outcome = task.run(worker, Assignment("supernet", 2, None, "server", task), weights)

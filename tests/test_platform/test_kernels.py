@@ -66,7 +66,7 @@ def sums_of(tiny_config: Callable[..., RunConfig]) -> Callable[..., tuple[Worker
         state = stage.begin(RunState())
         plan = stage.plan(state)
         worker, sums = Worker(world.spec), WeightedSums()
-        report = run_assignment(worker, plan.assignments[0], SharedWeights(state.weights(plan.bag), "v"), sums)
+        report = run_assignment(worker, plan.assignments[0], SharedWeights(state.weights(plan.group), "v"), sums)
         assert report.status == "ok", report.traceback
         return worker, sums
 

@@ -231,9 +231,9 @@ def test_what_is_shared_begins_at_zero_is_merged_and_is_not_part_of_the_model(
     _, memory, state = run_in_memory(counted(tiny_config))
     # The state after each round of training; every round has three answers.
     for round_ in range(4):
-        bag = memory.state(round_).weights("fedavg")
-        slots = {name: tensor for name, tensor in bag.items() if name.startswith("answers/")}
-        assert {name.removeprefix("answers/") for name in slots} < set(bag)
+        group = memory.state(round_).weights("fedavg")
+        slots = {name: tensor for name, tensor in group.items() if name.startswith("answers/")}
+        assert {name.removeprefix("answers/") for name in slots} < set(group)
         assert all(bool((tensor == 3.0 * (round_ + 1)).all()) for tensor in slots.values())
         assert not any("running" in name or "num_batches" in name for name in slots), "parameters alone"
     assert not any(name.startswith("answers/") for name in state.weights("fedavg"))

@@ -79,7 +79,7 @@ class Counting(Stage):
 
     def begin(self, state: RunState) -> RunState:
         self.begun.append(state.stage)
-        return state if "model" in state.bags else state.with_bag("model", {"w": torch.zeros(2)})
+        return state if "model" in state.groups else state.with_group("model", {"w": torch.zeros(2)})
 
     def rounds_left(self, state: RunState) -> int:
         return self.rounds - state.round
@@ -94,7 +94,7 @@ class Counting(Stage):
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> RoundUpdate:
         weights = result.sums.finish(state.weights("model")).weights
-        return RoundUpdate(state.with_bag("model", weights), evaluation_rows(result.client_results))
+        return RoundUpdate(state.with_group("model", weights), evaluation_rows(result.client_results))
 
     def end(self, state: RunState) -> RoundUpdate:
         return RoundUpdate(state.with_data(f"{self.name} ended", True))
@@ -125,7 +125,7 @@ class Setting:
 
     def saved(self) -> RunState:
         checkpoint = load_checkpoint(self.paths.checkpoint)
-        return restored_state(checkpoint.data, checkpoint.bags)
+        return restored_state(checkpoint.data, checkpoint.groups)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_stages_run_one_after_the_other(setting: Setting) -> None:
     rounds = setting.table("rounds")
     assert list(zip(rounds["stage"], rounds["round"], strict=True)) == [("first", 0), ("first", 1), ("second", 0)]
     assert [stage.begun for stage in stages] == [[0], [1], [2]]
-    assert state.bags["model"].version == 3
+    assert state.groups["model"].version == 3
 
 
 def test_a_rounds_row_by_hand(setting: Setting) -> None:
@@ -214,7 +214,7 @@ def test_undefined_values_become_nulls(setting: Setting) -> None:
 
 def test_a_stage_that_is_past_its_end_ends(setting: Setting) -> None:
     # A run of 5 rounds that is resumed with 3 of them wanted.
-    state = RunState(round=5).with_bag("model", {"w": torch.zeros(2)})
+    state = RunState(round=5).with_group("model", {"w": torch.zeros(2)})
     assert setting.loop(Counting(rounds=3)).run(state).stage == 1
     assert setting.told == []
 

@@ -73,7 +73,7 @@ class Counting(Stage):
     evaluation: Task | None = None
 
     def begin(self, state: RunState) -> RunState:
-        return state.with_bag("model", {"w": torch.zeros(2)})
+        return state.with_group("model", {"w": torch.zeros(2)})
 
     def rounds_left(self, state: RunState) -> int:
         return self.rounds - state.round
@@ -86,7 +86,7 @@ class Counting(Stage):
         return Plan([replace(a, **self.changes.get(a.client_id, {})) for a in assignments], "model")
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> RoundUpdate:
-        merged = RoundUpdate(state.with_bag("model", result.sums.finish(state.weights("model")).weights))
+        merged = RoundUpdate(state.with_group("model", result.sums.finish(state.weights("model")).weights))
         if self.evaluation is None:
             return merged
         plan = Plan([Assignment(self.name, state.round, None, "server", self.evaluation)], "model")
@@ -116,7 +116,7 @@ class Setting:
 
     def saved(self) -> RunState:
         checkpoint = load_checkpoint(self.paths.checkpoint)
-        return restored_state(checkpoint.data, checkpoint.bags)
+        return restored_state(checkpoint.data, checkpoint.groups)
 
 
 @pytest.fixture
@@ -342,9 +342,9 @@ def test_checkpoints_are_written_every_so_many_rounds(setting: Setting, monkeypa
     written: list[tuple[int, int]] = []
     save = recorder_module.save_checkpoint
 
-    def spy(folder: Path, bags: Any, data: dict[str, Any], *others: Any) -> Any:
+    def spy(folder: Path, groups: Any, data: dict[str, Any], *others: Any) -> Any:
         written.append((data["stage"], data["round"]))
-        return save(folder, bags, data, *others)
+        return save(folder, groups, data, *others)
 
     monkeypatch.setattr(recorder_module, "save_checkpoint", spy)
     setting.loop(Counting(rounds=5), checkpoint=CheckpointConfig(every=2)).run(RunState())

@@ -167,10 +167,10 @@ def runs_that_differ_on_test_data_alone(folder: Path) -> tuple[RunPaths, RunPath
         assert [r for r in left if not is_of_the_test_set(r, table)] == [
             r for r in right if not is_of_the_test_set(r, table)
         ]
-    bags = [load_checkpoint(paths.checkpoint).bags for paths in (one, two)]
-    for name, bag in bags[0].items():
-        for tensor_name, tensor in bag.tensors.items():
-            assert tensor.equal(bags[1][name].tensors[tensor_name])
+    groups = [load_checkpoint(paths.checkpoint).groups for paths in (one, two)]
+    for name, group in groups[0].items():
+        for tensor_name, tensor in group.tensors.items():
+            assert tensor.equal(groups[1][name].tensors[tensor_name])
     return one, two
 
 

@@ -173,7 +173,7 @@ def test_scaffolds_control_is_the_mean_of_all_clients(
         config = elastic_config(train={**train, "clip_norm": 0.0})
     clients, states = last_states(run_in_memory, config)
     state = states[-1]
-    shared = {n: t for bag in state.bags.values() for n, t in bag.tensors.items() if n.startswith("control/")}
+    shared = {n: t for group in state.groups.values() for n, t in group.tensors.items() if n.startswith("control/")}
     assert shared
     for name, control in shared.items():
         place = f"{STATE}own/{name.removeprefix('control/')}"

@@ -317,7 +317,7 @@ def test_supernets_of_every_averaging_rule_can_be_private(
     _, memory, _ = run_in_memory(config)
     rows = [row for r in memory.records for table, row in r.rows if table == "rounds" and row["stage"] == "supernet"]
     assert all(row["epsilon"] > 0 for row in rows)
-    last = [r.state for r in memory.records if r.state is not None and "supernet" in r.state.bags][-1]
+    last = [r.state for r in memory.records if r.state is not None and "supernet" in r.state.groups][-1]
     assert all(bool(torch.isfinite(t).all()) for t in last.weights("supernet").values() if t.is_floating_point())
 
 

@@ -79,9 +79,9 @@ def test_a_models_weights_are_kept_only_while_they_can_win(tiny_config: Make, st
             stepper.step()
         state = stage.end(stepper.state).state
         if stage.name.startswith("choice"):
-            assert len(state.bags) == 1
-            (bag,) = state.bags
-            assert bag.startswith("tier1-random_")
+            assert len(state.groups) == 1
+            (group,) = state.groups
+            assert group.startswith("tier1-random_")
 
 
 def test_a_tier_with_fewer_models_than_asked_for_trains_those(tiny_config: Make) -> None:

@@ -64,9 +64,9 @@ def contents(root: Path) -> dict[str, list[dict[str, Any]]]:
     return {table: frame.to_dict("records") for table, frame in frames.items()}
 
 
-def final_bags(root: Path) -> dict[str, dict[str, torch.Tensor]]:
+def final_groups(root: Path) -> dict[str, dict[str, torch.Tensor]]:
     (paths,) = list_runs(root)
-    return {name: dict(bag.tensors) for name, bag in load_checkpoint(paths.checkpoint).bags.items()}
+    return {name: dict(group.tensors) for name, group in load_checkpoint(paths.checkpoint).groups.items()}
 
 
 def test_a_run_resumed_from_any_point_ends_in_the_same_bits(
@@ -98,7 +98,7 @@ def test_a_run_resumed_from_any_point_ends_in_the_same_bits(
     monkeypatch.setattr(recorder_module, "save_checkpoint", killed_before_saving)
     run_id = start_run(config, make_serial, Watcher(round=lambda _: snapshot()))
     monkeypatch.setattr(recorder_module, "save_checkpoint", save)
-    expected, bags = contents(root), final_bags(root)
+    expected, groups = contents(root), final_groups(root)
     statuses = {row["status"] for row in expected["clients"]}
     assert statuses == {"ok", "dropped", "timed_out"}, "the configuration shall try everything"
     assert len(expected["rounds"]) >= 12
@@ -106,9 +106,9 @@ def test_a_run_resumed_from_any_point_ends_in_the_same_bits(
     for copy in snapshots:
         resume_run(replace(config, results=str(copy)), run_id, make_serial)
         assert contents(copy) == expected, copy.name
-        resumed = final_bags(copy)
-        assert resumed.keys() == bags.keys()
-        for name, tensors in bags.items():
+        resumed = final_groups(copy)
+        assert resumed.keys() == groups.keys()
+        for name, tensors in groups.items():
             assert all(torch.equal(resumed[name][n], t) for n, t in tensors.items()), (copy.name, name)
         shutil.rmtree(copy)
 

@@ -200,7 +200,7 @@ def after_training(run_in_memory: Any, config: RunConfig) -> tuple[dict[str, Ten
     _, memory, _ = run_in_memory(config)
     states = [r.state for r in memory.records if r.state is not None and r.state.stage == 0 and r.state.round]
     rows = [row for r in memory.records for table, row in r.rows if table == "clients" and row["stage"] in BAGS]
-    return dict(next(b for n, b in states[-1].bags.items() if n in BAGS).tensors), rows
+    return dict(next(b for n, b in states[-1].groups.items() if n in BAGS).tensors), rows
 
 
 BAGS = ("fedavg", "supernet")

@@ -288,7 +288,7 @@ def test_the_shared_model_is_scored_before_and_the_adapted_one_after(
     for client_id in range(3):
         mine = test[test.client_id == client_id].set_index("model").value
         assert mine["global"] == accuracy(there.module(), there.data("test", client_id))
-    assert set(state.bags) == {"supernet"}, "nothing stays with a silo"
+    assert set(state.groups) == {"supernet"}, "nothing stays with a silo"
 
 
 # -- which data, when -------------------------------------------------------------------------------------------------

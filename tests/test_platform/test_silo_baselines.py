@@ -332,16 +332,16 @@ def test_a_run_of_ditto_keeps_a_model_per_silo_and_scores_it(make_config: Make, 
     config = make_config(DittoConfig(train=DittoTrainingConfig(rounds=2, batch_size=12, use_validation=False)))
     config.method.train.evaluate_every = 1
     world, memory, state = run_in_memory(config)
-    bags = state.bags
-    heads = [unpacked(bags[f"client-{c}"].tensors).weights["fixed.classifier.bias"].tolist() for c in range(3)]
-    shared = bags["supernet"].tensors
+    groups = state.groups
+    heads = [unpacked(groups[f"client-{c}"].tensors).weights["fixed.classifier.bias"].tolist() for c in range(3)]
+    shared = groups["supernet"].tensors
     assert len({tuple(h) for h in [*heads, shared["fixed.classifier.bias"].tolist()]}) == 4
     rows = memory.table("evaluations")
     assert set(rows.model) == {"personal"}
     assert sorted(rows[(rows.split == "test") & (rows.metric == "accuracy")].client_id) == [0, 1, 2]
     there = Federation(world, Worker(world.spec), dict(shared))
     for client_id in range(3):
-        scored = there.do(ScoreOwn(SUBNET), dict(bags[f"client-{client_id}"].tensors), client_id=client_id)
+        scored = there.do(ScoreOwn(SUBNET), dict(groups[f"client-{client_id}"].tensors), client_id=client_id)
         row = rows[(rows.split == "test") & (rows.metric == "accuracy") & (rows.client_id == client_id)]
         assert row.value.tolist() == [values(scored)["personal", "accuracy"]]
 

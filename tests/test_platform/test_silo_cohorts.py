@@ -52,12 +52,12 @@ def test_a_silo_searches_when_it_takes_part_and_makes_up_for_what_it_missed(
             due = turns(SEARCH, round_ + 1)
             late += steps < due and round_ % 2 == 1  # no round of Alg. 2 decides: it makes up for an earlier one
             steps = min(steps + 1, due)
-            kept = unpacked(memory.state(round_).bags[f"client-{client_id}"].tensors).kept
+            kept = unpacked(memory.state(round_).groups[f"client-{client_id}"].tensors).kept
             assert [sum(len(r) == 1 for r in part) for part in (kept[:5], kept[5:])] == [steps, steps]
     assert late > 0, "somebody missed a round"
     found = memory.table("evaluations").query("stage == 'evaluation' and metric == 'accuracy'")
     assert sorted(found.client_id) == [0, 1, 2]
-    assert set(state.bags) <= {"supernet", "client-0", "client-1", "client-2"}
+    assert set(state.groups) <= {"supernet", "client-0", "client-1", "client-2"}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -66,7 +66,7 @@ def test_who_never_took_part_is_scored_with_all_operators_and_the_shared_weights
 ) -> None:
     world, memory, state = run_in_memory(silo_config(METHODS[name](rounds=1, clients=1), space=SMALL))
     everything = subspace_id(cast(DartsSpace, world.space).largest_subspace)
-    assert len([bag for bag in state.bags if bag.startswith("client-")]) == 1
+    assert len([group for group in state.groups if group.startswith("client-")]) == 1
     found = memory.table("evaluations").query("stage == 'evaluation' and metric == 'accuracy'")
     assert found.architecture.tolist() == [everything] * 3
 

@@ -43,7 +43,7 @@ from fedloom.tiers.devices import DeviceTable
 SILOS = (0, 1, 2)
 SHARED = "supernet"
 Make = Callable[..., RunConfig]
-Bags = Mapping[str, Mapping[str, Tensor]]
+TensorGroups = Mapping[str, Mapping[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +111,16 @@ def rows_of(config: RunConfig, table: str, **where: object) -> pd.DataFrame:
     return frame.drop(columns=["experiment", "run_id", *TIME_COLUMNS[table]], errors="ignore").reset_index(drop=True)
 
 
-def bags_of(config: RunConfig) -> Bags:
+def groups_of(config: RunConfig) -> TensorGroups:
     (paths,) = list_runs(Path(config.results))
-    return {name: bag.tensors for name, bag in load_checkpoint(paths.checkpoint).bags.items()}
+    return {name: group.tensors for name, group in load_checkpoint(paths.checkpoint).groups.items()}
 
 
 def same_bits(left: Weights, right: Weights) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def assert_same_bags(left: Bags, right: Bags) -> None:
+def assert_same_groups(left: TensorGroups, right: TensorGroups) -> None:
     assert left.keys() == right.keys()
     assert [name for name in left if not same_bits(left[name], right[name])] == []
 
@@ -164,8 +164,8 @@ def test_as_many_silos_take_part_as_are_configured_and_each_keeps_the_state_of_i
     assert rows_of(config, "rounds", stage="spider")["clients_planned"].tolist() == [2] * 4
     evaluated = rows_of(config, "clients", stage="evaluation")
     assert sorted(evaluated["client_id"]) == [0, 1, 2], "every silo is evaluated, whenever it took part"
-    bags = bags_of(config)
-    assert {name for name in bags if name != SHARED} == {f"client-{c}" for cohort in cohorts for c in cohort}
+    groups = groups_of(config)
+    assert {name for name in groups if name != SHARED} == {f"client-{c}" for cohort in cohorts for c in cohort}
 
 
 def test_more_silos_per_round_than_there_are_is_refused(spider_config: Make) -> None:
@@ -184,10 +184,10 @@ def one_gone_one_slow(file: Path) -> TiersConfig:
     return TiersConfig(count=1, paths=100, device_table=str(file))
 
 
-def shared_score(world: World, bags: Bags, silo: int) -> float:
+def shared_score(world: World, groups: TensorGroups, silo: int) -> float:
     """The accuracy of the shared supernet on a silo's test data, by a module of its own."""
     module = world.space.build_supernet()
-    module.load_state_dict(dict(bags[SHARED]))
+    module.load_state_dict(dict(groups[SHARED]))
     with world.data.reading_test():
         data = world.data.client(silo, "test")
     return evaluate(module.eval(), data, Objective()).metric
@@ -210,30 +210,30 @@ def test_silos_that_are_never_heard_have_their_rows_and_leave_the_others_alone(
     assert (gone[["macs", "bytes_down", "bytes_up", "samples"]] == 0).all(axis=None)
     assert all(error.endswith("s is over the deadline of 0.5 s") for error in late["error"])
     assert (late["bytes_up"] == 0).all()
-    assert (late["bytes_down"] == sum(t.numel() * t.element_size() for t in bags_of(config)[SHARED].values())).all()
+    assert (late["bytes_down"] == sum(t.numel() * t.element_size() for t in groups_of(config)[SHARED].values())).all()
     rounds = rows_of(config, "rounds", stage="spider")
     counts = rounds[["clients_planned", "clients_ok", "clients_failed"]]
     assert counts.values.tolist() == [[3, 1, 0]] * 3
     assert rounds["simulated_s"].tolist() == [0.5] * 3, "the server waits for them until the deadline"
     assert set(rows_of(config, "evaluations", split="validation")["client_id"]) == {0}
 
-    bags, world = bags_of(config), world_of(config)
-    assert bags.keys() == {SHARED, "client-0"}
+    groups, world = groups_of(config), world_of(config)
+    assert groups.keys() == {SHARED, "client-0"}
     measured = rows_of(config, "clients", stage="evaluation")
     assert [*zip(measured["client_id"], measured["status"], strict=True)] == [(0, "ok"), (1, "ok"), (2, "ok")]
     tested = rows_of(config, "evaluations", split="test", metric="accuracy").set_index("client_id")
     assert sorted(tested.index) == [*SILOS]
     for silo in (1, 2):
         assert tested.loc[silo, "architecture"] == subspace_id(darts(world).largest_subspace)
-        assert tested.loc[silo, "value"] == shared_score(world, bags, silo)
-    assert tested.loc[0, "architecture"] == subspace_id(unpacked(bags["client-0"]).kept)
+        assert tested.loc[silo, "value"] == shared_score(world, groups, silo)
+    assert tested.loc[0, "architecture"] == subspace_id(unpacked(groups["client-0"]).kept)
 
     # Whatever keeps silos from being heard, what is left of the run is the same.
     failed = elsewhere(replace(config, devices=DevicesConfig(), executor=tolerating(0.7)), "failed")
     failed = replace(failed, tiers=TiersConfig(count=1, paths=100))
     failing(TrainSpider, lambda a: a.client_id != 0, monkeypatch)
     start_run(failed, serial)
-    assert_same_bags(bags_of(failed), bags)
+    assert_same_groups(groups_of(failed), groups)
     pd.testing.assert_frame_equal(rows_of(failed, "evaluations"), rows_of(config, "evaluations"))
 
 
@@ -243,9 +243,9 @@ def test_a_run_whose_silos_all_drop_out_fails_with_what_it_began_with(spider_con
         start_run(config, serial)
     assert set(rows_of(config, "clients", stage="spider")["status"]) == {"dropped"}
     assert len(rows_of(config, "clients", stage="spider")) == 9
-    bags, world = bags_of(config), world_of(config)
-    assert bags.keys() == {SHARED}
-    assert same_bits(bags[SHARED], darts(world).initial_weights(torch_stream(config.seed, SHARED)))
+    groups, world = groups_of(config), world_of(config)
+    assert groups.keys() == {SHARED}
+    assert same_bits(groups[SHARED], darts(world).initial_weights(torch_stream(config.seed, SHARED)))
 
 
 # -- failed -----------------------------------------------------------------------------------------------------------
@@ -257,30 +257,30 @@ def by_hand(config: RunConfig, heard: Callable[[int, int], bool]) -> tuple[dict[
     worker = worker_of(world)
     stage, *_ = stages(config.method, world)
     begun = stage.begin(RunState())
-    bags: dict[str, Mapping[str, Tensor]] = {SHARED: darts(world).initial_weights(torch_stream(config.seed, SHARED))}
+    groups: dict[str, Mapping[str, Tensor]] = {SHARED: darts(world).initial_weights(torch_stream(config.seed, SHARED))}
     for round_ in range(config.method.train.rounds):
         task = stage.plan(replace(begun, round=round_)).assignments[0].task
-        weights, sums = bags[SHARED], WeightedSums()
+        weights, sums = groups[SHARED], WeightedSums()
         for silo in (s for s in SILOS if heard(round_, s)):
-            state = bags.get(f"client-{silo}")
+            state = groups.get(f"client-{silo}")
             outcome = task.run(worker, Assignment("spider", round_, silo, "tier1", task, state=state), weights)
             assert outcome.update is not None
             assert outcome.state is not None
             of_silo = WeightedSums()  # a chunk holds one silo
             of_silo.add(outcome.update)
             sums.merge(of_silo)
-            bags[f"client-{silo}"] = {name: tensor.clone() for name, tensor in outcome.state.items()}
-        bags[SHARED] = sums.finish(weights).weights
-    return bags, worker
+            groups[f"client-{silo}"] = {name: tensor.clone() for name, tensor in outcome.state.items()}
+        groups[SHARED] = sums.finish(weights).weights
+    return groups, worker
 
 
-def scores_by_hand(bags: Bags, worker: Worker, silos: Collection[int]) -> dict[int, float]:
+def scores_by_hand(groups: TensorGroups, worker: Worker, silos: Collection[int]) -> dict[int, float]:
     found = {}
     for silo in silos:
         task = ScoreOwn()
-        assignment = Assignment("evaluation", 0, silo, "tier1", task, state=bags.get(f"client-{silo}"))
+        assignment = Assignment("evaluation", 0, silo, "tier1", task, state=groups.get(f"client-{silo}"))
         with worker.data.reading_test():
-            outcome = task.run(worker, assignment, bags[SHARED])
+            outcome = task.run(worker, assignment, groups[SHARED])
         (found[silo],) = (m.value for m in outcome.measurements if m.metric == "accuracy")
     return found
 
@@ -309,7 +309,7 @@ def test_a_tolerated_failure_costs_its_silo_a_round_and_the_others_nothing_but_i
     assert rounds["clients_failed"].tolist() == [1, 0, 0, 1]
     assert rounds["clients_ok"].tolist() == [2, 3, 3, 2]
 
-    assert_same_bags(bags_of(config), expected)
+    assert_same_groups(groups_of(config), expected)
     tested = rows_of(config, "evaluations", split="test", metric="accuracy")
     assert dict(zip(tested["client_id"], tested["value"], strict=True)) == {s: scores[s] for s in (0, 1)}
 
@@ -358,7 +358,7 @@ def test_a_second_run_and_one_that_is_interrupted_where_it_measures_are_the_same
             expected, found = rows_of(config, table), rows_of(again, table)
             assert len(expected) or table in ("candidates", "models")
             pd.testing.assert_frame_equal(found, expected, check_exact=True)
-        assert_same_bags(bags_of(again), bags_of(config))
+        assert_same_groups(groups_of(again), groups_of(config))
     rounds = rows_of(config, "rounds")
     assert rounds["stage"].tolist() == ["spider"] * 2 + ["evaluation"] + ["gains"] * 2
     assert (rounds["simulated_s"] > 0).all()

@@ -106,12 +106,12 @@ def by_hand(gains: Gains, kept: Subspace, on: int, of: int, begin: Weights) -> t
 class Measured:
     """A federation whose gains were measured.
 
-    `bags` are copies of the tensors that there were before, `rows` what was written, `after` the state that was left.
+    `groups` are copies of the tensors that there were before, `rows` what was written, `after` the state that was left.
     """
 
     gains: Gains
     start: str
-    bags: Mapping[str, Weights]
+    groups: Mapping[str, Weights]
     rows: pd.DataFrame
     after: RunState
 
@@ -128,8 +128,10 @@ def measured(
 ) -> Measured:
     if request.param not in measured_before:
         gains = standing(make_config(GainConfig(epochs=2, lr=0.02, start=request.param)))
-        bags = {n: {t: tensor.clone() for t, tensor in bag.tensors.items()} for n, bag in gains.before.bags.items()}
-        measured_before[request.param] = Measured(gains, request.param, bags, *gains.measure(run_stages))
+        groups = {
+            n: {t: tensor.clone() for t, tensor in group.tensors.items()} for n, group in gains.before.groups.items()
+        }
+        measured_before[request.param] = Measured(gains, request.param, groups, *gains.measure(run_stages))
     return measured_before[request.param]
 
 
@@ -151,12 +153,12 @@ def test_every_pair_is_trained_from_the_given_weights_and_scored_on_the_silos_ow
 
 
 def test_no_silos_state_and_no_shared_weight_changes(measured: Measured) -> None:
-    bags, after = measured.bags, measured.after
-    assert after.bags.keys() == bags.keys() == {"supernet", "client-0", "client-1", "client-2"}
-    for name, bag in after.bags.items():
-        assert bag.version == measured.gains.before.bags[name].version
-        assert bag.tensors.keys() == bags[name].keys()
-        assert [t for t, tensor in bag.tensors.items() if not torch.equal(tensor, bags[name][t])] == []
+    groups, after = measured.groups, measured.after
+    assert after.groups.keys() == groups.keys() == {"supernet", "client-0", "client-1", "client-2"}
+    for name, group in after.groups.items():
+        assert group.version == measured.gains.before.groups[name].version
+        assert group.tensors.keys() == groups[name].keys()
+        assert [t for t, tensor in group.tensors.items() if not torch.equal(tensor, groups[name][t])] == []
 
 
 def crossed(make_config: Make, run_stages: RunStages, **gains: Any) -> tuple[Gains, pd.DataFrame]:
@@ -277,7 +279,7 @@ def test_a_whole_run_measures_the_architectures_that_its_silos_found(make_config
     measured = rows[rows.stage == "gains"]
     assert len(pairs(measured)) == 3
     for of in range(3):
-        kept = unpacked(state.bags[f"client-{of}"].tensors).kept
+        kept = unpacked(state.groups[f"client-{of}"].tensors).kept
         assert set(measured[measured.model == f"silo-{of}"].architecture) == {subspace_id(kept)}
     clients = memory.table("clients")
     assert clients[clients.stage == "gains"].groupby("round").client_id.apply(list).tolist() == [[0, 1, 2]] * 3

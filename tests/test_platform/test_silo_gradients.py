@@ -230,9 +230,9 @@ def test_a_run_of_spider_by_gradients_ends_decided(make_config: Make, run_in_mem
     )
     assert isinstance(world.space, DartsSpace)
     for client_id in range(3):
-        bags = [memory.state(r).bags[f"client-{client_id}"].tensors for r in range(3)]
-        assert [ALPHAS in bag for bag in bags] == [True, True, False]
-        kept = unpacked(bags[-1]).kept
+        groups = [memory.state(r).groups[f"client-{client_id}"].tensors for r in range(3)]
+        assert [ALPHAS in group for group in groups] == [True, True, False]
+        kept = unpacked(groups[-1]).kept
         world.space.validate_subspace(kept)
         assert [len(row) for row in kept] == [1] * 10
         train_size, validation_size = (world.data.size(client_id, s) for s in ("train", "validation"))
@@ -310,7 +310,7 @@ def test_a_run_of_fednas_chooses_after_the_last_round_of_its_search(make_config:
     clients = memory.table("clients")
     named = clients[clients.stage == "fednas"].groupby("round").subspace.unique().apply(list).tolist()
     assert named == [[subspace_id(world.space.largest_subspace)]] * 2 + [[subspace_id(kept)]]
-    assert not any(name.startswith("client-") for name in state.bags)
+    assert not any(name.startswith("client-") for name in state.groups)
 
 
 def test_the_round_of_fednas_is_the_average_of_its_silos(make_config: Make, run_in_memory: Run) -> None:

@@ -228,11 +228,11 @@ def test_a_run_of_fedpnas_ends_with_an_architecture_of_its_own_for_every_silo(
     config = make_config(FedPnasConfig(train=train, search=ArchitectureSearchConfig(start=1, every=1)))
     world, memory, state = run_in_memory(config)
     space = cast(DartsSpace, world.space)
-    kept = [unpacked(state.bags[f"client-{c}"].tensors).kept for c in range(3)]
+    kept = [unpacked(state.groups[f"client-{c}"].tensors).kept for c in range(3)]
     for found in kept:
         space.validate_subspace(found)
         assert [len(row) for row in found] == [1] * 10
-    heads = {tuple(unpacked(state.bags[f"client-{c}"].tensors).weights["head.bias"].tolist()) for c in range(3)}
+    heads = {tuple(unpacked(state.groups[f"client-{c}"].tensors).weights["head.bias"].tolist()) for c in range(3)}
     assert len(heads) == 3
     first = world.space.initial_weights(torch_stream(world.config.seed_for("initialisation"), "supernet"))
     shared, base = state.weights("supernet"), set(space.base_tensors(1))

@@ -54,9 +54,9 @@ def test_to_be_watched_on_test_data_changes_nothing(silo_config: Make, run_in_me
     rows = rows_of(watched, "evaluations")
     assert [r for r in rows if r["metric"] != WATCHED] == rows_of(plain, "evaluations")
     assert rows_of(watched, "clients") == rows_of(plain, "clients")
-    assert after.bags.keys() == state.bags.keys()
-    for bag, kept in state.bags.items():
-        assert all(tensor.equal(after.bags[bag].tensors[n]) for n, tensor in kept.tensors.items())
+    assert after.groups.keys() == state.groups.keys()
+    for group, kept in state.groups.items():
+        assert all(tensor.equal(after.groups[group].tensors[n]) for n, tensor in kept.tensors.items())
     frame = pd.DataFrame([r for r in rows if r["metric"] == WATCHED])
     rounds = {"fednas": [2, 3]}.get(name, [0, 2, 3])
     assert sorted(frame["round"].unique()) == rounds, "and FedNAS has no architecture before its search ends"

@@ -231,9 +231,9 @@ def test_every_silo_ends_with_a_valid_architecture_of_its_own(eight_rounds: tupl
     assert trained.groupby("round").size().tolist() == [3] * 8
     sixth = trained[trained["round"] == 5].set_index("client_id").subspace
     assert not sixth.str.contains(",").any(), "two nodes have five edges per cell; six rounds of which five search"
-    bags = load_checkpoint(find_run(results, run_id).checkpoint).bags
+    groups = load_checkpoint(find_run(results, run_id).checkpoint).groups
     for client in range(3):
-        kept = unpacked(bags[f"client-{client}"].tensors).kept
+        kept = unpacked(groups[f"client-{client}"].tensors).kept
         assert all(len(row) == 1 for row in kept)
         assert subspace_id(kept) == sixth[client], "what was found stays"
     rows = read_table(results, "evaluations", run_id=run_id)

@@ -147,11 +147,11 @@ def round_of(tiny_config: Make, data: Any, monkeypatch: pytest.MonkeyPatch) -> C
         plan = stage.plan(state)
         assignments = list(plan.assignments)
         change(assignments)
-        shared = SharedWeights(state.weights(plan.bag), "v0")
+        shared = SharedWeights(state.weights(plan.group), "v0")
         trained.clear()
         chunks = make_chunks(assignments, 6, 1, plan.stack)
         result = merge_chunks(SerialExecutor(Worker(world.spec)).run(chunks, shared), lambda: None)
-        weights = stage.merge(state, plan, result).state.weights(plan.bag)
+        weights = stage.merge(state, plan, result).state.weights(plan.group)
         return Done(result, weights, sum(trained))
 
     return go

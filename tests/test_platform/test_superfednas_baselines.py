@@ -20,7 +20,7 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.shrinking import Shrinking
-from fedloom.platform.methods.superfednas import ShrinkingConfig, bag_of
+from fedloom.platform.methods.superfednas import ShrinkingConfig, group_of
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.slices import Slice, architecture_id, bytes_of
@@ -109,8 +109,8 @@ def test_a_member_alone_is_fedavg(elastic_config: Make, begun: Any) -> None:
     config = elastic_config(method={"separately": True, "family": ["d=1,0 e=1"]})
     world, stepper = build_world(config), begun(config)
     member = world.space.parse("d=1,0 e=1")
-    bag = bag_of(member)
-    before = dict(stepper.state.weights(bag))
+    group = group_of(member)
+    before = dict(stepper.state.weights(group))
     assert bytes_of(before) == space_of(world).cost_table("bytes").cost(member)
     stepper.step()
     tensors: list[tuple[int, dict[str, Tensor]]] = []
@@ -120,7 +120,7 @@ def test_a_member_alone_is_fedavg(elastic_config: Make, begun: Any) -> None:
             assert outcome.update is not None
             tensors.append((outcome.samples, dict(outcome.update.tensors)))
     total = sum(n for n, _ in tensors)
-    for name, tensor in stepper.state.weights(bag).items():
+    for name, tensor in stepper.state.weights(group).items():
         by_hand = sum(n * own[name].double() for n, own in tensors) / total
         torch.testing.assert_close(tensor.double(), by_hand, rtol=1e-5, atol=1e-6, msg=name)
 

@@ -39,7 +39,7 @@ def search_of(world: World) -> TierSearchStage:
 
 
 def supernet_state(world: World) -> RunState:
-    return RunState().with_bag("supernet", world.space.initial_weights(torch_stream(1, "test")))
+    return RunState().with_group("supernet", world.space.initial_weights(torch_stream(1, "test")))
 
 
 def federated(config: RunConfig, **changes: Any) -> RunConfig:
@@ -187,7 +187,7 @@ def test_a_diverged_supernet_has_no_feasible_model_and_no_winner(tiny_config: Ma
         world = build_world(config)
         weights = {n: torch.full_like(t, math.nan) if t.is_floating_point() else t
                    for n, t in supernet_state(world).weights("supernet").items()}  # fmt: skip
-        stepper = step_through(world, search_of(world), RunState().with_bag("supernet", weights))
+        stepper = step_through(world, search_of(world), RunState().with_group("supernet", weights))
         ended = stepper.finish()
         rows = [row for table, row in ended.rows if table == "candidates"]
         assert len(rows) == 6

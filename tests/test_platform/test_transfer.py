@@ -111,7 +111,7 @@ def test_the_head_is_trained_alone_then_everything(transfer: Make, kept: Any) ->
             assert not torch.equal(tensor, fresh[name]), name
         else:
             assert torch.equal(tensor, theirs[name]), f"{name}: norms and all, as they were"
-    after = load_checkpoint(paths.checkpoint).bags["transferred"].tensors
+    after = load_checkpoint(paths.checkpoint).groups["transferred"].tensors
     assert any(not torch.equal(after[name], theirs[name]) for name in theirs if name not in HEAD)
 
 

@@ -252,7 +252,7 @@ def test_rounds_are_means_over_those_who_hold_a_scalar(
     rows = [row for r in memory.records for table, row in r.rows if table == "clients" and row["stage"] == "supernet"]
     worker, space = Worker(world.spec), of_widths(world.space, "test")
     stage = build_stages(world)[0]
-    weights: dict[str, Tensor] = dict(stage.begin(replace(states[0], bags={})).weights("supernet"))
+    weights: dict[str, Tensor] = dict(stage.begin(replace(states[0], groups={})).weights("supernet"))
     names = set(space.parameter_names)
     for round_ in range(2):
         total = {n: np.zeros(t.shape) for n, t in weights.items() if n in names}
@@ -287,11 +287,11 @@ def test_a_tiers_statistics_are_the_mean_over_all_clients(width_config: Make, ru
     final = [r.state for r in memory.records if r.state is not None and r.state.stage == 2][-1]
     stage, worker = TierModelsStage(world, "heterofl", None), Worker(world.spec)
     for tier in range(3):
-        bag = final.weights(stage.bag(tier))
+        group = final.weights(stage.group(tier))
         module = world.space.build_subnet(stage.architectures[tier]).eval()
         total, samples = dict[str, Tensor](), 0
         for client_id in range(world.num_clients):
-            module.load_state_dict(dict(bag))
+            module.load_state_dict(dict(group))
             x, _ = worker.client_data(client_id, "train")
             estimate_statistics(module, x)
             samples += len(x)
@@ -300,7 +300,7 @@ def test_a_tiers_statistics_are_the_mean_over_all_clients(width_config: Make, ru
         checked = [name for name in total if "running" in name]
         assert checked
         for name in checked:
-            torch.testing.assert_close(bag[name].double(), total[name] / samples, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(group[name].double(), total[name] / samples, rtol=1e-4, atol=1e-6)
 
 
 def test_networks_without_statistics_have_no_such_rounds(width_config: Make, run_in_memory: Any) -> None:

@@ -126,7 +126,7 @@ world = build_world(compose_config([f"experiment={sys.argv[1]}", "tiers.paths=10
 stage = build_stages(world)[0]
 state = stage.begin(RunState())
 plan = stage.plan(state)
-weights = SharedWeights(state.bags[plan.bag].tensors, "v0")
+weights = SharedWeights(state.groups[plan.group].tensors, "v0")
 client = next(a for a in plan.assignments if a.client_id is not None)
 report = run_assignment(Worker(world.spec), client, weights, WeightedSums())
 print(report.status, sorted({"torch._dynamo", "torch._inductor", "sympy", "pymoo"} & set(sys.modules)))

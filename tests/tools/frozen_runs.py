@@ -217,10 +217,10 @@ def _text_differences(old: Path, new: Path) -> Iterator[str]:
 
 def _tensors(artifacts: Path) -> Iterator[tuple[str, str]]:
     for file in sorted(artifacts.rglob("*.safetensors")):
-        kind, bag = file.parent.name, file.name.rpartition("-v")[0] or file.stem
+        kind, group = file.parent.name, file.name.rpartition("-v")[0] or file.stem
         for name, tensor in sorted(load_file(file).items()):
             content = tensor.contiguous().view(-1).numpy().tobytes() if tensor.numel() else b""
-            yield f"{kind}/{bag}/{name}", hashlib.sha256(content).hexdigest()[:16]
+            yield f"{kind}/{group}/{name}", hashlib.sha256(content).hexdigest()[:16]
 
 
 def compare(old: Path, new: Path) -> bool:

@@ -146,10 +146,10 @@ def what_goes_in_is_only_read(rule: ServerRule) -> Iterator[str]:
     for round_ in range(len(ROUNDS)):
         averaged = averaged_in(round_, weights)
         inputs = {"old": weights, "mean": averaged.weights, "kept": state}
-        copies = {what: {name: t.clone() for name, t in bag.items()} for what, bag in inputs.items()}
+        copies = {what: {name: t.clone() for name, t in group.items()} for what, group in inputs.items()}
         moment = served(rule, round_, weights, averaged, state)
-        for what, bag in inputs.items():
-            for problem in differing(bag, copies[what]):
+        for what, group in inputs.items():
+            for problem in differing(group, copies[what]):
                 yield f"round {round_}, {what} {problem}"
         weights, state = moment.new, moment.state_after
 
@@ -168,7 +168,7 @@ def a_checkpoint_in_between_changes_nothing(rule: ServerRule) -> Iterator[str]:
     """State and weights survive a checkpoint unchanged, and rounds resumed from it give the same results."""
     whole = [*played(rule)]
     for moment in whole[:-1]:
-        weights, state = (_reloaded(bag) for bag in (moment.new, moment.state_after))
+        weights, state = (_reloaded(group) for group in (moment.new, moment.state_after))
         yield from _in(moment, differing(state, moment.state_after))
         start = replace(moment, new=weights, state_after=state)
         for resumed in played(rule, range(moment.round + 1, len(whole)), start):
@@ -196,8 +196,8 @@ def _tensor_of(slot: str) -> str:
     return next(name for name in first_weights() if slot.endswith(f"/{name}"))
 
 
-def _reloaded(bag: Weights) -> dict[str, Tensor]:
-    return from_bytes(to_bytes(bag), Path("checkpoint"))
+def _reloaded(group: Weights) -> dict[str, Tensor]:
+    return from_bytes(to_bytes(group), Path("checkpoint"))
 
 
 LAWS = (

@@ -16,13 +16,13 @@ import torch
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
-from fedloom.platform.results.bag import Bag
 from fedloom.platform.results.checkpoint import load_checkpoint, save_checkpoint
 from fedloom.platform.results.copies import Mirror, fetch
 from fedloom.platform.results.manifest import FILE as MANIFEST, manifest_path, problems
 from fedloom.platform.results.paths import find_run, run_paths
 from fedloom.platform.results.store import local_root, open_target
 from fedloom.platform.results.tables import read_table
+from fedloom.platform.results.tensor_group import TensorGroup
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
 
@@ -131,11 +131,11 @@ def test_what_refers_to_files_is_copied_after_them_and_nothing_is_deleted_before
                 kinds.append((what, kind))
         seen.append(kinds)
     status, rows = ("upload", "status"), [("upload", ".parquet"), ("upload", ".jsonl"), ("delete", ".jsonl")]
-    bags, dropped = ("upload", ".safetensors"), ("delete", ".safetensors")
-    # The end of a turn, then rows, bags and cards of the next, then its state.
-    order = [status, dropped, *rows, ("upload", ".log"), bags, ("upload", ".json")]
+    groups, dropped = ("upload", ".safetensors"), ("delete", ".safetensors")
+    # The end of a turn, then rows, tensors and cards of the next, then its state.
+    order = [status, dropped, *rows, ("upload", ".log"), groups, ("upload", ".json")]
     assert all(kinds == [kind for kind in order if kind in kinds] for kinds in seen), seen
-    assert any({status, dropped, bags} <= set(kinds) for kinds in seen), seen
+    assert any({status, dropped, groups} <= set(kinds) for kinds in seen), seen
 
 
 def test_a_copy_made_while_the_run_writes_is_always_one_that_can_be_resumed(
@@ -154,8 +154,8 @@ def test_a_copy_made_while_the_run_writes_is_always_one_that_can_be_resumed(
                 writer.add("clients", round=version, client_id=client)
             writer.add("rounds", stage="s", round=version)
             position = writer.commit()
-            bags = {"w": Bag({"x": torch.full((100,), float(version))}, version)}
-            saved = save_checkpoint(writer.paths.checkpoint, bags, {"position": position}, saved)
+            groups = {"w": TensorGroup({"x": torch.full((100,), float(version))}, version)}
+            saved = save_checkpoint(writer.paths.checkpoint, groups, {"position": position}, saved)
             mirror.checkpoint()
 
     writing = threading.Thread(target=write)
@@ -176,7 +176,7 @@ def test_a_copy_made_while_the_run_writes_is_always_one_that_can_be_resumed(
             assert problems(run_paths(copy, "e", "r1")) == []
             RunWriter.resume(copy, "e", "r1", checkpoint.data["position"])
             rounds.append(read_table(copy, "rounds")["round"].tolist())
-            assert rounds[-1] == list(range(1, checkpoint.bags["w"].version + 1))
+            assert rounds[-1] == list(range(1, checkpoint.groups["w"].version + 1))
     finally:
         stopped.set()
         writing.join()
