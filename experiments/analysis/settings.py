@@ -65,14 +65,15 @@ class Setting:
         return self.num_seeds < len(self.run_ids)
 
     @property
-    def seeds_by_run(self) -> dict[str, str]:
-        """All seeds of each run."""
-        return dict(zip(self.run_ids, self.seeds, strict=True))
+    def is_alone(self) -> bool:
+        """Whether it is the only setting of its experiment, whose name it has then."""
+        return self.name == self.experiment
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         """The rows of its runs, with the column `seeds`."""
-        own = frame[frame["run_id"].isin(self.run_ids)]
-        return own.assign(**{SEEDS: own["run_id"].map(self.seeds_by_run).astype(object)})
+        rows = frame[frame["run_id"].isin(self.run_ids)]
+        seeds_by_run = dict(zip(self.run_ids, self.seeds, strict=True))
+        return rows.assign(**{SEEDS: rows["run_id"].map(seeds_by_run).astype(object)})
 
 
 def settings_of(tables: Tables) -> list[Setting]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,9 +12,19 @@ from numpy.typing import NDArray
 from fedloom.experiments.analysis.clients import of_final_models, paragraphs, per_class
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.analysis.tables import Tables, natural
-from fedloom.experiments.report.content import Block
+from fedloom.experiments.report.content import Block, Picture
 from fedloom.experiments.report.drawing import BLUE, INK, multiples, tiers_in_order
-from fedloom.experiments.report.wording import ABSENT, count, mean_over_seeds, model_name, over_runs, percent, sentence
+from fedloom.experiments.report.wording import (
+    ABSENT,
+    PANELS,
+    caption_of,
+    count,
+    mean_over_seeds,
+    model_name,
+    over_runs,
+    percent,
+    sentence,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,6 +102,18 @@ def confusion_figure(confusions: pd.DataFrame, settings: Sequence[Setting]) -> F
     for part, setting in zip(parts, shown, strict=True):
         _panels(part, parts_of[setting.name], across)
     return figure
+
+
+def confusion_pictures(confusions: pd.DataFrame, settings: Sequence[Setting]) -> Iterator[Picture]:
+    """The figure of an experiment; see `confusion_figure`."""
+    figure = confusion_figure(confusions, settings)
+    if figure is not None:
+        caption = (
+            "Percentage of the whole test set's samples of each class (rows) that the model predicts as each class "
+            "(columns), over all runs."
+        )
+        text = caption_of(settings, caption, panels=PANELS)
+        yield Picture("confusion", "Confusion matrix per tier", text, figure)
 
 
 def _panels(part: Figure | SubFigure, rows: pd.DataFrame, across: int) -> None:

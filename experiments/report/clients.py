@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from fedloom.experiments.analysis.seeds import SEEDS
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.analysis.tables import ALL_TIERS, Tables, natural, shown_models
 from fedloom.experiments.analysis.tiers import PERPLEXITY
-from fedloom.experiments.report.content import Block
+from fedloom.experiments.report.content import Block, Picture
 from fedloom.experiments.report.drawing import (
     LEGEND,
     legend_line,
@@ -26,7 +26,9 @@ from fedloom.experiments.report.drawing import (
 )
 from fedloom.experiments.report.wording import (
     ABSENT,
+    PANELS,
     Write,
+    caption_of,
     count,
     mean_over_seeds,
     model_name,
@@ -127,6 +129,19 @@ def clients_figure(clients: pd.DataFrame, settings: Sequence[Setting]) -> Figure
         axes.set_ylim(max(-4.0, 100 * counted["value"].min() - 8), 104)
     _clients_legend(figure, models, 5 if width >= WIDE_IN else 2)
     return figure
+
+
+def clients_pictures(clients: pd.DataFrame, settings: Sequence[Setting]) -> Iterator[Picture]:
+    """The figure of an experiment; see `clients_figure`."""
+    figure = clients_figure(clients, settings)
+    if figure is not None:
+        caption = (
+            "Each dot is a client's accuracy on its own test data with its tier's model; the triangle marks the worst "
+            "client of the tier. Clients without test samples are left out."
+        )
+        over_runs = "The clients of all runs are shown together."
+        text = caption_of(settings, caption, over_runs, panels=PANELS)
+        yield Picture("clients", "Accuracy per client", text, figure)
 
 
 def _strips(axes: Axes, counted: pd.DataFrame, tiers: Sequence[str], models: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from fedloom.experiments.analysis.seeds import SEEDS
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.analysis.subnets import Labels
 from fedloom.experiments.analysis.tables import ALONE, GAINS, SILOS, SUBNETS, Tables, only
-from fedloom.experiments.report.content import Block
+from fedloom.experiments.report.content import Block, Picture
 from fedloom.experiments.report.drawing import (
     BLUE,
     INK,
@@ -29,6 +29,7 @@ from fedloom.experiments.report.drawing import (
     whole_numbers,
 )
 from fedloom.experiments.report.wording import (
+    caption_of,
     count,
     mean_over_seeds,
     seconds,
@@ -150,6 +151,26 @@ def communication_figure(kinds: pd.DataFrame, rounds: pd.DataFrame, settings: Se
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, **LEGEND)
     return figure
+
+
+def communication_pictures(kinds: pd.DataFrame, rounds: pd.DataFrame, settings: Sequence[Setting]) -> Iterator[Picture]:
+    """The figure of an experiment; see `communication_figure`."""
+    figure = communication_figure(kinds, rounds, settings)
+    if figure is None:
+        return
+    caption = (
+        "Bytes that all clients received and sent in total. The cumulative curves leave out the final evaluation; the "
+        "rand-init baseline is counted on its own."
+    )
+    if all(s.kind == SILOS for s in settings):  # these have no baseline
+        caption = (
+            "Bytes that all silos received and sent in total. The cumulative curves leave out the final evaluation and "
+            "personalisation gains."
+        )
+    over_runs = "Bars are means over the runs; every run has its own curve."
+    panels = "One panel per setting; panels have the same axes where the settings sent similar amounts."
+    text = caption_of(settings, caption, over_runs, panels=panels)
+    yield Picture("communication", "Bytes per stage", text, figure)
 
 
 def _sums(kinds: pd.DataFrame) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,8 @@ import pandas as pd
 from fedloom.experiments.analysis.seeds import SEEDS, spread
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.analysis.tables import MODELS
-from fedloom.experiments.analysis.tiers import perplexity_of
+from fedloom.experiments.analysis.tiers import PERPLEXITY, perplexity_of
+from fedloom.experiments.report.content import Picture
 from fedloom.experiments.report.drawing import (
     DASHED,
     GREY,
@@ -27,7 +28,7 @@ from fedloom.experiments.report.drawing import (
     tiers_in_order,
     whole_numbers,
 )
-from fedloom.experiments.report.wording import stage_name
+from fedloom.experiments.report.wording import PANELS, caption_of, stage_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,6 +67,32 @@ def convergence_figure(convergence: pd.DataFrame, settings: Sequence[Setting], v
     _share_ranges(grids)
     _convergence_legend(figure, tiers, convergence)
     return figure
+
+
+CAPTION = (
+    "Loss and accuracy against finished rounds. Solid: what the round's clients report on their own training data "
+    "during training. Dashed: the server's validation data after that many rounds; for the supernet, the mean over its "
+    "evaluated paths. Fine-tuning starts from the supernet's weights at round 0."
+)
+
+
+def convergence_pictures(
+    convergence: pd.DataFrame, settings: Sequence[Setting], texts: Collection[str]
+) -> Iterator[Picture]:
+    """The figures of an experiment: one of both values for a single setting, else one of each to ease comparison.
+
+    `texts` are the runs that are measured by perplexity.
+    """
+    loss = PERPLEXITY if all(run_id in texts for s in settings for run_id in s.run_ids) else "loss"
+    title = "Convergence per stage"
+    figures = {"convergence": (f"{title}: accuracy", ["metric"]), "convergence-loss": (f"{title}: loss", [loss])}
+    if settings[0].is_alone:
+        figures = {"convergence": (title, [loss, "metric"])}
+    over_runs = "Lines are means over the runs, bands reach from the minimum to the maximum."
+    for name, (title, values) in figures.items():
+        figure = convergence_figure(convergence, settings, values)
+        if figure is not None:
+            yield Picture(name, title, caption_of(settings, CAPTION, over_runs, panels=PANELS), figure)
 
 
 def _panels(

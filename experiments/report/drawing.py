@@ -226,7 +226,7 @@ def multiples(
     The only setting of an experiment is drawn in the figure itself. `alone` and `each` are the sizes in inches (width,
     height) of such a figure, and of a subfigure.
     """
-    if [s.name for s in settings] == [settings[0].experiment]:
+    if settings[0].is_alone:
         figure = new_figure(alone)
         return figure, [figure]
     columns = min(columns, len(settings))

@@ -24,6 +24,7 @@ from fedloom.experiments.analysis.subnets import (
     cost_comparisons,
     scored,
     subnets,
+    targets_of,
 )
 from fedloom.experiments.analysis.tables import ALONE, SUBNETS, Tables, elastic_run_ids, only, real_rounds
 from fedloom.experiments.report.content import Block, Picture, sheets
@@ -453,3 +454,13 @@ def _picture(name: str, figure: Figure, settings: Sequence[Setting]) -> Picture:
     title, caption = CAPTIONS[name]
     repeated = f" {sentence(REPEATED)}" if any(s.repeats_seeds for s in settings) else ""
     return Picture(name, title, f"{caption}{repeated}", figure)
+
+
+def missing_of_subnets(run: Tables, tested: pd.DataFrame, state: str) -> list[str]:
+    """Missing parts of a SuperFedNAS run: the evaluation, or winners of targets."""
+    found = set(tested.loc[tested["model"] == SEARCHED, "tier"])
+    lines = [] if len(tested) else ["nothing was measured on test data yet: no accuracy of subnets"]
+    lost = [t for t in targets_of(run, run.paths[0].run_id) if t not in found]
+    if state == "done" and lost:
+        lines.append(f"{', '.join(lost)}: the search chose no subnet for {'it' if len(lost) == 1 else 'them'}")
+    return lines

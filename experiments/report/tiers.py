@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from fedloom.experiments.analysis.clients import fairness
 from fedloom.experiments.analysis.seeds import SEEDS, Estimate, estimate_by_seed, is_absent
-from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.settings import Setting, settings_of
 from fedloom.experiments.analysis.subnets import decoded
-from fedloom.experiments.analysis.tables import ALL_TIERS, Tables, natural, shown_models
-from fedloom.experiments.report.content import Block
+from fedloom.experiments.analysis.tables import (
+    ALL_TIERS,
+    TIERS,
+    Bounds,
+    Tables,
+    configuration,
+    kind_of,
+    natural,
+    shown_models,
+)
+from fedloom.experiments.analysis.tiers import per_tier, tiers_of, with_perplexity
+from fedloom.experiments.report.content import Block, Picture
 from fedloom.experiments.report.drawing import (
     COUNTS,
     GREY,
@@ -27,7 +38,9 @@ from fedloom.experiments.report.drawing import (
 )
 from fedloom.experiments.report.wording import (
     ABSENT,
+    PANELS,
     Write,
+    caption_of,
     model_name,
     over_runs,
     percent,
@@ -79,6 +92,11 @@ def summarise(per_tier: pd.DataFrame, fairness: pd.DataFrame, settings: Sequence
             tiers = sorted(dict.fromkeys(rows["tier"]), key=lambda t: (t == ALL_TIERS, natural(t)))
             summaries.append(Summary(setting, tuple(_tier(t, rows[rows["tier"] == t]) for t in tiers)))
     return summaries
+
+
+def tier_summaries(tables: Tables, bounds: Bounds) -> list[Summary]:
+    """The tiers of the runs, per setting."""
+    return summarise(with_perplexity(per_tier(tables, bounds), tables), fairness(tables), settings_of(tables))
 
 
 def _wide(fairness: pd.DataFrame) -> pd.DataFrame:
@@ -270,6 +288,24 @@ def pareto_figure(
     return figure
 
 
+def pareto_pictures(pareto: pd.DataFrame, settings: Sequence[Setting], bounds: Bounds) -> Iterator[Picture]:
+    """The figure of the candidates, with the bounds in MACs of settings whose runs all have the same."""
+    upper_bounds = {}
+    for setting in settings:
+        runs = [{tier: bound for (of, tier), bound in bounds.items() if of == run_id} for run_id in setting.run_ids]
+        if all(run == runs[0] for run in runs) and setting.config.get("tiers", {}).get("cost") == "macs":
+            upper_bounds[setting.name] = runs[0]
+    figure = pareto_figure(pareto, settings, upper_bounds)
+    if figure is not None:
+        caption = (
+            "Every candidate of the search, scored on validation data with the supernet's weights. Lines join the "
+            "models that no other of the tier beats in both accuracy and cost; the star is the tier's winner."
+        )
+        own_fronts = "Every run has its own front and winner."
+        text = caption_of(settings, caption, own_fronts, panels=PANELS, averaged=False)
+        yield Picture("pareto", "Pareto front per tier", text, figure)
+
+
 def _candidates(axes: Axes, candidates: pd.DataFrame, tiers: Sequence[str], scale: float) -> None:
     """Draws the candidates of one setting; every run has its own front."""
     colours, markers = tier_colours(tiers), tier_markers(tiers)
@@ -295,3 +331,31 @@ def _handles(tiers: Sequence[str], *, with_bounds: bool) -> list[Line2D]:
     if with_bounds:
         handles.append(legend_line(color="#B5B5B5", linestyle=":", label="tier's bound"))
     return handles
+
+
+def missing_of_tiers(run: Tables, tested: pd.DataFrame, state: str) -> list[str]:
+    """Missing parts of a run with a model per tier: candidates, test metrics, baseline, or models of tiers."""
+    run_id = run.paths[0].run_id
+    method = configuration(run, run_id).get("method", {})
+    lines = []
+    if "search" in method and run.candidates.empty:
+        lines.append("no tier's search has ended: no candidates and no Pareto front")
+    if tested.empty:
+        lines.append("nothing was measured on test data: no test metric and no fairness")
+    elif "rand_init" in method and "rand_init" not in set(tested["model"]):
+        lines.append("the rand-init baseline was not evaluated")
+    if state == "done" and "search" in method:
+        chosen = set(run.models["tier"]) | set(run.candidates["tier"])
+        empty = [t for t in tiers_of(run, run_id) if t not in chosen]
+        lines += [f"{', '.join(empty)}: no model of the space lies within the bounds"] if empty else []
+    return lines
+
+
+def unknown_bounds(tables: Tables, bounds: Bounds) -> list[str]:
+    """A sentence on the runs that did not record the bounds of their tiers."""
+    known = {run_id for run_id, _ in bounds}
+    with_tiers = [p.run_id for p in tables.paths if kind_of(tables, p.run_id) == TIERS]  # others have no bounds
+    unknown = [run_id for run_id in with_tiers if run_id not in known and configuration(tables, run_id)]
+    if not unknown:
+        return []
+    return [f"Upper bounds are not shown for runs that did not record them: {', '.join(unknown)}."]

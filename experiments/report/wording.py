@@ -182,6 +182,27 @@ def runs_in_brief(setting: Setting) -> str:
     return f" ({runs} runs)" if seeds == runs else f" ({seeds} seed{'s' if seeds > 1 else ''}, {runs} runs)"
 
 
+PANELS = "One panel per setting; all panels have the same axes."
+
+
+def caption_of(
+    settings: Sequence[Setting], text: str, over_runs: str = "", *, panels: str = "", averaged: bool = True
+) -> str:
+    """The caption of a figure of these settings.
+
+    `over_runs` says how several runs of a setting are shown, `panels` how several settings of an experiment are;
+    seeds that were run repeatedly are mentioned if they are `averaged`.
+    """
+    lines = [text]
+    if over_runs and any(len(s.run_ids) > 1 for s in settings):
+        lines.append(over_runs)
+    if averaged and any(s.repeats_seeds for s in settings):
+        lines.append(sentence(REPEATED))
+    if panels and not settings[0].is_alone:
+        lines.append(panels)
+    return " ".join(lines)
+
+
 def setting_head(settings: Sequence[Setting]) -> str:
     """The head of the column of settings: "experiment" if every setting has the name of its experiment."""
     return "experiment" if all(s.name == s.experiment for s in settings) else "setting"
