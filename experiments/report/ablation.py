@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,7 +33,7 @@ from fedloom.experiments.analysis.ablation import (
 from fedloom.experiments.analysis.outcomes import MODEL_KEY, final_model, outcomes
 from fedloom.experiments.analysis.rounds import convergence, simulated_hours, steps
 from fedloom.experiments.analysis.seeds import FEWEST, SEEDS, Estimate, is_absent, spread
-from fedloom.experiments.analysis.subnets import Labels, labels_of
+from fedloom.experiments.analysis.subnets import labels_of
 from fedloom.experiments.analysis.tables import ALL_TABLES, METRIC, SEARCH, Tables, natural, real_rounds, shown_models
 from fedloom.experiments.report.clients import failures_block
 from fedloom.experiments.report.content import REFRESH_S, Block, Content, Picture, RunFacts, rich_block
@@ -52,7 +53,7 @@ from fedloom.experiments.report.drawing import (
     whole_numbers,
     with_bars,
 )
-from fedloom.experiments.report.outcomes import FRONTS, outcomes_block, outcomes_figure
+from fedloom.experiments.report.outcomes import FRONTS, Groups, outcomes_block, outcomes_figure
 from fedloom.experiments.report.pages import ReportFiles, write_content
 from fedloom.experiments.report.runs import records
 from fedloom.experiments.report.subnets import LOGARITHMIC_FROM
@@ -79,13 +80,69 @@ from fedloom.platform.results.store import output_folder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
 
 Names = Mapping[str, str]
 """Readable labels of subnets, by id."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """An ablation, the tables of its trials that have started, their frame (see `ablation_frame`), and the labels."""
+
+    ablation: Ablation
+    tables: Tables
+    frame: pd.DataFrame
+    names: Names
+
+    @property
+    def axes(self) -> list[str]:
+        """The names of the axes."""
+        return list(self.ablation.axes)
+
+    def values(self, axis: str) -> list[Any]:
+        """The values of an axis, in order."""
+        return values_of(self.ablation, axis)
+
+    def evaluated(self) -> pd.DataFrame:
+        """The rows of the trials that were evaluated."""
+        return self.frame.dropna(subset=[METRIC, "model"])
+
+    def title(self, *axes: str) -> str:
+        """The varied axes, and below them the fixed values of the others."""
+        fixed = ", ".join(f"{axis}={short(value)}" for axis, value in held(self.ablation, *axes).items())
+        return "\n".join([", ".join(axes), *([fill(f"at {fixed}", 44)] if fixed else [])])
+
+
+def study_of(ablation: Ablation, tables: Tables) -> Study:
+    """The ablation with its frame and the labels of its subnets."""
+    frame, labels = ablation_frame(tables, ablation), labels_of(tables)
+    pairs = frame.dropna(subset=["subnet"]).drop_duplicates("subnet")[["run_id", "subnet"]]
+    names = {str(subnet): labels.of(str(run), str(subnet)) for run, subnet in pairs.itertuples(index=False)}
+    return Study(ablation, tables, frame, names)
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def trials_block(ablation: Ablation, states: Sequence[TrialState], tables: Tables) -> Block:
+    """One row per planned trial: its setting and seed, its state, and the message of its run."""
+    rounds = real_rounds(tables.rounds).groupby("run_id").size().to_dict()
+    rows = []
+    for s in states:
+        message, status = s.message or ABSENT, s.status
+        if not s.message and status is not None and status.stage and s.state != "done":
+            message = f"in {status.stage}, round {status.round_shown} of {status.rounds_total}"
+        setting = (short(s.trial.setting[axis]) for axis in ablation.axes)
+        done = str(rounds.get(s.trial.run_id, 0))
+        rows.append((str(s.trial.index), *setting, str(s.trial.seed), s.state, s.trial.run_id, message, done))
+    text = ("Every trial is a run of its own. Rounds are those of all stages that are in the tables so far.",)
+    heads = ("trial", *ablation.axes, "seed", "state", "run", "message", "rounds")
+    return Block("Trials", text, heads, tuple(rows), labels=len(heads) - 1)
+
 
 MEASURED: tuple[tuple[str, str, Write], ...] = (
     (METRIC, "accuracy %", percent),
@@ -97,164 +154,98 @@ MEASURED: tuple[tuple[str, str, Write], ...] = (
 """The columns of the table of settings: the measure, its head, and its format."""
 
 
-def subnet_names(frame: pd.DataFrame, labels: Labels) -> dict[str, str]:
-    """The labels of the subnets in an ablation's frame."""
-    pairs = frame.dropna(subset=["subnet"]).drop_duplicates("subnet")[["run_id", "subnet"]]
-    return {str(subnet): labels.of(str(run), str(subnet)) for run, subnet in pairs.itertuples(index=False)}
-
-
-def trials_block(ablation: Ablation, states: Sequence[TrialState], tables: Tables) -> Block:
-    """One row per planned trial: its setting and seed, its state, and the message of its run."""
-    rounds = real_rounds(tables.rounds).groupby("run_id").size().to_dict()
+def points_block(study: Study, *, wide: bool) -> Block:
+    """One row per setting and model, tier or subnet: n, accuracy and costs; `wide` includes all costs."""
+    measures = [m for m in MEASURED if wide or m[0] in (METRIC, "macs")]
+    frames = [by_setting(study.frame, measure, study.axes) for measure, _, _ in measures]
+    key, points = [*study.axes, *MODEL_KEY], frames[0]
+    written = []
+    for frame, (_, _, write) in zip(frames, measures, strict=True):
+        estimates = [
+            Estimate(mean, None if is_absent(half_width) else half_width, n, tuple(values))
+            for n, mean, half_width, values in frame[["n", "mean", "half_width", "values"]].itertuples(index=False)
+        ]
+        places = frame[key].itertuples(index=False, name=None)
+        written.append(dict(zip(places, (with_interval(e, write) for e in estimates), strict=True)))
+    shown = _model_columns(points, study.names)
     rows = [
         (
-            str(s.trial.index),
-            *(short(s.trial.setting[axis]) for axis in ablation.axes),
-            str(s.trial.seed),
-            s.state,
-            s.trial.run_id,
-            _said(s),
-            str(rounds.get(s.trial.run_id, 0)),
+            *(short(row[axis]) for axis in study.axes),
+            *(write(row[column]) for column, write in shown),
+            str(row["n"]),
+            *(cells.get(tuple(row[name] for name in key), ABSENT) for cells in written),
         )
-        for s in states
+        for row in points.to_dict("records")
     ]
-    text = ("Every trial is a run of its own. Rounds are those of all stages that are in the tables so far.",)
-    heads = ("trial", *ablation.axes, "seed", "state", "run", "message", "rounds")
-    return Block("Trials", text, heads, tuple(rows), labels=len(heads) - 1)
+    if rows:
+        same = [(name, str(points[name].iloc[0])) for name in ("model", "tier") if points[name].nunique() == 1]
+        costs = (
+            " Bytes and simulated time are those of everything that the method did, including the training of a "
+            "supernet that the trial shared with others."
+        )
+        text = [
+            f"Test accuracy in %; MACs of one forward pass; n seeds. {INTERVALS}{costs if wide else ''}",
+            *([f"All rows: {', '.join(f'{name} {model_name(value)}' for name, value in same)}."] if same else []),
+        ]
+    else:
+        text = ["No trial has been evaluated yet."]
+    heads = (*study.axes, *(column for column, _ in shown), "n", *(head for _, head, _ in measures))
+    return Block("Settings", tuple(text), heads, tuple(rows), labels=len(study.axes) + len(shown))
 
 
-def _said(state: TrialState) -> str:
-    status = state.status
-    if state.message:
-        return state.message
-    if status is None or not status.stage or state.state == "done":
-        return ABSENT
-    return f"in {status.stage}, round {status.round_shown} of {status.rounds_total}"
-
-
-def points_block(ablation: Ablation, frame: pd.DataFrame, names: Names, *, wide: bool) -> Block:
-    """One row per setting and model, tier or subnet: n, accuracy and costs; `wide` includes all costs."""
-    axes = list(ablation.axes)
-    chosen = [m for m in MEASURED if wide or m[0] in (METRIC, "macs")]
-    found = [by_setting(frame, measure, axes) for measure, _, _ in chosen]
-    shown = _model_columns(found[0], names)
-    key = [*axes, *MODEL_KEY]
-    cells = [rows.set_index(key) for rows in found]
-    rows = []
-    for place in found[0][key].itertuples(index=False, name=None):
-        settings = tuple(short(value) for value in place[: len(axes)])
-        model = tuple(write(place[len(axes) + i]) for i, _, write in shown)
-        n = str(cells[0].loc[place, "n"])
-        measured = (_estimate(c, place, write) for c, (_, _, write) in zip(cells, chosen, strict=True))
-        rows.append((*settings, *model, n, *measured))
-    heads = (*axes, *(head for _, head, _ in shown), "n", *(head for _, head, _ in chosen))
-    return Block("Settings", _settings_text(found[0], wide), heads, tuple(rows), labels=len(axes) + len(shown))
-
-
-def _estimate(cells: pd.DataFrame, place: tuple[Any, ...], write: Write) -> str:
-    if place not in cells.index:
-        return ABSENT
-    row = cells.loc[place]
-    half_width = None if is_absent(row["half_width"]) else float(row["half_width"])
-    return with_interval(Estimate(row["mean"], half_width, row["n"], tuple(row["values"])), write)
-
-
-def _model_columns(rows: pd.DataFrame, names: Names) -> list[tuple[int, str, Write]]:
-    """The columns among model, tier and subnet that differ between rows: index, head and format."""
+def _model_columns(rows: pd.DataFrame, names: Names) -> list[tuple[str, Write]]:
+    """The columns among model, tier and subnet that differ between rows, and their formats."""
     writers: dict[str, Write] = {
         "model": model_name,
         "tier": str,
         "subnet": lambda subnet: names.get(subnet, subnet) or ABSENT,
     }
-    return [(i, column, writers[column]) for i, column in enumerate(MODEL_KEY) if rows[column].nunique() > 1]
+    return [(column, writers[column]) for column in MODEL_KEY if rows[column].nunique() > 1]
 
 
-def _settings_text(rows: pd.DataFrame, wide: bool) -> tuple[str, ...]:
-    if rows.empty:
-        return ("No trial has been evaluated yet.",)
-    same = [
-        f"{column} {model_name(str(rows[column].iloc[0]))}"
-        for column in ("model", "tier")
-        if rows[column].nunique() == 1
-    ]
-    costs = (
-        " Bytes and simulated time are those of all that the method did, with the training of a supernet that the "
-        "trial shared with others."
-    )
-    return (
-        f"Test accuracy in %; MACs of one forward pass; n seeds. {INTERVALS}{costs if wide else ''}",
-        *([f"All rows: {', '.join(same)}."] if same else []),
-    )
-
-
-def axis_blocks(ablation: Ablation, frame: pd.DataFrame, names: Names) -> list[Block]:
+def axis_blocks(study: Study) -> list[Block]:
     """A table per axis of paired differences to its reference; none for a random search, which has no pairs."""
-    if not is_grid(ablation):
-        return []
-    blocks = [_axis_block(ablation, frame, names, axis) for axis in ablation.axes]
-    return [block for block in blocks if block.rows]
+    return [_axis_block(study, axis) for axis in study.axes] if is_grid(study.ablation) else []
 
 
-def _axis_block(ablation: Ablation, frame: pd.DataFrame, names: Names, axis: str) -> Block:
-    found = against_reference(frame, ablation, axis)
-    shown = _model_columns(found, names)
-    rows = [
-        (
-            f"{short(row['value'])} – {short(row['reference'])}",
-            *(write(row[head]) for _, head, write in shown),
-            str(row["n"]),
-            str(row["seeds"]),
-            ", ".join(map(points, row["values"])) if len(row["values"]) < FEWEST else points(row["mean"]),
-            _interval(row["low"], row["high"]),
-            _probability(row["p_value"]),
+def _axis_block(study: Study, axis: str) -> Block:
+    ablation = study.ablation
+    compared = against_reference(study.frame, ablation, axis)
+    shown = _model_columns(compared, study.names)
+    rows = []
+    for row in compared.to_dict("records"):
+        few, p = len(row["values"]) < FEWEST, row["p_value"]
+        rows.append(
+            (
+                f"{short(row['value'])} – {short(row['reference'])}",
+                *(write(row[column]) for column, write in shown),
+                str(row["n"]),
+                str(row["seeds"]),
+                ", ".join(map(points, row["values"])) if few else points(row["mean"]),
+                ABSENT if is_absent(row["low"]) else f"{points(row['low'])} to {points(row['high'])}",
+                ABSENT if is_absent(p) else "< 0.001" if p < 0.001 else f"{p:.3f}",
+            )
         )
-        for row in found.to_dict("records")
-    ]
-    heads = (axis, *(head for _, head, _ in shown), "n", "seeds", "difference", "95 % interval", "p")
-    return Block(f"{axis} against {reference_text(ablation, axis)}", _PAIRS, heads, tuple(rows), 1 + len(shown))
+    text = (
+        "Differences of test accuracy in percentage points. A pair is two runs of one seed that differ in this axis "
+        "alone. Of n pairs a seed counts once, with the mean of its own: mean difference, 95 % interval and "
+        "two-sided p of the paired t test over seeds, not corrected for the number of rows. One or two seeds show "
+        "their differences; they, and seeds that lack pairs which others have, give neither interval nor p.",
+    )
+    reference = short(references(ablation)[axis]) + ("" if axis in ablation.reference else ", the first value")
+    heads = (axis, *(column for column, _ in shown), "n", "seeds", "difference", "95 % interval", "p")
+    return Block(f"{axis} against {reference}", text, heads, tuple(rows), 1 + len(shown))
 
 
-_PAIRS = (
-    "Differences of test accuracy in percentage points. A pair is two runs of one seed that differ in this axis alone. "
-    "Of n pairs a seed counts once, with the mean of its own: mean difference, 95 % interval and "
-    "two-sided p of the paired t test over seeds, not corrected for the number of rows. One or two seeds show their "
-    "differences; they, and seeds that lack pairs which others have, give neither interval nor p.",
-)
+# -- figures ---------------------------------------------------------------------------------------------------------
 
-
-def reference_text(ablation: Ablation, axis: str) -> str:
-    """The reference of an axis as text that says whether it is only the axis' first value."""
-    value = short(references(ablation)[axis])
-    whose = "" if axis in ablation.reference else ", the first value"
-    return f"{value}{whose}"
-
-
-def _interval(low: Any, high: Any) -> str:
-    return ABSENT if is_absent(low) else f"{points(low)} to {points(high)}"
-
-
-def _probability(p: Any) -> str:
-    if is_absent(p):
-        return ABSENT
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-DECADE = 10.0
+_DECADE = 10.0
 """Ratio of an axis' largest to its smallest positive value from which its scale is logarithmic."""
 
-_PANEL, _MOST_COLUMNS = 4.1, 3
+_PANEL_IN, _MOST_COLUMNS = 4.1, 3
 
 _MOST_TICKS = 5
 """Maximum number of numeric values with a tick each; for more values matplotlib chooses the ticks."""
-
-
-@dataclass(frozen=True)
-class Studied:
-    """The data of the figures: the plan, its frame (see `ablation_frame`), and the labels of subnets by id."""
-
-    ablation: Ablation
-    frame: pd.DataFrame
-    names: Mapping[str, str]
 
 
 def looks_of_values(values: Sequence[Any]) -> dict[Any, tuple[str, str]]:
@@ -262,33 +253,38 @@ def looks_of_values(values: Sequence[Any]) -> dict[Any, tuple[str, str]]:
     return dict(zip(values, zip(cycle(SERIES), cycle(MARKERS), strict=False), strict=False))
 
 
-def held_text(ablation: Ablation, *axes: str) -> str:
-    """The fixed values of the other axes, as "a=1, b=2"; empty if none is fixed."""
-    return ", ".join(f"{axis}={short(value)}" for axis, value in held(ablation, *axes).items())
+def _line_handles(values: Sequence[Any]) -> list[Line2D]:
+    looks = looks_of_values(values).items()
+    return [legend_line(color=c, marker=m, markersize=5, label=short(value)) for value, (c, m) in looks]
 
 
-def title_of(ablation: Ablation, *axes: str) -> str:
-    """The varied axes, and below them the fixed values of the others."""
-    given = held_text(ablation, *axes)
-    return "\n".join([", ".join(axes), *([fill(f"at {given}", 44)] if given else [])])
+def _bar_handles(values: Sequence[Any]) -> list[Patch]:
+    return [legend_patch(color=colour, label=short(value)) for value, (colour, _) in looks_of_values(values).items()]
+
+
+def _legend_below(part: Figure | SubFigure, title: str, handles: Sequence[Line2D | Patch]) -> None:
+    part.legend(handles=handles, title=title, loc="outside lower center", ncols=min(len(handles), 6), **LEGEND)
 
 
 def values_legend(axes: Axes, title: str, handles: Sequence[Line2D | Patch]) -> None:
     """Draws a legend below the panel, where it covers no points."""
     longest = max(len(str(handle.get_label())) for handle in handles)
     columns = max(1, min(len(handles), 52 // (longest + 5)))
-    axes.legend(
-        handles=handles,
-        title=title,
-        title_fontsize=9,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.17),
-        ncols=columns,
-        **LEGEND,
-    )
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": columns}
+    axes.legend(handles=handles, title=title, title_fontsize=9, **place, **LEGEND)
 
 
-def limit(panels: Sequence[Axes], rows: Sequence[pd.DataFrame]) -> None:
+def _grid(count: int, height: float) -> tuple[Figure, list[Axes]]:
+    columns = min(count, _MOST_COLUMNS)
+    lines = -(-count // columns)
+    figure = new_figure((0.8 + _PANEL_IN * max(columns, 1.3), height * lines))
+    panels = list(figure.subplots(lines, columns, squeeze=False).ravel())
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    return figure, panels[:count]
+
+
+def _limit(panels: Sequence[Axes], rows: Sequence[pd.DataFrame]) -> None:
     """Sets one range for all panels and cuts long intervals, since those of few seeds may exceed all differences."""
     seeds = 100 * pd.concat([r["values"] for r in rows]).explode().astype(float)
     halves = 100 * pd.concat([r["half_width"] for r in rows]).fillna(0.0)
@@ -299,103 +295,78 @@ def limit(panels: Sequence[Axes], rows: Sequence[pd.DataFrame]) -> None:
         axes.set_ylim(max(low - pad, -1.0), min(high + pad, 101.0))
 
 
-def _grid(count: int, height: float) -> tuple[Figure, list[Axes]]:
-    columns = min(count, _MOST_COLUMNS)
-    lines = -(-count // columns)
-    figure = new_figure((0.8 + _PANEL * max(columns, 1.3), height * lines))
-    panels = list(figure.subplots(lines, columns, squeeze=False).ravel())
-    for axes in panels[count:]:
-        axes.set_axis_off()
-    return figure, panels[:count]
-
-
-def macs_figure(studied: Studied) -> Figure | None:
-    """Test accuracy against MACs, a panel per axis and a line per value, the other axes at their references.
-
-    Points are the evaluated subnets of a supernet's family, else the tiers' final models; bars are 95 % intervals over
-    seeds. None if no model was evaluated. Source: SuperFed, Fig. 5.
-    """
-    frame = _compared(studied.frame)
-    ablation = studied.ablation
-    found = {axis: _with_macs(frame, ablation, axis) for axis in ablation.axes}
-    found = {axis: rows for axis, rows in found.items() if len(rows)}
-    if not found:
-        return None
-    figure, panels = _grid(len(found), 4.6)
-    macs = pd.concat([rows["macs"] for rows in found.values()])
-    scale, prefix = si_scale(float(macs.max()))
-    logarithmic = bool(macs.max() >= LOGARITHMIC_FROM * macs.min())
-    for i, (axes, (axis, rows)) in enumerate(zip(panels, found.items(), strict=True)):
-        _lines(axes, rows, axis, values_of(ablation, axis), scale, logarithmic)
-        label = "" if i % _MOST_COLUMNS else "test accuracy (%)"
-        quiet(axes, title=title_of(ablation, axis), xlabel=f"MACs of one forward pass{COUNTS[prefix]}", ylabel=label)
-    limit(panels, list(found.values()))
-    return figure
-
-
-def _compared(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the family's subnets if there are any, else those of the method's final model."""
-    known = frame.dropna(subset=[METRIC, "model"])
-    family = known[known["subnet"] != ""]
-    return family if len(family) else known[known["model"] == final_model(known)]
-
-
-def _with_macs(frame: pd.DataFrame, ablation: Ablation, axis: str) -> pd.DataFrame:
-    rows, macs = (marginal(frame, ablation, axis, measure) for measure in (METRIC, "macs"))
-    key = [axis, "model", "tier", "subnet"]
-    return rows.merge(macs[[*key, "mean"]].rename(columns={"mean": "macs"}), on=key)
-
-
-def _lines(axes: Axes, rows: pd.DataFrame, axis: str, values: Sequence[Any], scale: float, logarithmic: bool) -> None:
-    drawn = looks_of_values(values)
-    width = float(rows["macs"].max() - rows["macs"].min()) or 1.0
-    for i, value in enumerate(values):
-        own = rows[rows[axis] == value].sort_values("macs")
-        aside = i - (len(values) - 1) / 2  # offset, so that the bars of different lines do not overlap
-        x = own["macs"] * 1.02**aside if logarithmic else own["macs"] + 0.009 * width * aside
-        colour, marker = drawn[value]
-        _points(axes, x / scale, own, colour, marker)
-    if logarithmic:
-        axes.set_xscale("log")
-    handles = [legend_line(color=c, marker=m, markersize=5, label=short(v)) for v, (c, m) in drawn.items()]
-    values_legend(axes, axis, handles)
-
-
 def _points(axes: Axes, x: pd.Series[float], rows: pd.DataFrame, colour: str, marker: str) -> None:
     with_bars(axes, x, rows, colour, alpha=0.55, zorder=2)
     axes.plot(x, 100 * rows["mean"], color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3)
 
 
-def metric_figure(studied: Studied) -> Figure | None:
+def macs_figure(study: Study) -> Figure | None:
+    """Test accuracy against MACs, a panel per axis and a line per value, the other axes at their references.
+
+    Points are the evaluated subnets of a supernet's family, else the tiers' final models; bars are 95 % intervals over
+    seeds. None if no model was evaluated. Source: SuperFed, Fig. 5.
+    """
+    known = study.evaluated()
+    family = known[known["subnet"] != ""]
+    known = family if len(family) else known[known["model"] == final_model(known)]
+    rows_of = {}
+    for axis in study.axes:
+        rows, macs = (marginal(known, study.ablation, axis, measure) for measure in (METRIC, "macs"))
+        key = [axis, *MODEL_KEY]
+        rows = rows.merge(macs[[*key, "mean"]].rename(columns={"mean": "macs"}), on=key)
+        if len(rows):
+            rows_of[axis] = rows
+    if not rows_of:
+        return None
+    figure, panels = _grid(len(rows_of), 4.6)
+    macs = pd.concat([rows["macs"] for rows in rows_of.values()])
+    scale, prefix = si_scale(float(macs.max()))
+    logarithmic = bool(macs.max() >= LOGARITHMIC_FROM * macs.min())
+    for i, (axes, (axis, rows)) in enumerate(zip(panels, rows_of.items(), strict=True)):
+        values = study.values(axis)
+        width = float(rows["macs"].max() - rows["macs"].min()) or 1.0
+        for j, (value, (colour, marker)) in enumerate(looks_of_values(values).items()):
+            line = rows[rows[axis] == value].sort_values("macs")
+            aside = j - (len(values) - 1) / 2  # offset, so that the bars of different lines do not overlap
+            x = line["macs"] * 1.02**aside if logarithmic else line["macs"] + 0.009 * width * aside
+            _points(axes, x / scale, line, colour, marker)
+        if logarithmic:
+            axes.set_xscale("log")
+        values_legend(axes, axis, _line_handles(values))
+        label = "" if i % _MOST_COLUMNS else "test accuracy (%)"
+        quiet(axes, title=study.title(axis), xlabel=f"MACs of one forward pass{COUNTS[prefix]}", ylabel=label)
+    _limit(panels, list(rows_of.values()))
+    return figure
+
+
+def metric_figure(study: Study) -> Figure | None:
     """Mean test accuracy against the values of each axis, a line per model; None if no model was evaluated.
 
     Tiers and subnets are averaged per seed; bars are 95 % intervals over seeds. The dotted line is the reference.
     """
-    known, ablation = studied.frame.dropna(subset=[METRIC, "model"]), studied.ablation
-    found = {axis: over_seeds(holding(known, held(ablation, axis)), METRIC, [axis, "model"]) for axis in ablation.axes}
-    found = {axis: rows for axis, rows in found.items() if len(rows)}
-    if not found:
+    known, ablation = study.evaluated(), study.ablation
+    averaged = {a: over_seeds(holding(known, held(ablation, a)), METRIC, [a, "model"]) for a in study.axes}
+    rows_of = {axis: rows for axis, rows in averaged.items() if len(rows)}
+    if not rows_of:
         return None
-    models = shown_models([str(model) for rows in found.values() for model in rows["model"]])
-    colours = model_colours(models)
-    figure, panels = _grid(len(found), 4.2)
-    for i, (axes, (axis, rows)) in enumerate(zip(panels, found.items(), strict=True)):
-        places = _scale(axes, values_of(ablation, axis))
-        for model, marker in zip(models, cycle(MARKERS), strict=False):
-            own = rows[rows["model"] == model]
-            _points(axes, pd.Series([places[v] for v in own[axis]]), own, colours[model], marker)
+    models = shown_models([str(model) for rows in rows_of.values() for model in rows["model"]])
+    colours, markers = model_colours(models), dict(zip(models, cycle(MARKERS), strict=False))
+    figure, panels = _grid(len(rows_of), 4.2)
+    for i, (axes, (axis, rows)) in enumerate(zip(panels, rows_of.items(), strict=True)):
+        positions = _scale(axes, study.values(axis))
+        for model in models:
+            line = rows[rows["model"] == model]
+            _points(axes, pd.Series([positions[v] for v in line[axis]]), line, colours[model], markers[model])
         if is_grid(ablation):
-            axes.axvline(places[references(ablation)[axis]], color="#9A9A9A", linewidth=0.9, linestyle=":", zorder=1)
+            reference = positions[references(ablation)[axis]]
+            axes.axvline(reference, color="#9A9A9A", linewidth=0.9, linestyle=":", zorder=1)
         label = "" if i % _MOST_COLUMNS else "mean test accuracy (%)"
-        quiet(axes, title=title_of(ablation, axis), xlabel=axis, ylabel=label)
+        quiet(axes, title=study.title(axis), xlabel=axis, ylabel=label)
         axes.grid(False, axis="x")
-        if not isinstance(next(iter(places)), int | float) and max(map(len, places)) > 30 // len(places):
+        if not isinstance(next(iter(positions)), int | float) and max(map(len, positions)) > 30 // len(positions):
             axes.tick_params(axis="x", rotation=25)
-    limit(panels, list(found.values()))
-    handles = [
-        legend_line(color=colours[m], marker=marker, markersize=5, label=model_name(m))
-        for m, marker in zip(models, cycle(MARKERS), strict=False)
-    ]
+    _limit(panels, list(rows_of.values()))
+    handles = [legend_line(color=colours[m], marker=markers[m], markersize=5, label=model_name(m)) for m in models]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), **LEGEND)
     return figure
 
@@ -404,228 +375,248 @@ def _scale(axes: Axes, values: Sequence[Any]) -> dict[Any, float]:
     """Positions of the values: numbers to scale, logarithmic if they span a decade; names at equal distances."""
     numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) < len(values) or len(values) < 2:
-        places = {value: float(i) for i, value in enumerate(values)}
+        positions = {value: float(i) for i, value in enumerate(values)}
         axes.set_xlim(-0.4, len(values) - 0.6)
     else:
-        places = dict(zip(values, numbers, strict=True))
+        positions = dict(zip(values, numbers, strict=True))
         positive = [n for n in numbers if n > 0]
-        if min(numbers) >= 0 and positive and max(positive) >= DECADE * min(positive):
-            # symlog puts 0 one decade below the smallest positive value.
-            axes.set_xscale("symlog" if min(numbers) == 0 else "log", **_linear_to(min(positive), min(numbers)))
+        if min(numbers) >= 0 and positive and max(positive) >= _DECADE * min(positive):
+            if min(numbers) == 0:
+                axes.set_xscale("symlog", linthresh=min(positive))  # 0 is one decade below the smallest positive value
+            else:
+                axes.set_xscale("log")
     if len(values) <= _MOST_TICKS or len(numbers) < len(values):
-        axes.set_xticks(list(places.values()), [short(value) for value in places], minor=False)
+        axes.set_xticks(list(positions.values()), [short(value) for value in positions], minor=False)
         axes.minorticks_off()
-    return places
+    return positions
 
 
-def _linear_to(least: float, minimum: float) -> dict[str, float]:
-    return {"linthresh": least} if minimum == 0 else {}
-
-
-def tiers_figure(studied: Studied) -> Figure | None:
+def tiers_figure(study: Study) -> Figure | None:
     """Test accuracy per tier, a column per model, a row per axis, a bar per value; None if no model was evaluated."""
-    known, ablation = studied.frame.dropna(subset=[METRIC, "model"]), studied.ablation
+    known = study.evaluated()
     models = shown_models([str(model) for model in known["model"]])
     models.sort(key=lambda m: m != final_model(known))  # the final model comes first
-    found = {axis: marginal(known, ablation, axis) for axis in ablation.axes} if models else {}
-    found = {axis: rows for axis, rows in found.items() if len(rows)}
-    if not found:
+    averaged = {axis: marginal(known, study.ablation, axis) for axis in study.axes} if models else {}
+    rows_of = {axis: rows for axis, rows in averaged.items() if len(rows)}
+    if not rows_of:
         return None
-    figure = new_figure((1.2 + 4.4 * max(len(models), 1.5), 3.9 * len(found)))
-    panels: list[Axes] = []
-    for part, (axis, rows) in zip(figure.subfigures(len(found), 1, squeeze=False)[:, 0], found.items(), strict=True):
-        line = part.subplots(1, len(models), squeeze=False)[0]
-        panels.extend(line)
-        for axes, model in zip(line, models, strict=True):
-            bars(axes, rows[rows["model"] == model], axis, values_of(ablation, axis), studied.names)
-            title = f"{model_name(model)}: {title_of(ablation, axis)}"
-            quiet(axes, title=title, ylabel="" if axes is not line[0] else "test accuracy (%)")
+    figure = new_figure((1.2 + 4.4 * max(len(models), 1.5), 3.9 * len(rows_of)))
+    parts = figure.subfigures(len(rows_of), 1, squeeze=False)[:, 0]
+    for part, (axis, rows) in zip(parts, rows_of.items(), strict=True):
+        for i, (axes, model) in enumerate(zip(part.subplots(1, len(models), squeeze=False)[0], models, strict=True)):
+            _bars(axes, rows[rows["model"] == model], axis, study)
+            title = f"{model_name(model)}: {study.title(axis)}"
+            quiet(axes, title=title, ylabel="" if i else "test accuracy (%)")
             axes.grid(False, axis="x")
-            axes.tick_params(labelleft=axes is line[0])
-        handles = bar_handles(values_of(ablation, axis))
-        part.legend(handles=handles, title=axis, loc="outside lower center", ncols=min(len(handles), 6), **LEGEND)
-    _bar_limit(panels, list(found.values()))
+            axes.tick_params(labelleft=not i)
+            axes.set_ylim(_bar_floor(list(rows_of.values())), 101)
+        _legend_below(part, axis, _bar_handles(study.values(axis)))
     return figure
 
 
-def bar_handles(values: Sequence[Any]) -> list[Patch]:
-    """Legend entries for the bars of an axis' values."""
-    return [legend_patch(color=colour, label=short(value)) for value, (colour, _) in looks_of_values(values).items()]
-
-
-def bars(axes: Axes, rows: pd.DataFrame, axis: str, values: Sequence[Any], names: Mapping[str, str]) -> None:
+def _bars(axes: Axes, rows: pd.DataFrame, axis: str, study: Study) -> None:
     """Draws a group of bars per tier (or subnet), with one bar and its interval per value of the axis."""
-    places = [names.get(subnet) or tier for subnet, tier in zip(rows["subnet"], rows["tier"], strict=True)]
-    rows = rows.assign(place=places)
-    groups = list(dict.fromkeys(places))
+    rows = rows.assign(group=[study.names.get(s) or t for s, t in zip(rows["subnet"], rows["tier"], strict=True)])
+    groups = list(dict.fromkeys(rows["group"]))
     if all(name.startswith("tier") for name in groups):
         groups.sort(key=natural)
+    values = study.values(axis)
     width = 0.8 / len(values)
     for i, (value, (colour, _)) in enumerate(looks_of_values(values).items()):
-        own = rows[rows[axis] == value]
-        at = np.array([groups.index(place) for place in own["place"]]) + (i - (len(values) - 1) / 2) * width
-        axes.bar(at, 100 * own["mean"], 0.9 * width, color=colour)
-        with_bars(axes, at, own, INK, zorder=3)
+        shown = rows[rows[axis] == value]
+        at = np.array([groups.index(group) for group in shown["group"]]) + (i - (len(values) - 1) / 2) * width
+        axes.bar(at, 100 * shown["mean"], 0.9 * width, color=colour)
+        with_bars(axes, at, shown, INK, zorder=3)
     axes.set_xticks(range(len(groups)), groups)
     if max((len(name) for name in groups), default=0) > 36 // max(len(groups), 1):
         axes.tick_params(axis="x", rotation=20)
 
 
-def bar_floor(rows: Sequence[pd.DataFrame]) -> float:
+def _bar_floor(rows: Sequence[pd.DataFrame]) -> float:
     """Lower limit of the bars, in %: 0, or well below the smallest bar if all are 50 or more and would look alike."""
-    least = 100 * min(float(r["mean"].min()) for r in rows if len(r))
+    least = 100 * min((float(r["mean"].min()) for r in rows if len(r)), default=0.0)
     return 10 * np.floor((least - 10) / 10) if least >= 50 else 0.0
 
 
-def _bar_limit(panels: Sequence[Axes], rows: Sequence[pd.DataFrame]) -> None:
-    for axes in panels:
-        axes.set_ylim(bar_floor(rows), 101)
-
-
-_FAINT: dict[str, Any] = {"s": 7, "alpha": 0.3, "linewidths": 0, "rasterized": True}
-
-
-def stages_figure(studied: Studied, tables: Tables) -> Figure | None:
+def stages_figure(study: Study) -> Figure | None:
     """Validation accuracy against steps (above) and test accuracy per tier (below).
 
     Columns are the values of the first axis, colours those of the second. Above are paths of the supernet in training,
     then the candidates of the search. Bars are means with 95 % intervals over seeds. None if no validation accuracy is
     recorded. Source: FedorAS, Fig. 10.
     """
-    ablation = studied.ablation
-    first, *rest = ablation.axes
-    second = rest[0] if rest else first
-    chosen = holding(studied.frame, held(ablation, first, second))
-    places = chosen[["run_id", SEEDS, *dict.fromkeys([first, second])]].drop_duplicates()
-    seen = steps(tables).merge(places, on="run_id")
-    if seen.empty:
+    first, second = study.axes[0], study.axes[1 if len(study.axes) > 1 else 0]
+    axis_names = list(dict.fromkeys([first, second]))
+    chosen = holding(study.frame, held(study.ablation, first, second))
+    scored = steps(study.tables).merge(chosen[["run_id", SEEDS, *axis_names]].drop_duplicates(), on="run_id")
+    if scored.empty:
         return None
     known = chosen.dropna(subset=[METRIC, "model"])
-    tested = by_setting(known[known["model"] == final_model(known)], METRIC, list(dict.fromkeys([first, second])))
-    columns = values_of(ablation, first)
+    tested = by_setting(known[known["model"] == final_model(known)], METRIC, axis_names)
+    columns = study.values(first)
     figure = new_figure((1.0 + 4.0 * max(len(columns), 1.5), 7.2))
     grid = figure.subplots(2, len(columns), squeeze=False, sharey="row", height_ratios=(1.35, 1))
     for i, value in enumerate(columns):
         above, below = grid[0][i], grid[1][i]
-        _scatter(above, seen[seen[first] == value], second, values_of(ablation, second))
+        _scatter(above, scored[scored[first] == value], second, study.values(second))
         quiet(above, xlabel="steps", ylabel="" if i else "validation accuracy (%)")
         title: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
         above.set_title(f"{first}={short(value)}", pad=18, **title)  # leaves room for the names of the phases
-        bars(below, tested[tested[first] == value], second, values_of(ablation, second), studied.names)
+        _bars(below, tested[tested[first] == value], second, study)
         label = "" if i else f"test accuracy, {model_name(final_model(known)) or 'none yet'} (%)"
         quiet(below, ylabel=label)
         below.grid(False, axis="x")
-        below.set_ylim(bar_floor([tested]) if len(tested) else 0.0, 101)
-    handles = bar_handles(values_of(ablation, second))
-    figure.legend(handles=handles, title=second, loc="outside lower center", ncols=min(len(handles), 6), **LEGEND)
+        below.set_ylim(_bar_floor([tested]), 101)
+    _legend_below(figure, second, _bar_handles(study.values(second)))
     return figure
 
 
 def _scatter(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any]) -> None:
     # Shuffled deterministically by multiples of the golden ratio, so that no value's dots cover all others.
-    order = np.argsort(np.arange(len(rows)) * 0.618034 % 1.0, kind="stable")
-    mixed = rows.iloc[order]
+    mixed = rows.iloc[np.argsort(np.arange(len(rows)) * 0.618034 % 1.0, kind="stable")]
     colours = {value: colour for value, (colour, _) in looks_of_values(values).items()}
-    axes.scatter(mixed["step"], 100 * mixed["accuracy"], c=[colours[v] for v in mixed[axis]], **_FAINT)
+    dots: dict[str, Any] = {"s": 7, "alpha": 0.3, "linewidths": 0, "rasterized": True}
+    axes.scatter(mixed["step"], 100 * mixed["accuracy"], c=[colours[v] for v in mixed[axis]], **dots)
     training = rows[rows["phase"] != SEARCH]
     for value, colour in colours.items():
         mean = spread(training[training[axis] == value], ["step"], "accuracy")["mean"]
         axes.plot(mean.index.to_numpy(dtype=float), 100 * mean.to_numpy(dtype=float), color=colour, linewidth=1.6)
     searched = rows.loc[rows["phase"] == SEARCH, "step"]
-    if len(searched):
-        _mark(axes, float(searched.min()), float(searched.max()))
-
-
-def _mark(axes: Axes, begin: float, end: float) -> None:
-    """Marks the end of training and the start of the search."""
+    if searched.empty:
+        return
+    begin, end = float(searched.min()), float(searched.max())
     axes.axvline(begin - 0.5, color="#9A9A9A", linewidth=0.9, linestyle=":")
-    where = axes.get_xaxis_transform()
-    style: dict[str, Any] = {"xycoords": where, "ha": "center", "va": "bottom", "fontsize": 8.5, "color": "#6B6B6B"}
+    style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8.5, "color": "#6B6B6B"}
+    style |= {"xycoords": axes.get_xaxis_transform(), "annotation_clip": False}
     if begin > 1:
-        axes.annotate("supernet training", (begin / 2, 1.0), annotation_clip=False, **style)
-    axes.annotate("search", ((begin + end) / 2, 1.0), annotation_clip=False, **style)
+        axes.annotate("supernet training", (begin / 2, 1.0), **style)
+    axes.annotate("search", ((begin + end) / 2, 1.0), **style)
 
 
-def rounds_figure(studied: Studied, tables: Tables) -> Figure | None:
+def rounds_figure(study: Study) -> Figure | None:
     """Validation accuracy against rounds, a panel per stage and a line per value of the first axis; None without rows.
 
     The line is the mean over seeds (and tiers), the band reaches from the minimum to the maximum over seeds. A stage
     without validation shows, dashed, what its clients report on training data.
     """
-    return _by_stage(studied, convergence(tables), "rounds_done", "finished rounds")
+    return _by_stage(study, convergence(study.tables), "rounds_done", "finished rounds")
 
 
-def time_figure(studied: Studied, tables: Tables) -> Figure | None:
+def time_figure(study: Study) -> Figure | None:
     """The same against the simulated hours since the stage began, the mean over seeds at every round."""
-    known = convergence(tables).merge(simulated_hours(tables), on=["run_id", "stage", "rounds_done"])
-    return _by_stage(studied, known, "simulated_h", "simulated hours")
+    key = ["run_id", "stage", "rounds_done"]
+    timed = convergence(study.tables).merge(simulated_hours(study.tables), on=key)
+    return _by_stage(study, timed, "simulated_h", "simulated hours")
 
 
-def _by_stage(studied: Studied, known: pd.DataFrame, x: str, xlabel: str) -> Figure | None:
-    ablation = studied.ablation
-    first = next(iter(ablation.axes))
-    runs = holding(studied.frame, held(ablation, first))[["run_id", SEEDS, first]].drop_duplicates()
+def _by_stage(study: Study, known: pd.DataFrame, x: str, xlabel: str) -> Figure | None:
+    first = study.axes[0]
+    values = study.values(first)
+    runs = holding(study.frame, held(study.ablation, first))[["run_id", SEEDS, first]].drop_duplicates()
     rows = known.dropna(subset=["metric"]).merge(runs, on="run_id")
     kinds = sorted(dict.fromkeys(rows["kind"]), key=lambda k: KINDS.index(k) if k in KINDS else len(KINDS))
     if not kinds:
         return None
     figure = new_figure((1.2 + 4.2 * max(len(kinds), 1.5), 4.6))
     for i, (axes, kind) in enumerate(zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True)):
-        _curves(axes, rows[rows["kind"] == kind], first, values_of(ablation, first), x)
+        _curves(axes, rows[rows["kind"] == kind], first, values, x)
         quiet(axes, title=stage_name(kind), xlabel=xlabel, ylabel="" if i else "accuracy (%)")
         if x == "rounds_done":
             whole_numbers(axes)
-    handles = [legend_line(color=c, marker=m, markersize=5, label=short(v)) for v, (c, m) in _looks(studied).items()]
-    title = title_of(ablation, first).replace("\n", " ")
-    figure.legend(handles=handles, title=title, loc="outside lower center", ncols=min(len(handles), 6), **LEGEND)
+    _legend_below(figure, study.title(first).replace("\n", " "), _line_handles(values))
     return figure
 
 
-def _looks(studied: Studied) -> dict[Any, tuple[str, str]]:
-    return looks_of_values(values_of(studied.ablation, next(iter(studied.ablation.axes))))
-
-
-def _curves(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any], at: str) -> None:
+def _curves(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any], x_name: str) -> None:
     validated = rows[rows["series"] == "validation"]
     shown, style = (validated, "-") if len(validated) else (rows, DASHED)
     for value, (colour, marker) in looks_of_values(values).items():
-        own = shown[shown[axis] == value]
-        over = 100 * spread(own, ["rounds_done"], "metric")
-        places = own.groupby("rounds_done")[at].mean()
-        x, y = places.reindex(over.index).to_numpy(dtype=float), over["mean"].to_numpy(dtype=float)
-        every = max(1, len(x) // 10)
-        axes.plot(x, y, color=colour, linestyle=style, linewidth=1.6, marker=marker, markersize=4.5, markevery=every)
-        low, high = over["min"].to_numpy(dtype=float), over["max"].to_numpy(dtype=float)
+        line = shown[shown[axis] == value]
+        over = 100 * spread(line, ["rounds_done"], "metric")
+        x = line.groupby("rounds_done")[x_name].mean().reindex(over.index).to_numpy(dtype=float)
+        mean, low, high = (over[name].to_numpy(dtype=float) for name in ("mean", "min", "max"))
+        marks: dict[str, Any] = {"marker": marker, "markersize": 4.5, "markevery": max(1, len(x) // 10)}
+        axes.plot(x, mean, color=colour, linestyle=style, linewidth=1.6, **marks)
         axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
     if shown["rounds_done"].nunique() == 1:
         axes.set_xlim(left=0)  # around a single point matplotlib would draw ticks at fractions of a round
 
 
-UNFINISHED = ("waiting", "running", "stalled")
-"""States of trials that may continue without the user's intervention."""
+_BARS = f"{BARS} Whatever would leave the panel is cut off."
+DRAWN: dict[str, tuple[str, str, Callable[[Study], Figure | None]]] = {
+    "macs_by_axis": (
+        "Test accuracy against MACs, per axis",
+        f"Each point is a subnet of the family, cut from the trained supernet, or a tier's final model. {_BARS}",
+        macs_figure,
+    ),
+    "stages_by_axis": (
+        "From training to the tiers' models",
+        "Above: dots are paths of the supernet in training (a step is one client's local training; the line is their "
+        "mean), then the candidates of the search in the order of their scoring (a step is one candidate), all on the "
+        "server's validation data. Below: the test accuracy of each tier; the axis need not begin at 0. "
+        f"{_BARS}",
+        stages_figure,
+    ),
+    "tiers_by_axis": (
+        "Test accuracy per tier",
+        f"A bar per value; the axis need not begin at 0. {_BARS}",
+        tiers_figure,
+    ),
+    "metric_by_axis": (
+        "Test accuracy along each axis",
+        f"Means over tiers and subnets. The dotted line is the reference. {_BARS}",
+        metric_figure,
+    ),
+    "time_by_axis": (
+        "Accuracy per simulated hour",
+        "Accuracy on the server's validation data against the simulated time since the stage began, where a round "
+        "takes as long as its slowest client; means over seeds, bands from the minimum to the maximum over seeds.",
+        time_figure,
+    ),
+    "fronts": (*FRONTS, lambda study: outcomes_figure(outcome_groups(study.ablation, study.tables))),
+    "convergence": (
+        "Convergence",
+        "Accuracy on the server's validation data against finished rounds, mean over seeds; bands from the minimum to "
+        "the maximum over seeds. Dashed where a stage is not validated: what its clients report during training.",
+        rounds_figure,
+    ),
+}
+"""The figures by name: title, caption, and the function that draws them."""
 
 
-def chosen_ablation(results: Path, given: Sequence[str]) -> str | None:
+def ablation_pictures(study: Study) -> Iterator[Picture]:
+    """The figures that the ablation names and that this version knows, then that of convergence."""
+    ablation, held_text = study.ablation, ""
+    if len(ablation.axes) > 1 and not is_grid(ablation):
+        held_text = " The other axes vary with what is shown: this is a random search."
+    elif len(ablation.axes) > 1:
+        assumed = [axis for axis in ablation.axes if axis not in ablation.reference]
+        first = f" ({', '.join(assumed)}: the first value, as the experiment's own is not on the axis)"
+        held_text = f" Axes that are not shown are at their references{first if assumed else ''}."
+    for name in dict.fromkeys([*(n for n in ablation.figures if n in FIGURES), "convergence"]):
+        title, caption, draw = DRAWN[name]
+        figure = draw(study)
+        if figure is not None:
+            yield Picture(name, title, f"{caption}{held_text}", figure)
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+def chosen_ablation(results: Path, names: Sequence[str]) -> str | None:
     """The id of the ablation that the report is about; None if it is about runs.
 
-    Without `given` it is about what was started last: an ablation rather than the last of its trials. Raises ValueError
+    Without `names` it is about what was started last: an ablation rather than the last of its trials. Raises ValueError
     for several ablations, for an ablation together with runs, and for what may mean either.
     """
-    if not given:
-        return _latest_ablation(results)
-    own = [found for name in given if (found := meant_ablation(results, name)) is not None]
-    if not own:
-        return None
-    if len(given) > 1:
-        raise ValueError(
-            f"{' '.join(given)}: {own[0].ablation_id} is an ablation, and a report is of one ablation or of runs; give "
-            "the ablation's id alone"
-        )
-    return own[0].ablation_id
-
-
-def _latest_ablation(results: Path) -> str | None:
-    """The ablation that was started last, if no run but its own trials was after it."""
+    if names:
+        meant = [ablation for name in names if (ablation := meant_ablation(results, name)) is not None]
+        if meant and len(names) > 1:
+            raise ValueError(
+                f"{' '.join(names)}: {meant[0].ablation_id} is an ablation, and a report is of one ablation or of "
+                "runs; give the ablation's id alone"
+            )
+        return meant[0].ablation_id if meant else None
     starts = {name: start_of(name, results / FOLDER / name / PLAN) for name in ablation_ids(results)}
     if not starts:
         return None
@@ -650,30 +641,32 @@ def write_ablation_report(results: Path, ablation_id: str, out: Path | None = No
 
 def ablation_content(ablation: Ablation, states: Sequence[TrialState], tables: Tables) -> Content:
     """The content of an ablation's report."""
-    frame = ablation_frame(tables, ablation)
-    names = subnet_names(frame, labels_of(tables))
+    study = study_of(ablation, tables)
     blocks = [
         trials_block(ablation, states, tables),
         outcomes_block(outcome_groups(ablation, tables), tuple(ablation.axes)),
-        points_block(ablation, frame, names, wide=True),
-        *axis_blocks(ablation, frame, names),
+        points_block(study, wide=True),
+        *axis_blocks(study),
         failures_block(tables),
     ]
-    at_work = any(s.state in UNFINISHED for s in states)
-    unknown = [f"There is no figure {n!r}: there are {', '.join(FIGURES)}." for n in _figures(ablation, known=False)]
+    unfinished = any(s.state in ("waiting", "running", "stalled") for s in states)
+    unknown = [n for n in dict.fromkeys(ablation.figures) if n not in FIGURES]
     return Content(
         title=f"{ablation.name} on {ablation.experiment}: {ablation.title}".removesuffix(": "),
         runs=(_facts(ablation),),
-        missing=(*progress_of(states), *unknown),
+        missing=(
+            *progress_of(states),
+            *(f"There is no figure {name!r}: there are {', '.join(FIGURES)}." for name in unknown),
+        ),
         blocks=tuple(block for block in blocks if block.rows),
-        pictures=_pictures(ablation, frame, names, tables),
+        pictures=ablation_pictures(study),
         about="Ablation",
-        refresh_s=REFRESH_S if at_work else None,
+        refresh_s=REFRESH_S if unfinished else None,
         pictures_first=True,
     )
 
 
-def outcome_groups(ablation: Ablation, tables: Tables) -> list[tuple[tuple[str, ...], pd.DataFrame]]:
+def outcome_groups(ablation: Ablation, tables: Tables) -> Groups:
     """The settings of an ablation in order, with the rows of what their trials end with."""
     frame = outcomes(tables)
     runs: dict[tuple[str, ...], list[str]] = {}
@@ -683,30 +676,27 @@ def outcome_groups(ablation: Ablation, tables: Tables) -> list[tuple[tuple[str, 
     return [(labels, rows) for labels, rows in groups if len(rows)]
 
 
-def _figures(ablation: Ablation, *, known: bool) -> list[str]:
-    return [name for name in dict.fromkeys(ablation.figures) if (name in FIGURES) is known]
-
-
 def progress_of(states: Sequence[TrialState]) -> list[str]:
     """A sentence with the number of trials in each state; empty if all trials are done."""
-    counts = pd.Series([s.state for s in states]).value_counts().to_dict()
-    done = sum(counts.get(state, 0) for state in FINAL)
-    if done == len(states):
+    counts = Counter(s.state for s in states)
+    if sum(counts[state] for state in FINAL) == len(states):
         return []
-    others = ", ".join(f"{count} {state}" for state, count in counts.items() if state != "done")
+    others = ", ".join(f"{count} {state}" for state, count in counts.most_common() if state != "done")
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-    return [f"{counts.get('done', 0)} of {len(states)} trials are done at {now}; {others}."]
+    return [f"{counts['done']} of {len(states)} trials are done at {now}; {others}."]
 
 
 def _facts(ablation: Ablation) -> RunFacts:
-    axes = {axis: ", ".join(short(value) for value in values) for axis, values in ablation.axes.items()}
-    whose = {True: "", False: " (the first value; the experiment has another)"}
-    given = [f"{axis}={short(v)}{whose[axis in ablation.reference]}" for axis, v in references(ablation).items()]
+    told = [
+        f"{axis}={short(value)}"
+        + ("" if axis in ablation.reference else " (the first value; the experiment's own is not on the axis)")
+        for axis, value in references(ablation).items()
+    ]
     facts = [
         ("ablation", ablation.ablation_id),
         ("experiment", ablation.experiment),
-        *((f"axis {axis}", text) for axis, text in axes.items()),
-        ("references", ", ".join(given)),
+        *((f"axis {axis}", ", ".join(map(short, values))) for axis, values in ablation.axes.items()),
+        ("references", ", ".join(told)),
         ("seeds", ", ".join(map(str, ablation.seeds))),
         ("trials", f"{len(ablation.trials)} ({'grid' if is_grid(ablation) else 'random search'})"),
         ("overrides", " ".join(ablation.overrides)),
@@ -717,96 +707,39 @@ def _facts(ablation: Ablation) -> RunFacts:
     return RunFacts(ablation.ablation_id, tuple(facts), json.dumps(config, indent=1))
 
 
-def _pictures(ablation: Ablation, frame: pd.DataFrame, names: Mapping[str, str], tables: Tables) -> Iterator[Picture]:
-
-    makers: dict[str, Callable[[Studied], Figure | None]] = {
-        "macs_by_axis": macs_figure,
-        "stages_by_axis": lambda studied: stages_figure(studied, tables),
-        "tiers_by_axis": tiers_figure,
-        "metric_by_axis": metric_figure,
-        "time_by_axis": lambda studied: time_figure(studied, tables),
-        "fronts": lambda _studied: outcomes_figure(outcome_groups(ablation, tables)),
-        "convergence": lambda studied: rounds_figure(studied, tables),
-    }
-    for name in (*_figures(ablation, known=True), "convergence"):
-        figure = makers[name](Studied(ablation, frame, names))
-        if figure is not None:
-            title, caption = CAPTIONS[name]
-            yield Picture(name, title, f"{caption} {_held_caption(ablation)}", figure)
-
-
-def _held_caption(ablation: Ablation) -> str:
-    if len(ablation.axes) == 1:
-        return ""
-    if not is_grid(ablation):
-        return "The other axes vary with what is shown: this is a random search."
-    assumed = [axis for axis in ablation.axes if axis not in ablation.reference]
-    first = f" ({', '.join(assumed)}: the first value, as the experiment's own is not among them)" if assumed else ""
-    return f"Axes that are not shown are at their references{first}."
-
-
-_BARS = f"{BARS} What would leave the panel is cut off."
-CAPTIONS = {
-    "macs_by_axis": (
-        "Test accuracy against MACs, per axis",
-        f"Each point is a subnet of the family, cut from the trained supernet, or a tier's final model. {_BARS}",
-    ),
-    "stages_by_axis": (
-        "From training to the tiers' models",
-        "Above: dots are paths of the supernet in training (a step is one client's local training; the line is their "
-        "mean), then the candidates of the search in the order of their scoring (a step is one candidate), all on the "
-        "server's validation data. Below: the test accuracy of each tier; the axis need not begin at 0. "
-        f"{_BARS}",
-    ),
-    "tiers_by_axis": (
-        "Test accuracy per tier",
-        f"A bar per value; the axis need not begin at 0. {_BARS}",
-    ),
-    "metric_by_axis": (
-        "Test accuracy along each axis",
-        f"Means over tiers and subnets. The dotted line is the reference. {_BARS}",
-    ),
-    "time_by_axis": (
-        "Accuracy per simulated hour",
-        "Accuracy on the server's validation data against the simulated time since the stage began, a round taking as "
-        "long as its slowest client; means over seeds, bands from the least seed to the greatest.",
-    ),
-    "fronts": FRONTS,
-    "convergence": (
-        "Convergence",
-        "Accuracy on the server's validation data against finished rounds, mean over seeds; bands reach from the least "
-        "seed to the greatest. Dashed where a stage is not validated: what its clients report while they train.",
-    ),
-}
-
-
 def ablation_table(results: Path, ablation_id: str) -> RenderableType:
     """The table of an ablation's settings for the terminal; fast, without matplotlib."""
-    ablation, tables = load_ablation(results, ablation_id, tables=[t for t in ALL_TABLES if t != "clients"])
-    frame = ablation_frame(tables, ablation)
-    block = points_block(ablation, frame, subnet_names(frame, labels_of(tables)), wide=False)
-    return rich_block(block, stacked=False)
+    study = study_of(*load_ablation(results, ablation_id, tables=[t for t in ALL_TABLES if t != "clients"]))
+    return rich_block(points_block(study, wide=False), stacked=False)
 
 
 def ablation_json(results: Path, ablation_id: str) -> dict[str, Any]:
     """The report's numbers as JSON values: ablation, trials, missing, and the rows of frame, settings, differences."""
     ablation, tables = load_ablation(results, ablation_id)
-    frame = ablation_frame(tables, ablation)
-    axes, states = list(ablation.axes), trial_states(Path(results), ablation)
-    plan = {"ablation_id": ablation.ablation_id, "name": ablation.name, "title": ablation.title}
+    frame, axes = ablation_frame(tables, ablation), list(ablation.axes)
+    states = trial_states(Path(results), ablation)
     compared = [against_reference(frame, ablation, axis) for axis in axes] if is_grid(ablation) else []
     return {
-        "ablation": {**plan, "experiment": ablation.experiment, "references": references(ablation)},
-        "trials": [_trial_json(state) for state in states],
+        "ablation": {
+            "ablation_id": ablation.ablation_id,
+            "name": ablation.name,
+            "title": ablation.title,
+            "experiment": ablation.experiment,
+            "references": references(ablation),
+        },
+        "trials": [
+            {
+                "trial": s.trial.index,
+                "run_id": s.trial.run_id,
+                "seed": s.trial.seed,
+                "setting": {axis: axis_value(value) for axis, value in s.trial.setting.items()},
+                "state": s.state,
+                "message": s.message,
+            }
+            for s in states
+        ],
         "missing": progress_of(states),
         "frame": records(frame),
         "settings": records(by_setting(frame, METRIC, axes)),
         "differences": [row for rows in compared for row in records(rows)],
     }
-
-
-def _trial_json(state: TrialState) -> dict[str, Any]:
-    trial = state.trial
-    setting = {axis: axis_value(value) for axis, value in trial.setting.items()}
-    place = {"trial": trial.index, "run_id": trial.run_id, "seed": trial.seed, "setting": setting}
-    return {**place, "state": state.state, "message": state.message}
