@@ -208,6 +208,14 @@ def setting_label(setting: Setting) -> str:
     return f"{setting.name}{runs_in_brief(setting)}"
 
 
+def setting_handles(settings: Sequence[Setting], drawn: Look, width_in: float, marker_size: float) -> list[Line2D]:
+    """Legend entries of the settings, for a figure of this width."""
+    return [
+        legend_line(color=colour, marker=marker, markersize=marker_size, label=legend_text(setting_label(s), width_in))
+        for s, (colour, marker) in ((s, drawn[s.name]) for s in settings)
+    ]
+
+
 def line_width(i: int, count: int) -> float:
     """Width of line `i` of `count`: later lines are thinner, so that equal lines of several settings stay visible."""
     return min(6.0, 1.8 + 1.1 * (count - 1 - i))

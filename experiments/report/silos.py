@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,23 +49,22 @@ from fedloom.experiments.report.drawing import (
     SERIES,
     legend_height_in,
     legend_line,
-    legend_text,
     looks,
     new_figure,
     quiet,
+    setting_handles,
     setting_label,
     whole_numbers,
 )
 from fedloom.experiments.report.wording import (
     ABSENT,
-    REPEATED,
     Write,
+    caption_of,
     count,
     over_settings,
     percent,
     points,
     seconds,
-    sentence,
     si,
     size,
     with_interval,
@@ -73,7 +73,6 @@ from fedloom.experiments.report.wording import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 COSTS = ("parameters", "macs", "peak_memory_bytes", "bytes_per_round", "wall_s")
 """Columns that the terminal shows in a separate table."""
@@ -97,14 +96,13 @@ COLUMNS: tuple[tuple[str, str, Write], ...] = (
 
 def silo_blocks(tables: Tables, *, wide: bool) -> list[Block]:
     """The table of all settings, in two halves for a terminal; with `wide` one table, plus gains and silos per run."""
-    own = silos(tables)
-    summaries = silo_summaries(own)
-    if not wide:
-        blocks = [summary_block(summaries, "Silos", costs=False), summary_block(summaries, "Costs", accuracy=False)]
+    of_silos = silos(tables)
+    summaries = silo_summaries(of_silos)
+    if wide:
+        runs = [only(of_silos, [p.run_id]) for p in of_silos.paths]
+        blocks = [summary_block(summaries), *map(gains_block, runs), *map(run_block, runs)]
     else:
-        blocks = [summary_block(summaries)]
-        blocks += [gains_block(only(own, [p.run_id])) for p in own.paths]
-        blocks += [run_block(only(own, [p.run_id])) for p in own.paths]
+        blocks = [summary_block(summaries, "Silos", costs=False), summary_block(summaries, "Costs", accuracy=False)]
     return [block for block in blocks if block.rows]
 
 
@@ -152,14 +150,16 @@ def _text(summaries: Sequence[SiloSummary], shown: set[str]) -> tuple[str, ...]:
         "bytes_per_round": "bytes per round: both ways, per silo.",
         "wall_s": "wall time: all training rounds, on the machine that computed them.",
     }
-    said = " ".join(note for key, note in notes.items() if key in shown)
-    return (*text, said[:1].upper() + said[1:]) if said else tuple(text)
+    explained = " ".join(note for key, note in notes.items() if key in shown)
+    return (*text, explained[:1].upper() + explained[1:]) if explained else tuple(text)
 
 
 def run_block(run: Tables) -> Block:
     """One row per silo of one run."""
-    rows = per_silo(run)
-    with_cells = has_cells(run) and any("/" in str(text) for text in rows["architecture"])
+    rows, run_id = per_silo(run), run.paths[0].run_id
+    config = configuration(run, run_id)
+    is_darts = str(config.get("space", {}).get("name", "")).startswith("darts")
+    with_cells = is_darts and any("/" in str(text) for text in rows["architecture"])
     columns: list[tuple[str, str, Write]] = [
         ("samples", "test samples", count),
         ("accuracy", "test %", percent),
@@ -170,48 +170,24 @@ def run_block(run: Tables) -> Block:
         ("macs", "MACs", si),
     ]
     columns = [c for c in columns if rows[c[0]].notna().any()]
-    cells = tuple(
-        (
-            str(row["client_id"]),
-            _architecture(row["architecture"], with_cells),
-            *(ABSENT if is_absent(row[key]) else write(row[key]) for key, _, write in columns),
-        )
-        for row in rows.to_dict(orient="records")
-    )
-    heads = ("silo", "architecture", *(head for _, head, _ in columns))
-    text = _run_text(with_cells, searched=bool(configuration(run, _name(run))["method"].get("search")))
-    return Block(f"Silos of run {_name(run)}", text, heads, cells)
-
-
-def _name(run: Tables) -> str:
-    return run.paths[0].run_id
-
-
-def has_cells(run: Tables) -> bool:
-    """Whether the run's architectures are those of DARTS cells."""
-    config = configuration(run, _name(run))
-    return str(config.get("space", {}).get("name", "")).startswith("darts")
-
-
-def _architecture(text: Any, with_cells: bool) -> str:
-    if is_absent(text):
-        return ABSENT
-    return in_short(str(text)) if with_cells else str(text)
-
-
-def _run_text(with_cells: bool, *, searched: bool) -> tuple[str, ...]:
+    cells = []
+    for row in rows.to_dict(orient="records"):
+        name = ABSENT if is_absent(row["architecture"]) else str(row["architecture"])
+        values = (ABSENT if is_absent(row[key]) else write(row[key]) for key, _, write in columns)
+        cells.append((str(row["client_id"]), in_short(name) if with_cells and name != ABSENT else name, *values))
     text = ["Every silo's model on its own test data."]
     if with_cells:
-        several = "what is undecided" if searched else "several that are used together"
+        several = "what is undecided" if config["method"].get("search") else "several that are used together"
         text.append(
             "The architecture is the operator kept on each edge of the normal, then of the reduction cell, by its "
             f"number; a dot is an edge without any, braces hold {several}."
         )
-    return tuple(text)
+    heads = ("silo", "architecture", *(head for _, head, _ in columns))
+    return Block(f"Silos of run {run_id}", tuple(text), heads, tuple(cells))
 
 
 BEST_EPOCH = (
-    "Fine-tuned models count with their best epoch on the test data, as in the paper: that is too high. The accuracy "
+    "Fine-tuned models count with their best epoch on the test data, as in the paper, which is too high. The accuracy "
     "after the last epoch is in the table of evaluations."
 )
 
@@ -232,7 +208,7 @@ def gains_block(run: Tables) -> Block:
         *([BEST_EPOCH] if best_on_test(run) else []),
     )
     heads = ("silo", "own architecture", "others', mean", "others', best", "others", "gain")
-    return Block(f"Personalisation gains of run {_name(run)}", text, heads, tuple(rows), labels=1)
+    return Block(f"Personalisation gains of run {run.paths[0].run_id}", text, heads, tuple(rows), labels=1)
 
 
 COLOURS = (*SERIES, "#8C564B", GREY)
@@ -263,14 +239,23 @@ def silo_accuracy_figure(per_silo: pd.DataFrame, settings: Sequence[Setting]) ->
     drawn = looks(settings, COLOURS)
     figure = new_figure((8.6, 1.7 + 0.62 * len(shown)))
     axes = figure.subplots()
-    with_shared = bool(known["global_accuracy"].notna().any())
     for at, setting in enumerate(shown):
         _silo_dots(axes, at, setting.rows(known), drawn[setting.name][0])
     quiet(axes, xlabel="accuracy on the silo's own test data (%)")
     axes.set_yticks(range(len(shown)), [_wrapped(s.name) for s in shown])
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.grid(False, axis="y")
-    figure.legend(handles=_dot_handles(with_shared), loc="outside lower center", ncols=4, **LEGEND)
+    dot: dict[str, Any] = {"color": "none", "markeredgecolor": "none", "markerfacecolor": GREY}
+    ring: dict[str, Any] = {"color": "none", "markerfacecolor": "white"}
+    handles = [
+        legend_line(marker="o", markersize=6, label="silo's model", **dot),
+        legend_line(marker="<", markersize=7, markeredgecolor="black", label="worst silo", **ring),
+        legend_line(marker="|", markersize=11, markeredgewidth=2.2, markeredgecolor=INK, label="mean", **ring),
+    ]
+    if known["global_accuracy"].notna().any():
+        label = "shared model on the silo's data"
+        handles.append(legend_line(marker="o", markersize=5, markeredgecolor=GREY, label=label, **ring))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, **LEGEND)
     return figure
 
 
@@ -295,20 +280,6 @@ def _silo_dots(axes: Axes, at: int, rows: pd.DataFrame, colour: str) -> None:
         axes.scatter(shared, np.full(len(shared), at + 0.2), s=18, facecolors="none", edgecolors=colour, zorder=3)
 
 
-def _dot_handles(with_shared: bool) -> list[Line2D]:
-    dot: dict[str, Any] = {"color": "none", "markeredgecolor": "none", "markerfacecolor": GREY}
-    ring: dict[str, Any] = {"color": "none", "markerfacecolor": "white"}
-    handles = [
-        legend_line(marker="o", markersize=6, label="silo's model", **dot),
-        legend_line(marker="<", markersize=7, markeredgecolor="black", label="worst silo", **ring),
-        legend_line(marker="|", markersize=11, markeredgewidth=2.2, markeredgecolor=INK, label="mean", **ring),
-    ]
-    if with_shared:
-        label = "shared model on the silo's data"
-        handles.append(legend_line(marker="o", markersize=5, markeredgecolor=GREY, label=label, **ring))
-    return handles
-
-
 def curves_figure(curves: pd.DataFrame, phases: Sequence[Phases], settings: Sequence[Setting]) -> Figure | None:
     """Validation accuracy (left) and training loss (right) against rounds, a line per setting; None without values.
 
@@ -320,16 +291,15 @@ def curves_figure(curves: pd.DataFrame, phases: Sequence[Phases], settings: Sequ
     validation = curves[(curves["series"] == "validation") & curves["mean"].notna()]
     shown = [s for s in settings if len(s.rows(curves))]
     panels = [
-        (rows, value, title, label)
-        for rows, value, title, label in (
-            (validation, "mean", "Validation accuracy", "mean over silos (%)"),
-            (loss, "mean_loss", "Local training loss", "mean over silos (cross-entropy)"),
-        )
-        if len(rows)
+        (validation, "mean", "Validation accuracy", "mean over silos (%)"),
+        (loss, "mean_loss", "Local training loss", "mean over silos (cross-entropy)"),
     ]
+    panels = [panel for panel in panels if len(panel[0])]
     if not panels:
         return None
     drawn, spans = looks(settings, COLOURS), _spans(phases, shown)
+    # Above the axes stand the names of the phases, or a bar per setting.
+    pad = 6.0 if not spans else 20.0 if len(set(spans.values())) == 1 else 9.0 + 6.5 * len(spans)
     width = 1.6 + 4.6 * len(panels)
     height = 3.9 + legend_height_in([setting_label(s) for s in shown], width)
     figure = new_figure((width, height))
@@ -338,25 +308,12 @@ def curves_figure(curves: pd.DataFrame, phases: Sequence[Phases], settings: Sequ
         for setting in shown:
             _curve(axes, setting.rows(rows), value, drawn[setting.name])
         quiet(axes, xlabel="finished rounds", ylabel=label)
-        axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=_room(spans))
+        axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=pad)
         whole_numbers(axes)
         axes.set_xlim(0, max(1, int(curves["rounds_done"].max())))
         _mark_phases(axes, spans, {name: colour for name, (colour, _) in drawn.items()})
-    handles = [_handle(s, drawn[s.name], width) for s in shown]
-    figure.legend(handles=handles, loc="outside lower center", ncols=1, **LEGEND)
+    figure.legend(handles=setting_handles(shown, drawn, width, 4.5), loc="outside lower center", ncols=1, **LEGEND)
     return figure
-
-
-def _room(spans: Mapping[str, Spans]) -> float:
-    """Space between the axes and their title in points, for the names of the phases or for a bar per setting."""
-    if not spans:
-        return 6.0
-    return 20.0 if len(set(spans.values())) == 1 else 9.0 + 6.5 * len(spans)
-
-
-def _handle(setting: Setting, look: tuple[str, str], width_in: float) -> Line2D:
-    label = legend_text(setting_label(setting), width_in)
-    return legend_line(color=look[0], marker=look[1], markersize=4.5, label=label)
 
 
 def _curve(axes: Axes, rows: pd.DataFrame, value: str, look: tuple[str, str]) -> None:
@@ -383,12 +340,12 @@ def _spans(phases: Sequence[Phases], settings: Sequence[Setting]) -> dict[str, S
     ends = pd.DataFrame(
         [(p.run_id, *(end for _, end in spans_of(p))) for p in phases], columns=["run_id", "first", "second", "third"]
     )
-    found: dict[str, Spans] = {}
+    spans: dict[str, Spans] = {}
     for setting in settings:
-        if len(own := setting.rows(ends)):
-            first, second, third = by_seed(own, ["first", "second", "third"]).mean()
-            found[setting.name] = ((0.0, first), (first, second), (second, third))
-    return found
+        if len(rows := setting.rows(ends)):
+            first, second, third = by_seed(rows, ["first", "second", "third"]).mean()
+            spans[setting.name] = ((0.0, first), (first, second), (second, third))
+    return spans
 
 
 def spans_of(phases: Phases) -> Spans:
@@ -410,14 +367,11 @@ def _mark_phases(axes: Axes, spans: Mapping[str, Spans], colours: Mapping[str, s
         for (begin, end), shade, name in zip(setting, SHADES, PHASES, strict=True):
             if end > begin:
                 axes.axvspan(begin, end, color=shade, linewidth=0, zorder=0)
-                _name_phase(axes, begin, end, name, whole)
-
-
-def _name_phase(axes: Axes, begin: float, end: float, name: str, whole: float) -> None:
-    # A narrow phase has room only for its number.
-    text = name if (end - begin) / whole >= 0.014 * len(name) else name.split(":")[0]
-    place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "ha": "center", "annotation_clip": False}
-    axes.annotate(text, ((begin + end) / 2, 1.02), fontsize=8.5, color="#6B6B6B", **place)
+                # A narrow phase has room only for its number.
+                text = name if (end - begin) / whole >= 0.014 * len(name) else name.split(":")[0]
+                style: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "annotation_clip": False}
+                style |= {"ha": "center", "fontsize": 8.5, "color": "#6B6B6B"}
+                axes.annotate(text, ((begin + end) / 2, 1.02), **style)
 
 
 def gains_figure(matrix: pd.DataFrame) -> Figure | None:
@@ -427,35 +381,34 @@ def gains_figure(matrix: pd.DataFrame) -> Figure | None:
     """
     if matrix.empty:
         return None
+    from matplotlib.patches import Rectangle
+
     square = as_square(matrix) * 100
-    rows = [i for i in square.index if square.loc[i].notna().any()]
-    square = square.loc[rows]
+    square = square.dropna(how="all")
+    rows, silo_ids = list(square.index), list(square.columns)
     gain = personalisation_gains(matrix).set_index("client_id")["gain"].reindex(rows) * 100
-    own = np.array([square.loc[i, i] for i in rows], dtype=float)
     values = square.to_numpy(dtype=float)
-    size = 0.62 * values.shape[1]
-    figure = new_figure((3.2 + 2 * size + 0.7, max(2.9, 1.5 + 0.5 * len(rows))))
-    left, right = figure.subplots(1, 2, width_ratios=(values.shape[1], values.shape[1] + 1.2))
-    matrix_silos = sorted({*matrix["client_id"], *matrix["silo"]})
-    columns = [str(j) for j in matrix_silos]
-    _heat(left, values, "Blues", _range(values))
-    _frame(left, "Accuracy $p_{ij}$ (%)", rows, columns)
-    _mark_own(left, rows, [int(j) for j in matrix_silos])
+    own = np.array([square.loc[i, i] for i in rows], dtype=float)
     # p_ii - p_ii is 0 by definition, so the diagonal stays white.
     differences = own[:, None] - values
-    differences[[[i == j for j in square.columns] for i in rows]] = np.nan
+    differences[[[i == j for j in silo_ids] for i in rows]] = np.nan
     both = np.column_stack([differences, gain.to_numpy(dtype=float)])
-    reach = float(np.nanmax(np.abs(both))) if np.isfinite(both).any() else 1.0
-    _heat(right, both, "RdBu", (-max(reach, 1e-9), max(reach, 1e-9)), signed=True)
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    reach = max(float(np.nanmax(np.abs(both))) if np.isfinite(both).any() else 1.0, 1e-9)
+    width = 0.62 * len(silo_ids)
+    figure = new_figure((3.2 + 2 * width + 0.7, max(2.9, 1.5 + 0.5 * len(rows))))
+    left, right = figure.subplots(1, 2, width_ratios=(len(silo_ids), len(silo_ids) + 1.2))
+    columns = [str(j) for j in silo_ids]
+    _heat(left, values, "Blues", (low, high) if high > low else (low - 1, high + 1))
+    _frame(left, "Accuracy $p_{ij}$ (%)", rows, columns)
+    for at, silo in enumerate(rows):
+        corner = (silo_ids.index(silo) - 0.5, at - 0.5)
+        left.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=INK, linewidth=1.6))
+    _heat(right, both, "RdBu", (-reach, reach), signed=True)
     _frame(right, "Gain $p_{ii} - p_{ij}$ (points)", rows, [*columns, "$g_i$"])
-    right.axvline(values.shape[1] - 0.5, color=INK, linewidth=1.6)
+    right.axvline(len(silo_ids) - 0.5, color=INK, linewidth=1.6)
     right.set_xlabel("architecture of silo j; last: mean gain", fontsize=10, color=INK)
     return figure
-
-
-def _range(values: NDArray[np.float64]) -> tuple[float, float]:
-    low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    return (low, high) if high > low else (low - 1, high + 1)
 
 
 def _heat(
@@ -479,14 +432,6 @@ def _frame(axes: Axes, title: str, rows: Sequence[int], columns: Sequence[str]) 
     axes.tick_params(length=0)
     for side in ("left", "bottom"):
         axes.spines[side].set_visible(False)
-
-
-def _mark_own(axes: Axes, rows: Sequence[int], columns: Sequence[int]) -> None:
-    from matplotlib.patches import Rectangle
-
-    for at, silo in enumerate(rows):
-        place = (columns.index(silo) - 0.5, at - 0.5)
-        axes.add_patch(Rectangle(place, 1, 1, fill=False, edgecolor=INK, linewidth=1.6))
 
 
 CAPTIONS = {
@@ -515,24 +460,22 @@ CAPTIONS = {
 
 def silo_pictures(tables: Tables) -> Iterator[Picture]:
     """The figures of all cross-silo runs, then each run's gains and cells; none if there is no such run."""
-    own = silos(tables)
-    if not own.paths:
+    of_silos = silos(tables)
+    if not of_silos.paths:
         return
-
-    measured, trained, searched = per_silo(own), curves(own), phases(own)
+    measured, trained, searched = per_silo(of_silos), curves(of_silos), phases(of_silos)
     for sheet in sheets(silo_settings(tables)):
         figures = {
             "silos": silo_accuracy_figure(measured, sheet.settings),
             "phases": curves_figure(trained, searched, sheet.settings),
         }
-        repeated = f" {sentence(REPEATED)}" if any(s.repeats_seeds for s in sheet.settings) else ""
         for name, figure in figures.items():
             if figure is not None:
                 title, caption = CAPTIONS[name]
-                yield sheet.labelled(Picture(name, title, f"{caption}{repeated}", figure))
-    for paths in own.paths:
-        for picture in _of_run(only(own, [paths.run_id])):
-            yield picture.named(paths.run_id) if len(own.paths) > 1 else picture
+                yield sheet.labelled(Picture(name, title, caption_of(sheet.settings, caption), figure))
+    for paths in of_silos.paths:
+        for picture in _of_run(only(of_silos, [paths.run_id])):
+            yield picture.named(paths.run_id) if len(of_silos.paths) > 1 else picture
 
 
 def _of_run(run: Tables) -> Iterator[Picture]:
@@ -547,108 +490,67 @@ def _of_run(run: Tables) -> Iterator[Picture]:
         yield Picture(f"{cell_type}-cells", f"{cell_type.capitalize()} cells", f"{CAPTION}{more}", cells)
 
 
-def missing_of_silos(tables: Tables, run_id: str, state: str) -> list[str]:
-    """Missing parts of a cross-silo run: scores or training of silos, gains, or decisions of its search."""
-    rows = tables.evaluations[tables.evaluations["run_id"] == run_id]
-    rows = rows[(rows["stage"] == EVALUATION) & (rows["split"] == "test") & (rows["metric"] == METRIC)]
-    yet = "" if state == "done" else " yet"
-    none = f"nothing was measured on test data{yet}: no accuracy of silos"
-    lines = gaps_of_scores(tables, run_id) if len(rows) else [none]
-    if covered_silos(tables, run_id):
-        if p_matrix(only(tables, [run_id])).empty:
-            lines.append(f"personalisation gains were not measured{yet}")
-        elif state != "running":
-            lines += gaps_of_gains(tables, run_id)
-    searches = configuration(tables, run_id)["method"].get("search")
-    if state == "done" and searches and (left := undecided_silos(tables, run_id)):
-        lines.append(f"the search ended with edges left to be searched in {silo_names(tables, run_id, left)}")
-    return lines
-
+# -- what a run does not have ----------------------------------------------------------------------------------------
 
 MOST_PAIRS = 6
 
 
-def num_silos(tables: Tables, run_id: str) -> int:
-    """The configured number of silos of the run."""
-    return int(configuration(tables, run_id)["data"]["num_clients"])
-
-
-def silo_names(tables: Tables, run_id: str, silos: Sequence[int]) -> str:
-    """The silos as part of a sentence."""
-    if len(silos) == num_silos(tables, run_id):
-        return "every silo"
-    return f"silo{'' if len(silos) == 1 else 's'} {', '.join(map(str, silos))}"
-
-
-def unscored_silos(tables: Tables, run_id: str) -> list[int]:
-    """The silos without an accuracy in the final evaluation, except those without test samples."""
-    rows = per_silo(only(tables, [run_id]))
-    known = rows[rows["accuracy"].notna() | rows["samples"].eq(0)]
-    return _others(known["client_id"], num_silos(tables, run_id))
-
-
-def untrained_silos(tables: Tables, run_id: str) -> list[int]:
-    """The silos for which no training round counted, because they failed, dropped out or were late every time."""
-    rows = training(only(tables, [run_id]).clients)
-    if rows.empty:
-        return []
-    return _others(rows.loc[took_part(rows), "client_id"], num_silos(tables, run_id))
-
-
-def _others(known: pd.Series[Any], count: int) -> list[int]:
-    there = {int(c) for c in known.dropna()}
-    return [silo for silo in range(count) if silo not in there]
-
-
-def unmeasured_pairs(tables: Tables, run_id: str) -> list[tuple[int, int]]:
-    """The pairs (i, j) of covered silos whose p_ij was not measured, except silos i without test samples."""
-    run, covered = only(tables, [run_id]), range(covered_silos(tables, run_id))
-    matrix = p_matrix(run)
-    measured = {(int(i), int(j)) for i, j in zip(matrix["client_id"], matrix["silo"], strict=True)}
+def missing_of_silos(tables: Tables, run_id: str, state: str) -> list[str]:
+    """Missing parts of a cross-silo run: scores or training of silos, gains, or decisions of its search."""
+    run, config = only(tables, [run_id]), configuration(tables, run_id)
+    num_silos, gains = int(config["data"]["num_clients"]), config["method"].get("gains", {})
     rows = run.evaluations
-    tested = rows[rows["stage"].isin([GAINS, EVALUATION]) & (rows["split"] == "test") & (rows["metric"] == METRIC)]
-    untested = {int(c) for c in tested.loc[tested["samples"].eq(0), "client_id"].dropna()}
-    return [(i, j) for i in covered if i not in untested for j in covered if (i, j) not in measured]
+    rows = rows[(rows["split"] == "test") & (rows["metric"] == METRIC)]
+    yet = "" if state == "done" else " yet"
 
+    def named(silo_ids: Sequence[int]) -> str:
+        if len(silo_ids) == num_silos:
+            return "every silo"
+        return f"silo{'' if len(silo_ids) == 1 else 's'} {', '.join(map(str, silo_ids))}"
 
-def covered_silos(tables: Tables, run_id: str) -> int:
-    """The number of silos, counted from the first, that the gains cover; 0 if gains are not configured."""
-    gains = configuration(tables, run_id)["method"].get("gains", {})
-    if not gains.get("epochs", 0):
-        return 0
-    given = gains.get("clients")
-    return num_silos(tables, run_id) if given is None else int(given)
-
-
-def gaps_of_scores(tables: Tables, run_id: str) -> list[str]:
-    """Sentences on silos without a score, and on silos with a score that were never trained."""
-    lines = []
-    unscored = unscored_silos(tables, run_id)
-    if unscored:
-        which = silo_names(tables, run_id, unscored)
-        lines.append(f"no accuracy on test data of {which}: mean, std and worst are over the others")
-    if untrained := [silo for silo in untrained_silos(tables, run_id) if silo not in unscored]:
-        which = silo_names(tables, run_id, untrained)
-        scored = _scored(tables, run_id)
-        lines.append(f"no training round of {which} counted (failed, dropped or late every time): {scored}")
+    lines: list[str] = []
+    if (rows["stage"] == EVALUATION).any():
+        lines += _gaps_of_scores(run, named, num_silos)
+    else:
+        lines.append(f"nothing was measured on test data{yet}: no accuracy of silos")
+    if gains.get("epochs", 0):
+        matrix, covered = p_matrix(run), num_silos if gains.get("clients") is None else int(gains["clients"])
+        # A silo without test samples has no p_ij.
+        untested = rows[rows["stage"].isin([GAINS, EVALUATION]) & rows["samples"].eq(0)]["client_id"].dropna()
+        measured = set(zip(matrix["client_id"].astype(int), matrix["silo"].astype(int), strict=True))
+        pairs = [pair for pair in product(range(covered), repeat=2) if pair[0] not in set(untested.astype(int))]
+        unmeasured = [pair for pair in pairs if pair not in measured]
+        if matrix.empty:
+            lines.append(f"personalisation gains were not measured{yet}")
+        elif state != "running" and unmeasured:
+            examples = [f"({i}, {j})" for i, j in unmeasured[:MOST_PAIRS]]
+            examples += ["..."] if len(unmeasured) > MOST_PAIRS else []
+            which, share = named(sorted({i for i, _ in unmeasured})), f"{len(unmeasured)} of {covered**2}"
+            lines.append(
+                f"personalisation gains of {which} are incomplete: {share} p_ij were not measured, (i, j) = "
+                f"{', '.join(examples)}"
+            )
+    if state == "done" and config["method"].get("search") and (left := undecided_silos(tables, run_id)):
+        lines.append(f"the search ended with edges left to be searched in {named(left)}")
     return lines
 
 
-def _scored(tables: Tables, run_id: str) -> str:
-    """Says which model the final evaluation scores for silos that were never trained."""
-    if keeps_own_models(tables, run_id):
-        return "what is scored as personal there is the shared model"
-    if keeps_own_cells(tables, run_id):
-        return "what is scored as personal there is the shared base with cells that were never trained"
-    return "the shared model has learned nothing from the data there"
+def _gaps_of_scores(run: Tables, named: Callable[[Sequence[int]], str], num_silos: int) -> Iterator[str]:
+    """Sentences on silos without a score, and on silos with a score that were never trained.
 
-
-def gaps_of_gains(tables: Tables, run_id: str) -> list[str]:
-    """A sentence on the pairs of silos whose p_ij is missing."""
-    missing = unmeasured_pairs(tables, run_id)
-    if not missing:
-        return []
-    named = ", ".join(f"({i}, {j})" for i, j in missing[:MOST_PAIRS]) + (", ..." if len(missing) > MOST_PAIRS else "")
-    which = silo_names(tables, run_id, sorted({i for i, _ in missing}))
-    share = f"{len(missing)} of {covered_silos(tables, run_id) ** 2}"
-    return [f"personalisation gains of {which} are incomplete: {share} p_ij were not measured, (i, j) = {named}"]
+    Silos without test samples have no score; a round does not count for a silo that failed, dropped out or was late.
+    """
+    scores, trained, run_id = per_silo(run), training(run.clients), run.paths[0].run_id
+    scored = set(scores.loc[scores["accuracy"].notna() | scores["samples"].eq(0), "client_id"])
+    unscored = [silo for silo in range(num_silos) if silo not in scored]
+    if unscored:
+        yield f"no accuracy on test data of {named(unscored)}: mean, std and worst are over the others"
+    took_part_once = set(trained.loc[took_part(trained), "client_id"].dropna())
+    untrained = [silo for silo in range(num_silos) if silo not in took_part_once and silo in scored]
+    if len(trained) and untrained:
+        model = "the shared model has learned nothing from the data there"
+        if keeps_own_models(run, run_id):
+            model = "what is scored as personal there is the shared model"
+        elif keeps_own_cells(run, run_id):
+            model = "what is scored as personal there is the shared base with cells that were never trained"
+        yield f"no training round of {named(untrained)} counted (failed, dropped or late every time): {model}"

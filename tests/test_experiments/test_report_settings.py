@@ -301,7 +301,7 @@ def test_the_page_has_a_figure_for_all_settings_of_an_experiment(tmp_path: Path)
     names = ["fronts", "convergence", "convergence-loss", "pareto", "communication", "clients"]
     assert [path.stem for path in files.plots if path.suffix == ".png"] == names
     page = files.markdown.read_text()
-    assert page.count("Each part is a setting, with the axes of the others") == 5
+    assert page.count("One panel per setting") == 5
     assert "a repeated seed" not in page.lower()
     write_run(tmp_path, "a3", 2)
     page = write_report(tmp_path, [*runs, "a3"], tmp_path / "out").markdown.read_text()
